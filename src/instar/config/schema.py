@@ -1,0 +1,200 @@
+"""What a config file may say: frozen models, one per section, torch-free.
+
+Every field carries its description; `instar init`, `instar config schema` and the error
+messages are made from them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+Texts = Annotated[tuple[str, ...], Strict(False)]
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    """The shape of the GPT. What is left out is derived when the run starts."""
+
+    n_layer: PositiveInt = Field(4, description="number of blocks")
+    n_head: PositiveInt = Field(4, description="query heads per block")
+    n_kv_head: PositiveInt | None = Field(
+        None, description="key and value heads; fewer than n_head is grouped-query attention"
+    )
+    n_embd: PositiveInt = Field(128, description="width of the residual stream")
+    n_mlp: PositiveInt | None = Field(
+        None, description="MLP width; default 4 × n_embd, or 8/3 × n_embd to a multiple of 32 (swiglu)"
+    )
+    context: PositiveInt = Field(128, description="tokens the model looks back on, and of one sample")
+    vocab_size: PositiveInt | None = Field(
+        None, description="rows of the token table; default: the size of the tokenizer's vocabulary"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation")
+    activation: Literal["gelu", "relu2", "swiglu"] = Field("gelu", description="MLP nonlinearity")
+    positions: Literal["learned", "rope"] = Field("learned", description="position encoding")
+    bias: bool = Field(True, description="biases in linear layers and LayerNorm")
+    tied: bool = Field(True, description="output head shares the token table")
+    qk_norm: bool = Field(False, description="RMS-normalise queries and keys")
+    rope_base: PositiveFloat = Field(10000.0, description="RoPE base θ")
+    norm_eps: PositiveFloat = Field(1e-5, description="ε of the normalisations")
+    dropout: Fraction = Field(0.0, description="dropout probability")
+
+
+class DataConfig(Section):
+    """Where the samples are and in which order they come."""
+
+    path: str | None = Field(
+        None,
+        description="folder of token shards; made from `source` if it is not there yet "
+        "(default: data/<source>-<tokenizer>, named from the fields below)",
+    )
+    source: str = Field(
+        "stdlib",
+        description="text to prepare: stdlib (the Python standard library's own source), or a "
+        "file, folder or glob of .txt, .py, .md, .jsonl, .parquet …",
+    )
+    text_field: str = Field("text", description="column or key of the text in JSONL and Parquet")
+    tokenizer: Literal["byte", "char", "bpe"] = Field("byte", description="how text becomes tokens")
+    vocab_size: PositiveInt = Field(4096, description="vocabulary of a trained BPE tokenizer")
+    max_bytes: PositiveInt | None = Field(None, description="use only about so much of the source")
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.05, description="share held out")
+    test_fraction: Fraction = Field(0.05, description="share kept for a final test")
+    order: Literal["shuffled", "sequential", "random"] = Field(
+        "shuffled",
+        description="shuffled without replacement, sequential, or random windows with replacement",
+    )
+    prefetch: bool = Field(True, description="prepare the next steps' batches in the background")
+
+
+class TrainConfig(Section):
+    """How much of what one step does, and when to stop."""
+
+    until: Texts = Field(
+        ("2000it",),
+        description="budget: 2000it (steps), 50Mtok, 3ep (epochs), 10min, loss<3.0; the first one met ends the run",
+    )
+    batch_size: PositiveInt = Field(16, description="samples of one micro-batch")
+    gradient_accumulation_steps: PositiveInt = Field(
+        1, description="micro-batches of one step over all ranks: global batch = batch_size × this"
+    )
+    clip: PositiveFloat | None = Field(1.0, description="largest gradient norm; null: no clipping")
+    max_skipped_steps: PositiveInt = Field(
+        8, description="stop after so many consecutive steps with a non-finite gradient"
+    )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="decay of an exponential moving average of the weights, e.g. 0.999"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute blocks in the backward pass: less memory, more time"
+    )
+
+
+class OptimizerConfig(Section):
+    """How a gradient becomes an update."""
+
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw, or muon for the blocks' matrices and adamw for the rest"
+    )
+    lr: PositiveFloat = Field(1e-3, description="peak learning rate (AdamW)")
+    muon_lr: PositiveFloat = Field(0.02, description="peak learning rate of Muon's matrices")
+    beta1: Fraction = Field(0.9, description="AdamW's first-moment decay")
+    beta2: Fraction = Field(0.95, description="AdamW's second-moment decay")
+    eps: PositiveFloat = Field(1e-8, description="AdamW's ε")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="decoupled weight decay")
+    no_decay: Texts = Field(
+        ("*.bias", "*norm*", "*embedding*"),
+        description="parameter-name patterns that are not decayed",
+    )
+    momentum: Fraction = Field(0.95, description="Muon's momentum")
+    ns_steps: PositiveInt = Field(5, description="Muon's Newton–Schulz iterations")
+
+
+class LearningRateConfig(Section):
+    """The learning rate's course over the steps; its height is optimizer.lr."""
+
+    shape: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="cosine, wsd (warm-up, stable, linear decay) or constant, each after a linear warm-up"
+    )
+    warmup_iters: Annotated[int, Field(ge=0)] = Field(100, description="steps of linear warm-up")
+    lr_decay_iters: PositiveInt | None = Field(
+        None, description="step at which the decay ends; default: the budget of train.until"
+    )
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="wsd: share of lr_decay_iters spent decaying"
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="lowest rate as a share of the peak"
+    )
+
+
+class EvalConfig(Section):
+    """Held-out loss: exact, over all ranks."""
+
+    eval_interval: PositiveInt = Field(250, description="steps between evaluations")
+    eval_iters: PositiveInt | None = Field(
+        None, description="so many fixed batches of batch_size; default: the whole validation set"
+    )
+    at_start: bool = Field(False, description="also evaluate before the first step")
+
+
+class RecordConfig(Section):
+    """What is written down, and how often."""
+
+    log_interval: PositiveInt = Field(10, description="steps between lines on the display")
+    out_dir: str = Field("runs", description="folder in which the run's own folder is made")
+    run_dir: str | None = Field(
+        None, description="the run's own folder; default: <out_dir>/<name>-<id>"
+    )
+
+
+class DDPConfig(Section):
+    """Options of DistributedDataParallel."""
+
+    bucket_cap_mb: PositiveFloat = Field(25.0, description="size of a gradient bucket, MiB")
+    find_unused_parameters: bool = Field(False, description="for models that skip parameters")
+    static_graph: bool = Field(False, description="the graph never changes between steps")
+    gradient_as_bucket_view: bool = Field(True, description="gradients live inside the buckets")
+    broadcast_buffers: bool = Field(False, description="send rank 0's buffers at every forward")
+
+
+class DistributedConfig(Section):
+    """Ranks and how they talk."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
+    timeout_s: PositiveFloat = Field(600.0, description="longest wait for another rank, seconds")
+    ddp: DDPConfig = Field(default_factory=DDPConfig, description="DistributedDataParallel")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
+        "gpt", description="the run's name, the first part of its folder's"
+    )
+    preset: Texts | str = Field((), description="ready-made settings under this file's: gpt2, llama, plain, fast")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1337, description="all randomness comes from it")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
+        "auto", description="auto, cpu, cuda or cuda:<index>"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of the forward pass; weights stay fp32")
+    compile: bool = Field(False, description="torch.compile the model")
+    task: Literal["language"] = Field("language", description="what is trained")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the GPT's shape")
+    data: DataConfig = Field(default_factory=DataConfig, description="samples and their order")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="steps and budget")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the update")
+    learning_rate: LearningRateConfig = Field(
+        default_factory=LearningRateConfig, description="the rate's course"
+    )
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out loss")
+    record: RecordConfig = Field(default_factory=RecordConfig, description="what is written down")
+    distributed: DistributedConfig = Field(
+        default_factory=DistributedConfig, description="ranks and how they talk"
+    )
