@@ -141,6 +141,9 @@ class EvalConfig(Section):
     eval_iters: PositiveInt | None = Field(
         None, description="so many fixed batches of batch_size; default: the whole validation set"
     )
+    batch_size: PositiveInt | None = Field(
+        None, description="samples at once in an evaluation; default: as many as make 8,192 tokens"
+    )
     at_start: bool = Field(False, description="also evaluate before the first step")
 
 

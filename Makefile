@@ -1,0 +1,60 @@
+# Every target builds the environment it needs; nothing has to be installed by hand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
+export OMP_NUM_THREADS ?= $(shell nproc)
+
+.PHONY: help demo test test-gpu lint format bench torture docs clean
+
+help:
+	@echo "make demo      train a small GPT on the Python standard library's source, then sample"
+	@echo "make test      all tests that need no GPU"
+	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make lint      format, lint, types, import rules"
+	@echo "make bench     benchmarks; results in benchmarks/results"
+	@echo "make torture   long fault trials; results in benchmarks/results"
+	@echo "make docs      check that every snippet in README and docs runs"
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/instar train examples/gpt/demo.yaml
+	$(BIN)/instar sample latest --prompt "def "
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(BENCH_STAMP)
+	@for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+
+torture: $(STAMP)
+	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest tests/torture --timeout 7200
+
+docs: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

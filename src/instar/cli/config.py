@@ -1,0 +1,142 @@
+"""`instar config`: what a config may say, says, and where it says it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from instar.config.load import Loaded
+
+set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Set a key over the file's, e.g. model.n_layer=6; may be given several times.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def config() -> None:
+    """Show, validate and compare configs."""
+
+
+@config.command()
+@click.argument("cfg", required=False)
+@click.option("--origin", is_flag=True, help="Tell where each value comes from.")
+@set_option
+@json_option
+def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Print the settings in force: defaults, presets, the file CFG, then --set.
+
+    The output is itself a config that can be run (without --json --origin: then it is a
+    record of keys).
+    """
+    from instar.config.load import load
+
+    loaded = load(cfg, overrides)
+    if not as_json:
+        click.echo(loaded.to_yaml(origin=origin), nl=False)
+    elif not origin:
+        _print_json(loaded.config.model_dump(mode="json"))
+    else:
+        origins = loaded.origins
+        _print_json(
+            {key: {"value": v, "origin": origins[key]} for key, v in _values(loaded).items()}
+        )
+
+
+@config.command()
+@click.argument("section", required=False)
+@json_option
+def schema(section: str | None, as_json: bool) -> None:
+    """List the keys that there are, or those of one SECTION.
+
+    With --json the JSON Schema of a config file, from which editors complete and check.
+    """
+    from instar.cli.table import print_table
+    from instar.config.errors import ConfigError
+    from instar.config.explain import nearest
+    from instar.config.fields import default, editor_schema, expected, keys, schema_node, sections
+    from instar.config.template import in_yaml
+
+    name = section or ""
+    if name not in sections() and name not in keys():
+        meant = nearest(name, [*filter(None, sections()), *keys()])
+        hint = (
+            f"did you mean '{meant}'?"
+            if meant
+            else f"there are {', '.join(filter(None, sections()))}"
+        )
+        raise ConfigError.one(f"there is no section or key '{name}'", hint=hint)
+    if as_json:
+        _print_json(editor_schema(name))
+        return
+    rows = [
+        (
+            key,
+            expected(schema_node(tuple(key.split("."))) or {}),
+            in_yaml(default(key)),
+            field.description or "",
+        )
+        for key, field in keys().items()
+        if not name or key == name or key.startswith(f"{name}.")
+    ]
+    print_table(("key", "type", "default", "meaning"), rows)
+
+
+@config.command()
+@click.argument("cfg")
+@set_option
+def validate(cfg: str, overrides: tuple[str, ...]) -> None:
+    """Check the file CFG; every mistake is listed, exit code 2."""
+    from instar.config.load import load
+
+    loaded = load(cfg, overrides)
+    given = sum(origin != "default" for origin in loaded.origins.values())
+    click.echo(f"{cfg}: ok, {given} of {len(loaded.origins)} keys set")
+
+
+@config.command()
+@click.argument("a")
+@click.argument("b")
+@json_option
+def diff(a: str, b: str, as_json: bool) -> None:
+    """List the keys in which the configs A and B differ, defaults and presets included."""
+    from instar.cli.table import print_table
+    from instar.config.errors import ConfigError, Problem
+    from instar.config.load import load
+    from instar.config.template import in_yaml
+
+    problems: list[Problem] = []
+    values: list[dict[str, Any]] = []
+    for path in (a, b):
+        try:
+            values.append(_values(load(path)))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    left, right = values
+    differing = {key: (left[key], right[key]) for key in left if left[key] != right[key]}
+    if as_json:
+        _print_json({key: {"a": one, "b": other} for key, (one, other) in differing.items()})
+    elif differing:
+        rows = [(key, in_yaml(one), in_yaml(other)) for key, (one, other) in differing.items()]
+        print_table(("key", a, b), rows)
+    else:
+        click.echo("no differences", err=True)
+
+
+def _values(loaded: Loaded) -> dict[str, Any]:
+    from instar.config.fields import keys, value_of
+
+    return {key: value_of(loaded.config, key) for key in keys()}
+
+
+def _print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))

@@ -1,0 +1,133 @@
+"""`instar train`: one run, on one process or many."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from instar.config.load import Loaded
+    from instar.distributed.ranklog import RankLog
+
+INTERRUPTED = 75
+
+
+@click.command(
+    epilog="CFG may be left out: the run is then the default config under --set. "
+    "Start with: instar init gpt"
+)
+@click.argument("cfg", required=False, type=click.Path())
+@click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start on this machine.")
+@click.option("--devices", help="GPUs of the ranks, e.g. 0,1; as many ranks as devices.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value.")
+@click.option(
+    "--until",
+    multiple=True,
+    metavar="BUDGET",
+    help="When to stop, instead of train.until: 2000it, 50Mtok, 3ep, 10min, loss<3.0.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what the run would be, and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: as JSON.")
+def train(
+    cfg: str | None,
+    nproc: int | None,
+    devices: str | None,
+    overrides: tuple[str, ...],
+    until: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Train the model that CFG describes."""
+    from instar.config.load import load
+    from instar.distributed.placement import placement
+
+    if until:
+        overrides = (*overrides, f"train.until={json.dumps(list(until))}")
+    argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
+    indices = _indices(devices)
+    place = placement(os.environ)
+    ranks = nproc or (len(indices) if indices else place.size)
+    if place.size > 1 and ranks != place.size:
+        raise click.UsageError(
+            f"--nproc {ranks}, but the environment already makes this one of {place.size} ranks"
+        )
+    loaded = load(cfg, overrides)
+    if dry_run:
+        return _forecast(loaded, argv, ranks, indices, as_json)
+    if place.size > 1:
+        return _one_rank(loaded)
+    return _from_the_shell(loaded, argv, ranks, indices)
+
+
+def _from_the_shell(
+    loaded: Loaded, argv: Sequence[str], ranks: int, devices: Sequence[int] | None
+) -> int:
+    """Find all mistakes before any rank is started; then run here, or launch ranks."""
+    from instar.run.preflight import preflight, prepare_data
+
+    again = shlex.join(["instar", "train", *sys.argv[2:]])
+    try:
+        prepare_data(loaded, lambda text: click.echo(text, err=True))
+        preflight(loaded, ranks)
+    except KeyboardInterrupt:
+        click.echo(f"stopped before the first step; start again with: {again}", err=True)
+        return INTERRUPTED
+    if ranks == 1 and devices is None:
+        return _one_rank(loaded)
+    from instar.distributed.launch import launch, torchrun_line
+
+    click.echo(f"same as: {torchrun_line(argv, ranks, devices)}", err=True)
+    return launch(argv, ranks, devices)
+
+
+def _one_rank(loaded: Loaded) -> int:
+    from instar.distributed.ranklog import run_rank
+    from instar.distributed.signals import StopSignal
+
+    # before torch is imported: a stop asked for meanwhile is heard at the first safe point
+    with StopSignal() as signal:
+
+        def work(log: RankLog) -> None:
+            from instar.run.rank import run
+
+            run(loaded, log, signal)
+
+        return run_rank(work)
+
+
+def _forecast(
+    loaded: Loaded,
+    argv: Sequence[str],
+    ranks: int,
+    devices: Sequence[int] | None,
+    as_json: bool,
+) -> int:
+    from instar.distributed.launch import torchrun_line
+    from instar.run.preflight import preflight, prepare_data
+    from instar.schedule.forecast import render
+
+    prepare_data(loaded, lambda text: click.echo(text, err=True))
+    prepared = preflight(loaded, ranks)
+    line = torchrun_line(argv, ranks, devices)
+    if as_json:
+        click.echo(json.dumps({**prepared.forecast.to_dict(), "torchrun": line}, indent=2))
+        return 0
+    click.echo(render(prepared.forecast))
+    click.echo(f"same as: {line}")
+    click.echo("Nothing was started.")
+    return 0
+
+
+def _indices(devices: str | None) -> list[int] | None:
+    if devices is None:
+        return None
+    parts = [part.strip() for part in devices.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        raise click.BadParameter(f"{devices!r}; write each GPU's index once, e.g. 0,1", param_hint="--devices")
+    return [int(part) for part in parts]

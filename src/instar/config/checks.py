@@ -1,0 +1,111 @@
+"""Rules that span several keys and need no data, no device and no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from instar.config.budget import Budget, parse_budget
+from instar.config.schema import RunConfig
+
+
+class Clash(NamedTuple):
+    """Keys that do not fit each other, the likeliest culprit first."""
+
+    keys: tuple[str, ...]
+    message: str
+    hint: str = ""
+
+
+def cross_checks(config: RunConfig) -> list[Clash]:
+    """Everything in the config that contradicts itself."""
+    return [*_shape(config), *_data(config), *_course(config)]
+
+
+def _shape(config: RunConfig) -> list[Clash]:
+    model, found = config.model, []
+    heads, width = model.n_head, model.n_embd
+    if width % heads:
+        near = max(heads, round(width / heads) * heads)
+        found.append(
+            Clash(
+                ("model.n_embd", "model.n_head"),
+                f"model.n_embd ({width}) must be divisible by model.n_head ({heads})",
+                f"n_embd {near} would be",
+            )
+        )
+    elif model.positions == "rope" and (width // heads) % 2:
+        found.append(
+            Clash(
+                ("model.n_embd", "model.n_head", "model.positions"),
+                f"rope turns pairs of channels: model.n_embd / model.n_head must be even, "
+                f"got {width} / {heads} = {width // heads}",
+            )
+        )
+    if model.n_kv_head is not None and heads % model.n_kv_head:
+        found.append(
+            Clash(
+                ("model.n_kv_head", "model.n_head"),
+                f"model.n_head ({heads}) must be divisible by model.n_kv_head ({model.n_kv_head})",
+            )
+        )
+    return found
+
+
+def _data(config: RunConfig) -> list[Clash]:
+    share = config.data.val_fraction + config.data.test_fraction
+    if share < 1:
+        return []
+    return [
+        Clash(
+            ("data.val_fraction", "data.test_fraction"),
+            f"data.val_fraction + data.test_fraction must be less than 1, got {share:g}: "
+            "nothing would be left to train on",
+        )
+    ]
+
+
+def _course(config: RunConfig) -> list[Clash]:
+    course, found = config.learning_rate, []
+    budgets: list[Budget] = []
+    for index, text in enumerate(config.train.until):
+        try:
+            budgets.append(parse_budget(text))
+        except ValueError as error:
+            key = f"train.until[{index}]"
+            found.append(Clash((key, "train.until"), f"{key}: {error}"))
+    if not config.train.until:
+        found.append(
+            Clash(("train.until",), "train.until is empty: the run would never end", "e.g. 2000it")
+        )
+    end = course.lr_decay_iters
+    if course.shape == "constant":
+        return found
+    if end is None:
+        if budgets and not found and all(budget.kind in ("seconds", "loss") for budget in budgets):
+            found.append(
+                Clash(
+                    ("learning_rate.lr_decay_iters", "train.until", "learning_rate.shape"),
+                    f"learning_rate.lr_decay_iters is needed: a {course.shape} course must know "
+                    f"its last step, and train.until has only {', '.join(map(str, budgets))}",
+                    "give it, add a budget such as 2000it, or choose shape constant",
+                )
+            )
+        return found
+    if course.warmup_iters >= end:
+        found.append(
+            Clash(
+                ("learning_rate.warmup_iters", "learning_rate.lr_decay_iters"),
+                f"learning_rate.warmup_iters ({course.warmup_iters}) must be less than "
+                f"learning_rate.lr_decay_iters ({end})",
+            )
+        )
+    elif course.shape == "wsd" and course.warmup_iters > end * (1 - course.decay_fraction):
+        found.append(
+            Clash(
+                ("learning_rate.decay_fraction", "learning_rate.warmup_iters"),
+                f"wsd would decay from step {round(end * (1 - course.decay_fraction))}, while "
+                f"it still warms up until step {course.warmup_iters}",
+                "a smaller learning_rate.decay_fraction or fewer warmup_iters",
+            )
+        )
+    return found

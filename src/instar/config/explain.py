@@ -1,0 +1,156 @@
+"""What a mistake is called in plain English, and what was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from instar.config.document import show
+from instar.config.fields import default, expected, keys, schema_node, sections
+
+# What other trainers call it.
+FAMILIAR = {
+    "batch": "train.batch_size",
+    "block_size": "model.context",
+    "checkpoint_activations": "train.gradient_checkpointing",
+    "d_model": "model.n_embd",
+    "dataset": "data.source",
+    "decay_lr": "learning_rate.shape",
+    "dtype": "precision",
+    "epochs": "train.until",
+    "grad_accum": "train.gradient_accumulation_steps",
+    "grad_clip": "train.clip",
+    "hidden_size": "model.n_embd",
+    "intermediate_size": "model.n_mlp",
+    "learning_rate": "optimizer.lr",
+    "max_epochs": "train.until",
+    "max_grad_norm": "train.clip",
+    "max_iters": "train.until",
+    "max_seq_len": "model.context",
+    "max_steps": "train.until",
+    "min_lr": "learning_rate.min_lr_ratio",
+    "num_attention_heads": "model.n_head",
+    "num_heads": "model.n_head",
+    "num_hidden_layers": "model.n_layer",
+    "num_key_value_heads": "model.n_kv_head",
+    "num_layers": "model.n_layer",
+    "output_dir": "record.out_dir",
+    "random_seed": "seed",
+    "seq_len": "model.context",
+    "steps": "train.until",
+    "tie_word_embeddings": "model.tied",
+    "warmup_steps": "learning_rate.warmup_iters",
+}
+
+_YES_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The word that was probably meant, if any is like it."""
+    by_lower = {each.lower(): each for each in words}
+    close = difflib.get_close_matches(word.lower(), by_lower, 1, cutoff)
+    return by_lower[close[0]] if close else None
+
+
+def unknown_key(name: str, section: str) -> tuple[str, str]:
+    """For a key that `section` does not have: a hint, and the dotted key that was meant ("")."""
+    here = sections()[section].model_fields
+    if "." in name and name in keys():
+        home, _, last = name.rpartition(".")
+        return f"write '{last}:' under '{home}:'", name
+    if owners := _owners(name, keys()):
+        return f"'{name}' belongs {' or '.join(map(_home, owners))}", owners[0]
+    meant = FAMILIAR.get(name)
+    if meant is None and (owners := _owners(name, sections())):
+        return f"'{name}' belongs {' or '.join(map(_home, owners))}", owners[0]
+    if meant is None and (close := nearest(name, here)):
+        meant = f"{section}.{close}" if section else close
+    if meant is None:
+        elsewhere = {key.rpartition(".")[2]: key for key in keys()} | FAMILIAR
+        meant = elsewhere.get(nearest(name, elsewhere, 0.85) or "")
+    if meant is None:
+        return f"it has {', '.join(here)}" if len(here) <= 8 else "", ""
+    home, _, last = meant.rpartition(".")
+    return f"did you mean '{last if home == section else meant}'?", meant
+
+
+def no_section(name: str) -> str:
+    """A hint for a section that was given a value as if it were a key."""
+    meant = FAMILIAR.get(name)
+    return f"did you mean '{meant}'?" if meant else ""
+
+
+def _owners(name: str, known: Iterable[str]) -> list[str]:
+    return [key for key in known if key.rpartition(".")[2] == name and key]
+
+
+def _home(key: str) -> str:
+    section = key.rpartition(".")[0]
+    return f"in {section}" if section else "at the top level"
+
+
+def wrong_value(path: tuple[str | int, ...], given: Any, kind: str, said: str) -> tuple[str, str]:
+    """Message and hint for a value that the schema refuses.
+
+    `kind` and `said` are pydantic's error type and message, used only where the schema has
+    no words of its own.
+    """
+    name = dotted(path)
+    node = schema_node(path)
+    if kind == "extra_forbidden":
+        parent = schema_node(path[:-1]) or {}
+        meant = nearest(str(path[-1]), parent.get("properties", {}))
+        hint = f"did you mean '{meant}'?" if meant else ""
+        return f"unknown key '{path[-1]}' in {dotted(path[:-1])}", hint
+    if kind == "missing":
+        return f"{name} is missing", ""
+    if node is None or kind in ("value_error", "assertion_error"):
+        return f"{name}: {said[:1].lower()}{said[1:]}, got {show(given)}", ""
+    return f"{name} must be {expected(node)}, got {show(given)}", _hint(name, node, given)
+
+
+def dotted(path: tuple[str | int, ...]) -> str:
+    """A path as it is written in messages: ("train", "until", 0) is train.until[0]."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return text.removeprefix(".")
+
+
+def _hint(name: str, node: dict[str, Any], given: Any) -> str:
+    choices = [node, *node.get("anyOf", ())]
+    types = {choice.get("type") for choice in choices}
+    words = [str(word) for choice in choices for word in choice.get("enum", ())]
+    number = _number(given) if isinstance(given, str) else None
+    if given is None:
+        instead = default(name) if name in keys() else None
+        return "" if instead is None else f"leave the line out for the default, {show(instead)}"
+    if isinstance(given, str):
+        if "boolean" in types and (word := _YES_NO.get(given.lower())):
+            return f"YAML 1.2 reads '{given}' as text, write {word}"
+        if number is not None and ("number" in types or ("integer" in types and number % 1 == 0)):
+            return "drop the quotes"
+        if "boolean" in types and given.lower() in ("true", "false"):
+            return "drop the quotes"
+        if "null" in types and given.lower() in ("none", "nil"):
+            return "write null"
+        if words and (meant := nearest(given, words)):
+            return f"did you mean '{meant}'?"
+        if "integer" in types and re.fullmatch(r"[\d.]+\s*[kKmMbB]", given):
+            return "write the number out"
+    if isinstance(given, int) and name.startswith("train.until"):
+        return f"write {given}it for steps"
+    if isinstance(given, float) and "integer" in types and given.is_integer():
+        return f"write {int(given)}"
+    if isinstance(given, bool | int | float) and "string" in types and "pattern" not in node:
+        return f"put it in quotes to make it text: {show(str(given).lower() if isinstance(given, bool) else str(given))}"
+    return ""
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,164 @@
+"""The schema as a table: which sections and keys there are, and what each may hold, in words."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from instar.config.schema import RunConfig
+
+PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "a name of letters, digits, '.', '_' and '-'",
+    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:<index>",
+}
+
+
+@cache
+def sections() -> dict[str, type[BaseModel]]:
+    """Every section by its dotted name, in the schema's order; "" is the top level."""
+    found: dict[str, type[BaseModel]] = {"": RunConfig}
+    for name, field in RunConfig.model_fields.items():
+        _add_sections(found, name, field.annotation)
+    return found
+
+
+def _add_sections(found: dict[str, type[BaseModel]], name: str, annotation: Any) -> None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        found[name] = annotation
+        for inner, field in annotation.model_fields.items():
+            _add_sections(found, f"{name}.{inner}", field.annotation)
+
+
+@cache
+def keys() -> dict[str, FieldInfo]:
+    """Every dotted key that holds a value, in the order in which files are written."""
+    found = {}
+    for section, model in sections().items():
+        for name, field in model.model_fields.items():
+            key = f"{section}.{name}" if section else name
+            if key not in sections():
+                found[key] = field
+    return found
+
+
+def default(key: str) -> Any:
+    return keys()[key].get_default(call_default_factory=True)
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    """The value that a config holds under a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+@cache
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a config file, for editors."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **RunConfig.model_json_schema(),
+    }
+
+
+def editor_schema(name: str = "") -> dict[str, Any]:
+    """`json_schema`, or that of one section or key, with what the reader also takes: empty
+    sections, and one text for a list of texts."""
+    if not name:
+        node = json_schema()
+    elif name in sections():
+        node = sections()[name].model_json_schema()
+    else:
+        node = schema_node(tuple(name.split("."))) or {}
+    widened: dict[str, Any] = _widen(node)
+    return widened
+
+
+def _widen(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_widen(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    node = {name: _widen(inner) for name, inner in node.items()}
+    if "$ref" in node:
+        return {"anyOf": [{"$ref": node.pop("$ref")}, {"type": "null"}], **node}
+    if node.get("type") == "array" and node.get("items") == {"type": "string"}:
+        texts = {"type": node.pop("type"), "items": node.pop("items")}
+        return {"anyOf": [texts, {"type": "string"}], **node}
+    return node
+
+
+def schema_node(path: tuple[str | int, ...]) -> dict[str, Any] | None:
+    """The JSON Schema of what stands at a path of keys and list indices; None: not to be told."""
+    node: Any = json_schema()
+    for step in path:
+        choices = [node, *node.get("anyOf", ())]
+        inner = [
+            _resolved(
+                choice.get("items")
+                if isinstance(step, int)
+                else choice.get("properties", {}).get(step)
+            )
+            for choice in choices
+        ]
+        node = next((found for found in inner if found is not None), None)
+        if node is None:
+            return None
+    return dict(node)
+
+
+def _resolved(node: Any) -> Any:
+    if isinstance(node, dict) and "$ref" in node:
+        name = str(node["$ref"]).rpartition("/")[2]
+        return json_schema()["$defs"][name] | {k: v for k, v in node.items() if k != "$ref"}
+    return node
+
+
+def expected(node: dict[str, Any]) -> str:
+    """In words, what a JSON Schema node allows: "a whole number greater than 0 or null"."""
+    if "anyOf" in node:
+        return " or ".join(expected(choice) for choice in node["anyOf"])
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    if "const" in node:
+        return str(node["const"])
+    match node.get("type"):
+        case "integer":
+            return f"a whole number{_bounds(node)}"
+        case "number":
+            return f"a number{_bounds(node)}"
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "array":
+            return f"a list of {expected(node.get('items', {})).removeprefix('a ')}s"
+        case "string" if "pattern" in node:
+            return PATTERNS.get(node["pattern"], f"text that matches {node['pattern']}")
+        case "string":
+            return "text"
+        case "object":
+            return "a section of keys"
+    return "something else"
+
+
+def _bounds(node: dict[str, Any]) -> str:
+    words = {
+        "exclusiveMinimum": "greater than",
+        "minimum": "of at least",
+        "exclusiveMaximum": "less than",
+        "maximum": "at most",
+    }
+    found = [f"{word} {_bound(node[name])}" for name, word in words.items() if name in node]
+    return f" {' and '.join(found)}" if found else ""
+
+
+def _bound(number: float) -> str:
+    for power in (31, 32, 63, 64):
+        if number == 2**power:
+            return f"2^{power}"
+    return f"{number:g}"

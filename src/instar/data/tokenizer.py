@@ -1,0 +1,229 @@
+"""How text becomes tokens: bytes, characters, or byte-pair encoding trained on the spot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+import xxhash
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from instar.config.errors import ConfigError
+
+TOKENIZER_FILE = "tokenizer.json"
+FORMAT = "instar-tokenizer/1"
+END = "<|end|>"
+UNKNOWN = "<unk>"
+
+TokenIds = NDArray[np.uint32]
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back.
+
+    `kind` is byte, char or bpe; `fingerprint` the xxh3-128 of what it is saved as;
+    `end_id` the token that ends a document, if there is one.
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def end_id(self) -> int | None: ...
+
+    def encode(self, text: str) -> TokenIds: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def to_json(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8 bytes as they are: 256 tokens."""
+
+    kind = "byte"
+    vocab_size = 256
+    end_id = None
+
+    @property
+    def fingerprint(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self.to_json().encode())
+
+    def encode(self, text: str) -> TokenIds:
+        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.uint32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(token) for token in ids).decode("utf-8", "replace")
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "kind": self.kind})
+
+
+@dataclass(frozen=True)
+class CharTokenizer:
+    """The sorted characters of the training text, and last a token for all others."""
+
+    characters: str
+
+    kind = "char"
+    end_id = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.characters) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self.to_json().encode())
+
+    @cached_property
+    def _id_of_code_point(self) -> TokenIds:
+        codes = np.array([ord(character) for character in self.characters], dtype=np.int64)
+        table = np.full(int(codes.max(initial=0)) + 2, len(self.characters), dtype=np.uint32)
+        table[codes] = np.arange(codes.size, dtype=np.uint32)
+        return table
+
+    def encode(self, text: str) -> TokenIds:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        table = self._id_of_code_point
+        ids: TokenIds = table[np.minimum(codes, table.size - 1)]
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        names = [*self.characters, UNKNOWN]
+        return "".join(names[token] for token in ids)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "kind": self.kind, "characters": self.characters})
+
+
+class BPETokenizer:
+    """Byte-level byte-pair encoding; saved in the `tokenizers` library's own JSON.
+
+    Text is never taken for a special token: "<|end|>" in a document is seven characters.
+    """
+
+    kind = "bpe"
+
+    def __init__(self, saved: str) -> None:
+        self._saved = saved
+        self._model = tokenizers.Tokenizer.from_str(saved)
+        self._model.encode_special_tokens = True
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.get_vocab_size())
+
+    @property
+    def fingerprint(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self._saved.encode())
+
+    @property
+    def end_id(self) -> int | None:
+        end: int | None = self._model.token_to_id(END)
+        return end
+
+    def encode(self, text: str) -> TokenIds:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        well_formed = [text.encode("utf-8", "replace").decode() for text in texts]
+        encoded = self._model.encode_batch_fast(well_formed, add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._model.decode([int(token) for token in ids], skip_special_tokens=False)
+        return text
+
+    def to_json(self) -> str:
+        return self._saved
+
+
+def train_char(texts: Iterable[str]) -> CharTokenizer:
+    """The characters that occur in the texts."""
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    return CharTokenizer("".join(sorted(characters)))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+    """Byte-level BPE of at most vocab_size tokens (fewer where the text is too short for it).
+
+    Sennrich, Haddow and Birch, 2016, on bytes as in GPT-2. Raises ConfigError where vocab_size
+    leaves no room for the 256 bytes and the end token.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise ConfigError.one(
+            f"vocab_size of a bpe tokenizer must be at least {len(alphabet) + 1} "
+            f"(256 bytes and {END}), got {vocab_size}",
+            where="data.vocab_size",
+            key="data.vocab_size",
+        )
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return BPETokenizer(model.to_str())
+
+
+def load_tokenizer(folder: str | Path, *, fingerprint: str | None = None) -> Tokenizer:
+    """The tokenizer saved as tokenizer.json in a data set's or a checkpoint's folder.
+
+    Raises ConfigError where it is missing, unreadable, or not the one with that fingerprint.
+    """
+    file = Path(folder) / TOKENIZER_FILE
+    try:
+        saved = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError.one("there is no tokenizer here", where=str(file)) from None
+    try:
+        tokenizer = _from_json(saved)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ConfigError.one(f"not a saved tokenizer: {error}", where=str(file)) from None
+    if fingerprint is not None and tokenizer.fingerprint != fingerprint:
+        raise ConfigError.one(
+            f"this is not the tokenizer that made the tokens: fingerprint "
+            f"{tokenizer.fingerprint}, recorded {fingerprint}",
+            where=str(file),
+        )
+    return tokenizer
+
+
+def _from_json(saved: str) -> Tokenizer:
+    fields: dict[str, Any] = json.loads(saved)
+    if "model" in fields:
+        return BPETokenizer(saved)
+    if fields["format"] != FORMAT:
+        raise ValueError(f"format {fields['format']!r} is not {FORMAT!r}")
+    if fields["kind"] == "char":
+        return CharTokenizer(fields["characters"])
+    if fields["kind"] == "byte":
+        return ByteTokenizer()
+    raise ValueError(f"kind {fields['kind']!r} is none of byte, char, bpe")

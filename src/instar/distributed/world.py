@@ -1,0 +1,194 @@
+"""The ranks of a run: who I am, on which device, and the group in which all meet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from instar.config.errors import ConfigError
+from instar.config.schema import DistributedConfig
+from instar.distributed.failure import Interrupted, RunFailed
+from instar.distributed.placement import DEVICES_VARIABLE, Placement, is_loopback, placement
+from instar.distributed.rounds import roll_call
+
+__all__ = ["Interrupted", "RunFailed", "World", "join"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of all ranks. With `size` 1 there is no process group: backend "none"."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def join(config: DistributedConfig, device: str = "auto") -> Iterator[World]:
+    """Meet the other ranks named by torchrun's or SLURM's environment; part from them at the end.
+
+    Control traffic goes through CPU tensors over gloo, whatever carries the gradients. MASTER_*
+    is read, never written. Raises ConfigError for a device or environment that cannot be, and
+    RunFailed if ranks do not come within `config.timeout_s` seconds.
+    """
+    place = placement(os.environ)
+    chosen = _device(device, place, os.environ.get(DEVICES_VARIABLE, ""))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if place.size == 1:
+        yield World(place.rank, place.local_rank, 1, chosen, "none")
+        return
+    backend = _backend(config.backend, chosen)
+    excepthook = sys.excepthook
+    with _loopback_for_gloo(place):
+        _meet(place, backend, chosen, config.timeout_s)
+        try:
+            yield World(place.rank, place.local_rank, place.size, chosen, backend)
+        finally:
+            sys.excepthook = excepthook
+            _part()
+
+
+def _meet(place: Placement, backend: str, device: torch.device, timeout_s: float) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = _store(place, timeout)
+        name = roll_call(store, place.rank, place.size, timeout_s)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"instar/round/{name}", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+            device_id=device if "nccl" in backend else None,
+        )
+    except (RuntimeError, OSError) as error:
+        raise RunFailed(
+            f"rank {place.rank} of {place.size} could not meet the others at "
+            f"{place.host}:{place.port}: {error}"
+        ) from error
+
+
+def _store(place: Placement, timeout: timedelta) -> TCPStore:
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not agent_serves
+    # A store asks for no password, so one that serves this host alone listens on loopback alone.
+    local = serves and is_loopback(place.host)
+    listener = loopback_listener(place.port, place.host)[0] if local else None
+    return TCPStore(
+        place.host,
+        place.port,
+        is_master=serves,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=serves,
+        master_listen_fd=listener,
+    )
+
+
+def loopback_listener(port: int, host: str = "127.0.0.1") -> tuple[int, int]:
+    """A listening socket's descriptor, to hand over, and its port (asked for 0: any free one)."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(socket.SOMAXCONN)
+        bound: int = listener.getsockname()[1]
+        return listener.detach(), bound
+
+
+def _part(limit_s: float = 2.0) -> None:
+    """Destroy the group, but not wait for ever for an operation that a dead peer will not join."""
+    parting = threading.Thread(target=dist.destroy_process_group, daemon=True, name="part")
+    parting.start()
+    parting.join(limit_s)
+    if parting.is_alive():
+        logger.warning("left without the other ranks: an exchange with them is still open")
+
+
+@contextmanager
+def _loopback_for_gloo(place: Placement) -> Iterator[None]:
+    if not place.one_host or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is None:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _backend(wanted: str, device: torch.device) -> str:
+    if device.type == "cpu":
+        if wanted == "nccl":
+            raise ConfigError.one(
+                "nccl needs GPUs, but the device is cpu",
+                where="distributed.backend",
+                hint="use gloo or auto",
+            )
+        return "gloo"
+    return "gloo" if wanted == "gloo" else "cpu:gloo,cuda:nccl"
+
+
+def _device(wanted: str, place: Placement, devices: str) -> torch.device:
+    """The device of this rank, by its *local* rank.
+
+    Every rank checks the devices of all ranks on its host, so that they all fail alike.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if devices and wanted == "auto":
+            raise _no_device(f"devices {devices} were asked for, but no GPU is there")
+        return torch.device("cpu")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name, _, index = wanted.partition(":")
+    if name not in ("auto", "cuda"):
+        raise _no_device(f"unknown device {wanted!r}")
+    if index and place.local_size > 1:
+        raise _no_device(
+            f"{wanted} is one device, but {place.local_size} ranks run on this host",
+            hint="say cuda, and choose with --devices",
+        )
+    indices = _indices(index or devices) or list(range(place.local_size))
+    if len(indices) < place.local_size:
+        raise _no_device(f"{place.local_size} ranks on this host, but only devices {devices}")
+    absent = [index for index in indices[: place.local_size] if index >= there]
+    if absent:
+        raise _no_device(
+            f"cuda:{absent[0]} is not there: this host has {there} GPU{'' if there == 1 else 's'}",
+            hint="use fewer ranks or other devices" if there else "use cpu",
+        )
+    return torch.device("cuda", indices[place.local_rank])
+
+
+def _indices(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() for part in parts):
+        raise _no_device(f"devices must be indices such as 0,1, not {text!r}")
+    return [int(part) for part in parts]
+
+
+def _no_device(message: str, hint: str = "") -> ConfigError:
+    return ConfigError.one(message, where="device", hint=hint)

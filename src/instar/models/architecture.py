@@ -1,0 +1,312 @@
+"""The model's shape, and the one table of its parameters with named axes.
+
+Every axis of every parameter has a name, and a name fixes a size: growing an architecture is
+changing a field of `Architecture`, and `parameters` then says what each tensor must become.
+
+A composite axis such as ``heads*head_dim`` is a product, the first factor outermost: index
+``h * head_dim + d`` of a query's output is channel d of head h. Head h reads key and value head
+``h // (n_head / n_kv_head)``.
+
+Who writes and who reads an axis follows from a parameter's kind:
+
+============ ======================= ============== ============ ========================
+kind         axes                    writes         reads        what it is
+============ ======================= ============== ============ ========================
+embedding    (vocab or context, embed) embed        –            a table of rows
+matrix, head (output, input)         output         input        a linear map
+bias         (output,)               output         –            added to a matrix's output
+norm         (axis,)                 –              –            gain or shift of each channel
+============ ======================= ============== ============ ========================
+
+The residual stream is ``embed``: embeddings, ``attn.output`` and ``mlp.down`` (with their
+biases) write it; queries, keys, values, ``mlp.up``, ``mlp.gate`` and the head read it, each
+through a norm. A tied head is the token table read once more: it has no entry of its own.
+The layer is part of the name, ``blocks.<layer>.…``; see `layer_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+from instar.config.schema import ModelConfig
+
+Norm = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "relu2", "swiglu"]
+Positions = Literal["learned", "rope"]
+Kind = Literal["embedding", "matrix", "norm", "bias", "head"]
+
+AXES = {
+    "embed": "n_embd",
+    "mlp": "n_mlp",
+    "heads": "n_head",
+    "kv_heads": "n_kv_head",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "context": "context",
+    "layers": "n_layer",
+}
+"""Field of `Architecture` that holds the size of each simple axis."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing wrong with a shape: the dotted config key, what is wrong, what to do instead."""
+
+    key: str
+    message: str
+    hint: str = ""
+
+
+class ArchitectureError(ValueError):
+    """A shape no model can have; `mistakes` holds everything found, in the fields' order."""
+
+    def __init__(self, *mistakes: Mistake) -> None:
+        self.mistakes = mistakes
+        super().__init__(
+            "\n".join(
+                f"{m.key}: {m.message}" + (f" ({m.hint})" if m.hint else "") for m in mistakes
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape in force. Raises ArchitectureError when no model can have it.
+
+    `head_dim` and `n_embd` are free of each other: growth may change either. Pair i of RoPE turns
+    by ``rope_base ** (-2 i / head_dim)`` per position, so a head_dim grown by a factor k keeps its
+    old frequencies with ``rope_base ** k``. `qk_norm_eps` is apart from `norm_eps` because widening
+    the stream scales the one and must leave the other.
+    """
+
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    n_embd: int
+    n_mlp: int
+    context: int
+    vocab_size: int
+    norm: Norm
+    activation: Activation
+    positions: Positions
+    bias: bool
+    tied: bool
+    qk_norm: bool
+    rope_base: float
+    norm_eps: float
+    qk_norm_eps: float
+    dropout: float
+
+    def __post_init__(self) -> None:
+        mistakes = [
+            Mistake(f"model.{field}", f"must be a whole number above 0, not {size!r}")
+            for field, size in ((field, getattr(self, field)) for field in AXES.values())
+            if type(size) is not int or size < 1
+        ]
+        choices = {"norm": Norm, "activation": Activation, "positions": Positions}
+        for field, choice in choices.items():
+            if getattr(self, field) not in get_args(choice):
+                wanted = ", ".join(get_args(choice))
+                mistakes.append(
+                    Mistake(
+                        f"model.{field}", f"must be one of {wanted}, not {getattr(self, field)!r}"
+                    )
+                )
+        if not mistakes and self.n_head % self.n_kv_head:
+            mistakes.append(
+                Mistake(
+                    "model.n_kv_head",
+                    f"{self.n_head} query heads cannot share {self.n_kv_head} key and value heads evenly",
+                    f"choose one of {_divisors(self.n_head)}",
+                )
+            )
+        if not mistakes and self.positions == "rope" and self.head_dim % 2:
+            mistakes.append(
+                Mistake(
+                    "model.n_head",
+                    f"RoPE turns pairs of channels, and a head of {self.head_dim} channels is odd",
+                    "make n_embd / n_head even, or use positions: learned",
+                )
+            )
+        if mistakes:
+            raise ArchitectureError(*mistakes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
+        names = {field.name for field in fields(cls)}
+        mistakes = [
+            Mistake(f"model.{name}", "is missing") for name in sorted(names - values.keys())
+        ]
+        mistakes += [
+            Mistake(f"model.{name}", "is unknown") for name in sorted(values.keys() - names)
+        ]
+        if mistakes:
+            raise ArchitectureError(*mistakes)
+        return cls(**values)
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
+    """The shape that a config asks for, with everything left out derived.
+
+    `vocab_size` is the tokenizer's; the config may ask for more rows, never for fewer.
+    Raises ArchitectureError with every mistake found.
+    """
+    mistakes = []
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        mistakes.append(
+            Mistake(
+                "model.vocab_size",
+                f"{model.vocab_size} rows are too few for a tokenizer of {vocab_size} tokens",
+                "leave it out to take the tokenizer's size",
+            )
+        )
+    if model.n_embd % model.n_head:
+        mistakes.append(
+            Mistake(
+                "model.n_embd",
+                f"a width of {model.n_embd} cannot be divided into {model.n_head} heads",
+                f"choose a multiple of {model.n_head}, such as "
+                f"{math.ceil(model.n_embd / model.n_head) * model.n_head}",
+            )
+        )
+    n_mlp = model.n_mlp
+    if n_mlp is None and model.activation == "swiglu":
+        n_mlp = math.ceil(8 * model.n_embd / (3 * 32)) * 32
+    values = model.model_dump() | {
+        "n_kv_head": model.n_kv_head or model.n_head,
+        "head_dim": max(1, model.n_embd // model.n_head),
+        "n_mlp": n_mlp or 4 * model.n_embd,
+        "vocab_size": model.vocab_size or vocab_size,
+        "qk_norm_eps": model.norm_eps,
+    }
+    try:
+        architecture = Architecture.from_dict(values)
+    except ArchitectureError as error:
+        raise ArchitectureError(*mistakes, *error.mistakes) from None
+    if mistakes:
+        raise ArchitectureError(*mistakes)
+    return architecture
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor: its named axes, its shape, and what it does with them (see the module's table)."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    kind: Kind
+
+    @property
+    def writes(self) -> str | None:
+        """The axis it produces."""
+        if self.kind == "norm":
+            return None
+        return self.axes[1] if self.kind == "embedding" else self.axes[0]
+
+    @property
+    def reads(self) -> str | None:
+        """The axis it consumes."""
+        return self.axes[1] if self.kind in ("matrix", "head") else None
+
+
+def axis_size(arch: Architecture, axis: str) -> int:
+    """Elements along a simple or composite axis, e.g. ``embed`` or ``heads*head_dim``."""
+    return math.prod(getattr(arch, AXES[factor]) for factor in axis.split("*"))
+
+
+def layer_of(name: str) -> int | None:
+    """The block a parameter belongs to; None outside the blocks."""
+    first, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if first == "blocks" else None
+
+
+def parameters(arch: Architecture) -> dict[str, Parameter]:
+    """Every parameter of a GPT by name, in the order of the forward pass."""
+    table: dict[str, Parameter] = {}
+
+    def add(name: str, kind: Kind, *axes: str) -> None:
+        table[name] = Parameter(axes, tuple(axis_size(arch, axis) for axis in axes), kind)
+
+    def add_linear(name: str, output: str, source: str) -> None:
+        add(f"{name}.weight", "matrix", output, source)
+        if arch.bias:
+            add(f"{name}.bias", "bias", output)
+
+    def add_norm(name: str) -> None:
+        add(f"{name}.weight", "norm", "embed")
+        if arch.bias and arch.norm == "layernorm":
+            add(f"{name}.bias", "norm", "embed")
+
+    add("token_embedding.weight", "embedding", "vocab", "embed")
+    if arch.positions == "learned":
+        add("position_embedding.weight", "embedding", "context", "embed")
+    for layer in range(arch.n_layer):
+        block = f"blocks.{layer}"
+        add_norm(f"{block}.attn_norm")
+        add_linear(f"{block}.attn.query", "heads*head_dim", "embed")
+        add_linear(f"{block}.attn.key", "kv_heads*head_dim", "embed")
+        add_linear(f"{block}.attn.value", "kv_heads*head_dim", "embed")
+        if arch.qk_norm:
+            add(f"{block}.attn.q_norm.weight", "norm", "head_dim")
+            add(f"{block}.attn.k_norm.weight", "norm", "head_dim")
+        add_linear(f"{block}.attn.output", "embed", "heads*head_dim")
+        add_norm(f"{block}.mlp_norm")
+        if arch.activation == "swiglu":
+            add_linear(f"{block}.mlp.gate", "mlp", "embed")
+        add_linear(f"{block}.mlp.up", "mlp", "embed")
+        add_linear(f"{block}.mlp.down", "embed", "mlp")
+    add_norm("final_norm")
+    if not arch.tied:
+        add("head.weight", "head", "vocab", "embed")
+    return table
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a model, each counted once.
+
+    `non_embedding` leaves out token and position tables and the head, tied or not (arXiv
+    2001.08361). `matmul` are those in matrix products: all matrices and the head, also where the
+    head is the token table.
+    """
+
+    total: int
+    non_embedding: int
+    matmul: int
+
+
+def count_parameters(arch: Architecture) -> ParameterCount:
+    """Counts from the table of `parameters`."""
+    sizes = dict.fromkeys(get_args(Kind), 0)
+    for entry in parameters(arch).values():
+        sizes[entry.kind] += math.prod(entry.shape)
+    total = sum(sizes.values())
+    return ParameterCount(
+        total=total,
+        non_embedding=total - sizes["embedding"] - sizes["head"],
+        matmul=sizes["matrix"] + arch.vocab_size * arch.n_embd,
+    )
+
+
+def flops_per_token(arch: Architecture, context: int | None = None) -> int:
+    """Floating-point operations of one token's forward and backward pass.
+
+    6 N_matmul + 12 n_layer · context · (n_head · head_dim) (PaLM, arXiv 2204.02311, appendix B),
+    in samples of `context` tokens (default: all of it). Attention is counted in full, not halved
+    for causality, and nothing is added for what gradient checkpointing computes twice.
+    """
+    length = arch.context if context is None else context
+    attention = 12 * arch.n_layer * length * arch.n_head * arch.head_dim
+    return 6 * count_parameters(arch).matmul + attention

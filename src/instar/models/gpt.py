@@ -1,0 +1,270 @@
+"""A GPT from GPT-2 to Llama style, each switch free of the others; shapes from `architecture`.
+
+Letters in names of tensors: B samples, T tokens, D embed, M mlp, V vocab, H query heads,
+K key and value heads, C channels of a head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from instar.models.architecture import Architecture, Parameter, parameters
+from instar.models.loss import head_cross_entropy
+from instar.models.norm import rms_norm
+
+
+class GPT(nn.Module):
+    """Pre-norm transformer decoder.
+
+    Values are not set here: `init_weights` draws them, a checkpoint loads them. On the meta
+    device it is all shape and no memory; after `to_empty`, `init_weights` or `reset_buffers`
+    makes it whole.
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, arch: Architecture, *, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.arch = arch
+        self.gradient_checkpointing = gradient_checkpointing
+        table = parameters(arch)
+        self.token_embedding = _table(table, "token_embedding")
+        if arch.positions == "learned":
+            self.position_embedding = _table(table, "position_embedding")
+        else:
+            self.register_buffer("rope_cos", torch.empty(arch.context, 1, arch.head_dim), False)
+            self.register_buffer("rope_sin", torch.empty(arch.context, 1, arch.head_dim), False)
+        self.blocks = nn.ModuleList(
+            _Block(arch, table, f"blocks.{layer}") for layer in range(arch.n_layer)
+        )
+        self.final_norm = _Norm(arch, table, "final_norm")
+        if not arch.tied:
+            self.head = _linear(table, "head")
+        self.reset_buffers()
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V); with targets the sum, in nats, of the cross entropies where they are
+        not −1, as a float32 scalar. Raises ValueError for more tokens than the context."""
+        T = inputs_BT.shape[1]
+        if self.arch.context < T:
+            raise ValueError(f"{T} tokens do not fit into a context of {self.arch.context}")
+        x_BTD = self.token_embedding(inputs_BT)
+        rotation = None
+        if self.arch.positions == "learned":
+            x_BTD = x_BTD + self.position_embedding.weight[:T]
+        else:
+            rotation = (self.rope_cos[:T], self.rope_sin[:T])
+        x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
+        for block in self.blocks:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x_BTD = checkpoint(
+                    block,
+                    x_BTD,
+                    rotation,
+                    use_reentrant=False,
+                    preserve_rng_state=self.arch.dropout > 0,
+                )
+            else:
+                x_BTD = block(x_BTD, rotation)
+        x_BTD = self.final_norm(x_BTD)
+        weight_VD = self.token_embedding.weight if self.arch.tied else self.head.weight
+        if targets_BT is None:
+            return F.linear(x_BTD, weight_VD)
+        return head_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+
+    def reset_buffers(self) -> None:
+        """Computes what follows from the architecture alone: RoPE's cosines and sines."""
+        if self.arch.positions == "rope" and not self.rope_cos.is_meta:
+            cos, sin = rope_table(self.arch)
+            self.rope_cos.copy_(cos)
+            self.rope_sin.copy_(sin)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Sets every parameter, and the buffers.
+
+        A parameter's values depend on (seed, name, architecture) alone, not on the device, the
+        order of construction or any other parameter. Norms start at one, biases at zero, the rest
+        normal with `init_std`.
+        """
+        self.reset_buffers()
+        for name, entry in parameters(self.arch).items():
+            tensor = self.get_parameter(name)
+            if entry.kind == "norm":
+                tensor.fill_(1.0 if name.endswith(".weight") else 0.0)
+            elif entry.kind == "bias":
+                tensor.zero_()
+            else:
+                values = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
+                values.normal_(
+                    0.0, init_std(self.arch, entry), generator=named_generator(seed, name)
+                )
+                tensor.copy_(values)
+
+
+def init_std(arch: Architecture, entry: Parameter) -> float:
+    """Standard deviation of a table's or matrix's first values.
+
+    GPT-2's 0.02, and that over √(2 n_layer) for the matrices that write the residual stream.
+    """
+    writes_stream = entry.kind == "matrix" and entry.writes == "embed"
+    return 0.02 / math.sqrt(2 * arch.n_layer) if writes_stream else 0.02
+
+
+def named_generator(*key: int | str) -> torch.Generator:
+    """A CPU generator whose stream is a function of the key, such as (seed, parameter name)."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def rope_table(arch: Architecture) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (context, 1, head_dim), in float64, of rotary positions
+    (arXiv 2104.09864) for `rotate`: channel i is paired with channel i + head_dim / 2."""
+    half = torch.arange(0, arch.head_dim, 2, dtype=torch.float64) / arch.head_dim
+    angle = torch.arange(arch.context, dtype=torch.float64)[:, None] * arch.rope_base**-half
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+def rotate(x_BTHC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns each pair (x[i], x[i + C/2]) by its position's angle; float32 at least."""
+    cos_T1C, sin_T1C = rotation
+    swapped = x_BTHC.roll(x_BTHC.shape[-1] // 2, -1)
+    return torch.addcmul(x_BTHC * cos_T1C, swapped, sin_T1C)
+
+
+class _Block(nn.Module):
+    def __init__(self, arch: Architecture, table: dict[str, Parameter], name: str) -> None:
+        super().__init__()
+        self.dropout = arch.dropout
+        self.attn_norm = _Norm(arch, table, f"{name}.attn_norm")
+        self.attn = _Attention(arch, table, f"{name}.attn")
+        self.mlp_norm = _Norm(arch, table, f"{name}.mlp_norm")
+        self.mlp = _MLP(arch, table, f"{name}.mlp")
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        attended = self.attn(self.attn_norm(x), rotation)
+        x = x + _dropout(attended, self.dropout, self.training)
+        return x + _dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+
+
+class _Attention(nn.Module):
+    """Causal attention; n_kv_head < n_head is grouped-query attention (arXiv 2305.13245)."""
+
+    def __init__(self, arch: Architecture, table: dict[str, Parameter], name: str) -> None:
+        super().__init__()
+        self.head_dim, self.dropout = arch.head_dim, arch.dropout
+        self.grouped = arch.n_kv_head < arch.n_head
+        self.query = _linear(table, f"{name}.query")
+        self.key = _linear(table, f"{name}.key")
+        self.value = _linear(table, f"{name}.value")
+        self.output = _linear(table, f"{name}.output")
+        self.q_norm = _HeadNorm(arch) if arch.qk_norm else None
+        self.k_norm = _HeadNorm(arch) if arch.qk_norm else None
+
+    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        q_BTHC = self.query(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTKC = self.key(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTKC = self.value(x_BTD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
+        if rotation is not None:
+            q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
+        y_BHTC = F.scaled_dot_product_attention(
+            q_BTHC.to(v_BTKC.dtype).transpose(1, 2),
+            k_BTKC.to(v_BTKC.dtype).transpose(1, 2),
+            v_BTKC.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
+        out: Tensor = self.output(y_BHTC.transpose(1, 2).flatten(2))
+        return out
+
+
+class _MLP(nn.Module):
+    """down(gelu(up x)), down(relu(up x)²) (arXiv 2109.08668) or down(silu(gate x) · up x)
+    (arXiv 2002.05202)."""
+
+    def __init__(self, arch: Architecture, table: dict[str, Parameter], name: str) -> None:
+        super().__init__()
+        self.activation = arch.activation
+        if arch.activation == "swiglu":
+            self.gate = _linear(table, f"{name}.gate")
+        self.up = _linear(table, f"{name}.up")
+        self.down = _linear(table, f"{name}.down")
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h_BTM = self.up(x_BTD)
+        if self.activation == "swiglu":
+            h_BTM = F.silu(self.gate(x_BTD)) * h_BTM
+        elif self.activation == "relu2":
+            h_BTM = F.relu(h_BTM)
+            h_BTM = h_BTM * h_BTM  # the derivative of square() is three times as slow on a CPU
+        else:
+            h_BTM = F.gelu(h_BTM, approximate="tanh")
+        out: Tensor = self.down(h_BTM)
+        return out
+
+
+class _Norm(nn.Module):
+    """LayerNorm, with or without shift, or RMSNorm, over the stream."""
+
+    def __init__(self, arch: Architecture, table: dict[str, Parameter], name: str) -> None:
+        super().__init__()
+        self.eps, self.rms = arch.norm_eps, arch.norm == "rmsnorm"
+        self.weight = nn.Parameter(torch.empty(table[f"{name}.weight"].shape))
+        shift = table.get(f"{name}.bias")
+        self.bias = nn.Parameter(torch.empty(shift.shape)) if shift else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        if self.rms:
+            x = rms_norm(x, self.weight, self.eps)
+        else:
+            x = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        # autocast would make and keep a copy for each of the linears that read this
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class _HeadNorm(nn.Module):
+    """RMSNorm of each head's queries or keys (arXiv 2302.05442, section 2.1)."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.eps = arch.qk_norm_eps
+        self.weight = nn.Parameter(torch.empty(arch.head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class _Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """`GPT.init_weights` sets the values; torch's own would be drawn for nothing."""
+
+
+class _Table(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """As for `_Linear`."""
+
+
+def _table(table: dict[str, Parameter], name: str) -> _Table:
+    rows, width = table[f"{name}.weight"].shape
+    return _Table(rows, width)
+
+
+def _linear(table: dict[str, Parameter], name: str) -> _Linear:
+    outputs, inputs = table[f"{name}.weight"].shape
+    return _Linear(inputs, outputs, bias=f"{name}.bias" in table)
+
+
+def _dropout(x: Tensor, probability: float, training: bool) -> Tensor:
+    return F.dropout(x, probability) if training and probability else x

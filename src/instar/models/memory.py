@@ -1,0 +1,88 @@
+"""How much memory a rank's training step needs, counted from the tensors it keeps; torch-free."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from instar.models.architecture import Architecture, count_parameters, parameters
+
+_WIDE = 4
+"""Bytes of a float32: weights, gradients, moments, the residual stream, normalised logits."""
+
+_CHUNKED_FROM_LOGITS = {"cpu": 2**20, "cuda": 2**28}
+_CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
+_CHUNK_ROWS = {"cpu": (128, 512), "cuda": (1024, 8192)}
+
+
+def chunk_rows(tokens: int, vocab_size: int, device: str = "cpu") -> int | None:
+    """Tokens whose logits are held at once in the loss; None: all of them, in plain steps.
+
+    On a CPU chunks are also the faster road, as soon as the logits leave the cache; on a GPU they
+    only save memory, so there they wait for logits of a GiB.
+    """
+    device = device if device == "cpu" else "cuda"
+    if tokens * vocab_size < _CHUNKED_FROM_LOGITS[device]:
+        return None
+    least, most = _CHUNK_ROWS[device]
+    return max(least, min(most, _CHUNK_LOGITS[device] // vocab_size))
+
+
+def memory_estimate(
+    arch: Architecture,
+    *,
+    batch_size: int,
+    context: int | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    ema: bool = False,
+    gradient_checkpointing: bool = False,
+    device: str = "cpu",
+) -> dict[str, int]:
+    """Bytes by part at the top of a step, on one rank, for a micro-batch of `batch_size` samples.
+
+    Their sum is the peak of the tensors alive, up to what allocators, kernels' workspaces and
+    Python itself take. Attention is taken to be fused: no T × T matrix is held (dropout inside
+    attention on a CPU does hold one).
+    """
+    context = arch.context if context is None else context
+    tokens = batch_size * context
+    count = count_parameters(arch)
+    low = _WIDE if precision == "fp32" else 2
+    in_matrices = sum(math.prod(p.shape) for p in parameters(arch).values() if p.kind == "matrix")
+    with_one_moment = in_matrices if optimizer == "muon" else 0
+    return {
+        "weights": _WIDE * count.total,
+        "gradients": _WIDE * count.total,
+        "optimizer": _WIDE * (2 * count.total - with_one_moment),
+        "ema": _WIDE * count.total if ema else 0,
+        "activations": _activations(arch, tokens, low, gradient_checkpointing)
+        + (low * count.matmul if low < _WIDE else 0),
+        "logits": _logits(arch, tokens, low, device),
+    }
+
+
+def _activations(arch: Architecture, tokens: int, low: int, checkpointing: bool) -> int:
+    """Bytes saved for the backward pass, without the logits."""
+    stream = _WIDE * arch.n_embd
+    norm = stream + low * arch.n_embd
+    queries, keys = arch.n_head * arch.head_dim, arch.n_kv_head * arch.head_dim
+    attention = low * (2 * queries + 2 * keys) + _WIDE * arch.n_head
+    if arch.qk_norm:
+        attention += _WIDE * (queries + keys)
+    mlp = low * arch.n_mlp * (4 if arch.activation == "swiglu" else 2)
+    masks = 2 * low * arch.n_embd if arch.dropout else 0
+    block = 2 * norm + attention + mlp + masks
+    blocks = arch.n_layer * stream + block if checkpointing else arch.n_layer * block
+    targets_and_inputs = 2 * 8
+    return tokens * (blocks + norm + targets_and_inputs)
+
+
+def _logits(arch: Architecture, tokens: int, low: int, device: str) -> int:
+    """Bytes of the loss at its peak: logits, their softmax and its gradient, and the gradients
+    that the chunked road makes beforehand."""
+    rows = chunk_rows(tokens, arch.vocab_size, device)
+    held = min(tokens, rows or tokens) * arch.vocab_size * (3 * _WIDE + (low if low < _WIDE else 0))
+    if rows is None:
+        return held
+    return held + _WIDE * arch.n_embd * (2 * tokens + arch.vocab_size)

@@ -1,0 +1,187 @@
+"""How the record reads to a person: pure functions from events to lines of text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from instar.record.events import Eval, Operation, Placed, RunFinished, RunStarted, Saved, Train
+
+_SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_INDENT = " " * 9
+_ASCII = str.maketrans(
+    {
+        "×": "x",
+        "→": "->",
+        "✓": "ok",
+        "Δ": "d",
+        "±": "+-",
+        "≤": "<=",
+        "≥": ">=",
+        "·": "*",
+        "…": "...",
+    }
+)
+
+
+def si(number: float) -> str:
+    """Three significant digits and a scale: 124_000_000 → `124M`, 1_020_000 → `1.02M`."""
+    if not math.isfinite(number):
+        return str(number)
+    if abs(number) < 999.5:
+        return f"{number:.0f}" if number == round(number) or abs(number) >= 100 else f"{number:.2g}"
+    size, scale = next((s for s in reversed(_SCALES) if abs(number) < 999.5 * s[0]), _SCALES[0])
+    scaled = number / size
+    decimals = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+    return f"{scaled:.{decimals}f}{scale}"
+
+
+def duration(seconds: float) -> str:
+    """`0.42s`, `8.1s`, `42s`, `5m03`, `1h22`, `3d04h`; `?` for what is not a time."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    if seconds < 59.5:
+        decimals = 2 if seconds < 0.995 else 1 if seconds < 9.95 else 0
+        return f"{seconds:.{decimals}f}s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes}m{rest:02d}"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02d}"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days}d{hours:02d}h"
+
+
+def loss(value: float, decimals: int = 3) -> str:
+    """Three decimals, or an exponent where that would be long."""
+    return f"{value:.{decimals}f}" if not abs(value) >= 1e4 else f"{value:.2e}"
+
+
+def small(value: float, decimals: int = 1) -> str:
+    """A small number without a padded exponent: 3e-4 → `3.0e-4`."""
+    mantissa, mark, exponent = f"{value:.{decimals}e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if mark else mantissa
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if math.isfinite(share) else str(share)
+
+
+def train_line(event: Train, *, eta_s: float | None = None, width: int | None = None) -> str:
+    """`  1,000   524M tok  loss 3.912  lr 3.0e-4  gn 0.81  1.02M tok/s  mfu 41%  eta 1h22`.
+
+    What a terminal of `width` columns has no room for is left out, the least important first.
+    """
+    parts = [(0, f"loss {loss(event.loss)}")]
+    if event.tokens:
+        parts.insert(0, (3, f"{si(event.tokens):>5} tok"))
+    if event.lr is not None:
+        parts.append((4, f"lr {small(event.lr)}"))
+    if event.grad_norm is not None:
+        parts.append((5, f"gn {loss(event.grad_norm, 2)}"))
+    if event.tokens_per_s is not None:
+        parts.append((2, f"{si(event.tokens_per_s)} tok/s"))
+    if event.mfu is not None:
+        parts.append((6, f"mfu {percent(event.mfu)}"))
+    if eta_s is not None:
+        parts.append((1, f"eta {duration(eta_s)}"))
+    return _fit(_step(event), parts, width)
+
+
+def eval_line(event: Eval, *, width: int | None = None) -> str:
+    """`  1,000   524M tok  val 3.4102  ±0.0031  best  4.2s`."""
+    parts = [(0, f"{event.split} {loss(event.loss, 4)}")]
+    if event.tokens:
+        parts.insert(0, (3, f"{si(event.tokens):>5} tok"))
+    if event.standard_error is not None:
+        parts.append((2, f"±{loss(event.standard_error, 4)}"))
+    if event.best:
+        parts.append((1, "best"))
+    if event.seconds is not None:
+        parts.append((4, duration(event.seconds)))
+    return _fit(_step(event), parts, width)
+
+
+def operation_lines(event: Operation) -> list[str]:
+    """What was done and why; under it what it did to the function, where that was measured.
+
+    ```
+      2,000 GROW widen_mlp 2048→3072 (val 3.41 < 3.50)  124M→203M  optimizer mapped
+             val 3.4102 → 3.4102  max|Δlogit| 2.0e-6  exact ✓
+    ```
+    """
+    what = f"{event.name} {event.change}" if event.change else event.name
+    reason = f" ({event.reason})" if event.reason else ""
+    lines = ["  ".join([f"{_step(event)} {event.verb} {what}{reason}", *event.notes])]
+    proof, parts = event.proof, []
+    if "val_before" in proof and "val_after" in proof:
+        parts.append(f"val {loss(proof['val_before'], 4)} → {loss(proof['val_after'], 4)}")
+    if "max_logit_diff" in proof:
+        parts.append(f"max|Δlogit| {small(proof['max_logit_diff'])}")
+    if event.preserves:
+        parts.append(f"{event.preserves} ✓" if event.preserves == "exact" else event.preserves)
+    return lines + ([_INDENT + "  ".join(parts)] if parts else [])
+
+
+def saved_line(event: Saved) -> str:
+    parts = [f"{_step(event)}  saved {event.path}"]
+    if event.size_bytes is not None:
+        parts.append(f"{si(event.size_bytes)}B")
+    if event.seconds is not None:
+        parts.append(duration(event.seconds))
+    return "  ".join(parts)
+
+
+def header_line(event: RunStarted, where: Path) -> str:
+    """`run r7f3a  12L/768d 124M  4×H200 DDP  → runs/grow-r7f3a`."""
+    model = f"{event.model} {si(event.parameters)}".strip() if event.parameters else event.model
+    parts = [f"run {event.run_id}", model, event.devices]
+    if event.step:
+        parts.append(f"from step {event.step:,}")
+    return "  ".join([part for part in parts if part] + [f"→ {where}"])
+
+
+def finished_lines(event: RunFinished, where: Path, stopped: str, go_on: str) -> list[str]:
+    """`done  2,000 steps  1.54M tok  loss 3.912  best val 3.4102 at 1,750  41m12  …  → runs/…`,
+    and the command that goes on where there is one.
+    """
+    parts = [f"stopped: {stopped}" if stopped else "done", f"{event.step:,} steps"]
+    if event.tokens:
+        parts.append(f"{si(event.tokens)} tok")
+    if event.loss is not None:
+        parts.append(f"loss {loss(event.loss)}")
+    if event.best_loss is not None:
+        at = f" at {event.best_step:,}" if event.best_step is not None else ""
+        parts.append(f"best val {loss(event.best_loss, 4)}{at}")
+    if event.active_s:
+        parts.append(f"{duration(event.active_s)} active")
+    if event.tokens_per_s is not None:
+        parts.append(f"{si(event.tokens_per_s)} tok/s")
+    lines = ["  ".join([*parts, f"→ {where}"])]
+    return lines + ([f"go on with: {go_on}"] if go_on else [])
+
+
+def printable(text: str, encoding: str | None) -> str:
+    """`text` in what a stream of this encoding can say, arrows and signs spelt in ASCII if need be."""
+    encoding = encoding or "ascii"
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii")
+    return text
+
+
+def _step(event: Placed) -> str:
+    return f"{event.step:>7,}"
+
+
+def _fit(first: str, parts: list[tuple[int, str]], width: int | None) -> str:
+    """`first` and as many of the parts (rank, text), in their order, as fit; rank 0 always."""
+    kept = list(parts)
+    while True:
+        line = "  ".join([first, *(text for _, text in kept)])
+        least = max(kept)
+        if width is None or len(line) <= width or least[0] == 0:
+            return line
+        kept.remove(least)

@@ -1,0 +1,151 @@
+"""Everything that can be wrong with a run is found here, before anything is started.
+
+What the config leaves open is derived from the data and written into it, so that from here on a
+run is its config and its history alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from instar.config.errors import ConfigError, Problem
+from instar.config.load import Loaded
+from instar.config.schema import RunConfig
+from instar.data.prepare import default_path, prepare
+from instar.data.source import TokenWindows
+from instar.data.tokens import TokenDataset, open_dataset
+from instar.models.architecture import Architecture, ArchitectureError, resolve
+from instar.record.rundir import check_run_dir
+from instar.schedule.forecast import Forecast, forecast
+
+EVAL_TOKENS = 8192
+"""Tokens of one evaluation micro-batch unless the config says how many samples it has."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start."""
+
+    config: RunConfig
+    """with nothing left to derive"""
+    architecture: Architecture
+    dataset: TokenDataset
+    forecast: Forecast
+    derived: Mapping[str, object]
+    """the config's dotted keys that were filled in"""
+
+
+def prepare_data(loaded: Loaded, say: Callable[[str], None]) -> None:
+    """Make the data set if it is not there; one process does this for all.
+
+    Raises:
+        ConfigError: it cannot be made, or was made otherwise than the config says.
+    """
+    prepare(loaded.config.data, loaded.config.seed, say=say)
+
+
+def preflight(loaded: Loaded, world_size: int) -> Prepared:
+    """Check a config against the data, the machine and the number of ranks.
+
+    The data set must be there (`prepare_data`). Neither torch nor a device is touched.
+
+    Raises:
+        ConfigError: all the mistakes found.
+    """
+    config = loaded.config
+    path = config.data.path or default_path(config.data, config.seed)
+    problems: list[Problem] = []
+    with _collecting(problems):
+        check_run_dir(config.record, config.name)
+    dataset = architecture = None
+    with _collecting(problems):
+        dataset = open_dataset(path)
+    if dataset is not None:
+        try:
+            architecture = resolve(config.model, dataset.vocab_size)
+        except ArchitectureError as error:
+            problems += [loaded.problem(m.key, m.message, m.hint) for m in error.mistakes]
+    if dataset is None or architecture is None:
+        raise ConfigError(*problems)
+    with _collecting(problems):
+        for name in ("train", "val"):
+            samples = len(TokenWindows(dataset.split(name), architecture.context))
+            if name == "train" and samples < world_size:
+                problems.append(
+                    loaded.problem(
+                        "data.source",
+                        f"{world_size} ranks, but only {samples} training samples of "
+                        f"{architecture.context} tokens",
+                        "use fewer ranks, a smaller model.context or more text",
+                    )
+                )
+    global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
+    if global_batch < world_size:
+        problems.append(
+            loaded.problem(
+                "train.batch_size",
+                f"a global batch of {global_batch} samples leaves some of {world_size} ranks "
+                "without any at every step",
+                f"make batch_size × gradient_accumulation_steps at least {world_size}",
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return _resolved(config, architecture, dataset, world_size)
+
+
+def _resolved(
+    config: RunConfig, architecture: Architecture, dataset: TokenDataset, world_size: int
+) -> Prepared:
+    windows = TokenWindows(dataset.split("train"), architecture.context)
+    told = forecast(
+        config,
+        dataset_tokens=len(dataset.split("train")),
+        samples_per_epoch=len(windows),
+        vocab_size=dataset.vocab_size,
+        world_size=world_size,
+    )
+    derived: dict[str, object] = {"data.path": str(dataset.path)}
+    for field in ("n_kv_head", "n_mlp", "vocab_size"):
+        derived[f"model.{field}"] = getattr(architecture, field)
+    if told.steps is not None:
+        derived["learning_rate.lr_decay_iters"] = told.steps
+    derived["eval.batch_size"] = max(1, EVAL_TOKENS // architecture.context)
+    derived = {key: value for key, value in derived.items() if _value(config, key) is None}
+    return Prepared(_with(config, derived), architecture, dataset, told, derived)
+
+
+def _value(config: RunConfig, key: str) -> object:
+    section, _, field = key.partition(".")
+    return getattr(getattr(config, section), field)
+
+
+def _with(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
+    updates: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, field = key.partition(".")
+        updates.setdefault(section, {})[field] = value
+    sections: dict[str, BaseModel] = {
+        name: getattr(config, name).model_copy(update=fields) for name, fields in updates.items()
+    }
+    return config.model_copy(update=sections)
+
+
+class _collecting:
+    """Gathers the problems of ConfigErrors raised inside, so that one does not hide the next."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, ConfigError):
+            self.problems += error.problems
+            return True
+        return False

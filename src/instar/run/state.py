@@ -1,0 +1,57 @@
+"""A run's state as named tensors and JSON: what a checkpoint holds, and how it is taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from instar.schedule.operations import Change, History, Operation
+
+
+def optimizer_tensors(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Parameter]
+) -> dict[str, torch.Tensor]:
+    """Every tensor that the optimizers remember, as `<parameter>/<name of the state>`."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    return {
+        f"{names[parameter]}/{key}": tensor
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for key, tensor in state.items()
+    }
+
+
+def load_optimizer_tensors(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, Parameter],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Give optimizers back what `optimizer_tensors` took from them."""
+    owner = {
+        parameter: optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for key, tensor in tensors.items():
+        name, _, field = key.rpartition("/")
+        parameter = parameters[name]
+        # a fused optimizer keeps its step count on the CPU or beside its parameter
+        device = parameter.device if tensor.ndim or parameter.is_cuda else torch.device("cpu")
+        owner[parameter].state[parameter][field] = tensor.to(device)
+
+
+def history_to_json(history: History) -> list[dict[str, Any]]:
+    """A history as JSON values."""
+    return [dataclasses.asdict(change) for change in history]
+
+
+def history_from_json(entries: Sequence[Mapping[str, Any]]) -> History:
+    """The inverse of `history_to_json`."""
+    return tuple(
+        Change(Operation(**entry["operation"]), entry["step"], entry["cursor"]) for entry in entries
+    )

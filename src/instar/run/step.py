@@ -1,0 +1,166 @@
+"""One optimizer step: accumulate, clip, check, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import Module, Parameter
+
+from instar.config.schema import RunConfig
+from instar.data.feed import MicroBatch, StepBatch
+from instar.distributed.parallel import sync, unwrap
+from instar.distributed.world import World
+from instar.run.optimizer import set_learning_rate
+from instar.tasks.task import Batch, Task
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did."""
+
+    loss_sum: torch.Tensor
+    """this rank's summed loss, a float64 scalar on the device"""
+    grad_norm: float
+    """norm of the global gradient before clipping; not finite if the step was skipped"""
+
+    @property
+    def skipped(self) -> bool:
+        return not math.isfinite(self.grad_norm)
+
+
+def to_device(micro: MicroBatch, device: torch.device) -> Batch:
+    """A micro-batch's arrays as tensors on the device."""
+    tensors = {name: torch.from_numpy(array) for name, array in micro.arrays.items()}
+    if device.type == "cpu":
+        return tensors
+    return {
+        name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()
+    }
+
+
+class Stepper:
+    """Makes optimizer steps on one model; owns the gradients, the scaler and the moving average."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        task: Task,
+        model: Module,
+        parameters: Mapping[str, Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self.task, self.model, self.world, self.optimizers = task, model, world, optimizers
+        self.parameters = dict(parameters)
+        self.clip = config.train.clip
+        self.precision = config.precision
+        self.dropout_seed = config.seed if config.model.dropout > 0 else None
+        self.scaler = torch.amp.GradScaler(
+            world.device.type, enabled=config.precision == "fp16"
+        )
+        self.ema_decay = config.train.ema
+        self.ema = (
+            {name: p.detach().clone() for name, p in self.parameters.items()}
+            if self.ema_decay is not None
+            else None
+        )
+
+    @property
+    def bare_model(self) -> Module:
+        """The model without its DDP wrapper, for forward passes that ranks make on their own."""
+        return unwrap(self.model)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The moving average in place of the weights, where one is kept."""
+        if self.ema is None:
+            yield
+            return
+        weights = [p.data for p in self.parameters.values()]
+        for parameter, average in zip(self.parameters.values(), self.ema.values(), strict=True):
+            parameter.data = average
+        try:
+            yield
+        finally:
+            for parameter, weight in zip(self.parameters.values(), weights, strict=True):
+                parameter.data = weight
+
+    def autocast(self) -> torch.autocast:
+        """The precision of forward passes."""
+        return torch.autocast(
+            self.world.device.type,
+            dtype=DTYPES[self.precision],
+            enabled=self.precision != "fp32",
+        )
+
+    def step(
+        self, batch: StepBatch, step: int, lr: float, before_sync: Callable[[], None]
+    ) -> StepResult:
+        """Consume a global batch's share of this rank and update the weights.
+
+        The loss is divided by the weight of the *global* batch, so neither the world size nor
+        the accumulation changes the gradient. Ranks meet once, in the last micro-batch's
+        backward pass; `before_sync` is called just before it, while leaving is still safe.
+
+        Raises:
+            whatever `before_sync` raises.
+        """
+        set_learning_rate(self.optimizers, lr)
+        self._seed_dropout(step)
+        # DDP averages over ranks; the sum is wanted
+        scale = self.world.size / batch.weight
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        last = len(batch.micro_batches) - 1
+        for index, micro in enumerate(batch.micro_batches):
+            if index == last:
+                before_sync()
+            # no_sync must be in force before the forward pass, where DDP decides
+            with sync(self.model, enabled=index == last):
+                with self.autocast():
+                    loss = self.task.loss_sum(self.model, to_device(micro, self.world.device))
+                share = scale if micro.samples else 0.0
+                self.scaler.scale(loss * share).backward()
+            if micro.samples:
+                total += loss.detach()
+        norm = self._update()
+        return StepResult(total, norm)
+
+    def _update(self) -> float:
+        """Clip and update, unless the gradient is not finite. Returns its norm.
+
+        Every rank holds the same reduced gradient, so all of them decide alike.
+        """
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm_tensor = torch.nn.utils.get_total_norm(gradients)
+        norm = norm_tensor.item()
+        if math.isfinite(norm):
+            if self.clip is not None and norm > self.clip:
+                torch._foreach_mul_(gradients, self.clip / norm)
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
+            if self.ema is not None and self.ema_decay is not None:
+                torch._foreach_lerp_(
+                    list(self.ema.values()),
+                    [p.detach() for p in self.parameters.values()],
+                    1.0 - self.ema_decay,
+                )
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _seed_dropout(self, step: int) -> None:
+        """Dropout of a step depends on (seed, step, rank) only, so nothing need be remembered."""
+        if self.dropout_seed is not None:
+            entropy = np.random.SeedSequence((self.dropout_seed, step, self.world.rank))
+            torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> 1))

@@ -1,0 +1,190 @@
+"""The loop of one run: plan, fetch, step, record, evaluate, decide."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from instar.config.budget import Budget, parse_budget
+from instar.config.schema import RunConfig
+from instar.data.feed import Feed, StepBatch, plan_step
+from instar.data.source import Source
+from instar.distributed.agree import agree
+from instar.distributed.ranklog import RankLog
+from instar.distributed.world import RunFailed, World
+from instar.run.evaluate import Evaluation, evaluate
+from instar.run.narrate import Narrator
+from instar.run.progress import Progress
+from instar.run.safepoint import SafePoint
+from instar.run.step import Stepper, StepResult
+from instar.run.stop import Decision, budget_met
+from instar.schedule.operations import Change, History, Operation, fold
+from instar.schedule.settings import learning_rate
+from instar.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    progress: Progress
+    decision: Decision
+    validation: Evaluation | None
+    """the last one made"""
+
+
+class Trainer:
+    """Carries a run from its first step to its end. All ranks run the same lines."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        task: Task,
+        feed: Feed,
+        validation: Source,
+        stepper: Stepper,
+        safe: SafePoint,
+        narrator: Narrator,
+        log: RankLog,
+        samples_per_epoch: int,
+    ) -> None:
+        self.config, self.world, self.task = config, world, task
+        self.feed, self.validation = feed, validation
+        self.stepper, self.safe, self.narrator, self.log = stepper, safe, narrator, log
+        self.samples_per_epoch = samples_per_epoch
+        self.budgets = [parse_budget(text) for text in config.train.until]
+        self.history: History = ()
+        self.settings = fold(config, self.history)
+        self.progress = Progress()
+        self.evaluated: Evaluation | None = None
+        self.evaluated_at = -1
+        self.skipped_in_a_row = 0
+
+    def train(self) -> Outcome:
+        """Run until a budget is met or somebody asks to stop.
+
+        Raises:
+            RunFailed: a rank failed, or too many steps in a row had a non-finite gradient.
+        """
+        if self.config.eval.at_start:
+            self.evaluate()
+        while (decision := self.decide()) is None:
+            self.step()
+            if self.progress.step % self.settings.eval_interval == 0:
+                self.evaluate()
+        if not decision.interrupted and self.evaluated_at != self.progress.step:
+            self.evaluate()
+        return Outcome(self.progress, decision, self.evaluated)
+
+    def step(self) -> None:
+        """Consume the next global batch."""
+        begun = time.perf_counter()
+        number = self.progress.step
+        self.safe.where = f"step {number + 1}"
+        self.log.step = number + 1
+        batch = self.next_batch()
+        lr = learning_rate(self.settings, number)
+        result = self.stepper.step(batch, number, lr, before_sync=self.heard)
+        self.progress = self.progress.after_step(
+            batch.plan.count,
+            round(batch.weight),
+            self.task.flops(batch.weight),
+            time.perf_counter() - begun,
+        )
+        self.note(batch, result, lr)
+
+    def next_batch(self) -> StepBatch:
+        """This rank's share of the next samples; a rank that cannot read ends all."""
+        plan = plan_step(
+            self.progress.samples, self.samples_per_epoch, self.settings.global_batch
+        )
+        batch, failure = self.safe.attempt(
+            partial(self.feed.take, plan, self.settings.batch_size)
+        )
+        self.beat = self.safe.post(failure)
+        if batch is None:
+            self.safe.settle(self.beat, failure)
+            raise RunFailed(f"{self.safe.where}: no batch, and no rank said why")
+        return batch
+
+    def heard(self) -> None:
+        """Hear the other ranks, at the last moment where leaving hangs nobody."""
+        self.safe.settle(self.beat)
+
+    def note(self, batch: StepBatch, result: StepResult, lr: float) -> None:
+        """Record the step; give up after too many skipped ones."""
+        self.narrator.stepped(self.progress, batch, result, lr)
+        if not result.skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        self.narrator.skipped(self.progress, self.skipped_in_a_row)
+        if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
+            raise RunFailed(
+                f"step {self.progress.step}: the gradient was not finite for "
+                f"{self.skipped_in_a_row} steps in a row; lower optimizer.lr or clip harder, or "
+                "look for bad samples"
+            )
+
+    def evaluate(self) -> None:
+        """Held-out loss of the weights, or of their moving average where one is kept."""
+        self.safe.where = f"evaluation at step {self.progress.step}"
+        with self.stepper.averaged_weights():
+            result = evaluate(
+                self.task,
+                self.stepper.bare_model,
+                self.validation,
+                self.world,
+                batch_size=self.config.eval.batch_size or self.settings.batch_size,
+                limit=self.settings.eval_iters and self.settings.eval_iters * self.settings.batch_size,
+                seed=self.config.seed,
+                autocast=self.stepper.autocast,
+                safe=self.safe,
+            )
+        if result is not None:
+            self.evaluated, self.evaluated_at = result, self.progress.step
+            self.narrator.evaluated(self.progress, result)
+
+    def decide(self) -> Decision | None:
+        """Why the run ends here, or None. Rank 0 decides, all obey.
+
+        Asked only where there may be something to decide, which every rank knows alike: after a
+        stop request, after an evaluation, or when a counted budget is used up.
+        """
+        if self.safe.stop_requested:
+            return self.safe.decision()
+        met = self.budget_met()
+        just_evaluated = self.evaluated_at == self.progress.step
+        if met is None and not just_evaluated:
+            return None
+        told = agree(self.world, None if met is None else str(met))
+        return None if told is None else Decision(f"reached {told}", interrupted=False)
+
+    def budget_met(self) -> Budget | None:
+        loss = self.evaluated.loss if self.evaluated and self.evaluated_at == self.progress.step else None
+        return budget_met(
+            self.budgets,
+            self.progress,
+            samples_per_epoch=self.samples_per_epoch,
+            validation_loss=loss,
+        )
+
+    def carry_out(self, operation: Operation) -> None:
+        """Make an operation part of the history; the settings are folded anew."""
+        change = Change(operation, self.progress.step, self.progress.samples)
+        self.settings = fold(self.config, (*self.history, change))
+        self.history = (*self.history, change)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint remembers beside tensors and history."""
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "wall_s": self.narrator.wall_s(),
+            "best": self.narrator.best,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "scaler": self.stepper.scaler.state_dict(),
+        }

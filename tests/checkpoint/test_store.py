@@ -1,0 +1,337 @@
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import instar
+from instar.checkpoint.manifest import CheckpointError, read_manifest
+from instar.checkpoint.store import latest, load, publish, resolve
+from instar.config.errors import ConfigError
+
+ARCHITECTURE = {"n_layer": 2, "n_embd": 8, "rope_base": 10000.0}
+STATE = {"cursor": 6400, "best": math.inf, "rng": 2**127 + 1, "name": "Größe", "none": None}
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embedding.weight": torch.randn(16, 8, generator=generator),
+        "head.bias": torch.randn(16, generator=generator).to(torch.bfloat16),
+    }
+
+
+def save(root: Path, step: int, seed: int = 0) -> Path:
+    return publish(root, step, {"model": tensors(seed)}, STATE, architecture=ARCHITECTURE)
+
+
+def test_what_is_published_is_what_is_loaded(tmp_path: Path) -> None:
+    history = [{"step": 5, "name": "change_lr", "value": 1e-4}]
+    path = publish(
+        tmp_path, 10, {"model": tensors()}, STATE, architecture=ARCHITECTURE, history=history
+    )
+    assert path == tmp_path / "checkpoints" / "step-10"
+    checkpoint = load(path)
+    assert checkpoint.state == STATE
+    assert checkpoint.manifest.step == 10
+    assert checkpoint.manifest.architecture == ARCHITECTURE
+    assert checkpoint.manifest.history == history
+    assert checkpoint.manifest.versions["torch"] == torch.__version__
+    loaded = checkpoint.tensors()
+    assert loaded.keys() == tensors().keys()
+    for name, tensor in tensors().items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_it_reads_without_instar(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    assert load_file(path / "model.safetensors").keys() == tensors().keys()
+    state = json.loads((path / "state.json").read_bytes(), parse_constant=pytest.fail)
+    assert state["best"] == "Infinity"
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    assert manifest["files"]["model.safetensors"]["pattern"] == "REPLICATED"
+    assert manifest["files"]["state.json"]["size_bytes"] == (path / "state.json").stat().st_size
+
+
+def test_nothing_else_is_left_lying_about(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-10"]
+
+
+def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
+    table = torch.nn.Embedding(16, 8)
+    head = torch.nn.Linear(8, 16, bias=False)
+    head.weight = table.weight
+    model = torch.nn.ModuleDict({"table": table, "head": head})
+    path = publish(tmp_path, 1, {"model": dict(model.named_parameters())}, {}, architecture={})
+    assert load(path).tensors().keys() == {"table.weight"}
+    with pytest.raises(ValueError, match="share memory"):
+        publish(tmp_path, 2, {"model": model.state_dict()}, {}, architecture={})
+    assert latest(tmp_path) == path
+
+
+def test_a_transposed_parameter_keeps_its_values(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3).T
+    loaded = load(
+        publish(tmp_path, 1, {"model": {"weight": weight}}, {}, architecture={})
+    ).tensors()
+    assert torch.equal(loaded["weight"], weight)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_a_wrappers_names_are_refused(tmp_path: Path, prefix: str) -> None:
+    with pytest.raises(ValueError, match="not its wrapper"):
+        publish(tmp_path, 1, {"model": {prefix + "weight": torch.ones(1)}}, {}, architecture={})
+
+
+def test_state_that_json_would_change_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="keys are strings"):
+        publish(tmp_path, 1, {"model": tensors()}, {"by_rank": {0: 1}}, architecture={})
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_latest_is_the_last_one_published(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    rewound = save(tmp_path, 10)
+    assert latest(tmp_path) == rewound
+
+
+@pytest.mark.parametrize("pointer", [None, "step-99", "../step-10", "", "\xff"])
+def test_without_a_pointer_that_points_the_highest_step_is_the_latest(
+    tmp_path: Path, pointer: str | None
+) -> None:
+    for step in (9, 100, 20):
+        save(tmp_path, step)
+    (tmp_path / "checkpoints" / "latest").unlink()
+    if pointer is not None:
+        (tmp_path / "checkpoints" / "latest").write_text(pointer)
+    assert latest(tmp_path).name == "step-100"
+
+
+def test_the_same_saved_twice_is_there_once(tmp_path: Path) -> None:
+    assert save(tmp_path, 10) == save(tmp_path, 10)
+    assert len(list((tmp_path / "checkpoints").glob("*step-10*"))) == 1
+
+
+def test_another_save_of_the_same_step_replaces_nothing(tmp_path: Path) -> None:
+    first = save(tmp_path, 10, seed=0)
+    second = save(tmp_path, 10, seed=1)
+    assert second.name == "step-10.1"
+    assert latest(tmp_path) == second
+    assert torch.equal(load(first).tensors()["head.bias"], tensors(0)["head.bias"])
+    assert torch.equal(load(second).tensors()["head.bias"], tensors(1)["head.bias"])
+
+
+def test_a_damaged_checkpoint_is_no_reason_not_to_save_again(tmp_path: Path) -> None:
+    first = save(tmp_path, 10)
+    flip(first / "model.safetensors", -1)
+    second = save(tmp_path, 10)
+    assert second != first
+    load(second)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "first bit": lambda path: flip(path, 0),
+    "middle bit": lambda path: flip(path, path.stat().st_size // 2),
+    "last bit": lambda path: flip(path, -1),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: os.truncate(path, 0),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b" "),
+    "deleted": lambda path: path.unlink(),
+    "a folder": make_folder,
+}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_every_fault_in_every_file_is_found_and_named(
+    tmp_path: Path, name: str, fault: Callable[[Path], object]
+) -> None:
+    path = save(tmp_path, 10)
+    fault(path / name)
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path / name}: ")
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
+def test_a_file_of_another_checkpoint_is_found(tmp_path: Path, name: str) -> None:
+    one, other = (
+        save(tmp_path, 10),
+        publish(tmp_path, 20, {"model": tensors(1)}, {}, architecture={}),
+    )
+    (other / name).replace(one / name)
+    with pytest.raises(CheckpointError, match=name):
+        load(one)
+
+
+def test_no_bit_of_a_manifest_can_flip_unseen(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    whole = (path / "manifest.json").read_bytes()
+    for at in range(0, len(whole) * 8, 5):
+        damaged = bytearray(whole)
+        damaged[at // 8] ^= 1 << at % 8
+        (path / "manifest.json").unlink()
+        (path / "manifest.json").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            read_manifest(path)
+
+
+def test_a_newer_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
+    with pytest.raises(CheckpointError, match="format 2; this Instar reads up to 1"):
+        load(path)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"format": "x"}', "[" * 10_000, "NaN"])
+def test_nonsense_is_no_manifest(tmp_path: Path, content: str) -> None:
+    path = save(tmp_path, 10)
+    (path / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: not"):
+        load(path)
+
+
+def test_a_run_a_name_or_a_checkpoint_is_resolved(tmp_path: Path) -> None:
+    root = tmp_path / "grow-abcde"
+    root.mkdir()
+    (root / "run.yaml").touch()
+    old, new = save(root, 10), save(root, 20)
+    assert resolve(str(old)) == old
+    assert [resolve(text, tmp_path) for text in (str(root), "grow", "abcde", "latest")] == [new] * 4
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "grow-abcde"
+    (root / "checkpoints" / "step-5").mkdir(parents=True)
+    (root / "run.yaml").touch()
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        resolve(str(root), tmp_path)
+    with pytest.raises(CheckpointError, match=r"step-5 is not a checkpoint: it has no manifest"):
+        resolve(str(root / "checkpoints" / "step-5"), tmp_path)
+    with pytest.raises(ConfigError, match="no run 'nothing'"):
+        resolve("nothing", tmp_path)
+
+
+class PowerCut(BaseException):
+    """Not an Exception: a dead process cleans nothing up."""
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Cut the power instead of the nth system call that makes, syncs or renames something."""
+    calls = {os: ["fsync"], Path: ["mkdir", "rename", "replace", "open", "unlink"]}
+    countdown = [-1]
+
+    def watch(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: object, **named: object) -> object:
+            countdown[0] -= 1
+            if countdown[0] == 0:
+                raise PowerCut
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, names in calls.items():
+        for name in names:
+            watch(owner, name)
+    return lambda at: countdown.__setitem__(0, at)
+
+
+def test_a_crash_at_any_call_leaves_the_old_or_the_new(
+    tmp_path: Path, cut: Callable[[int], None]
+) -> None:
+    seen = []
+    for at in range(1, 100):
+        root = tmp_path / str(at)
+        save(root, 10, seed=0)
+        cut(at)
+        try:
+            save(root, 20, seed=1)
+            died = False
+        except PowerCut:
+            died = True
+        cut(-1)
+        found = load(latest(root))
+        expected = tensors({10: 0, 20: 1}[found.manifest.step])
+        assert torch.equal(found.tensors()["head.bias"], expected["head.bias"])
+        assert save(root, 30).name == "step-30"
+        assert not list((root / "checkpoints").glob(".*"))
+        seen.append(found.manifest.step)
+        if not died:
+            break
+    assert not died
+    assert seen == sorted(seen)
+    assert seen.count(10) > 8
+
+
+SAVER = """
+import itertools, sys
+from pathlib import Path
+import torch
+from instar.checkpoint.store import publish
+for step in itertools.count(int(sys.argv[2])):
+    publish(Path(sys.argv[1]), step, {"model": {"weight": torch.full((1 << 18,), float(step))}}, {},
+            architecture={})
+    print(step, flush=True)
+"""
+
+
+def test_sigkill_takes_no_acknowledged_checkpoint(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(instar.__file__).parents[1])}
+    for kill_after in (1, 4):
+        command = [sys.executable, "-c", SAVER, str(tmp_path), str(kill_after * 1000)]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as saver:
+            assert saver.stdout is not None
+            acknowledged = [saver.stdout.readline() for _ in range(kill_after)]
+            saver.kill()
+            acknowledged += saver.stdout.readlines()
+        last = int([line for line in acknowledged if line.endswith(b"\n")][-1])
+        found = load(latest(tmp_path))
+        assert found.manifest.step in (last, last + 1)
+        assert (found.tensors()["weight"] == found.manifest.step).all()
+        for path in (tmp_path / "checkpoints").glob("step-*"):
+            load(path)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow beyond 300 bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot save step 10"):
+        save(tmp_path, 10)
+    assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -1,0 +1,145 @@
+"""The command line as a process: help, exit codes, what is imported, and odd surroundings."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from instar import __version__
+from instar.cli.main import COMMANDS
+
+HEAVY = {"torch", "numpy", "pydantic", "rich", "ruamel", "ruamel.yaml", "instar.config.load"}
+
+
+def instar(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "instar.cli.main", *args]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+
+def modules_after(*args: str) -> set[str]:
+    """The modules that a command line leaves imported."""
+    code = (
+        "import json, sys\n"
+        "from instar.cli.main import main\n"
+        f"main({list(args)!r})\n"
+        "print(json.dumps(sorted(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["--version"], ["config", "--help"], ["config", "show", "--help"], ["init", "-h"]],
+)
+def test_help_imports_nothing_heavy(args: list[str]) -> None:
+    assert modules_after(*args) & HEAVY == set()
+
+
+def test_config_commands_import_no_torch() -> None:
+    assert modules_after("config", "show") & {"torch", "numpy", "rich"} == set()
+
+
+def test_help_lists_every_command_without_importing_it() -> None:
+    done = instar("--help")
+    assert done.returncode == 0
+    for name, (_, about) in COMMANDS.items():
+        assert name in done.stdout
+        assert about in done.stdout
+    loaded = modules_after("--help")
+    assert loaded.isdisjoint(target.partition(":")[0] for target, _ in COMMANDS.values())
+
+
+def test_version() -> None:
+    assert instar("--version").stdout == f"instar {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["--verison"], "--version"),
+        (["config", "shwo"], "No such command 'shwo'"),
+        (["config", "show", "--orgin"], "--origin"),
+        (["config", "validate"], "Missing argument 'CFG'"),
+    ],
+)
+def test_usage_errors_end_in_2_with_a_suggestion(args: list[str], said: str) -> None:
+    done = instar(*args)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_a_config_error_is_told_without_a_traceback() -> None:
+    done = instar("config", "validate", "none.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("none.yaml: no such file")
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&-"])
+def test_closed_streams_do_not_matter(closed: str) -> None:
+    line = f'"{sys.executable}" -m instar.cli.main config schema model {closed}'
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    line = f'"{sys.executable}" -m instar.cli.main config schema --json; echo $? >&2'
+    gone, here = os.pipe()
+    os.close(gone)
+    with os.fdopen(here, "w") as stdout:
+        done = subprocess.run(
+            ["bash", "-c", line], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.stderr == "141\n"
+
+
+def run_main_with(raised: str) -> subprocess.CompletedProcess[str]:
+    """Run `main` where the command `config` raises what is given."""
+    code = (
+        "import sys, click\n"
+        "from instar.cli import config as room, main\n"
+        "from instar.config.errors import ConfigError, InstarError\n"
+        "class RunFailed(InstarError): exit_code = 4\n"
+        "@click.command()\n"
+        f"def config(): {raised}\n"
+        "room.config = config\n"
+        "sys.exit(main.main(['config']))\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        ("raise RunFailed('rank 1 failed at step 7')", 4, "rank 1 failed at step 7\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise BrokenPipeError", 141, ""),
+        ("click.get_current_context().exit(75)", 75, ""),
+        ("return 75", 75, ""),
+        ("return None", 0, ""),
+        ("raise ConfigError.one('bad')", 2, "bad\n1 error. Nothing was started.\n"),
+    ],
+)
+def test_every_end_has_its_exit_code(raised: str, code: int, said: str) -> None:
+    done = run_main_with(raised)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_an_unforeseen_error_keeps_its_traceback() -> None:
+    done = run_main_with("raise ZeroDivisionError('a bug')")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_shells_can_complete() -> None:
+    done = instar(_INSTAR_COMPLETE="bash_complete", COMP_WORDS="instar co", COMP_CWORD="1")
+    assert done.stdout == "plain,config\n"

@@ -1,0 +1,77 @@
+from typing import Any
+
+import pytest
+
+from instar.config.checks import Clash, cross_checks
+from instar.config.schema import RunConfig
+
+
+def clashes(**sections: Any) -> list[Clash]:
+    return cross_checks(RunConfig.model_validate(sections))
+
+
+def test_the_defaults_fit_each_other() -> None:
+    assert clashes() == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "culprit", "said"),
+    [
+        ({"model": {"n_embd": 100, "n_head": 3}}, "model.n_embd", "n_embd (100) must be divisible"),
+        ({"model": {"n_head": 4, "n_kv_head": 3}}, "model.n_kv_head", "divisible by model.n_kv_head (3)"),
+        ({"model": {"n_head": 4, "n_kv_head": 8}}, "model.n_kv_head", "divisible by model.n_kv_head (8)"),
+        ({"model": {"n_embd": 12, "positions": "rope"}}, "model.n_embd", "must be even, got 12 / 4 = 3"),
+        ({"data": {"val_fraction": 0.6, "test_fraction": 0.4}}, "data.val_fraction", "less than 1"),
+        ({"train": {"until": ["ten"]}}, "train.until[0]", "not a budget: 'ten'"),
+        ({"train": {"until": ["1it", "0it"]}}, "train.until[1]", "not a budget: '0it'"),
+        ({"train": {"until": []}}, "train.until", "would never end"),
+        ({"train": {"until": ["10min", "loss<3"]}}, "learning_rate.lr_decay_iters", "only 10min, loss<3"),
+        (
+            {"learning_rate": {"warmup_iters": 50, "lr_decay_iters": 50}},
+            "learning_rate.warmup_iters",
+            "warmup_iters (50) must be less than learning_rate.lr_decay_iters (50)",
+        ),
+        (
+            {"learning_rate": {"shape": "wsd", "lr_decay_iters": 110, "warmup_iters": 100}},
+            "learning_rate.decay_fraction",
+            "wsd would decay from step 88, while it still warms up until step 100",
+        ),
+    ],
+)  # fmt: skip
+def test_a_clash_names_its_likeliest_culprit(
+    sections: dict[str, Any], culprit: str, said: str
+) -> None:
+    (clash,) = clashes(**sections)
+    assert clash.keys[0] == culprit
+    assert said in clash.message
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"n_head": 4, "n_kv_head": 2}},
+        {"model": {"n_embd": 12}},
+        {"train": {"until": ["10min"]}, "learning_rate": {"shape": "constant"}},
+        {"train": {"until": ["10min"]}, "learning_rate": {"lr_decay_iters": 5000}},
+        {"train": {"until": ["10min", "3ep"]}},
+        {"train": {"until": ["50it"]}},
+        {"learning_rate": {"shape": "constant", "lr_decay_iters": 10}},
+        {"learning_rate": {"shape": "wsd", "lr_decay_iters": 1000}},
+    ],
+)
+def test_what_fits_raises_no_alarm(sections: dict[str, Any]) -> None:
+    assert clashes(**sections) == []
+
+
+def test_all_clashes_are_found_at_once() -> None:
+    found = clashes(
+        model={"n_embd": 100, "n_head": 3},
+        data={"val_fraction": 0.9, "test_fraction": 0.9},
+        train={"until": ["x", "y"]},
+    )
+    assert [clash.keys[0] for clash in found] == [
+        "model.n_embd",
+        "data.val_fraction",
+        "train.until[0]",
+        "train.until[1]",
+    ]

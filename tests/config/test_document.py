@@ -1,0 +1,115 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instar.config.document import Place, Value, parse, show
+
+
+def read(text: str) -> Any:
+    value, mistakes = parse(text, "x.yaml")
+    assert not mistakes
+    assert value is not None
+    return value.plain()
+
+
+def value_of(text: str) -> Value:
+    value, _ = parse(text, "x.yaml")
+    assert value is not None
+    return value
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        ("3e-4", 0.0003),
+        ("1e-3", 0.001),
+        ("1E5", 100000.0),
+        ("1_000", 1000),
+        ("-7", -7),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("010", 10),
+        ("true", True),
+        ("False", False),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("on", "on"),
+        ("off", "off"),
+        ("null", None),
+        ("~", None),
+        ("2024-01-01", "2024-01-01"),
+        ("12:30:45", "12:30:45"),
+        ("'3'", "3"),
+        ("!!str 3", "3"),
+        ("loss<3.0", "loss<3.0"),
+        ("[2kit, loss<3]", ["2kit", "loss<3"]),
+    ],
+)
+def test_scalars_are_yaml_1_2(text: str, data: Any) -> None:
+    assert read(f"key: {text}") == {"key": data}
+    assert type(read(f"key: {text}")["key"]) is type(data)
+
+
+def test_anchors_and_merge_keys() -> None:
+    text = "base: &b {x: 1, y: 2}\nmore: &m {z: 3}\nuse:\n  <<: [*b, *m]\n  y: 5\nagain: *b\n"
+    assert read(text)["use"] == {"x": 1, "y": 5, "z": 3}
+    assert read(text)["again"] == {"x": 1, "y": 2}
+
+
+def test_an_anchor_may_be_given_anew() -> None:
+    assert read("a: &x 1\nb: &x 2\nc: *x\n")["c"] == 2
+
+
+def test_keys_and_values_know_their_places() -> None:
+    value = value_of("model:\n  heads: [1, 22]\n")
+    key, inner = value.data["model"]
+    assert str(key) == "x.yaml:1:1"
+    assert str(inner.within(("heads",)).place) == "x.yaml:2:10"
+    assert str(inner.within(("heads", 1)).place) == "x.yaml:2:14"
+    assert str(inner.within(("heads", 7)).place) == "x.yaml:2:10"
+
+
+def test_windows_line_ends_count_as_one() -> None:
+    value = value_of("a: 1\r\nb: 2\r\n")
+    place = value.data["b"][1].place
+    assert str(place) == "x.yaml:2:4"
+    assert place.excerpt() == "  2 | b: 2\n    |    ^"
+
+
+def test_the_caret_stands_under_the_column() -> None:
+    assert Place("x", 4, 3, "  d_modle: 768").excerpt() == "  4 |   d_modle: 768\n    |   ^"
+    assert Place("x", 1234, 1, "ab").excerpt() == "1234 | ab\n     | ^"
+
+
+def test_the_caret_knows_tabs_and_wide_characters() -> None:
+    assert Place("x", 1, 3, "\t漢b").excerpt() == "  1 | \t漢b\n    | \t  ^"
+
+
+def test_a_long_line_is_cut_around_the_caret() -> None:
+    text = "x" * 500 + "!" + "y" * 500
+    line, caret = Place("x", 1, 501, text).excerpt().splitlines()
+    assert line[caret.index("^")] == "!"
+    assert len(line) < 80
+
+
+def test_an_excerpt_carries_no_control_characters() -> None:
+    assert "\x1b" not in Place("x", 1, 1, "a\x1b[31mb").excerpt()
+    assert "\x1b" not in show("\x1b[31m")
+
+
+def test_a_source_of_one_text_is_named_as_a_whole() -> None:
+    value, _ = parse("[1, x]", "--set a=[1, x]", numbered=False)
+    assert value is not None
+    assert str(value.within((1,)).place) == "--set a=[1, x]"
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused_with_a_place(text: str) -> None:
+    value, mistakes = parse(text, "x.yaml")
+    lines = text.count("\n") + text.count("\r") + text.count("\x85") + 3
+    for mistake in mistakes:
+        assert mistake.message
+        assert 0 <= mistake.place.line <= lines
+    assert value is None or mistakes or value.readable()

@@ -1,0 +1,34 @@
+from instar.config.errors import ConfigError, InstarError, Problem
+
+
+def test_a_problem_reads_place_message_hint_then_excerpt() -> None:
+    problem = Problem("unknown key 'a'", "x.yaml:1:1", "  1 | a: 2\n    | ^", "did you mean 'b'?")
+    assert str(problem) == ("x.yaml:1:1: unknown key 'a'; did you mean 'b'?\n  1 | a: 2\n    | ^")
+
+
+def test_what_is_left_out_leaves_no_gap() -> None:
+    assert str(Problem("the disk is full")) == "the disk is full"
+
+
+def test_an_error_lists_all_its_problems_and_counts_them() -> None:
+    error = ConfigError(Problem("one"), Problem("two"))
+    assert str(error) == "one\ntwo\n2 errors. Nothing was started."
+
+
+def test_one_builds_an_error_of_one_problem() -> None:
+    error = ConfigError.one("too short", where="data.path", hint="prepare more text")
+    assert error.problems == (Problem("too short", "data.path", "", "prepare more text"),)
+    assert str(error) == ("data.path: too short; prepare more text\n1 error. Nothing was started.")
+
+
+def test_the_last_line_names_the_section_whose_keys_help() -> None:
+    nested = ConfigError.one("bad", key="distributed.ddp.static_graph")
+    top = ConfigError.one("bad", key="seed")
+    assert str(nested).endswith("Keys: instar config schema distributed.ddp")
+    assert str(top).endswith("Keys: instar config schema")
+
+
+def test_exit_codes() -> None:
+    assert ConfigError.one("bad").exit_code == 2
+    assert InstarError("worse").exit_code == 4
+    assert isinstance(ConfigError.one("bad"), InstarError)

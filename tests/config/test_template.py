@@ -1,0 +1,92 @@
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instar.config import presets
+from instar.config.document import parse
+from instar.config.fields import keys
+from instar.config.load import load
+from instar.config.template import in_yaml, starter
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**30), 10**30),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.sampled_from(["yes", "null", "~", "1e5", "0x10", "2024-01-01", "a: b", "#", "", " x", "-"]),
+)
+
+
+@given(st.one_of(scalars, st.lists(scalars)))
+def test_any_value_is_read_back_equal(value: object) -> None:
+    document, mistakes = parse(f"key: {in_yaml(value)}  # comment\n", "x.yaml")
+    assert not mistakes
+    assert document is not None
+    back = document.plain()["key"]
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_simple_texts_need_no_quotes() -> None:
+    assert in_yaml(("2000it", "loss<3.0")) == "[2000it, loss<3.0]"
+    assert in_yaml("data/books") == "data/books"
+    assert in_yaml("*.bias") == '"*.bias"'
+    assert in_yaml("1e5") == '"1e5"'
+
+
+def uncommented(text: str) -> str:
+    """The template with every '#key: value' line set."""
+    return re.sub(r"^( *)#(\w+:)", r"\1\2", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("preset", [None, *presets.names()])
+def test_the_template_loads_and_shows_the_values_in_force(
+    tmp_path: Path, preset: str | None
+) -> None:
+    text = starter("gpt", "gpt.yaml", [preset] if preset else [])
+    path, full = tmp_path / "gpt.yaml", tmp_path / "full.yaml"
+    path.write_text(text, encoding="utf-8")
+    full.write_text(uncommented(text), encoding="utf-8")
+    loaded, all_set = load(str(path)), load(str(full))
+    assert all_set.config == loaded.config
+    assert "default" not in all_set.origins.values()
+
+
+def test_the_template_is_a_small_gpt_on_the_built_in_corpus(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.yaml"
+    path.write_text(starter("gpt", str(path)), encoding="utf-8")
+    config = load(str(path)).config
+    model, data = config.model, config.data
+    assert (model.n_layer, model.n_head, model.n_embd, model.context) == (4, 4, 128, 128)
+    assert (data.source, data.tokenizer, data.vocab_size) == ("stdlib", "bpe", 2048)
+    assert config.train.until == ("600it",)
+
+
+def test_the_template_leaves_to_a_preset_what_the_preset_sets(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.yaml"
+    path.write_text(starter("gpt", str(path), ["llama", "plain"]), encoding="utf-8")
+    loaded = load(str(path))
+    assert loaded.config.preset == ("llama", "plain")
+    assert loaded.origins["model.norm"] == "preset plain"
+    assert loaded.origins["optimizer.lr"] == "preset plain"
+    assert loaded.config.optimizer.beta2 == 0.99
+
+
+def test_every_key_stands_in_the_template_with_its_description() -> None:
+    text = starter("gpt", "gpt.yaml")
+    said = " ".join(re.sub(r"^\s*#", "", line) for line in text.splitlines())
+    said = re.sub(r"\s+", " ", said)
+    for key, field in keys().items():
+        assert re.search(rf"^ *#?{key.rpartition('.')[2]}: ", text, re.MULTILINE), key
+        assert field.description
+        assert field.description in said
+
+
+def test_the_template_names_the_next_commands_whatever_the_path() -> None:
+    text = starter("gpt", "my run\n.yaml")
+    assert "instar train 'my run?.yaml'" in text
+    assert all(line.startswith("#") for line in text.split("\n\n")[0].splitlines())

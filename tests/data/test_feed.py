@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instar.data.feed import Feed, StepBatch, StepPlan, micro_slices, plan_step, rank_slice
+from instar.data.order import Int64Array, Sequential, Shuffled, make_order
+from instar.data.source import TokenWindows
+
+
+class Numbers:
+    """Sample i holds the number i and weighs i % 3; reading `broken` fails."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, count: int, broken: int | None = None) -> None:
+        self.count = count
+        self.broken = broken
+        self.reads: list[tuple[str, int]] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, indices: Int64Array) -> dict[str, np.ndarray]:
+        self.reads.append((threading.current_thread().name, indices.size))
+        if self.broken in indices:
+            raise OSError(f"sample {self.broken} cannot be read")
+        return {"number": indices.copy(), "twice": np.stack([indices, 2 * indices], axis=1)}
+
+    def weights(self, indices: Int64Array) -> float:
+        return float((indices % 3).sum())
+
+
+def numbers_of(batch: StepBatch) -> list[int]:
+    return [
+        int(n) for micro in batch.micro_batches if micro.samples for n in micro.arrays["number"]
+    ]
+
+
+def steps(cursor: int, end: int, samples: int, global_batch: int) -> list[StepPlan]:
+    plans = []
+    while cursor < end:
+        plans.append(plan_step(cursor, samples, global_batch))
+        cursor += plans[-1].count
+    return plans
+
+
+def test_a_step_never_crosses_the_end_of_an_epoch() -> None:
+    assert plan_step(0, 10, 4) == StepPlan(cursor=0, epoch=0, start=0, count=4)
+    assert plan_step(8, 10, 4) == StepPlan(cursor=8, epoch=0, start=8, count=2)
+    assert plan_step(10, 10, 4) == StepPlan(cursor=10, epoch=1, start=0, count=4)
+    assert plan_step(23, 10, 40) == StepPlan(cursor=23, epoch=2, start=3, count=7)
+
+
+@given(count=st.integers(1, 100), start=st.integers(0, 1000), world=st.integers(1, 17))
+def test_ranks_share_a_step_evenly_and_without_gaps(count: int, start: int, world: int) -> None:
+    slices = [rank_slice(StepPlan(start, 0, start, count), rank, world) for rank in range(world)]
+    assert slices[0][0] == start
+    assert slices[-1][1] == start + count
+    assert all(one[1] == other[0] for one, other in zip(slices, slices[1:], strict=False))
+    sizes = [end - begin for begin, end in slices]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(begin=st.integers(0, 50), size=st.integers(0, 200), batch_size=st.integers(1, 40))
+def test_micro_batches_are_few_even_and_small_enough(
+    begin: int, size: int, batch_size: int
+) -> None:
+    slices = micro_slices(begin, begin + size, batch_size)
+    positions = [at for first, end in slices for at in range(first, end)]
+    assert positions == list(range(begin, begin + size))
+    assert len(slices) == -(-size // batch_size)
+    sizes = {end - first for first, end in slices}
+    assert not sizes or (max(sizes) <= batch_size and max(sizes) - min(sizes) <= 1)
+
+
+@st.composite
+def changing_sizes(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """(world size, batch size, accumulation) at each of a run's stretches of three steps."""
+    stretch = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4))
+    return draw(st.lists(stretch, min_size=1, max_size=5))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    samples=st.integers(1, 40),
+    stretches=changing_sizes(),
+    epochs=st.integers(1, 3),
+    kind=st.sampled_from(["shuffled", "sequential"]),
+    prefetch=st.booleans(),
+)
+def test_epochs_are_the_data_set_whatever_batch_accumulation_and_world_size_do(
+    samples: int,
+    stretches: list[tuple[int, int, int]],
+    epochs: int,
+    kind: Any,
+    prefetch: bool,
+) -> None:
+    source, order = Numbers(samples), make_order(kind, samples, seed=4)
+    seen: list[Counter[int]] = [Counter() for _ in range(epochs)]
+    cursor, stretch = 0, 0
+    while cursor < samples * epochs:
+        world, batch_size, accumulation = stretches[stretch % len(stretches)]
+        stretch += 1
+        feeds = [Feed(source, order, rank, world, prefetch) for rank in range(world)]
+        for _ in range(3):
+            if cursor == samples * epochs:
+                break
+            plan = plan_step(cursor, samples, batch_size * accumulation)
+            batches = [feed.take(plan, batch_size) for feed in feeds]
+            taken = [number for batch in batches for number in numbers_of(batch)]
+            assert taken == feeds[0].sample_ids(plan).tolist()
+            assert all(batch.weight == sum(n % 3 for n in taken) for batch in batches)
+            micros = [micro for batch in batches for micro in batch.micro_batches]
+            assert sum(micro.weight for micro in micros) == batches[0].weight
+            assert sum(micro.samples for micro in micros) == plan.count
+            seen[plan.epoch].update(taken)
+            cursor += plan.count
+        for feed in feeds:
+            feed.close()
+    assert all(epoch == Counter(range(samples)) for epoch in seen)
+
+
+def test_a_rank_without_samples_gets_a_stand_in_of_no_weight() -> None:
+    with Feed(Numbers(10), Sequential(10), rank=0, world_size=4) as feed:
+        batch = feed.take(plan_step(4, 10, 2), batch_size=8)
+    assert rank_slice(batch.plan, 0, 4) == (4, 4)
+    (stand_in,) = batch.micro_batches
+    assert stand_in.arrays["number"].tolist() == [4]
+    assert (stand_in.weight, stand_in.samples) == (0.0, 0)
+    assert batch.weight == 4 % 3 + 5 % 3
+
+
+def test_prefetching_changes_nothing_but_the_time(make_split: Any) -> None:
+    windows = TokenWindows(make_split(700, 333), context=8)
+    order = Shuffled(len(windows), seed=2)
+    with (
+        Feed(windows, order, 1, 3, prefetch=True) as ahead,
+        Feed(windows, order, 1, 3, prefetch=False) as direct,
+    ):
+        for plan in steps(0, 3 * len(windows), len(windows), 7):
+            one, other = ahead.take(plan, 2), direct.take(plan, 2)
+            assert one.weight == other.weight
+            for left, right in zip(one.micro_batches, other.micro_batches, strict=True):
+                assert (left.weight, left.samples) == (right.weight, right.samples)
+                for name, array in left.arrays.items():
+                    assert np.array_equal(array, right.arrays[name])
+                    assert array.flags.c_contiguous
+
+
+def test_steps_are_read_ahead_in_blocks_by_another_thread() -> None:
+    source = Numbers(1000)
+    with Feed(source, Shuffled(1000, seed=1)) as feed:
+        for plan in steps(0, 1000, 1000, 8):
+            feed.take(plan, 4)
+    by_caller = [size for thread, size in source.reads if thread != "instar-feed"]
+    assert by_caller == [8]
+    assert max(size for _, size in source.reads) == 64 * 8
+
+
+def test_what_was_read_ahead_is_dropped_when_the_batch_changes() -> None:
+    with Feed(Numbers(100), Sequential(100)) as feed:
+        assert numbers_of(feed.take(plan_step(0, 100, 4), 4)) == [0, 1, 2, 3]
+        assert numbers_of(feed.take(plan_step(4, 100, 6), 3)) == [4, 5, 6, 7, 8, 9]
+        assert numbers_of(feed.take(plan_step(10, 100, 4), 4)) == [10, 11, 12, 13]
+
+
+def test_a_step_may_be_taken_again_or_out_of_order() -> None:
+    with Feed(Numbers(30), Sequential(30)) as feed:
+        for cursor in (0, 4, 4, 20, 0, 28, 30):
+            expected = [position % 30 for position in range(cursor, cursor + 4)]
+            plan = plan_step(cursor, 30, 4)
+            assert numbers_of(feed.take(plan, 4)) == expected[: plan.count]
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_an_error_is_raised_at_its_own_step_and_names_the_positions(prefetch: bool) -> None:
+    source = Numbers(100, broken=42)
+    with Feed(source, Sequential(100), prefetch=prefetch) as feed:
+        for plan in steps(0, 40, 100, 8):
+            feed.take(plan, 8)
+        with pytest.raises(OSError, match="sample 42 cannot be read") as caught:
+            feed.take(plan_step(40, 100, 8), 8)
+    assert "positions 40..47 of epoch 0" in caught.value.__notes__[0]
+    assert "read" in [entry.name for entry in caught.traceback]
+
+
+def test_a_source_that_gives_too_few_samples_is_an_error() -> None:
+    class Short(Numbers):
+        def read(self, indices: Int64Array) -> dict[str, np.ndarray]:
+            return {"number": indices[:-1]}
+
+    with (
+        Feed(Short(10), Sequential(10)) as feed,
+        pytest.raises(ValueError, match="3 samples of 'number', asked for 4"),
+    ):
+        feed.take(plan_step(0, 10, 4), 4)
+
+
+def test_closing_ends_the_thread() -> None:
+    feed = Feed(Numbers(10), Sequential(10))
+    feed.take(plan_step(0, 10, 2), 2)
+    feed.close()
+    feed.close()
+    assert "instar-feed" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(RuntimeError, match="closed"):
+        feed.take(plan_step(2, 10, 2), 2)

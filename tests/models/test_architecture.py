@@ -1,0 +1,131 @@
+import json
+import math
+
+import pytest
+
+from instar.config.schema import ModelConfig
+from instar.models.architecture import (
+    Architecture,
+    ArchitectureError,
+    axis_size,
+    count_parameters,
+    flops_per_token,
+    layer_of,
+    parameters,
+    resolve,
+)
+
+LLAMA = ModelConfig(
+    norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=False, n_kv_head=2
+)
+
+
+def keys_of(error: ArchitectureError) -> list[str]:
+    return [mistake.key for mistake in error.mistakes]
+
+
+def test_what_a_config_leaves_out_is_derived() -> None:
+    arch = resolve(ModelConfig(n_embd=128, n_head=4), vocab_size=100)
+    assert (arch.n_kv_head, arch.head_dim, arch.n_mlp, arch.vocab_size) == (4, 32, 512, 100)
+
+
+def test_swiglu_has_two_thirds_of_the_width_to_a_multiple_of_32() -> None:
+    assert resolve(ModelConfig(n_embd=384, activation="swiglu"), 100).n_mlp == 1024
+    assert resolve(ModelConfig(n_embd=128, activation="swiglu"), 100).n_mlp == 352
+
+
+def test_what_a_config_says_stands() -> None:
+    arch = resolve(ModelConfig(n_mlp=96, n_kv_head=2, vocab_size=128), vocab_size=100)
+    assert (arch.n_mlp, arch.n_kv_head, arch.vocab_size) == (96, 2, 128)
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        (ModelConfig(vocab_size=99), "model.vocab_size"),
+        (ModelConfig(n_embd=130), "model.n_embd"),
+        (ModelConfig(n_kv_head=3), "model.n_kv_head"),
+        (ModelConfig(n_embd=12, n_head=4, positions="rope"), "model.n_head"),
+    ],
+)
+def test_impossible_shapes_name_the_key(model: ModelConfig, key: str) -> None:
+    with pytest.raises(ArchitectureError) as caught:
+        resolve(model, vocab_size=100)
+    assert keys_of(caught.value) == [key]
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ArchitectureError) as caught:
+        resolve(ModelConfig(vocab_size=99, n_embd=130, n_kv_head=3), vocab_size=100)
+    assert keys_of(caught.value) == ["model.vocab_size", "model.n_embd", "model.n_kv_head"]
+
+
+def test_a_shape_survives_json() -> None:
+    arch = resolve(LLAMA, 100)
+    assert Architecture.from_dict(json.loads(json.dumps(arch.to_dict()))) == arch
+
+
+def test_a_shape_from_json_is_checked() -> None:
+    values = resolve(LLAMA, 100).to_dict()
+    del values["n_head"]
+    with pytest.raises(ArchitectureError) as caught:
+        Architecture.from_dict(values | {"n_heads": 4})
+    assert keys_of(caught.value) == ["model.n_head", "model.n_heads"]
+    with pytest.raises(ArchitectureError) as caught:
+        Architecture.from_dict(resolve(LLAMA, 100).to_dict() | {"n_layer": 0, "norm": "batchnorm"})
+    assert keys_of(caught.value) == ["model.n_layer", "model.norm"]
+
+
+def test_shapes_follow_from_axes() -> None:
+    arch = resolve(LLAMA, 100)
+    for entry in parameters(arch).values():
+        assert entry.shape == tuple(axis_size(arch, axis) for axis in entry.axes)
+
+
+def test_writers_and_readers_of_the_stream() -> None:
+    table = parameters(resolve(LLAMA, 100))
+    writers = {name for name, entry in table.items() if entry.writes == "embed"}
+    readers = {name for name, entry in table.items() if entry.reads == "embed"}
+    per_block = [name for name in table if layer_of(name) == 0]
+    assert {name for name in per_block if name in writers} == {
+        "blocks.0.attn.output.weight",
+        "blocks.0.mlp.down.weight",
+    }
+    assert {name.split(".")[-2] for name in per_block if name in readers} == {
+        "query",
+        "key",
+        "value",
+        "gate",
+        "up",
+    }
+    assert "token_embedding.weight" in writers
+    assert "head.weight" in readers
+    assert not any("norm" in name for name in writers | readers)
+
+
+def test_the_layer_is_in_the_name() -> None:
+    assert layer_of("blocks.12.mlp.up.weight") == 12
+    assert layer_of("final_norm.weight") is None
+
+
+def test_gpt2_small_has_124_million_parameters() -> None:
+    gpt2 = ModelConfig(n_layer=12, n_head=12, n_embd=768, context=1024)
+    count = count_parameters(resolve(gpt2, 50257))
+    assert count.total == 124_439_808
+    assert count.non_embedding == 124_439_808 - 50257 * 768 - 1024 * 768
+
+
+def test_the_head_counts_once_in_products_whether_tied_or_not() -> None:
+    tied = count_parameters(resolve(ModelConfig(tied=True), 100))
+    untied = count_parameters(resolve(ModelConfig(tied=False), 100))
+    assert tied.matmul == untied.matmul
+    assert untied.total - tied.total == 100 * 128
+    assert untied.non_embedding == tied.non_embedding
+
+
+def test_flops_grow_with_the_context_only_through_attention() -> None:
+    arch = resolve(LLAMA, 100)
+    matmul = 6 * count_parameters(arch).matmul
+    assert flops_per_token(arch, 1000) - matmul == 12 * arch.n_layer * 1000 * arch.n_embd
+    assert flops_per_token(arch) == flops_per_token(arch, arch.context)
+    assert math.isclose(flops_per_token(arch, 0), matmul)

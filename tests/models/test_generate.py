@@ -1,0 +1,101 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from instar.config.schema import ModelConfig
+from instar.models.architecture import resolve
+from instar.models.generate import generate
+from instar.models.gpt import GPT
+
+ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, positions="rope"), 20)
+PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.fixture
+def model() -> GPT:
+    model = GPT(ARCH)
+    model.init_weights(0)
+    with torch.no_grad():
+        model.token_embedding.weight *= 30  # so that the next token is far from uniform
+    return model
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_prompt_is_continued(model: GPT) -> None:
+    tokens = generate(model, PROMPT, 20, generator=seeded(0))
+    assert tokens.shape == (2, 23)
+    assert torch.equal(tokens[:, :3], PROMPT)
+    assert 0 <= tokens.min() <= tokens.max() < ARCH.vocab_size
+
+
+def test_the_generator_decides(model: GPT) -> None:
+    first = generate(model, PROMPT, 30, generator=seeded(1))
+    torch.manual_seed(99)
+    assert torch.equal(first, generate(model, PROMPT, 30, generator=seeded(1)))
+    assert not torch.equal(first, generate(model, PROMPT, 30, generator=seeded(2)))
+
+
+def test_temperature_zero_takes_the_most_likely_token(model: GPT) -> None:
+    tokens = generate(model, PROMPT, 3, temperature=0)
+    for length in range(3, 6):
+        assert torch.equal(tokens[:, length], model(tokens[:, :length])[:, -1].argmax(-1))
+
+
+def test_one_most_likely_token_is_the_same_as_temperature_zero(model: GPT) -> None:
+    assert torch.equal(
+        generate(model, PROMPT, 12, top_k=1, generator=seeded(3)),
+        generate(model, PROMPT, 12, temperature=0),
+    )
+
+
+def test_top_k_keeps_to_the_most_likely(model: GPT) -> None:
+    likely = model(PROMPT)[:, -1].topk(3).indices
+    for seed in range(30):
+        drawn = generate(model, PROMPT, 1, top_k=3, temperature=5.0, generator=seeded(seed))
+        assert (likely == drawn[:, -1:]).any(1).all()
+
+
+def test_draws_follow_the_distribution_of_the_model(model: GPT) -> None:
+    prompts = PROMPT[:1].expand(4000, 3)
+    drawn = generate(model, prompts, 1, temperature=2.0, generator=seeded(0))[:, -1]
+    expected = (model(PROMPT[:1])[0, -1] / 2.0).softmax(-1)
+    shares = torch.bincount(drawn, minlength=ARCH.vocab_size) / 4000
+    torch.testing.assert_close(shares, expected, rtol=0.0, atol=0.04)
+
+
+def test_only_the_last_context_is_seen(model: GPT) -> None:
+    long = torch.arange(16)[None] % ARCH.vocab_size
+    whole = generate(model, long, 5, temperature=0)
+    window = generate(model, long[:, -ARCH.context :], 5, temperature=0)
+    assert torch.equal(whole[:, -5:], window[:, -5:])
+
+
+def test_dropout_is_off_and_the_mode_comes_back() -> None:
+    model = GPT(replace(ARCH, dropout=0.9))
+    model.init_weights(0)
+    first = generate(model, PROMPT, 8, temperature=0)
+    assert torch.equal(first, generate(model, PROMPT, 8, temperature=0))
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be 0 or more, not -1"),
+        ({"top_k": 0}, "top_k must be 1 or more, not 0"),
+    ],
+)
+def test_senseless_settings_are_refused(
+    model: GPT, options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, PROMPT, 1, **options)  # type: ignore[arg-type]
+
+
+def test_an_empty_prompt_is_refused(model: GPT) -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(model, torch.empty(1, 0, dtype=torch.long), 1)

@@ -1,0 +1,87 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from instar.config.schema import ModelConfig
+from instar.models.architecture import Architecture, count_parameters, resolve
+from instar.models.gpt import GPT
+from instar.models.memory import chunk_rows, memory_estimate
+
+GPT2 = resolve(ModelConfig(n_layer=3, n_head=4, n_embd=64, context=64), 80)
+LLAMA = replace(
+    GPT2, n_kv_head=2, norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=False
+)
+MIXED = replace(LLAMA, activation="relu2", qk_norm=True)
+STYLES = pytest.mark.parametrize("arch", [GPT2, LLAMA, MIXED], ids=["gpt2", "llama", "mixed"])
+
+
+def kept_bytes(arch: Architecture, samples: int, *, bf16: bool = False) -> int:
+    """Bytes that autograd keeps between a forward and its backward pass, without the weights."""
+    model = GPT(arch)
+    model.init_weights(0)
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    known |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(storage)
+        return tensor
+
+    inputs = torch.zeros(samples, arch.context, dtype=torch.long)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        model(inputs, inputs)
+    return sum(kept.values())
+
+
+@STYLES
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_activations_are_those_that_autograd_keeps(arch: Architecture, bf16: bool) -> None:
+    samples = 16
+    estimate = memory_estimate(arch, batch_size=samples, precision="bf16" if bf16 else "fp32")
+    normalised_logits = 4 * samples * arch.context * arch.vocab_size
+    measured = kept_bytes(arch, samples, bf16=bf16) - normalised_logits
+    assert estimate["activations"] == pytest.approx(measured, rel=0.1)
+
+
+def test_state_is_counted_per_parameter() -> None:
+    count = count_parameters(GPT2).total
+    parts = memory_estimate(GPT2, batch_size=1, ema=True)
+    assert parts["weights"] == parts["gradients"] == parts["ema"] == 4 * count
+    assert parts["optimizer"] == 8 * count
+
+
+def test_muon_keeps_one_moment_of_the_blocks_matrices() -> None:
+    adamw = memory_estimate(LLAMA, batch_size=1)["optimizer"]
+    muon = memory_estimate(LLAMA, batch_size=1, optimizer="muon")["optimizer"]
+    matrices = count_parameters(LLAMA).matmul - LLAMA.vocab_size * LLAMA.n_embd
+    assert adamw - muon == 4 * matrices
+
+
+def test_checkpointing_keeps_one_stream_per_block_and_one_block() -> None:
+    deep = replace(GPT2, n_layer=30)
+    whole = memory_estimate(deep, batch_size=4)["activations"]
+    frugal = memory_estimate(deep, batch_size=4, gradient_checkpointing=True)["activations"]
+    assert frugal < whole / 10
+
+
+def test_logits_in_chunks_do_not_grow_with_the_tokens_by_their_own_number() -> None:
+    wide = replace(GPT2, vocab_size=50_000)
+    few = memory_estimate(wide, batch_size=8)["logits"]
+    many = memory_estimate(wide, batch_size=64)["logits"]
+    assert many < 1.1 * few
+
+
+def test_small_problems_are_not_cut_into_chunks() -> None:
+    assert chunk_rows(768, 100, "cpu") is None
+    assert chunk_rows(8192, 4096, "cpu") == 512
+    assert chunk_rows(4096, 50_304, "cpu") == 128
+    assert chunk_rows(4096, 50_304, "cuda") is None
+    assert chunk_rows(65_536, 50_304, "cuda") == 2**27 // 50_304

@@ -1,0 +1,37 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instar.models.norm import rms_norm
+
+
+def inputs(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, dtype=torch.float64, generator=generator)
+    weight = torch.randn(shape[-1], dtype=torch.float64, generator=generator)
+    return x.requires_grad_(), weight.requires_grad_()
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=4))
+def test_it_is_the_formula(shape: list[int]) -> None:
+    x, weight = inputs(*shape)
+    expected = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
+    torch.testing.assert_close(rms_norm(x, weight, 0.1), expected)
+
+
+def test_derivatives_are_those_of_finite_differences() -> None:
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 0.1), inputs(3, 2, 7))
+
+
+def test_a_row_of_zeros_stays_zero_and_has_finite_gradients() -> None:
+    x = torch.zeros(1, 4, requires_grad=True)
+    normed = rms_norm(x, torch.ones(4), 1e-5)
+    normed.sum().backward()
+    assert normed.abs().max() == 0
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_low_precision_is_normalised_in_float32() -> None:
+    x = torch.full((1, 8), 300.0, dtype=torch.float16)
+    torch.testing.assert_close(rms_norm(x, torch.ones(8), 1e-5), torch.ones(1, 8))

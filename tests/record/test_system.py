@@ -1,0 +1,74 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import instar
+from instar.record.system import (
+    git_commit,
+    machine,
+    measure_peak_flops,
+    memory_bytes,
+    resident_bytes,
+    versions,
+)
+
+
+def test_versions_and_machine_are_known_without_importing_torch() -> None:
+    code = (
+        "import sys, instar.record.system as system\n"
+        "system.versions(); system.machine(); system.memory_bytes()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(instar.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_versions() -> None:
+    found = versions()
+    assert found["instar"] == instar.__version__
+    assert found["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
+    assert found["torch"] == torch.__version__
+
+
+def test_the_commit_of_a_repository_and_of_none(tmp_path: Path) -> None:
+    assert git_commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    commit = git_commit(tmp_path)
+    assert commit is not None
+    assert len(commit) == 40
+
+
+def test_machine() -> None:
+    facts = machine()
+    assert isinstance(facts["cores"], int)
+    assert facts["cores"] >= 1
+    assert isinstance(facts["memory_bytes"], int)
+    assert facts["memory_bytes"] > 1 << 28
+    assert facts["cpu"]
+
+
+def test_resident_memory_grows_with_what_is_held() -> None:
+    before = resident_bytes()
+    held = bytearray(os.urandom(1 << 20) * 64)
+    assert resident_bytes() - before > len(held) / 2
+    assert memory_bytes("cpu") > before / 2
+
+
+def test_peak_flops_are_of_this_world_and_leave_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    assert 1e8 < measure_peak_flops("cpu", torch.float32) < 1e14
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_described_and_measured() -> None:
+    assert machine("cuda")["gpus"] == torch.cuda.device_count()
+    assert 1e12 < measure_peak_flops("cuda", torch.bfloat16) < 1e16
+    assert memory_bytes("cuda") > 0
