@@ -209,6 +209,14 @@ def test_an_option_is_its_own_place(option: str, message: str, hint: str) -> Non
     assert hint in problem.hint
 
 
+def test_no_message_can_steer_a_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text('"\\e[31mkey": 1\nname: "\\e[31m"\n')
+    problems = problems_of(path, "\x1b[31m=1", "model.\x1b[31m=[")
+    assert len(problems) == 4
+    assert not any("\x1b" in str(problem) for problem in problems)
+
+
 def test_a_missing_file_is_likened_to_one_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "grow.yaml").write_text("name: a\n")
     (problem,) = problems_of(tmp_path / "gorw.yaml")

@@ -88,5 +88,5 @@ def test_every_key_stands_in_the_template_with_its_description() -> None:
 
 def test_the_template_names_the_next_commands_whatever_the_path() -> None:
     text = starter("gpt", "my run\n.yaml")
-    assert "instar train 'my run?.yaml'" in text
+    assert "instar train 'my run�.yaml'" in text
     assert all(line.startswith("#") for line in text.split("\n\n")[0].splitlines())

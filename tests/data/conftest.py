@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +21,7 @@ def make_split() -> MakeSplit:
     def make(*sizes: int, name: str = "train") -> TokenSplit:
         offsets = np.cumsum([0, *sizes], dtype=np.int64)
         tokens = np.arange(offsets[-1], dtype=np.uint16)
-        arrays = tuple(
-            tokens[begin:end] for begin, end in zip(offsets[:-1], offsets[1:], strict=True)
-        )
+        arrays = tuple(tokens[begin:end] for begin, end in itertools.pairwise(offsets))
         return TokenSplit(name=name, arrays=arrays, offsets=offsets, fingerprint="counting")
 
     return make

@@ -14,7 +14,9 @@ from instar.schedule.settings import Settings, initial_settings, learning_rate
 
 
 def settings(**changes: object) -> Settings:
-    config = RunConfig.model_validate({"learning_rate": {"warmup_iters": 10, "lr_decay_iters": 110}})
+    config = RunConfig.model_validate(
+        {"learning_rate": {"warmup_iters": 10, "lr_decay_iters": 110}}
+    )
     return dataclasses.replace(initial_settings(config), lr=1.0, **changes)  # type: ignore[arg-type]
 
 

@@ -79,7 +79,7 @@ def schema(section: str | None, as_json: bool) -> None:
     rows = [
         (
             key,
-            expected(schema_node(tuple(key.split("."))) or {}),
+            _brief(expected(schema_node(tuple(key.split("."))) or {})),
             in_yaml(default(key)),
             field.description or "",
         )
@@ -130,6 +130,20 @@ def diff(a: str, b: str, as_json: bool) -> None:
         print_table(("key", a, b), rows)
     else:
         click.echo("no differences", err=True)
+
+
+def _brief(words: str) -> str:
+    """A type in words, made narrower for a table."""
+    for long, short in (
+        ("greater than", ">"),
+        ("of at least", "≥"),
+        ("less than", "<"),
+        ("at most", "≤"),
+        (" and", ","),
+        ("one of ", ""),
+    ):
+        words = words.replace(long, short)
+    return words.removeprefix("a ")
 
 
 def _values(loaded: Loaded) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from instar.config.errors import InstarError
 COMMANDS = {
     "init": ("instar.cli.init:init", "Write a commented config to start from."),
     "train": ("instar.cli.train:train", "Train a model, on one process or many."),
+    "resume": ("instar.cli.resume:resume", "Go on with a run that was stopped."),
     "sample": ("instar.cli.sample:sample", "Let a trained model write."),
     "data": ("instar.cli.data:data", "Prepare and inspect training data."),
     "config": ("instar.cli.config:config", "Show, validate and compare configs."),

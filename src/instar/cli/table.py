@@ -10,7 +10,7 @@ import click
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of as many cells as there are headers.
+    """Print rows of as many cells as there are headers; the first is never wrapped.
 
     No escape codes leave unless stdout is a terminal and NO_COLOR is unset; without a
     terminal nothing is wrapped or cut either.
@@ -30,8 +30,8 @@ def _draw(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for header in headers:
-        table.add_column(header, overflow="fold")
+    for number, header in enumerate(headers):
+        table.add_column(header, overflow="fold", no_wrap=number == 0)
     for row in rows:
         table.add_row(*map(Text, row))
     console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -32,6 +33,7 @@ INTERRUPTED = 75
     metavar="BUDGET",
     help="When to stop, instead of train.until: 2000it, 50Mtok, 3ep, 10min, loss<3.0.",
 )
+@click.option("--resume", metavar="RUN", help="Go on with this run; CFG is its run.yaml.")
 @click.option("--dry-run", is_flag=True, help="Say what the run would be, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: as JSON.")
 def train(
@@ -40,6 +42,7 @@ def train(
     devices: str | None,
     overrides: tuple[str, ...],
     until: tuple[str, ...],
+    resume: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -57,16 +60,27 @@ def train(
         raise click.UsageError(
             f"--nproc {ranks}, but the environment already makes this one of {place.size} ranks"
         )
+    resumed = None
+    if resume is not None:
+        from instar.record.rundir import find_run
+
+        run = find_run(resume)
+        resumed, cfg = run.path, cfg or str(run.config)
+        argv = [*argv, "--resume", str(run.path)]
     loaded = load(cfg, overrides)
     if dry_run:
         return _forecast(loaded, argv, ranks, indices, as_json)
     if place.size > 1:
-        return _one_rank(loaded)
-    return _from_the_shell(loaded, argv, ranks, indices)
+        return _one_rank(loaded, resumed)
+    return _from_the_shell(loaded, resumed, argv, ranks, indices)
 
 
 def _from_the_shell(
-    loaded: Loaded, argv: Sequence[str], ranks: int, devices: Sequence[int] | None
+    loaded: Loaded,
+    resumed: Path | None,
+    argv: Sequence[str],
+    ranks: int,
+    devices: Sequence[int] | None,
 ) -> int:
     """Find all mistakes before any rank is started; then run here, or launch ranks."""
     from instar.run.preflight import preflight, prepare_data
@@ -74,19 +88,19 @@ def _from_the_shell(
     again = shlex.join(["instar", "train", *sys.argv[2:]])
     try:
         prepare_data(loaded, lambda text: click.echo(text, err=True))
-        preflight(loaded, ranks)
+        preflight(loaded, ranks, new=resumed is None)
     except KeyboardInterrupt:
         click.echo(f"stopped before the first step; start again with: {again}", err=True)
         return INTERRUPTED
     if ranks == 1 and devices is None:
-        return _one_rank(loaded)
+        return _one_rank(loaded, resumed)
     from instar.distributed.launch import launch, torchrun_line
 
     click.echo(f"same as: {torchrun_line(argv, ranks, devices)}", err=True)
     return launch(argv, ranks, devices)
 
 
-def _one_rank(loaded: Loaded) -> int:
+def _one_rank(loaded: Loaded, resumed: Path | None) -> int:
     from instar.distributed.ranklog import run_rank
     from instar.distributed.signals import StopSignal
 
@@ -96,7 +110,7 @@ def _one_rank(loaded: Loaded) -> int:
         def work(log: RankLog) -> None:
             from instar.run.rank import run
 
-            run(loaded, log, signal)
+            run(loaded, log, signal, resumed)
 
         return run_rank(work)
 
@@ -129,5 +143,7 @@ def _indices(devices: str | None) -> list[int] | None:
         return None
     parts = [part.strip() for part in devices.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise click.BadParameter(f"{devices!r}; write each GPU's index once, e.g. 0,1", param_hint="--devices")
+        raise click.BadParameter(
+            f"{devices!r}; write each GPU's index once, e.g. 0,1", param_hint="--devices"
+        )
     return [int(part) for part in parts]

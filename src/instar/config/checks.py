@@ -99,13 +99,4 @@ def _course(config: RunConfig) -> list[Clash]:
                 f"learning_rate.lr_decay_iters ({end})",
             )
         )
-    elif course.shape == "wsd" and course.warmup_iters > end * (1 - course.decay_fraction):
-        found.append(
-            Clash(
-                ("learning_rate.decay_fraction", "learning_rate.warmup_iters"),
-                f"wsd would decay from step {round(end * (1 - course.decay_fraction))}, while "
-                f"it still warms up until step {course.warmup_iters}",
-                "a smaller learning_rate.decay_fraction or fewer warmup_iters",
-            )
-        )
     return found

@@ -68,7 +68,7 @@ class Place:
             return ""
         start = max(0, self.column - SHOWN_COLUMNS // 2) if self.column > SHOWN_COLUMNS else 0
         shown = self.text[start : start + SHOWN_COLUMNS]
-        shown = "".join(char if char.isprintable() or char == "\t" else "�" for char in shown)
+        shown = "\t".join(map(printable, shown.split("\t")))
         before = shown[: self.column - 1 - start]
         pad = "".join("\t" if char == "\t" else " " * _cells(char) for char in before)
         number = f"{self.line:>3}"
@@ -85,7 +85,9 @@ class Mistake:
     key: str = ""
 
     def problem(self) -> Problem:
-        return Problem(self.message, str(self.place), self.place.excerpt(), self.hint, self.key)
+        where = printable(str(self.place))
+        excerpt = self.place.excerpt()
+        return Problem(printable(self.message), where, excerpt, printable(self.hint), self.key)
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,13 @@ def parse(text: str, source: str, *, numbered: bool = True) -> tuple[Value | Non
 
 def show(data: Any, limit: int = 60) -> str:
     """Data as a short text for a message: text in quotes, true, false and null as in YAML."""
-    text = json.dumps(data, ensure_ascii=False, default=str)
-    text = "".join(char if char.isprintable() else "�" for char in text)
+    text = printable(json.dumps(data, ensure_ascii=False, default=str))
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def printable(text: str) -> str:
+    """Text without anything that could steer a terminal or end a comment."""
+    return "".join(char if char.isprintable() else "�" for char in text)
 
 
 class _Reader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -145,12 +146,13 @@ def _hint(name: str, node: dict[str, Any], given: Any) -> str:
     if isinstance(given, float) and "integer" in types and given.is_integer():
         return f"write {int(given)}"
     if isinstance(given, bool | int | float) and "string" in types and "pattern" not in node:
-        return f"put it in quotes to make it text: {show(str(given).lower() if isinstance(given, bool) else str(given))}"
+        return f"put it in quotes to make it text: {show(show(given))}"
     return ""
 
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None

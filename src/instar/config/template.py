@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from instar.config.document import parse
+from instar.config.document import parse, printable
 from instar.config.fields import keys, sections, value_of
 from instar.config.load import load
 from instar.config.schema import RunConfig
@@ -66,7 +66,7 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
     options = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     config = load(None, options).config
 
-    head = _HEAD.format(about=about, path=_printable(shlex.quote(path)), name=config.name)
+    head = _HEAD.format(about=about, path=printable(shlex.quote(path)), name=config.name)
     lines = [*(f"# {line}".rstrip() for line in head.splitlines()), ""]
     section = ""
     for key, field in keys().items():
@@ -90,7 +90,7 @@ def resolved(config: RunConfig, origins: Mapping[str, str]) -> str:
     for key in keys():
         lines += _opening(section, section := key.rpartition(".")[0])
         line = f"{'  ' * key.count('.')}{_line(config, key)}"
-        lines.append(f"{line:<40}  # {_printable(origins[key])}" if key in origins else line)
+        lines.append(f"{line:<40}  # {printable(origins[key])}" if key in origins else line)
     return "\n".join(lines) + "\n"
 
 
@@ -101,11 +101,6 @@ def _opening(before: str, section: str) -> list[str]:
     indent = "  " * section.count(".")
     about = (sections()[section].__doc__ or "").strip().splitlines()[0]
     return ["", f"{indent}# {about}", f"{indent}{section.rpartition('.')[2]}:"]
-
-
-def _printable(text: str) -> str:
-    """Text that may stand in a YAML comment."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _line(config: RunConfig, key: str) -> str:

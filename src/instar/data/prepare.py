@@ -83,7 +83,8 @@ def prepare(
         wanted = _first_bytes(corpus.sizes, data.max_bytes, seed, _TO_SELECT)
     parts = divide(wanted, data.val_fraction, data.test_fraction, seed)
     documents, size_bytes = int(np.count_nonzero(wanted)), int(wanted.sum())
-    say(f"preparing {data.source}: {documents:,} documents, {size_bytes:,} bytes → {folder}")
+    what = f"{documents:,} document{'' if documents == 1 else 's'}, {size_bytes:,} bytes"
+    say(f"preparing {data.source}: {what} → {folder}")
     source = parameters(data, seed) | {"documents": documents, "bytes": size_bytes}
     if data.source == STDLIB:
         source["python"] = platform.python_version()
@@ -143,7 +144,7 @@ def divide(
     targets = {name: share * float(wanted.sum()) for name, share in shares.items()}
     parts = _by_document(wanted, targets, seed)
     realised = {name: int((rows[:, 2] - rows[:, 1]).sum()) for name, rows in parts.items()}
-    if all(abs(realised[name] - target) <= 0.3 * target for name, target in targets.items()):
+    if all(abs(realised[name] - target) <= 0.5 * target for name, target in targets.items()):
         return parts
     return _by_position(wanted, targets)
 

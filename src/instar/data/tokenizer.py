@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -217,13 +217,11 @@ def load_tokenizer(folder: str | Path, *, fingerprint: str | None = None) -> Tok
 
 
 def _from_json(saved: str) -> Tokenizer:
-    fields: dict[str, Any] = json.loads(saved)
-    if "model" in fields:
-        return BPETokenizer(saved)
-    if fields["format"] != FORMAT:
-        raise ValueError(f"format {fields['format']!r} is not {FORMAT!r}")
-    if fields["kind"] == "char":
-        return CharTokenizer(fields["characters"])
-    if fields["kind"] == "byte":
-        return ByteTokenizer()
-    raise ValueError(f"kind {fields['kind']!r} is none of byte, char, bpe")
+    match json.loads(saved):
+        case {"model": dict()}:
+            return BPETokenizer(saved)
+        case {"format": "instar-tokenizer/1", "kind": "byte"}:
+            return ByteTokenizer()
+        case {"format": "instar-tokenizer/1", "kind": "char", "characters": str(characters)}:
+            return CharTokenizer(characters)
+    raise ValueError(f"neither {FORMAT} nor one of the tokenizers library")

@@ -113,7 +113,7 @@ class Agent(LocalElasticAgent):
         self._watched = _Watched()
 
     def ended(self) -> list[Ended]:
-        """How the ranks of the last start ended."""
+        """How the ranks of the last start ended, the first to end first."""
         context = self._pcontext
         if context is None:
             return []
@@ -125,7 +125,7 @@ class Agent(LocalElasticAgent):
                 failure=read_failure(Path(context.error_files[local])),
                 said=self._said(local),
             )
-            for local, status in sorted(self._watched.statuses.items())
+            for local, status in self._watched.statuses.items()
         ]
 
     def _said(self, local: int) -> tuple[Path, ...]:

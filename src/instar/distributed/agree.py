@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,8 +114,9 @@ def meeting(world: World, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PeerLost(f"rank {world.rank} lost another rank while {what}: {first}") from error
+        # Gloo begins with the place in its source and ends with advice and an emoji.
+        cause = re.sub(r"^\[[^\]]*\]\s*|\. This is typically.*", "", str(error), flags=re.DOTALL)
+        raise PeerLost(f"rank {world.rank} lost another rank while {what}: {cause}") from error
 
 
 class Request(IntEnum):

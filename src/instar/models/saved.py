@@ -31,5 +31,7 @@ def load_gpt(path: Path, device: str = "cpu") -> GPT:
     try:
         model.load_state_dict(checkpoint.tensors(component, device))
     except RuntimeError as error:
-        raise CheckpointError(f"{path}: the tensors do not fit the architecture: {error}") from error
+        raise CheckpointError(
+            f"{path}: the tensors do not fit the architecture: {error}"
+        ) from error
     return model.eval()

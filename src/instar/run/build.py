@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from instar.config.budget import parse_budget
@@ -35,12 +37,13 @@ def build(
     task = LanguageTask(config, prepared.architecture, prepared.dataset)
     bare = task.build().to(world.device)
     parameters = dict(bare.named_parameters())
+    model = cast(torch.nn.Module, torch.compile(bare)) if config.compile else bare
     stepper = Stepper(
         config,
         world,
         task,
         # wrapped last: DDP must see the model on its device, and compiled
-        wrap(torch.compile(bare) if config.compile else bare, world, config.distributed.ddp),
+        wrap(model, world, config.distributed.ddp),
         parameters,
         build_optimizers(parameters, config.optimizer),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -68,7 +70,7 @@ def evaluate(
     indices = held_out_indices(len(source), limit, seed)
     total = len(indices)
     begin, end = total * world.rank // world.size, total * (world.rank + 1) // world.size
-    rounds = -(-(-(-total // world.size)) // batch_size)
+    rounds = math.ceil(math.ceil(total / world.size) / batch_size)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     weight = 0.0
     was_training = model.training
@@ -77,7 +79,7 @@ def evaluate(
         with torch.no_grad():
             for first in range(begin, begin + rounds * batch_size, batch_size):
                 chosen = indices[first : min(first + batch_size, end)]
-                micro, failure = safe.attempt(lambda chosen=chosen: _read(source, chosen))
+                micro, failure = safe.attempt(partial(_read, source, chosen))
                 safe.settle(safe.post(failure), failure)
                 if safe.stop_requested:
                     return None

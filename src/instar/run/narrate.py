@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from instar.config.budget import Budget
@@ -14,7 +17,7 @@ from instar.data.feed import StepBatch
 from instar.distributed.agree import reduce_sums
 from instar.distributed.world import World
 from instar.record.console import Console
-from instar.record.events import Eval, RunFinished, RunStarted, Saved, Skip, Stop, Train
+from instar.record.events import Eval, Placed, RunFinished, RunStarted, Saved, Skip, Stop, Train
 from instar.record.recorder import Sink
 from instar.record.system import memory_bytes
 from instar.run.evaluate import Evaluation
@@ -23,6 +26,8 @@ from instar.run.step import StepResult
 from instar.run.stop import Decision
 
 logger = logging.getLogger(__name__)
+
+P = TypeVar("P", bound=Placed)
 
 
 class Narrator:
@@ -75,7 +80,7 @@ class Narrator:
         self.last_loss = sums["loss"] / self.weight
         seconds = progress.active_s - self.since.active_s
         event = Train(
-            **self._place(progress),
+            step=progress.step,
             loss=self.last_loss,
             grad_norm=result.grad_norm,
             lr=lr,
@@ -83,67 +88,87 @@ class Narrator:
             mfu=(progress.flops - self.since.flops) / seconds / self.peak_flops,
             memory_bytes=memory_bytes(str(self.world.device)),
         )
-        self.sink.write(event)
-        self.console.train(event, self._eta(progress))
-        logger.info("step %d: loss %.4f, gradient norm %.3f", progress.step, event.loss, result.grad_norm)
+        self.console.train(self._write(progress, event), self._eta(progress))
+        logger.info(
+            "step %d: loss %.4f, gradient norm %.3f", progress.step, event.loss, result.grad_norm
+        )
         self._forget(progress)
 
     def skipped(self, progress: Progress, consecutive: int) -> None:
-        self.sink.write(Skip(**self._place(progress), consecutive=consecutive))
+        self._write(progress, Skip(step=progress.step, consecutive=consecutive))
         self.console.warn(f"step {progress.step}: gradient not finite, update skipped on all ranks")
 
     def evaluated(self, progress: Progress, result: Evaluation) -> None:
-        best = self.best is None or result.loss < self.best[0]
+        best = math.isfinite(result.loss) and (self.best is None or result.loss < self.best[0])
         if best:
             self.best = (result.loss, progress.step)
         event = Eval(
-            **self._place(progress),
+            step=progress.step,
             split="val",
             loss=result.loss,
             eval_tokens=round(result.weight),
             seconds=result.seconds,
             best=best,
         )
-        self.sink.write(event)
-        self.console.evaluated(event)
+        self.console.evaluated(self._write(progress, event))
         logger.info("step %d: validation loss %.4f", progress.step, result.loss)
 
     def saved(self, progress: Progress, path: Path, seconds: float, size_bytes: int) -> None:
-        event = Saved(
-            **self._place(progress), path=str(path), seconds=seconds, size_bytes=size_bytes
-        )
-        self.sink.write(event)
+        event = Saved(step=progress.step, path=str(path), seconds=seconds, size_bytes=size_bytes)
+        self._write(progress, event)
         self.sink.sync()
 
     def closed(self, progress: Progress, decision: Decision, where: Path) -> None:
         """The run ends in order: the reason, then the totals."""
-        place = self._place(progress)
-        self.sink.write(Stop(**place, reason=decision.reason, resumable=decision.interrupted))
+        self._write(
+            progress,
+            Stop(step=progress.step, reason=decision.reason, resumable=decision.interrupted),
+        )
         event = RunFinished(
-            **place,
+            step=progress.step,
             loss=self.last_loss,
             best_loss=self.best[0] if self.best else None,
             best_step=self.best[1] if self.best else None,
             tokens_per_s=progress.tokens / progress.active_s if progress.active_s else None,
         )
-        self.sink.write(event)
+        event = self._write(progress, event)
         stopped = decision.reason if decision.interrupted else ""
         self.console.finished(event, where, stopped=stopped)
+
+    def state(self) -> dict[str, Any]:
+        """What the story so far comes to, as JSON."""
+        return {
+            "best": self.best,
+            "last_loss": self.last_loss,
+            "wall_s": self.wall_s(),
+            "saved_at": time.time(),
+        }
+
+    def restore(self, state: Mapping[str, Any], progress: Progress) -> None:
+        """Take the story up where `state` left it; the pause counts as wall-clock time."""
+        pause_s = max(0.0, time.time() - state["saved_at"])
+        self.started = time.monotonic() - state["wall_s"] - pause_s
+        self.best = tuple(state["best"]) if state["best"] else None
+        self.last_loss = state["last_loss"]
+        self._forget(progress)
 
     def wall_s(self) -> float:
         """Seconds since the run began."""
         return time.monotonic() - self.started
 
-    def _place(self, progress: Progress) -> dict[str, float]:
-        return {
-            "step": progress.step,
-            "samples": progress.samples,
-            "tokens": progress.tokens,
-            "epoch": progress.samples / self.samples_per_epoch,
-            "flops": progress.flops,
-            "wall_s": self.wall_s(),
-            "active_s": progress.active_s,
-        }
+    def _write(self, progress: Progress, event: P) -> P:
+        """Record an event of this moment, with the run's totals; returns it as recorded."""
+        placed = msgspec.structs.replace(
+            event,
+            samples=progress.samples,
+            tokens=progress.tokens,
+            epoch=progress.samples / self.samples_per_epoch,
+            flops=progress.flops,
+            wall_s=self.wall_s(),
+            active_s=progress.active_s,
+        )
+        self.sink.write(placed)
+        return placed
 
     def _eta(self, progress: Progress) -> float | None:
         """Seconds until the first counted or timed budget is used up, at the pace so far."""

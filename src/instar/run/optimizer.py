@@ -67,9 +67,7 @@ def build_optimizers(
     for update, groups in by_update.items():
         if update == "muon":
             optimizers.append(
-                torch.optim.Muon(
-                    groups, lr=0.0, momentum=config.momentum, ns_steps=config.ns_steps
-                )
+                torch.optim.Muon(groups, lr=0.0, momentum=config.momentum, ns_steps=config.ns_steps)
             )
         else:
             optimizers.append(

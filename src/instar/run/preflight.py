@@ -6,7 +6,8 @@ run is its config and its history alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +49,13 @@ def prepare_data(loaded: Loaded, say: Callable[[str], None]) -> None:
     prepare(loaded.config.data, loaded.config.seed, say=say)
 
 
-def preflight(loaded: Loaded, world_size: int) -> Prepared:
+def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
     """Check a config against the data, the machine and the number of ranks.
 
     The data set must be there (`prepare_data`). Neither torch nor a device is touched.
+
+    Args:
+        new: the run is to have a folder of its own; False when one goes on.
 
     Raises:
         ConfigError: all the mistakes found.
@@ -59,8 +63,9 @@ def preflight(loaded: Loaded, world_size: int) -> Prepared:
     config = loaded.config
     path = config.data.path or default_path(config.data, config.seed)
     problems: list[Problem] = []
-    with _collecting(problems):
-        check_run_dir(config.record, config.name)
+    if new:
+        with _collecting(problems):
+            check_run_dir(config.record, config.name)
     dataset = architecture = None
     with _collecting(problems):
         dataset = open_dataset(path)
@@ -113,7 +118,10 @@ def _resolved(
     for field in ("n_kv_head", "n_mlp", "vocab_size"):
         derived[f"model.{field}"] = getattr(architecture, field)
     if told.steps is not None:
-        derived["learning_rate.lr_decay_iters"] = told.steps
+        # a trial shorter than its warm-up still has a course
+        derived["learning_rate.lr_decay_iters"] = max(
+            told.steps, config.learning_rate.warmup_iters + 1
+        )
     derived["eval.batch_size"] = max(1, EVAL_TOKENS // architecture.context)
     derived = {key: value for key, value in derived.items() if _value(config, key) is None}
     return Prepared(_with(config, derived), architecture, dataset, told, derived)
@@ -135,17 +143,10 @@ def _with(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     return config.model_copy(update=sections)
 
 
-class _collecting:
-    """Gathers the problems of ConfigErrors raised inside, so that one does not hide the next."""
-
-    def __init__(self, problems: list[Problem]) -> None:
-        self.problems = problems
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, ConfigError):
-            self.problems += error.problems
-            return True
-        return False
+@contextmanager
+def _collecting(problems: list[Problem]) -> Iterator[None]:
+    """Gathers the problems of a ConfigError raised inside, so that it does not hide the next."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems

@@ -21,9 +21,7 @@ class Progress:
     active_s: float = 0.0
     """seconds spent in training steps"""
 
-    def after_step(
-        self, samples: int, tokens: int, flops: float, seconds: float
-    ) -> Progress:
+    def after_step(self, samples: int, tokens: int, flops: float, seconds: float) -> Progress:
         """The progress one step later."""
         return dataclasses.replace(
             self,

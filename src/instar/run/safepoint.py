@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from instar.config.budget import Budget
-from instar.distributed.agree import agree, gather, together
-from instar.distributed.pulse import Beat, Pulse, Request
+from instar.distributed.agree import Beat, Pulse, Request, agree, gather, together
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.run.stop import Decision
@@ -69,7 +68,7 @@ class SafePoint:
         """What the stop request means; rank 0 decides from what all ranks say."""
         told = gather(self.world, self.signal.requested)
         signals = [name for name in told if name is not None]
-        mine = (
+        mine: dict[str, str | bool] = (
             {"reason": str(signals[0]), "interrupted": True}
             if signals
             else {"reason": f"reached {self.time_budget}", "interrupted": False}

@@ -16,7 +16,7 @@ def optimizer_tensors(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Parameter]
 ) -> dict[str, torch.Tensor]:
     """Every tensor that the optimizers remember, as `<parameter>/<name of the state>`."""
-    names = {parameter: name for name, parameter in parameters.items()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {
         f"{names[parameter]}/{key}": tensor
         for optimizer in optimizers
@@ -43,6 +43,21 @@ def load_optimizer_tensors(
         # a fused optimizer keeps its step count on the CPU or beside its parameter
         device = parameter.device if tensor.ndim or parameter.is_cuda else torch.device("cpu")
         owner[parameter].state[parameter][field] = tensor.to(device)
+
+
+def copy_tensors(into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite tensors in place by name.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    if into.keys() != tensors.keys():
+        raise ValueError(f"names differ: {sorted(into.keys() ^ tensors.keys())[:8]}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if into[name].shape != tensor.shape:
+                raise ValueError(f"{name}: {tuple(tensor.shape)}, not {tuple(into[name].shape)}")
+            into[name].copy_(tensor)
 
 
 def history_to_json(history: History) -> list[dict[str, Any]]:

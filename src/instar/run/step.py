@@ -62,9 +62,7 @@ class Stepper:
         self.clip = config.train.clip
         self.precision = config.precision
         self.dropout_seed = config.seed if config.model.dropout > 0 else None
-        self.scaler = torch.amp.GradScaler(
-            world.device.type, enabled=config.precision == "fp16"
-        )
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
         self.ema_decay = config.train.ema
         self.ema = (
             {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -126,7 +124,7 @@ class Stepper:
                 with self.autocast():
                     loss = self.task.loss_sum(self.model, to_device(micro, self.world.device))
                 share = scale if micro.samples else 0.0
-                self.scaler.scale(loss * share).backward()
+                torch.autograd.backward(self.scaler.scale(loss * share))
             if micro.samples:
                 total += loss.detach()
         norm = self._update()

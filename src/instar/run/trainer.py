@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,12 +100,8 @@ class Trainer:
 
     def next_batch(self) -> StepBatch:
         """This rank's share of the next samples; a rank that cannot read ends all."""
-        plan = plan_step(
-            self.progress.samples, self.samples_per_epoch, self.settings.global_batch
-        )
-        batch, failure = self.safe.attempt(
-            partial(self.feed.take, plan, self.settings.batch_size)
-        )
+        plan = plan_step(self.progress.samples, self.samples_per_epoch, self.settings.global_batch)
+        batch, failure = self.safe.attempt(partial(self.feed.take, plan, self.settings.batch_size))
         self.beat = self.safe.post(failure)
         if batch is None:
             self.safe.settle(self.beat, failure)
@@ -140,7 +137,8 @@ class Trainer:
                 self.validation,
                 self.world,
                 batch_size=self.config.eval.batch_size or self.settings.batch_size,
-                limit=self.settings.eval_iters and self.settings.eval_iters * self.settings.batch_size,
+                limit=self.settings.eval_iters
+                and self.settings.eval_iters * self.settings.batch_size,
                 seed=self.config.seed,
                 autocast=self.stepper.autocast,
                 safe=self.safe,
@@ -165,7 +163,11 @@ class Trainer:
         return None if told is None else Decision(f"reached {told}", interrupted=False)
 
     def budget_met(self) -> Budget | None:
-        loss = self.evaluated.loss if self.evaluated and self.evaluated_at == self.progress.step else None
+        loss = (
+            self.evaluated.loss
+            if self.evaluated and self.evaluated_at == self.progress.step
+            else None
+        )
         return budget_met(
             self.budgets,
             self.progress,
@@ -180,11 +182,19 @@ class Trainer:
         self.history = (*self.history, change)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint remembers beside tensors and history."""
+        """What a checkpoint remembers beside tensors and history, as JSON."""
         return {
             "progress": dataclasses.asdict(self.progress),
-            "wall_s": self.narrator.wall_s(),
-            "best": self.narrator.best,
+            "story": self.narrator.state(),
             "skipped_in_a_row": self.skipped_in_a_row,
             "scaler": self.stepper.scaler.state_dict(),
         }
+
+    def restore(self, state: Mapping[str, Any], history: History) -> None:
+        """Go on from what `state` gave; the settings are folded anew from the history."""
+        self.history = history
+        self.settings = fold(self.config, history)
+        self.progress = Progress(**state["progress"])
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.stepper.scaler.load_state_dict(state["scaler"])
+        self.narrator.restore(state["story"], self.progress)

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instar.config.errors import ConfigError
+from instar.config.schema import DataConfig
+from instar.data import prepare as preparing
+from instar.data.prepare import default_path, divide, ensure_dataset, prepare
+from instar.data.tokenizer import load_tokenizer
+from instar.data.tokens import open_dataset, verify_tokens
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A hundred documents, each a word of its own."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"word{n:03d}"}) + "\n" for n in range(100)))
+    return path
+
+
+def texts_of(folder: Path) -> dict[str, str]:
+    dataset, tokenizer = open_dataset(folder), load_tokenizer(folder)
+    return {
+        name: tokenizer.decode(split.read(0, len(split)).tolist())
+        for name, split in dataset.splits.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "separator"), [("byte", "\n"), ("char", "\n"), ("bpe", "<|end|>")]
+)
+def test_documents_are_split_whole_and_kept_apart(
+    tmp_path: Path, rows: Path, tokenizer: Any, separator: str
+) -> None:
+    data = DataConfig(
+        source=str(rows), tokenizer=tokenizer, vocab_size=300, val_fraction=0.2, test_fraction=0.1
+    )
+    folder = prepare(data, seed=5, path=tmp_path / "set")
+    words = {name: text.split(separator) for name, text in texts_of(folder).items()}
+    assert {name: len(found) for name, found in words.items()} == {
+        "train": 70,
+        "val": 20,
+        "test": 10,
+    }
+    found = [word for split in words.values() for word in split]
+    if tokenizer != "char":  # held-out characters may be unknown
+        assert sorted(found) == [f"word{n:03d}" for n in range(100)]
+    verify_tokens(open_dataset(folder))
+
+
+def test_the_seed_alone_decides_who_is_held_out(tmp_path: Path, rows: Path) -> None:
+    data = DataConfig(source=str(rows))
+    held_out = [
+        texts_of(prepare(data, seed, tmp_path / name))["val"]
+        for seed, name in ((1, "a"), (1, "b"), (2, "c"))
+    ]
+    assert held_out[0] == held_out[1] != held_out[2]
+    assert open_dataset(tmp_path / "a").fingerprint == open_dataset(tmp_path / "b").fingerprint
+
+
+def test_one_document_is_split_by_position(tmp_path: Path) -> None:
+    text = "".join(f"{number:04d}\n" for number in range(1000))
+    (tmp_path / "one.txt").write_text(text)
+    data = DataConfig(source=str(tmp_path / "one.txt"), val_fraction=0.1, test_fraction=0.2)
+    assert texts_of(prepare(data, 1, tmp_path / "set")) == {
+        "train": text[:3500],
+        "val": text[3500:4000],
+        "test": text[4000:],
+    }
+
+
+def test_without_a_test_fraction_there_is_no_test_split(tmp_path: Path, rows: Path) -> None:
+    folder = prepare(DataConfig(source=str(rows), test_fraction=0.0), 1, tmp_path / "set")
+    assert list(open_dataset(folder).splits) == ["train", "val"]
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 1000), min_size=1, max_size=60).filter(any),
+    val=st.floats(0.01, 0.4),
+    test=st.floats(0.0, 0.4),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_splits_are_disjoint_and_together_everything(
+    sizes: list[int], val: float, test: float, seed: int
+) -> None:
+    wanted = np.array(sizes, dtype=np.int64)
+    covered = [np.zeros(size, dtype=int) for size in sizes]
+    for parts in divide(wanted, val, test, seed).values():
+        assert np.all(np.diff(parts[:, 0]) > 0)
+        for document, begin, end in parts:
+            covered[document][begin:end] += 1
+    assert all((document == 1).all() for document in covered)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 20_000), min_size=1, max_size=400),
+    val=st.floats(0.02, 0.3),
+    test=st.floats(0.02, 0.3),
+    seed=st.integers(0, 1000),
+)
+def test_splits_have_nearly_the_sizes_asked_for(
+    sizes: list[int], val: float, test: float, seed: int
+) -> None:
+    wanted = np.array(sizes, dtype=np.int64)
+    parts = divide(wanted, val, test, seed)
+    for name, share in (("train", 1 - val - test), ("val", val), ("test", test)):
+        realised = int((parts[name][:, 2] - parts[name][:, 1]).sum())
+        assert abs(realised - share * wanted.sum()) <= max(0.5 * share * wanted.sum(), 1)
+
+
+def test_max_bytes_takes_whole_documents_from_all_over(tmp_path: Path, rows: Path) -> None:
+    data = DataConfig(source=str(rows), max_bytes=7 * 30 + 3, val_fraction=0.2)
+    words = " ".join(texts_of(prepare(data, 1, tmp_path / "set")).values()).split()
+    numbers = sorted(int(word[4:]) for word in words if len(word) == 7)
+    assert len(numbers) == 30
+    assert numbers[0] < 25
+    assert numbers[-1] > 75
+    assert sum(map(len, words)) == 7 * 30 + 3
+
+
+def test_bpe_is_trained_on_no_more_than_a_sample(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = DataConfig(source=str(rows), tokenizer="bpe", vocab_size=400)
+    prepare(data, 1, tmp_path / "whole")
+    monkeypatch.setattr(preparing, "_BPE_SAMPLE_BYTES", 7)
+    prepare(data, 1, tmp_path / "sampled")
+    whole, sampled = (open_dataset(tmp_path / name) for name in ("whole", "sampled"))
+    assert 257 < sampled.vocab_size < whole.vocab_size
+
+
+def test_held_out_characters_are_unknown(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("abcab" * 20 + "xyz\n" * 5)
+    data = DataConfig(
+        source=str(tmp_path / "one.txt"), tokenizer="char", val_fraction=0.1, test_fraction=0.05
+    )
+    texts = texts_of(prepare(data, 1, tmp_path / "set"))
+    assert "<unk>" in texts["val"]
+    assert "<unk>" not in texts["train"]
+
+
+def test_a_prepared_set_is_opened_again_and_not_made_again(tmp_path: Path, rows: Path) -> None:
+    data = DataConfig(source=str(rows), path=str(tmp_path / "set"))
+    first = ensure_dataset(data, 1)
+    made_at = (tmp_path / "set" / "dataset.json").stat().st_mtime_ns
+    second = ensure_dataset(data, 1)
+    assert (tmp_path / "set" / "dataset.json").stat().st_mtime_ns == made_at
+    assert first.fingerprint == second.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"source": "stdlib"}, "source='.*', not 'stdlib'"),
+        ({"tokenizer": "char"}, "tokenizer='byte', not 'char'"),
+        ({"max_bytes": 100}, "max_bytes=None, not 100"),
+        ({"val_fraction": 0.1}, "val_fraction=0.05, not 0.1"),
+        ({"text_field": "body"}, "text_field='text', not 'body'"),
+    ],
+)
+def test_a_set_made_otherwise_is_refused_by_name(
+    tmp_path: Path, rows: Path, change: dict[str, Any], says: str
+) -> None:
+    data = DataConfig(source=str(rows), path=str(tmp_path / "set"))
+    prepare(data, 1)
+    with pytest.raises(ConfigError, match=says):
+        ensure_dataset(data.model_copy(update=change), 1)
+
+
+def test_a_named_set_serves_every_seed(tmp_path: Path, rows: Path) -> None:
+    data = DataConfig(source=str(rows), path=str(tmp_path / "set"))
+    assert ensure_dataset(data, 1).fingerprint == ensure_dataset(data, 2).fingerprint
+
+
+def test_a_source_that_changed_since_is_mentioned(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("some text\n" * 50)
+    data = DataConfig(source=str(source), path=str(tmp_path / "set"))
+    said: list[str] = []
+    prepare(data, 1)
+    ensure_dataset(data, 1, said.append)
+    assert said == []
+    source.write_text("some other text\n" * 50)
+    ensure_dataset(data, 1, said.append)
+    assert "has changed since" in said[0]
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, rows: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match="is not a data set"):
+        prepare(DataConfig(source=str(rows)), 1, tmp_path / "set")
+    assert [path.name for path in (tmp_path / "set").iterdir()] == ["thesis.tex"]
+
+
+def test_an_empty_folder_may_be_used(tmp_path: Path, rows: Path) -> None:
+    (tmp_path / "set").mkdir()
+    folder = prepare(DataConfig(source=str(rows)), 1, tmp_path / "set")
+    assert "train" in open_dataset(folder).splits
+
+
+def test_a_text_too_short_to_split_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0123456789")
+    with pytest.raises(ConfigError, match=r"too short: its val split would have [01] tokens"):
+        prepare(DataConfig(source=str(tmp_path / "a.txt")), 1, tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+
+
+def test_each_way_to_make_a_set_has_a_folder_of_its_own() -> None:
+    ways = [
+        (DataConfig(), 1),
+        (DataConfig(), 2),
+        (DataConfig(max_bytes=1_000_000), 1),
+        (DataConfig(tokenizer="bpe"), 1),
+        (DataConfig(tokenizer="bpe", vocab_size=512), 1),
+        (DataConfig(source="books/*.txt", val_fraction=0.1), 1),
+        (DataConfig(source="../books"), 1),
+    ]
+    paths = [default_path(data, seed) for data, seed in ways]
+    assert len(set(paths)) == len(paths)
+    stems = [path.rpartition("-")[0] for path in paths]
+    assert stems == [
+        "data/stdlib-byte",
+        "data/stdlib-byte",
+        "data/stdlib-byte-1000000",
+        "data/stdlib-bpe-4096",
+        "data/stdlib-bpe-512",
+        "data/text-byte",
+        "data/books-byte",
+    ]
+
+
+def test_what_does_not_count_does_not_change_the_folder() -> None:
+    plain = default_path(DataConfig(), 1)
+    assert default_path(DataConfig(vocab_size=99, text_field="x", prefetch=False), 1) == plain
+
+
+def test_two_processes_at_once_end_with_one_valid_set(tmp_path: Path, rows: Path) -> None:
+    program = (
+        "import sys; from instar.config.schema import DataConfig\n"
+        "from instar.data.prepare import ensure_dataset\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "data = DataConfig(source=sys.argv[1], path=sys.argv[2])\n"
+        "print(ensure_dataset(data, 1).fingerprint)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, rows, tmp_path / "set"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for racer in racers:
+        assert racer.stdout is not None
+        racer.stdout.readline()
+    said = [racer.communicate("go\n", timeout=60)[0].strip() for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0]
+    assert said[0] == said[1] == open_dataset(tmp_path / "set").fingerprint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "set"]

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.config.errors import ConfigError
+from instar.distributed.launch import launch, torchrun_line
+
+Launcher = Callable[[str, int], Any]
+
+# A rank without torch: starts in a moment, and waits for ever unless told otherwise.
+PLAIN = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from typing import Any
+from instar.config.errors import ConfigError
+from instar.distributed.ranklog import run_rank
+from instar.distributed.signals import StopSignal, follow_launcher, leave
+
+rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+
+def note(name):
+    (folder / name).write_text(str(time.time()))
+
+def meet():
+    # Ranks meet in a folder of pipes here: whoever opens one waits for the other end.
+    pipe = folder / "pipe"
+    try:
+        os.mkfifo(pipe)
+    except FileExistsError:
+        pass
+    os.close(os.open(pipe, os.O_WRONLY if rank else os.O_RDONLY))
+
+def for_ever():
+    threading.Event().wait()
+"""
+
+# Ranks that step in time and stop together, as the trainer does.
+STEPPING = (
+    PLAIN
+    + """
+def work(log):
+    follow_launcher(os.environ)
+    with StopSignal() as stop:
+        from instar.config.schema import DistributedConfig
+        from instar.distributed.agree import Pulse, Request
+        from instar.distributed.world import Interrupted, join
+        with join(DistributedConfig(timeout_s=60), "cpu") as world:
+            log.open(folder)
+            pulse = Pulse(world)
+            for log.step in range(10**9):
+                if log.step == 100 and world.is_main:
+                    print("stepping", flush=True)
+                if fails(log.step, rank):
+                    note("raised")
+                    raise ValueError("boom")
+                if pulse.send(Request.STOP if stop.requested else Request.NONE).wait().stop:
+                    note(f"saved-{rank}-{log.step}")
+                    raise Interrupted("go on with: instar resume")
+
+leave(run_rank(work))
+"""
+)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def assert_no_orphans(launched: Any, count: int) -> None:
+    pids = launched.pids()
+    assert len(pids) == count
+    assert not any(map(is_running, pids))
+
+
+def test_a_rank_that_raises_ends_all_and_is_named(launcher: Launcher) -> None:
+    toy = STEPPING.replace(
+        "def work", "def fails(step, rank): return step == 120 and rank == 1\ndef work"
+    )
+    launched = launcher(toy, 2)
+    code, errors, ended = launched.end()
+    assert code == 4
+    assert "rank 1 failed at step 120: ValueError: boom" in errors
+    assert f"last lines of {launched.folder / 'logs' / 'rank_1.log'}" in errors
+    assert 'raise ValueError("boom")' in errors
+    assert "torch" not in errors
+    assert ended - float((launched.folder / "raised").read_text()) < 5
+    assert_no_orphans(launched, 2)
+
+
+def test_a_peer_that_waits_elsewhere_is_ended_too(launcher: Launcher) -> None:
+    toy = (
+        PLAIN
+        + """
+def work(log):
+    log.step = 7
+    meet()
+    if rank == 1:
+        note("raised")
+        raise OSError("disk gone")
+    for_ever()
+leave(run_rank(work))
+"""
+    )
+    launched = launcher(toy, 2)
+    code, errors, ended = launched.end()
+    assert code == 4
+    assert "rank 1 failed at step 7: OSError: disk gone" in errors
+    assert ended - float((launched.folder / "raised").read_text()) < 5
+    assert_no_orphans(launched, 2)
+
+
+def test_a_killed_rank_is_named(launcher: Launcher) -> None:
+    toy = (
+        PLAIN
+        + """
+def work(log):
+    log.open(folder)
+    import logging
+    logging.getLogger("instar.toy").info("alive and well")
+    meet()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for_ever()
+leave(run_rank(work))
+"""
+    )
+    launched = launcher(toy, 2)
+    code, errors, _ = launched.end()
+    assert code == 4
+    assert "rank 1 was killed by SIGKILL" in errors
+    assert "INFO: alive and well" in errors
+    assert_no_orphans(launched, 2)
+
+
+def test_a_rank_that_dies_before_it_has_a_log_still_has_last_lines(launcher: Launcher) -> None:
+    toy = (
+        PLAIN
+        + """
+meet()
+if rank == 1:
+    import no_such_module
+for_ever()
+"""
+    )
+    code, errors, _ = launcher(toy, 2).end()
+    assert code == 4
+    assert "rank 1 ended with exit code 1" in errors
+    assert "No module named 'no_such_module'" in errors
+
+
+def test_a_config_mistake_is_told_once(launcher: Launcher) -> None:
+    toy = (
+        PLAIN
+        + """
+def work(log):
+    raise ConfigError.one("n_embd is odd", where="a.yaml:3:1")
+leave(run_rank(work))
+"""
+    )
+    code, errors, _ = launcher(toy, 2).end()
+    assert code == 2
+    assert errors == "a.yaml:3:1: n_embd is odd\n1 error. Nothing was started.\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_all_ranks_stop_at_the_same_step(launcher: Launcher, number: signal.Signals) -> None:
+    toy = STEPPING.replace("def work", "def fails(step, rank): return False\ndef work")
+    launched = launcher(toy, 2)
+    launched.read_until("stepping")
+    launched.press(number)
+    code, errors, _ = launched.end()
+    assert code == 75
+    assert f"{number.name}: stopping" in errors
+    assert errors.endswith("go on with: instar resume\n")
+    saved = sorted(file.name.split("-")[1:] for file in launched.folder.glob("saved-*"))
+    assert [rank for rank, _ in saved] == ["0", "1"]
+    assert saved[0][1] == saved[1][1]
+    assert_no_orphans(launched, 2)
+
+
+def test_a_second_signal_ends_all_at_once(launcher: Launcher) -> None:
+    toy = (
+        PLAIN
+        + """
+with StopSignal(moment_s=0) as stop:
+    meet()
+    if rank == 0:
+        print("ready", flush=True)
+        stop.wait()
+        print("asked", flush=True)
+    for_ever()
+"""
+    )
+    launched = launcher(toy, 2)
+    launched.read_until("ready")
+    launched.press(signal.SIGINT)
+    launched.read_until("asked")
+    # The launcher counts what comes within 0.2 s of the first as the same Ctrl-C.
+    with pytest.raises(subprocess.TimeoutExpired):
+        launched.process.wait(0.4)
+    pressed = launched.press(signal.SIGINT)
+    code, _, ended = launched.end()
+    assert code == 75
+    assert ended - pressed < 3
+    assert_no_orphans(launched, 2)
+
+
+def test_a_signal_while_the_ranks_start_leaves_nothing_behind(launcher: Launcher) -> None:
+    toy = (
+        PLAIN
+        + """
+print("starting", flush=True)
+for_ever()
+"""
+    )
+    launched = launcher(toy, 2)
+    launched.read_until("starting")
+    pressed = launched.press(signal.SIGINT)
+    code, _, ended = launched.end()
+    assert code == 75
+    assert ended - pressed < 5
+    assert not any(map(is_running, launched.pids()))
+
+
+def test_ranks_stop_when_their_launcher_is_killed(launcher: Launcher) -> None:
+    toy = (
+        PLAIN
+        + """
+from instar.distributed.failure import Interrupted
+def work(log):
+    follow_launcher(os.environ)
+    with StopSignal() as stop:
+        meet()
+        if rank == 0:
+            print("ready", flush=True)
+        stop.wait()
+leave(run_rank(work))
+"""
+    )
+    launched = launcher(toy, 2)
+    launched.read_until("ready")
+    launched.process.kill()
+    # The ranks hold the pipe of the launcher's stdout: it ends when they have.
+    launched.end()
+
+
+RESTARTED = {
+    "torchrun": """
+from torch.distributed.run import main
+main(["--nproc_per_node=2", "--max-restarts=2", "--master-port=PORT", "-m", "toy"])
+""",
+    "launch": """
+from instar.distributed.launch import launch
+raise SystemExit(launch([], 2, module="toy", max_restarts=2))
+""",
+}
+
+
+@pytest.mark.parametrize("program", ["torchrun", "launch"])
+def test_restarted_ranks_find_each_other_in_the_used_store(
+    program: str, tmp_path: Path, python: Callable[..., Any], free_port: int
+) -> None:
+    (tmp_path / "toy.py").write_text(
+        """
+import os
+from instar.config.schema import DistributedConfig
+from instar.distributed.agree import gather
+from instar.distributed.world import join
+
+starts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with join(DistributedConfig(timeout_s=60), "cpu") as world:
+    got = gather(world, [world.rank, starts])
+    if starts < 2:
+        os._exit(1)
+    if world.is_main:
+        print(got)
+"""
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    process = python(RESTARTED[program].replace("PORT", str(free_port)), PYTHONPATH=path)
+    said, errors = process.communicate(timeout=90)
+    assert said == "[[0, 2], [1, 2]]\n", errors
+    assert process.returncode == 0
+    if program == "launch":
+        assert errors.count("starting all ranks again") == 2
+
+
+def test_the_torchrun_line_runs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    line = torchrun_line(["my runs/a.yaml", "--set", "seed=3"], 4)
+    assert line == "torchrun --nproc_per_node=4 -m instar.train 'my runs/a.yaml' --set seed=3"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    threads, devices, *_ = shlex.split(torchrun_line(["a.yaml"], 2, [1, 3]))
+    assert threads.startswith("OMP_NUM_THREADS=")
+    assert devices == "INSTAR_DEVICES=1,3"
+
+
+def test_fewer_devices_than_ranks_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="2 ranks, but 1 devices"):
+        launch([], 2, [0])
+
+
+def test_no_ranks_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="0 ranks"):
+        launch([], 0)

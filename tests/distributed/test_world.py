@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from instar.config.errors import ConfigError
+from instar.config.schema import DistributedConfig
+from instar.distributed.world import RunFailed, join
+
+Ranks = Callable[[str, int], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """This process believes to be rank 0 of 2, on one host."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_one_process_needs_no_group() -> None:
+    with join(DistributedConfig(), "cpu") as world:
+        assert (world.rank, world.size, world.backend, world.is_main) == (0, 1, "none", True)
+        assert not dist.is_initialized()
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with (
+        pytest.raises(ConfigError, match="cuda:99 is not there"),
+        join(DistributedConfig(), "cuda:99"),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_one_device_cannot_serve_two_ranks() -> None:
+    with (
+        pytest.raises(ConfigError, match="2 ranks run on this host"),
+        join(DistributedConfig(), "cuda:0"),
+    ):
+        pass
+
+
+def test_every_rank_misses_a_device_that_only_the_last_needs(
+    two_ranks: pytest.MonkeyPatch,
+) -> None:
+    two_ranks.setenv("INSTAR_DEVICES", "0,99")
+    with pytest.raises(ConfigError, match="is not there"), join(DistributedConfig(), "cuda"):
+        pass
+
+
+def test_devices_are_indices(two_ranks: pytest.MonkeyPatch) -> None:
+    two_ranks.setenv("INSTAR_DEVICES", "0,first")
+    with pytest.raises(ConfigError, match="indices such as 0,1"), join(DistributedConfig(), "cuda"):
+        pass
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_nccl_needs_a_gpu() -> None:
+    with (
+        pytest.raises(ConfigError, match="nccl needs GPUs"),
+        join(DistributedConfig(backend="nccl"), "cpu"),
+    ):
+        pass
+
+
+def test_a_taken_port_is_named(two_ranks: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        two_ranks.setenv("MASTER_PORT", str(port))
+        with pytest.raises(RunFailed, match=f"127.0.0.1:{port}"), join(DistributedConfig(), "cpu"):
+            pass
+
+
+def test_a_rank_that_does_not_come_is_named(two_ranks: pytest.MonkeyPatch) -> None:
+    two_ranks.setenv("MASTER_PORT", "0")
+    with (
+        pytest.raises(RunFailed, match="rank 1 of 2 did not come"),
+        join(DistributedConfig(timeout_s=0.2), "cpu"),
+    ):
+        pass
+
+
+def test_ranks_meet_on_loopback_and_leave_the_environment_alone(ranks: Ranks) -> None:
+    program = """
+import sys, torch.distributed as dist
+before, hook = dict(os.environ), sys.excepthook
+with join(DistributedConfig(), "cpu") as world:
+    inside = {"rank": world.rank, "size": world.size, "backend": world.backend,
+              "gloo": os.environ["GLOO_SOCKET_IFNAME"]}
+answer(**inside, clean=dict(os.environ) == before and not dist.is_initialized()
+       and sys.excepthook is hook)
+"""
+    facts = ranks(program, 2)
+    assert [fact["rank"] for fact in facts] == [0, 1]
+    for fact in facts:
+        assert (fact["size"], fact["backend"], fact["clean"]) == (2, "gloo", True)
+        assert fact["gloo"].startswith("lo")
+
+
+def test_a_rank_parts_although_a_peer_is_dead_or_silent(ranks: Ranks) -> None:
+    """Rank 0 leaves with an exchange open that rank 1, alive but silent, never joins."""
+    program = """
+import threading, time, torch, torch.distributed as dist
+from instar.distributed.signals import leave
+started = None
+try:
+    with join(DistributedConfig(timeout_s=60), "cpu") as world:
+        store = dist.distributed_c10d._get_default_store()
+        if world.rank == 1:
+            answer(rank=1)
+            store.wait(["rank 0 has left"])
+            leave(0)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        started = time.monotonic()
+        raise ValueError("boom")
+except ValueError:
+    answer(parted_s=time.monotonic() - started)
+    store.set("rank 0 has left", "")
+    leave(0)
+"""
+    assert ranks(program, 2)[0]["parted_s"] < 10
