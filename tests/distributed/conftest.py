@@ -156,7 +156,7 @@ def launcher(tmp_path: Path) -> Iterator[Callable[[str, int], Launched]]:
         path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, "toy", str(nproc), str(tmp_path)],
-            env=environment(PYTHONPATH=path),
+            env=environment(PYTHONPATH=path, TMPDIR=str(tmp_path)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -233,7 +233,7 @@ def test_one_process_refuses_what_many_would(value: Any) -> None:
 
 @given(st.dictionaries(st.text(), st.floats()))
 def test_alone_sums_are_what_they_were(sums: dict[str, float]) -> None:
-    assert str(reduce_sums(ALONE, sums)) == str({key: sums[key] for key in sorted(sums)})
+    assert str(reduce_sums(ALONE, sums)) == str({key: 0.0 + sums[key] for key in sorted(sums)})
 
 
 def test_alone_an_error_stays_itself() -> None:

@@ -175,15 +175,14 @@ leave(run_rank(work))
     assert errors == "a.yaml:3:1: n_embd is odd\n1 error. Nothing was started.\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_all_ranks_stop_at_the_same_step(launcher: Launcher, number: signal.Signals) -> None:
+def test_all_ranks_stop_at_the_same_step(launcher: Launcher) -> None:
     toy = STEPPING.replace("def work", "def fails(step, rank): return False\ndef work")
     launched = launcher(toy, 2)
     launched.read_until("stepping")
-    launched.press(number)
+    launched.press(signal.SIGINT)
     code, errors, _ = launched.end()
     assert code == 75
-    assert f"{number.name}: stopping" in errors
+    assert "SIGINT: stopping" in errors
     assert errors.endswith("go on with: instar resume\n")
     saved = sorted(file.name.split("-")[1:] for file in launched.folder.glob("saved-*"))
     assert [rank for rank, _ in saved] == ["0", "1"]
@@ -228,7 +227,7 @@ for_ever()
     )
     launched = launcher(toy, 2)
     launched.read_until("starting")
-    pressed = launched.press(signal.SIGINT)
+    pressed = launched.press(signal.SIGTERM)
     code, _, ended = launched.end()
     assert code == 75
     assert ended - pressed < 5
@@ -260,11 +259,11 @@ leave(run_rank(work))
 RESTARTED = {
     "torchrun": """
 from torch.distributed.run import main
-main(["--nproc_per_node=2", "--max-restarts=2", "--master-port=PORT", "-m", "toy"])
+main(["--nproc_per_node=2", "--max-restarts=1", "--master-port=PORT", "-m", "toy"])
 """,
     "launch": """
 from instar.distributed.launch import launch
-raise SystemExit(launch([], 2, module="toy", max_restarts=2))
+raise SystemExit(launch([], 2, module="toy", max_restarts=1))
 """,
 }
 
@@ -283,7 +282,7 @@ from instar.distributed.world import join
 starts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 with join(DistributedConfig(timeout_s=60), "cpu") as world:
     got = gather(world, [world.rank, starts])
-    if starts < 2:
+    if starts < 1:
         os._exit(1)
     if world.is_main:
         print(got)
@@ -292,10 +291,10 @@ with join(DistributedConfig(timeout_s=60), "cpu") as world:
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     process = python(RESTARTED[program].replace("PORT", str(free_port)), PYTHONPATH=path)
     said, errors = process.communicate(timeout=90)
-    assert said == "[[0, 2], [1, 2]]\n", errors
+    assert said == "[[0, 1], [1, 1]]\n", errors
     assert process.returncode == 0
     if program == "launch":
-        assert errors.count("starting all ranks again") == 2
+        assert errors.count("starting all ranks again") == 1
 
 
 def test_the_torchrun_line_runs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

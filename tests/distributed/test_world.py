@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,6 @@ import torch.distributed as dist
 from instar.config.errors import ConfigError
 from instar.config.schema import DistributedConfig
 from instar.distributed.world import RunFailed, join
-
-Ranks = Callable[[str, int], list[dict[str, Any]]]
 
 
 @pytest.fixture
@@ -88,42 +87,53 @@ def test_a_rank_that_does_not_come_is_named(two_ranks: pytest.MonkeyPatch) -> No
         pass
 
 
-def test_ranks_meet_on_loopback_and_leave_the_environment_alone(ranks: Ranks) -> None:
-    program = """
-import sys, torch.distributed as dist
-before, hook = dict(os.environ), sys.excepthook
-with join(DistributedConfig(), "cpu") as world:
-    inside = {"rank": world.rank, "size": world.size, "backend": world.backend,
-              "gloo": os.environ["GLOO_SOCKET_IFNAME"]}
-answer(**inside, clean=dict(os.environ) == before and not dist.is_initialized()
-       and sys.excepthook is hook)
-"""
-    facts = ranks(program, 2)
-    assert [fact["rank"] for fact in facts] == [0, 1]
-    for fact in facts:
-        assert (fact["size"], fact["backend"], fact["clean"]) == (2, "gloo", True)
-        assert fact["gloo"].startswith("lo")
-
-
-def test_a_rank_parts_although_a_peer_is_dead_or_silent(ranks: Ranks) -> None:
-    """Rank 0 leaves with an exchange open that rank 1, alive but silent, never joins."""
-    program = """
-import threading, time, torch, torch.distributed as dist
+PROGRAM = """
+import sys, time, torch, torch.distributed as dist
 from instar.distributed.signals import leave
-started = None
+
+before, hook = dict(os.environ), sys.excepthook
 try:
     with join(DistributedConfig(timeout_s=60), "cpu") as world:
         store = dist.distributed_c10d._get_default_store()
+        facts = {"rank": world.rank, "size": world.size, "backend": world.backend,
+                 "gloo": os.environ["GLOO_SOCKET_IFNAME"]}
         if world.rank == 1:
-            answer(rank=1)
             store.wait(["rank 0 has left"])
+            answer(**facts)
+            store.set("rank 1 has answered", "")
             leave(0)
+        # An exchange that rank 1, alive but silent, never joins.
         work = dist.all_reduce(torch.ones(1), async_op=True)
         started = time.monotonic()
         raise ValueError("boom")
 except ValueError:
-    answer(parted_s=time.monotonic() - started)
+    facts["parted_s"] = time.monotonic() - started
+    answer(**facts, clean=dict(os.environ) == before and sys.excepthook is hook)
     store.set("rank 0 has left", "")
+    store.wait(["rank 1 has answered"])
     leave(0)
 """
-    assert ranks(program, 2)[0]["parted_s"] < 10
+
+
+@pytest.fixture(scope="module")
+def met(
+    ranks_in: Callable[[str, int, Path], list[dict[str, Any]]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, Any]]:
+    """What two ranks saw that met; rank 0 then failed with an exchange still open."""
+    return ranks_in(PROGRAM, 2, tmp_path_factory.mktemp("world"))
+
+
+def test_ranks_meet_on_loopback(met: list[dict[str, Any]]) -> None:
+    assert [fact["rank"] for fact in met] == [0, 1]
+    for fact in met:
+        assert (fact["size"], fact["backend"]) == (2, "gloo")
+        assert fact["gloo"].startswith("lo")
+
+
+def test_the_environment_is_left_as_it_was(met: list[dict[str, Any]]) -> None:
+    assert met[0]["clean"]
+
+
+def test_a_failed_rank_parts_although_a_peer_is_silent(met: list[dict[str, Any]]) -> None:
+    assert met[0]["parted_s"] < 10

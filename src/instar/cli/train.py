@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +13,6 @@ import click
 if TYPE_CHECKING:
     from instar.config.load import Loaded
     from instar.distributed.ranklog import RankLog
-
-INTERRUPTED = 75
 
 
 @click.command(
@@ -83,21 +79,21 @@ def _from_the_shell(
     devices: Sequence[int] | None,
 ) -> int:
     """Find all mistakes before any rank is started; then run here, or launch ranks."""
+    from instar.distributed.failure import NOTHING_STARTED, Interrupted
     from instar.run.preflight import preflight, prepare_data
 
-    again = shlex.join(["instar", "train", *sys.argv[2:]])
     try:
         prepare_data(loaded, lambda text: click.echo(text, err=True))
         preflight(loaded, ranks, new=resumed is None)
-    except KeyboardInterrupt:
-        click.echo(f"stopped before the first step; start again with: {again}", err=True)
-        return INTERRUPTED
-    if ranks == 1 and devices is None:
-        return _one_rank(loaded, resumed)
-    from instar.distributed.launch import launch, torchrun_line
+        if ranks == 1 and devices is None:
+            return _one_rank(loaded, resumed)
+        from instar.distributed.launch import launch, torchrun_line
 
-    click.echo(f"same as: {torchrun_line(argv, ranks, devices)}", err=True)
-    return launch(argv, ranks, devices)
+        click.echo(f"same as: {torchrun_line(argv, ranks, devices)}", err=True)
+        return launch(argv, ranks, devices)
+    except KeyboardInterrupt:
+        # a signal that came before anybody was there to hear it
+        raise Interrupted(NOTHING_STARTED) from None
 
 
 def _one_rank(loaded: Loaded, resumed: Path | None) -> int:

@@ -18,6 +18,7 @@ from instar.config.errors import InstarError
 
 RECORD_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_VARIABLE = "INSTAR_LAUNCHER_PID"
+NOTHING_STARTED = "stopped before the first step; start again with the same command"
 
 _TRANSPORT_SIGNS = ("gloo", "NCCL", "by peer", "Broken pipe", "Timed out waiting")
 

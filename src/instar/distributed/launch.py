@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from instar.config.errors import ConfigError
-from instar.distributed.failure import LAUNCHER_VARIABLE, Interrupted, RunFailed
+from instar.distributed.failure import LAUNCHER_VARIABLE, NOTHING_STARTED, Interrupted, RunFailed
 from instar.distributed.placement import DEVICES_VARIABLE
 from instar.distributed.signals import StopSignal
 
@@ -84,6 +84,7 @@ def launch(
         try:
             agent.run()
         except StoppedBeforeStartError:
+            _say(f"{stop.requested}: stopped before any rank was started")
             return Interrupted.exit_code
         return _conclude(agent.ended(), stop)
 

@@ -65,9 +65,9 @@ class RankLog:
         waiting = self._handler
         assert isinstance(waiting, logging.handlers.MemoryHandler)
         waiting.setTarget(target)
+        waiting.flush()
         self._attach(target)
         waiting.close()
-        waiting.flush()
         faulthandler.enable(self._file)
         if self.rank != 0:
             self._redirect(self._file)

@@ -13,7 +13,7 @@ from instar.config.load import Loaded
 from instar.config.template import resolved
 from instar.data.tokenizer import TOKENIZER_FILE
 from instar.distributed.agree import agree, together
-from instar.distributed.failure import Interrupted
+from instar.distributed.failure import NOTHING_STARTED, Interrupted
 from instar.distributed.ranklog import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join
@@ -59,7 +59,9 @@ def run(loaded: Loaded, log: RankLog, signal: StopSignal, resumed: Path | None =
             with together(world, "checking the config"):
                 prepared = preflight(loaded, world.size, new=resumed is None)
             if SafePoint(world, signal).meet():
-                raise Interrupted("stopped before the first step; nothing was made")
+                raise Interrupted(
+                    "stopped before the first step; start again with the same command"
+                )
             run_dir = RunDir(resumed) if resumed else _agree_on_run_dir(prepared, loaded, world)
             log.open(run_dir.path)
             logger.info("rank %d of %d on %s", world.rank, world.size, world.device)

@@ -1,0 +1,75 @@
+"""Which parameter gets which update, and at which rate."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Parameter
+
+from instar.config.schema import OptimizerConfig
+from instar.run.optimizer import build_optimizers, group_parameters, set_learning_rate
+from instar.run.state import load_optimizer_tensors, optimizer_tensors
+
+SHAPES = {
+    "token_embedding.weight": 2,
+    "blocks.0.attn_norm.weight": 1,
+    "blocks.0.attn.query.weight": 2,
+    "blocks.0.attn.query.bias": 1,
+    "head.weight": 2,
+}
+
+
+def groups(**changes: object) -> dict[tuple[str, float], tuple[str, ...]]:
+    config = OptimizerConfig.model_validate({"weight_decay": 0.1, **changes})
+    return {(g.update, g.weight_decay): g.names for g in group_parameters(SHAPES, config)}
+
+
+def test_vectors_and_named_patterns_are_not_decayed() -> None:
+    assert groups() == {
+        ("adamw", 0.0): (
+            "token_embedding.weight",
+            "blocks.0.attn_norm.weight",
+            "blocks.0.attn.query.bias",
+        ),
+        ("adamw", 0.1): ("blocks.0.attn.query.weight", "head.weight"),
+    }
+
+
+def test_muon_takes_the_matrices_of_blocks_and_nothing_else() -> None:
+    found = groups(name="muon", no_decay=())
+    assert found["muon", 0.1] == ("blocks.0.attn.query.weight",)
+    assert found["adamw", 0.1] == ("token_embedding.weight", "head.weight")
+
+
+def test_every_group_keeps_its_ratio_to_the_learning_rate() -> None:
+    parameters = {name: Parameter(torch.ones(*[2] * n)) for name, n in SHAPES.items()}
+    config = OptimizerConfig.model_validate({"name": "muon", "lr": 1e-3, "muon_lr": 2e-2})
+    optimizers = build_optimizers(parameters, config)
+    set_learning_rate(optimizers, 5e-4)
+    rates = {type(o).__name__: {g["lr"] for g in o.param_groups} for o in optimizers}
+    assert rates == {"AdamW": {5e-4}, "Muon": {1e-2}}
+
+
+def test_state_travels_by_name() -> None:
+    def parameters() -> dict[str, Parameter]:
+        return {name: Parameter(torch.ones(*[2] * n)) for name, n in SHAPES.items()}
+
+    def update(parameters: dict[str, Parameter], optimizers: list[torch.optim.Optimizer]) -> None:
+        set_learning_rate(optimizers, 0.1)
+        for number, parameter in enumerate(parameters.values()):
+            parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    config = OptimizerConfig.model_validate({"name": "muon"})
+    one = parameters()
+    ones = build_optimizers(one, config)
+    update(one, ones)
+    other = {name: Parameter(p.detach().clone()) for name, p in one.items()}
+    others = build_optimizers(other, config)
+    kept = {key: tensor.clone() for key, tensor in optimizer_tensors(ones, one).items()}
+    load_optimizer_tensors(others, other, kept)
+    update(one, ones)
+    update(other, others)
+    assert "blocks.0.attn.query.weight/momentum_buffer" in kept
+    for name in one:
+        assert torch.equal(one[name], other[name])

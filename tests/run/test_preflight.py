@@ -1,0 +1,106 @@
+"""Everything that can be wrong is said at once, by name, before anything is made."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from instar.config.errors import ConfigError
+from instar.config.load import Loaded, load
+from instar.data.prepare import parameters
+from instar.run.preflight import preflight
+
+Config = Callable[..., Loaded]
+
+
+def refused(loaded: Loaded, ranks: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        preflight(loaded, ranks)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_what_is_left_out_is_derived_once(config: Config) -> None:
+    prepared = preflight(config(), 1)
+    assert prepared.config.model.n_mlp == 128
+    assert prepared.config.learning_rate.lr_decay_iters == 8
+    assert prepared.config.model.vocab_size == prepared.dataset.vocab_size
+    assert set(prepared.derived) == {
+        "model.n_kv_head",
+        "model.n_mlp",
+        "model.vocab_size",
+        "learning_rate.lr_decay_iters",
+        "eval.batch_size",
+    }
+
+
+def test_a_run_shorter_than_its_warm_up_still_has_a_course(config: Config) -> None:
+    prepared = preflight(config("learning_rate.warmup_iters=50"), 1)
+    assert prepared.config.learning_rate.lr_decay_iters == 51
+
+
+def test_a_corpus_shorter_than_a_context(config: Config) -> None:
+    assert "fewer than the 100,001 that a context of 100,000 needs" in refused(
+        config("model.context=100000")
+    )
+
+
+def test_a_vocabulary_that_does_not_fit_the_shards(config: Config) -> None:
+    said = refused(config("model.vocab_size=5"))
+    assert "5 rows are too few for a tokenizer of" in said
+    assert "--set model.vocab_size=5" in said
+
+
+def test_more_ranks_than_samples(config: Config) -> None:
+    said = refused(config("train.batch_size=100000", "model.context=4000"), ranks=64)
+    assert "64 ranks, but only" in said
+
+
+def test_a_global_batch_with_fewer_samples_than_ranks(config: Config) -> None:
+    said = refused(config("train.batch_size=1", "train.gradient_accumulation_steps=2"), ranks=4)
+    assert "a global batch of 2 samples leaves some of 4 ranks without any" in said
+
+
+def test_a_run_directory_that_is_a_file(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is a file, not a folder" in refused(config(f"record.out_dir={tmp_path / 'file'}"))
+
+
+def test_the_run_directory_of_another_run(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.yaml").write_text("name: other\n")
+    assert "holds another run" in refused(config(f"record.run_dir={tmp_path / 'run'}"))
+
+
+def test_all_of_them_at_once(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = refused(config("model.vocab_size=5", f"record.out_dir={tmp_path / 'file'}"))
+    assert "is a file" in said
+    assert "too few" in said
+    assert said.splitlines()[-1].startswith("2 errors. Nothing was started.")
+
+
+def test_a_truncated_shard(config: Config, corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus / "tokens", tmp_path / "tokens")
+    shard = tmp_path / "tokens" / "train-00000.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-7])
+    loaded = load(None, _elsewhere(config(), tmp_path / "tokens"))
+    said = refused(loaded)
+    assert "train-00000.safetensors" in said
+    assert f"{len(content) - 7:,}" in said or str(len(content) - 7) in said
+
+
+def test_a_foreign_shard(config: Config, corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus / "tokens", tmp_path / "tokens")
+    (tmp_path / "tokens" / "val-00000.safetensors").write_bytes(b"GGUF" + bytes(100))
+    assert "val-00000.safetensors" in refused(load(None, _elsewhere(config(), tmp_path / "tokens")))
+
+
+def _elsewhere(loaded: Loaded, path: Path) -> list[str]:
+    data = parameters(loaded.config.data, 0)
+    kept = ("source", "tokenizer", "val_fraction", "test_fraction", "text_field")
+    return [*(f"data.{key}={data[key]}" for key in kept), f"data.path={path}"]

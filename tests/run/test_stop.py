@@ -1,0 +1,50 @@
+"""Budgets: the first one used up ends the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from instar.config.budget import parse_budget
+from instar.run.progress import Progress
+from instar.run.stop import budget_met
+
+
+def met(*budgets: str, loss: float | None = None, **used: int) -> str | None:
+    found = budget_met(
+        [parse_budget(text) for text in budgets],
+        Progress(**used),
+        samples_per_epoch=100,
+        validation_loss=loss,
+    )
+    return None if found is None else str(found)
+
+
+@pytest.mark.parametrize(
+    ("budget", "before", "at"),
+    [
+        ("10it", {"step": 9}, {"step": 10}),
+        ("1ktok", {"tokens": 999}, {"tokens": 1000}),
+        ("2ep", {"samples": 199}, {"samples": 200}),
+        ("50samples", {"samples": 49}, {"samples": 50}),
+    ],
+)
+def test_counted_budgets_end_exactly(
+    budget: str, before: dict[str, int], at: dict[str, int]
+) -> None:
+    assert met(budget, **before) is None
+    assert met(budget, **at) is not None
+
+
+def test_a_loss_counts_only_when_it_was_just_measured() -> None:
+    assert met("loss<3.0") is None
+    assert met("loss<3.0", loss=3.0) is None
+    assert met("loss<3.0", loss=2.9) == "loss<3.0"
+    assert met("loss<3.0", loss=float("nan")) is None
+
+
+def test_seconds_are_not_counted_here() -> None:
+    assert met("1s", step=10**9) is None
+
+
+def test_the_first_one_met_is_named() -> None:
+    assert met("10it", "5it", step=7) == "5it"

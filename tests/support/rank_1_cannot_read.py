@@ -1,0 +1,27 @@
+"""Run with two ranks, the second of which cannot read its sixth step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from instar.cli.main import main
+from instar.data.feed import Feed, StepBatch, StepPlan
+from instar.distributed.launch import launch
+
+take = Feed.take
+
+
+def take_until_the_disk_is_gone(self: Feed, plan: StepPlan, batch_size: int) -> StepBatch:
+    if plan.cursor == 5 * 8 and os.environ["RANK"] == "1":
+        raise OSError("the disk is gone")
+    return take(self, plan, batch_size)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        Feed.take = take_until_the_disk_is_gone
+        sys.exit(main(["train", *sys.argv[1:]]))
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    sys.exit(launch(sys.argv[1:], 2, module="rank_1_cannot_read"))

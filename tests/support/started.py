@@ -1,0 +1,61 @@
+"""Instar as a person starts it: a process with its own group, listened to line by line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+LIMIT_S = 120
+
+
+class Started:
+    """A running command whose stderr is read as it comes."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.said = ""
+        self.process = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def wait_for(self, pattern: str) -> None:
+        """Read until a line matches; fail if the output ends before."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said += line
+            if re.search(pattern, line):
+                return
+        raise AssertionError(f"ended without {pattern!r}:\n{self.said}")
+
+    def interrupt(self) -> None:
+        """What a terminal does at Ctrl-C: SIGINT to the whole foreground group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def finish(self, code: int) -> str:
+        """Wait for the end, which must be with this code; all of stderr."""
+        try:
+            _, rest = self.process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+        self.said += rest
+        assert self.process.returncode == code, self.said
+        return self.said
+
+
+def start_instar(
+    *arguments: object, run_dir: Path | None = None, command: Sequence[str] = ()
+) -> Started:
+    """`instar train ARGUMENTS` (or `command ARGUMENTS`) in the run directory given."""
+    base = list(command) or [sys.executable, "-m", "instar.cli.main", "train"]
+    place = ["--set", f"record.run_dir={run_dir}"] if run_dir else []
+    return Started([*base, *map(str, arguments), *place])
