@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from instar.cli.main import main
+from instar.distributed.signals import follow_launcher, leave
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    follow_launcher(os.environ)
+    leave(main(["train", *sys.argv[1:]]))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -100,6 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+def entry() -> NoReturn:
+    """The installed command. What it did is done: a late Ctrl-C has nothing left to stop."""
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
+
+
 def _run(args: list[str]) -> int:
     if instruction := os.environ.get("_INSTAR_COMPLETE"):
         from click.shell_completion import shell_complete
@@ -121,4 +129,4 @@ def _silence_stdout() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -30,9 +30,12 @@ class ModelConfig(Section):
     )
     n_embd: PositiveInt = Field(128, description="width of the residual stream")
     n_mlp: PositiveInt | None = Field(
-        None, description="MLP width; default 4 × n_embd, or 8/3 × n_embd to a multiple of 32 (swiglu)"
+        None,
+        description="MLP width; default 4 × n_embd, or 8/3 × n_embd to a multiple of 32 (swiglu)",
     )
-    context: PositiveInt = Field(128, description="tokens the model looks back on, and of one sample")
+    context: PositiveInt = Field(
+        128, description="tokens the model looks back on, and of one sample"
+    )
     vocab_size: PositiveInt | None = Field(
         None, description="rows of the token table; default: the size of the tokenizer's vocabulary"
     )
@@ -120,7 +123,8 @@ class LearningRateConfig(Section):
     """The learning rate's course over the steps; its height is optimizer.lr."""
 
     shape: Literal["cosine", "wsd", "constant"] = Field(
-        "cosine", description="cosine, wsd (warm-up, stable, linear decay) or constant, each after a linear warm-up"
+        "cosine",
+        description="cosine, wsd (warm-up, stable, linear decay) or constant, each after a linear warm-up",
     )
     warmup_iters: Annotated[int, Field(ge=0)] = Field(100, description="steps of linear warm-up")
     lr_decay_iters: PositiveInt | None = Field(
@@ -170,7 +174,9 @@ class DDPConfig(Section):
 class DistributedConfig(Section):
     """Ranks and how they talk."""
 
-    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="auto: nccl on GPUs, gloo on CPUs"
+    )
     timeout_s: PositiveFloat = Field(600.0, description="longest wait for another rank, seconds")
     ddp: DDPConfig = Field(default_factory=DDPConfig, description="DistributedDataParallel")
 
@@ -181,12 +187,18 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
         "gpt", description="the run's name, the first part of its folder's"
     )
-    preset: Texts | str = Field((), description="ready-made settings under this file's: gpt2, llama, plain, fast")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1337, description="all randomness comes from it")
+    preset: Texts | str = Field(
+        (), description="ready-made settings under this file's: gpt2, llama, plain, fast"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        1337, description="all randomness comes from it"
+    )
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
         "auto", description="auto, cpu, cuda or cuda:<index>"
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="of the forward pass; weights stay fp32")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="of the forward pass; weights stay fp32"
+    )
     compile: bool = Field(False, description="torch.compile the model")
     task: Literal["language"] = Field("language", description="what is trained")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the GPT's shape")

@@ -84,7 +84,7 @@ def launch(
         try:
             agent.run()
         except StoppedBeforeStartError:
-            _say(f"{stop.requested}: stopped before any rank was started")
+            _say(NOTHING_STARTED)
             return Interrupted.exit_code
         return _conclude(agent.ended(), stop)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -15,6 +16,11 @@ from instar.config.schema import DDPConfig
 from instar.distributed.agree import gather
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
+
+# torch 2.13 has given `broadcast_buffers` this name, and warns at the old one
+_NEW_NAME = "forward_sync_buffers"
+_KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
+_FORWARD_SYNC = _NEW_NAME if _NEW_NAME in _KNOWN else "broadcast_buffers"
 
 
 def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
@@ -30,6 +36,7 @@ def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
             )
     if world.size == 1:
         return model
+    forward_sync: dict[str, Any] = {_FORWARD_SYNC: ddp.broadcast_buffers}
     return DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -37,7 +44,7 @@ def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
         find_unused_parameters=ddp.find_unused_parameters,
         static_graph=ddp.static_graph,
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-        broadcast_buffers=ddp.broadcast_buffers,
+        **forward_sync,
     )
 
 

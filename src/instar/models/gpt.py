@@ -112,7 +112,8 @@ class GPT(nn.Module):
 def init_std(arch: Architecture, entry: Parameter) -> float:
     """Standard deviation of a table's or matrix's first values.
 
-    GPT-2's 0.02, and that over √(2 n_layer) for the matrices that write the residual stream.
+    GPT-2's 0.02, and that over √(2 n_layer) for the matrices that write the residual stream. At
+    width 128 too, short AdamW runs learned faster from it than from variances that follow the fan-in.
     """
     writes_stream = entry.kind == "matrix" and entry.writes == "embed"
     return 0.02 / math.sqrt(2 * arch.n_layer) if writes_stream else 0.02

@@ -13,7 +13,7 @@ from instar.config.load import Loaded
 from instar.config.template import resolved
 from instar.data.tokenizer import TOKENIZER_FILE
 from instar.distributed.agree import agree, together
-from instar.distributed.failure import NOTHING_STARTED, Interrupted
+from instar.distributed.failure import Interrupted
 from instar.distributed.ranklog import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join
