@@ -48,7 +48,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         context=draw(st.integers(2, 12)),
         vocab_size=draw(st.integers(2, 60)),
         norm=draw(st.sampled_from(["layernorm", "rmsnorm"])),
-        activation=draw(st.sampled_from(["gelu", "relu2", "swiglu"])),
+        activation=draw(st.sampled_from(["gelu", "gelu_tanh", "relu2", "swiglu"])),
         positions=draw(st.sampled_from(["learned", "rope"])),
         bias=draw(st.booleans()),
         tied=draw(st.booleans()),

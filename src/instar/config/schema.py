@@ -40,7 +40,9 @@ class ModelConfig(Section):
         None, description="rows of the token table; default: the size of the tokenizer's vocabulary"
     )
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation")
-    activation: Literal["gelu", "relu2", "swiglu"] = Field("gelu", description="MLP nonlinearity")
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = Field(
+        "gelu", description="MLP nonlinearity; gelu_tanh is the approximation OpenAI's GPT-2 used"
+    )
     positions: Literal["learned", "rope"] = Field("learned", description="position encoding")
     bias: bool = Field(True, description="biases in linear layers and LayerNorm")
     tied: bool = Field(True, description="output head shares the token table")

@@ -33,7 +33,7 @@ from typing import Any, Literal, Self, get_args
 from instar.config.schema import ModelConfig
 
 Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "relu2", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu"]
 Positions = Literal["learned", "rope"]
 Kind = Literal["embedding", "matrix", "norm", "bias", "head"]
 

@@ -210,7 +210,8 @@ class _MLP(nn.Module):
             h_BTM = F.relu(h_BTM)
             h_BTM = h_BTM * h_BTM  # the derivative of square() is three times as slow on a CPU
         else:
-            h_BTM = F.gelu(h_BTM, approximate="tanh")
+            approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+            h_BTM = F.gelu(h_BTM, approximate=approximate)
         out: Tensor = self.down(h_BTM)
         return out
 
