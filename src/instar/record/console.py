@@ -219,7 +219,9 @@ class LiveScreen:
         return self._terminal.width
 
     def show(self, text: str, style: str = "") -> None:
-        line = self._line(text, style)
+        line, nothing = self._line(text, style), self._line("", "")
+        # a line that stays is newer than the one in place
+        self._attempt(lambda: self._live.update(nothing))
         self._attempt(lambda: self._terminal.print(line, soft_wrap=True))
 
     def update(self, text: str) -> None:

@@ -33,7 +33,8 @@ P = TypeVar("P", bound=Placed)
 class Narrator:
     """Gathers what steps did and speaks of it every `log_interval` steps.
 
-    Losses are exact means over all ranks and over all steps since the last time it spoke.
+    Recorded losses are exact means over all ranks and all steps since the last time it spoke;
+    what a terminal shows in between is rank 0's own share of one step.
     """
 
     def __init__(
@@ -75,24 +76,33 @@ class Narrator:
         self.loss_sum = total if self.loss_sum is None else self.loss_sum + total
         self.weight += batch.weight
         if progress.step > 1 and progress.step % self.log_interval:
+            if self.console.due:
+                weight = sum(micro.weight for micro in batch.micro_batches)
+                loss = total.item() / weight if weight else math.nan
+                event = self._train_event(progress, loss, result.grad_norm, lr)
+                self.console.progress(event, self._eta(progress))
             return
         sums = reduce_sums(self.world, {"loss": self.loss_sum.item()})
         self.last_loss = sums["loss"] / self.weight
-        seconds = progress.active_s - self.since.active_s
-        event = Train(
-            step=progress.step,
-            loss=self.last_loss,
-            grad_norm=result.grad_norm,
-            lr=lr,
-            tokens_per_s=(progress.tokens - self.since.tokens) / seconds,
-            mfu=(progress.flops - self.since.flops) / seconds / self.peak_flops,
-            memory_bytes=memory_bytes(str(self.world.device)),
-        )
+        event = self._train_event(progress, self.last_loss, result.grad_norm, lr)
         self.console.train(self._write(progress, event), self._eta(progress))
         logger.info(
             "step %d: loss %.4f, gradient norm %.3f", progress.step, event.loss, result.grad_norm
         )
         self._forget(progress)
+
+    def _train_event(self, progress: Progress, loss: float, grad_norm: float, lr: float) -> Train:
+        seconds = progress.active_s - self.since.active_s
+        return Train(
+            step=progress.step,
+            tokens=progress.tokens,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens_per_s=(progress.tokens - self.since.tokens) / seconds,
+            mfu=(progress.flops - self.since.flops) / seconds / self.peak_flops,
+            memory_bytes=memory_bytes(str(self.world.device)),
+        )
 
     def skipped(self, progress: Progress, consecutive: int) -> None:
         self._write(progress, Skip(step=progress.step, consecutive=consecutive))

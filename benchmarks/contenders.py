@@ -1,0 +1,300 @@
+"""The loops that `throughput.py` compares, each in a process of its own.
+
+    python benchmarks/contenders.py bare '{"overrides": ["…"], "warmup": 10, "steps": 100}'
+
+All take the same samples in the same order through the same module into the same optimizer. A
+contender warms up, says on stdout which losses it saw, and then makes `round` steps for every
+line that it reads from stdin, and says how many seconds they took. At the end of stdin it leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, Dataset
+
+from instar.config.load import load
+from instar.distributed.ranklog import RankLog
+from instar.distributed.signals import StopSignal
+from instar.distributed.world import join
+from instar.models.gpt import GPT
+from instar.record.console import open_console
+from instar.record.events import Event, Train
+from instar.record.recorder import Recorder
+from instar.run.build import build
+from instar.run.optimizer import group_parameters
+from instar.run.preflight import Prepared, preflight, prepare_data
+from instar.tasks.language import LanguageTask
+
+
+class Pace:
+    """Holds a contender after its warm-up and after every round, and takes the time between."""
+
+    def __init__(self, told: TextIO, heard: TextIO, warmup: int, length: int, cuda: bool) -> None:
+        self._told, self._heard = told, heard
+        self._warmup, self._length, self._cuda = warmup, length, cuda
+        self._losses: list[Tensor] = []
+        self._begun = 0.0
+
+    def watch(self, model: GPT) -> GPT:
+        """Note the loss of every forward pass until the warm-up is over."""
+
+        def note(_: nn.Module, __: object, loss: Tensor) -> None:
+            self._losses.append(loss.detach())
+
+        self._hook = model.register_forward_hook(note)
+        return model
+
+    def stepped(self, steps: int) -> None:
+        """So many steps have been made since the start. Raises SystemExit when it was enough."""
+        beyond = steps - self._warmup
+        if beyond < 0 or beyond % self._length:
+            return
+        if self._cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if beyond == 0:
+            self._hook.remove()
+            self._say([loss.item() for loss in self._losses])
+        else:
+            self._say(now - self._begun)
+        if not self._heard.readline():
+            raise SystemExit(0)
+        self._begun = time.perf_counter()
+
+    def _say(self, value: object) -> None:
+        self._told.write(json.dumps(value) + "\n")
+        self._told.flush()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every contender does: this model, on these samples, so many steps at most."""
+
+    prepared: Prepared
+    steps: int
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.prepared.config.device)
+
+    @property
+    def batch_size(self) -> int:
+        return self.prepared.config.train.batch_size
+
+    @property
+    def clip(self) -> float:
+        assert self.prepared.config.train.clip is not None
+        return self.prepared.config.train.clip
+
+    @property
+    def bf16(self) -> bool:
+        return self.prepared.config.precision == "bf16"
+
+    def model(self) -> GPT:
+        return self._task.build().to(self.device)
+
+    def optimizer(self, model: GPT) -> torch.optim.Optimizer:
+        """Fused AdamW, decaying what Instar decays."""
+        config = self.prepared.config.optimizer
+        parameters = dict(model.named_parameters())
+        shapes = {name: parameter.ndim for name, parameter in parameters.items()}
+        groups = [
+            {"params": [parameters[n] for n in group.names], "weight_decay": group.weight_decay}
+            for group in group_parameters(shapes, config)
+        ]
+        betas = config.beta1, config.beta2
+        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        if not self.bf16:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def windows(self) -> Windows:
+        """The samples of all the steps, in Instar's order."""
+        source, order = self._task.train_samples()
+        wanted = self.steps * self.batch_size
+        if wanted > order.samples_per_epoch:
+            raise ValueError(f"{wanted} samples wanted, {order.samples_per_epoch} in an epoch")
+        (tokens,) = self.prepared.dataset.split("train").arrays
+        return Windows(tokens, order.indices(0, 0, wanted), self.prepared.architecture.context)
+
+    @property
+    def _task(self) -> LanguageTask:
+        return LanguageTask(
+            self.prepared.config, self.prepared.architecture, self.prepared.dataset
+        )
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Windows cut from one memory-mapped sequence of tokens, as people write it."""
+
+    def __init__(self, tokens: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], length: int):
+        self.tokens, self.ids, self.length = tokens, ids, length
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = int(self.ids[index]) * self.length
+        window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
+        return {"inputs": window[:-1], "targets": window[1:]}
+
+
+def instar(work: Work, pace: Pace) -> None:
+    """`Trainer.train`, with all that a run has around it."""
+
+    class Paced(Recorder):
+        def write(self, event: Event) -> None:
+            super().write(event)
+            if isinstance(event, Train):
+                pace.stepped(event.step)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RankLog(0) as log,
+        StopSignal() as signal,
+        join(work.prepared.config.distributed, work.prepared.config.device) as world,
+        closing(open_console()) as console,
+    ):
+        log.open(Path(folder))
+        with Paced(Path(folder) / "events.jsonl") as sink:
+            trainer = build(work.prepared, world, signal, sink, console, log)
+            model = trainer.stepper.bare_model
+            assert isinstance(model, GPT)
+            pace.watch(model)
+            with closing(trainer.feed):
+                trainer.train()
+
+
+def bare(work: Work, pace: Pace) -> None:
+    """PyTorch and nothing else: batches lie ready as tensors, nobody looks at the loss."""
+    loader = DataLoader(work.windows(), work.batch_size)
+    batches = [(b["inputs"].to(work.device), b["targets"].to(work.device)) for b in loader]
+    model = pace.watch(work.model())
+    optimizer = work.optimizer(model)
+    for step, (inputs, targets) in enumerate(batches, 1):
+        with work.autocast():
+            loss = model(inputs, targets) / targets.numel()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), work.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        pace.stepped(step)
+
+
+def hf(work: Work, pace: Pace) -> None:
+    """HF `Trainer`: no evaluation, no saving, no logging, no progress bar."""
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+    from transformers import TrainingArguments as Arguments
+
+    class Wrapped(nn.Module):
+        def __init__(self, gpt: GPT) -> None:
+            super().__init__()
+            self.gpt = gpt
+
+        def forward(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.gpt(inputs, targets) / targets.numel()}
+
+    class Paced(TrainerCallback):
+        def on_step_end(
+            self,
+            args: Arguments,  # noqa: ARG002
+            state: TrainerState,
+            control: TrainerControl,  # noqa: ARG002
+            **kwargs: Any,  # noqa: ARG002
+        ) -> None:
+            pace.stepped(state.global_step)
+
+    model = pace.watch(work.model())
+    on_gpu = work.device.type == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(
+            Wrapped(model),
+            Arguments(
+                output_dir=folder,
+                per_device_train_batch_size=work.batch_size,
+                max_steps=work.steps,
+                learning_rate=work.prepared.config.optimizer.lr,
+                lr_scheduler_type="constant",
+                max_grad_norm=work.clip,
+                bf16=work.bf16,
+                use_cpu=not on_gpu,
+                train_sampling_strategy="sequential",
+                dataloader_pin_memory=on_gpu,
+                dataloader_num_workers=2 if on_gpu else 0,
+                logging_strategy="no",
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=work.windows(),
+            optimizers=(work.optimizer(model), None),
+            callbacks=[Paced()],
+        ).train()
+
+
+def fabric(work: Work, pace: Pace) -> None:
+    """A loop on Lightning Fabric, as its documentation writes it."""
+    from lightning_fabric import Fabric
+
+    on_gpu = work.device.type == "cuda"
+    runtime = Fabric(
+        accelerator=work.device.type,
+        devices=1,
+        precision="bf16-mixed" if work.bf16 else "32-true",
+    )
+    gpt = pace.watch(work.model())
+    model, optimizer = runtime.setup(gpt, work.optimizer(gpt))
+    loader = runtime.setup_dataloaders(
+        DataLoader(
+            work.windows(), work.batch_size, pin_memory=on_gpu, num_workers=2 if on_gpu else 0
+        )
+    )
+    for step, batch in enumerate(loader, 1):
+        loss = model(batch["inputs"], batch["targets"]) / batch["targets"].numel()
+        runtime.backward(loss)
+        runtime.clip_gradients(model, optimizer, max_norm=work.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        pace.stepped(step)
+
+
+CONTENDERS: dict[str, Callable[[Work, Pace], None]] = {
+    "instar": instar,
+    "bare": bare,
+    "hf": hf,
+    "fabric": fabric,
+}
+
+
+def main(name: str, asked: str) -> None:
+    # what libraries print goes to stderr: stdout is for whoever keeps the pace
+    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+    words = json.loads(asked)
+    loaded = load(None, words["overrides"])
+    prepare_data(loaded, lambda _: None)
+    work = Work(preflight(loaded, world_size=1), words["steps"])
+    pace = Pace(told, sys.stdin, words["warmup"], words["round"], work.device.type == "cuda")
+    CONTENDERS[name](work, pace)
+
+
+if __name__ == "__main__" and len(sys.argv) == 3:
+    main(*sys.argv[1:])

@@ -1,0 +1,147 @@
+"""What benchmarks share: cases against bars, the table a person reads, the JSON that is kept."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from instar.record.system import cpu_model, versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One figure; with a bar, whether it is met."""
+
+    case: str
+    figure: float
+    """median of the repeats"""
+    unit: str
+    spread: float
+    """distance between the quartiles of the repeats, in the figure's unit; 0 for a single one"""
+    bar: str | None = None
+    ok: bool | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a benchmark was asked to run."""
+
+    quick: bool
+    results: Path | None
+    """folder of the JSON; None: print only"""
+    load: float
+    """the machine's load average over the last minute, before anything was started"""
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """A command line with what every benchmark takes; `about` is the script's docstring."""
+    made = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--quick",
+        action="store_true",
+        help="a smoke run: hardly any work, figures mean nothing and are not kept",
+    )
+    made.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help=f"where the JSON goes (default: {RESULTS.parent.name}/{RESULTS.name}; --quick: nowhere)",
+    )
+    return made
+
+
+def options(parsed: argparse.Namespace) -> Options:
+    """What the shared arguments say."""
+    kept = parsed.results or (None if parsed.quick else RESULTS)
+    return Options(parsed.quick, kept, os.getloadavg()[0])
+
+
+def case(
+    name: str,
+    figures: Sequence[float],
+    unit: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+) -> Case:
+    """The median of `figures`, held against one bar, if any: ≥ least, ≤ most or > above."""
+    figure = statistics.median(figures)
+    first, _, third = statistics.quantiles(figures) if len(figures) > 1 else (figure,) * 3
+    bar = ok = None
+    if least is not None:
+        bar, ok = f"≥ {least:g}", figure >= least
+    elif most is not None:
+        bar, ok = f"≤ {most:g}", figure <= most
+    elif above is not None:
+        bar, ok = f"> {above:g}", figure > above
+    return Case(name, figure, unit, third - first, bar, ok)
+
+
+def publish(
+    name: str,
+    cases: Sequence[Case],
+    chosen: Options,
+    *,
+    libraries: Sequence[str] = (),
+    **facts: str | int | float,
+) -> None:
+    """Print the table; write <results>/<name>.json.
+
+    Args:
+        libraries: distributions whose versions matter beside Instar's own.
+        facts: what else to say of the machine, such as the number of threads.
+    """
+    print(table(cases))
+    if chosen.results is None:
+        return
+    found = {library: importlib.metadata.version(library) for library in libraries}
+    result = {
+        "name": name,
+        "machine": {
+            "system": sys.platform,
+            "cpu": cpu_model(),
+            "cores": psutil.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "load_before": round(chosen.load, 2),
+            **facts,
+        },
+        "versions": versions() | found,
+        "cases": [asdict(entry) for entry in cases],
+    }
+    chosen.results.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    (chosen.results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def table(cases: Sequence[Case]) -> str:
+    """The cases as lines of text, one each."""
+    width = max(len("case"), *(len(entry.case) for entry in cases))
+    lines = [f"{'case':<{width}}  {'figure':>10}  {'spread':>8}  {'unit':<8}  {'bar':<8}  ok"]
+    words = {None: "", True: "yes", False: "NO"}
+    lines += [
+        f"{entry.case:<{width}}  {number(entry.figure):>10}  {number(entry.spread):>8}  "
+        f"{entry.unit:<8}  {entry.bar or '':<8}  {words[entry.ok]}".rstrip()
+        for entry in cases
+    ]
+    return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    """Four significant digits, never an exponent: 0.9874, 12.34, 48,210."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.4f}"
