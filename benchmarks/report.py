@@ -80,7 +80,9 @@ def case(
 ) -> Case:
     """The median of `figures`, held against one bar, if any: ≥ least, ≤ most or > above."""
     figure = statistics.median(figures)
-    first, _, third = statistics.quantiles(figures) if len(figures) > 1 else (figure,) * 3
+    first, _, third = (
+        statistics.quantiles(figures, method="inclusive") if len(figures) > 1 else (figure,) * 3
+    )
     bar = ok = None
     if least is not None:
         bar, ok = f"≥ {least:g}", figure >= least

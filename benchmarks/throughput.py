@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any
 
 import torch
 from report import Case, case, options, parser, publish
@@ -173,7 +173,7 @@ def compete(
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with ExitStack() as stack:
         there = {name: stack.enter_context(started(name, asked, threads)) for name in names}
-        check_same_work({name: one.losses for name, one in there.items()})
+        check_same_work({name: one.first_losses() for name, one in there.items()})
         for turn in range(size.rounds):
             first = turn % len(names)
             for name in [*names[first:], *names[:first]]:
@@ -191,7 +191,11 @@ class Contender:
 
     def __init__(self, name: str, process: subprocess.Popen[str], said: IO[str]) -> None:
         self.name, self.process, self.said = name, process, said
-        self.losses: list[float] = self._hear()
+
+    def first_losses(self) -> list[float]:
+        """What it saw in its warm-up; waits for it."""
+        losses: list[float] = self._hear()
+        return losses
 
     def make_round(self) -> float:
         """Seconds that the next round took."""
@@ -201,7 +205,7 @@ class Contender:
         taken: float = self._hear()
         return taken
 
-    def _hear(self):
+    def _hear(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

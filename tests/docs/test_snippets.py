@@ -56,13 +56,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_every_make_target_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for page in PAGES for name in re.findall(r"`?make ([a-z-]+)", page.read_text("utf-8"))}
+    named = {
+        name for page in PAGES for name in re.findall(r"`?make ([a-z-]+)", page.read_text("utf-8"))
+    }
     assert named <= targets | {"every", "it"}
 
 
 def test_the_tree_in_the_architecture_page_is_the_one_on_disk() -> None:
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
-    rooms = {path.name for path in (ROOT / "src/instar").iterdir() if (path / "__init__.py").exists()}
+    rooms = {
+        path.name for path in (ROOT / "src/instar").iterdir() if (path / "__init__.py").exists()
+    }
     for room in rooms:
         assert f"  {room}/" in page, room
         for file in (ROOT / "src/instar" / room).glob("*.py"):

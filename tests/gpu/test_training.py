@@ -1,0 +1,86 @@
+"""The same runs on a CUDA device; `make test-gpu` runs these."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+Losses = Callable[..., list[float]]
+
+TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
+TINY = """\
+name: tiny
+preset: llama
+model: {n_layer: 2, n_head: 2, n_embd: 64, context: 32, qk_norm: true}
+data: {source: squares.txt, path: tokens, tokenizer: char}
+train: {until: 30it, batch_size: 8, gradient_accumulation_steps: 2}
+learning_rate: {warmup_iters: 5}
+optimizer: {lr: 3e-3}
+record: {log_interval: 1}
+"""
+
+
+@pytest.fixture
+def losses(tmp_path: Path) -> Losses:
+    assert torch.cuda.is_available(), "these tests need a CUDA device"
+    (tmp_path / "squares.txt").write_text(TEXT)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+
+    def train(name: str, *overrides: str, ranks: int = 1) -> list[float]:
+        command = [sys.executable, "-m", "instar.cli.main", "train", "tiny.yaml"]
+        command += ["--nproc", str(ranks)] if ranks > 1 else []
+        for text in (*overrides, f"record.run_dir={name}"):
+            command += ["--set", text]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        events = map(json.loads, (tmp_path / name / "events.jsonl").read_text().splitlines())
+        return [event["loss"] for event in events if event["kind"] == "train"]
+
+    return train
+
+
+def test_a_gpu_follows_the_curve_of_a_cpu(losses: Losses) -> None:
+    assert losses("gpu", "device=cuda") == pytest.approx(losses("cpu", "device=cpu"), rel=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_follows_fp32(losses: Losses, precision: str) -> None:
+    low = losses("low", "device=cuda", f"precision={precision}")
+    assert low == pytest.approx(losses("full", "device=cuda"), rel=3e-2)
+
+
+def test_a_compiled_model_follows_the_eager_one(losses: Losses) -> None:
+    compiled = losses("compiled", "device=cuda", "compile=true")
+    assert compiled == pytest.approx(losses("eager", "device=cuda"), rel=5e-3)
+
+
+def test_muon_learns_on_a_gpu(losses: Losses) -> None:
+    curve = losses("muon", "device=cuda", "optimizer.name=muon", "precision=bf16")
+    assert curve[-1] < 0.8 * curve[0]
+
+
+def test_as_many_ranks_as_gpus_are_one_run(losses: Losses) -> None:
+    one = losses("one", "device=cuda")
+    all_of_them = losses("all", "device=cuda", ranks=torch.cuda.device_count())
+    assert all_of_them == pytest.approx(one, rel=2e-3)
+
+
+def test_a_gpu_that_is_not_there_is_refused(losses: Losses, tmp_path: Path) -> None:
+    del losses
+    done = subprocess.run(
+        [sys.executable, "-m", "instar.cli.main", "train", "tiny.yaml", "--set", "device=cuda:99"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "cuda:99 is not there" in done.stderr
