@@ -127,7 +127,7 @@ class Work:
 
     def windows(self) -> Windows:
         """The samples of all the steps, in Instar's order."""
-        source, order = self._task.train_samples()
+        _, order = self._task.train_samples()
         wanted = self.steps * self.batch_size
         if wanted > order.samples_per_epoch:
             raise ValueError(f"{wanted} samples wanted, {order.samples_per_epoch} in an epoch")
@@ -136,9 +136,7 @@ class Work:
 
     @property
     def _task(self) -> LanguageTask:
-        return LanguageTask(
-            self.prepared.config, self.prepared.architecture, self.prepared.dataset
-        )
+        return LanguageTask(self.prepared.config, self.prepared.architecture, self.prepared.dataset)
 
 
 class Windows(Dataset[dict[str, Tensor]]):

@@ -4,7 +4,8 @@
 
 The contenders (`contenders.py`) are processes that run in turns, a round of steps each, in
 rotating order, while the others wait. Ratios are taken within a round, so that what else the
-machine does meets both sides; the figure is their median.
+machine does meets both sides; the figure is their median. Every heat starts them anew: where a
+process's memory happens to lie makes it up to 3 % faster or slower for as long as it lives.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from report import Case, case, options, parser, publish
 
 from instar.config.load import load
 from instar.data.prepare import prepare
 from instar.models.architecture import count_parameters, flops_per_token
 from instar.record.system import measure_peak_flops
 from instar.run.preflight import preflight
+from report import Case, case, options, parser, publish
 
 NAMES = {
     "instar": "Instar",
@@ -53,6 +54,8 @@ class Size:
     round: int
     """steps; a multiple of the log interval, since Instar is held where it speaks"""
     rounds: int
+    """of each contender in a heat"""
+    heats: int
 
 
 def gpt(layers: int, heads: int, width: int, context: int, batch: int) -> tuple[str, ...]:
@@ -66,15 +69,16 @@ def gpt(layers: int, heads: int, width: int, context: int, batch: int) -> tuple[
 
 
 CPU = (
-    Size("1 M", ("device=cpu", *gpt(5, 4, 128, 128, 16)), warmup=20, round=20, rounds=20),
-    Size("10 M", ("device=cpu", *gpt(6, 6, 384, 256, 8)), warmup=10, round=10, rounds=10),
+    Size("1 M", ("device=cpu", *gpt(5, 4, 128, 128, 16)), warmup=10, round=10, rounds=3, heats=8),
+    Size("10 M", ("device=cpu", *gpt(6, 6, 384, 256, 8)), warmup=10, round=10, rounds=2, heats=6),
 )
 GPU = Size(
     "124 M",
     ("device=cuda", "precision=bf16", "model.vocab_size=50304", *gpt(12, 12, 768, 1024, 16)),
     warmup=30,
     round=10,
-    rounds=10,
+    rounds=3,
+    heats=5,
 )
 QUICK = Size(
     "tiny",
@@ -82,6 +86,7 @@ QUICK = Size(
     warmup=2,
     round=2,
     rounds=2,
+    heats=1,
 )
 SAME = (
     "learning_rate.shape=constant",
@@ -117,7 +122,9 @@ def present(quick: bool) -> list[str]:
     }
     lacking = sorted({module for modules in missing.values() for module in modules})
     if lacking and not quick:
-        sys.exit(f"not installed: {', '.join(lacking)}; pip install -c constraints.txt -e '.[bench]'")
+        sys.exit(
+            f"not installed: {', '.join(lacking)}; pip install -c constraints.txt -e '.[bench]'"
+        )
     return [name for name in NAMES if not missing.get(name)]
 
 
@@ -133,35 +140,52 @@ def measure(
     size: Size, overrides: Sequence[str], names: Sequence[str], threads: int | None
 ) -> list[Case]:
     """Speeds, Instar's ratio to each of the others, and its share of the peak."""
-    seconds = compete(size, overrides, names, threads)
     prepared = preflight(load(None, overrides), 1)
     arch, config = prepared.architecture, prepared.config
+    precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    peak = 0.0
+    for heat in range(size.heats):
+        peak = max(peak, measure_peak_flops(config.device, precision))
+        for name, taken in compete(size, overrides, names, threads).items():
+            seconds[name] += taken
+        ratio = statistics.median(ratios(seconds, "bare"))
+        said = f"{size.name}: heat {heat + 1} of {size.heats}, Instar / bare loop {ratio:.3f}"
+        print(said, file=sys.stderr)
     tokens = size.round * config.train.batch_size * arch.context
+    speeds = {name: [tokens / s for s in taken] for name, taken in seconds.items()}
+    used = [speed * flops_per_token(arch) / peak for speed in speeds["instar"]]
     title = f"{size.name} ({count_parameters(arch).total / 1e6:.3g} M)"
     batch = f"{config.train.batch_size}×{arch.context}"
-    speeds = {name: [tokens / s for s in taken] for name, taken in seconds.items()}
-    cases = [
-        case(f"{title}, {batch} tokens: {NAMES[name]}", speeds[name], "tokens/s") for name in names
+    return [
+        *(case(f"{title}, {batch} tokens: {NAMES[n]}", speeds[n], "tokens/s") for n in names),
+        case(f"{title}: Instar / {NAMES['bare']}", ratios(seconds, "bare"), "ratio", least=0.98),
+        *(
+            case(f"{title}: Instar / {NAMES[n]}", ratios(seconds, n), "ratio", above=1.0)
+            for n in names
+            if n in NEEDS
+        ),
+        case(
+            f"{title}: Instar's share of the measured peak FLOP/s",
+            used,
+            "MFU",
+            least=0.5 if config.device == "cuda" else None,
+        ),
     ]
-    for name in names[1:]:
-        pairs = zip(seconds[name], seconds["instar"], strict=True)
-        ratios = [theirs / ours for theirs, ours in pairs]
-        bar = {"least": 0.98} if name == "bare" else {"above": 1.0}
-        cases.append(case(f"{title}: Instar / {NAMES[name]}", ratios, "ratio", **bar))
-    precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    peak = measure_peak_flops(config.device, precision)
-    used = [speed * flops_per_token(arch) / peak for speed in speeds["instar"]]
-    bar = {"least": 0.5} if config.device == "cuda" else {}
-    return [*cases, case(f"{title}: share of the measured peak FLOP/s", used, "MFU", **bar)]
+
+
+def ratios(seconds: Mapping[str, Sequence[float]], name: str) -> list[float]:
+    """Instar's speed as a multiple of another's, round by round."""
+    return [them / us for them, us in zip(seconds[name], seconds["instar"], strict=True)]
 
 
 def compete(
     size: Size, overrides: Sequence[str], names: Sequence[str], threads: int | None
 ) -> dict[str, list[float]]:
-    """Seconds of each contender's rounds.
+    """Seconds of each contender's rounds in one heat.
 
     Raises:
-        SystemExit: the contenders did not do the same work, as their first losses show.
+        SystemExit: a contender failed, or did other work than Instar, as its first losses show.
     """
     steps = size.warmup + size.round * size.rounds
     asked = {
@@ -178,11 +202,6 @@ def compete(
             first = turn % len(names)
             for name in [*names[first:], *names[:first]]:
                 seconds[name].append(there[name].make_round())
-            ratio = statistics.median(
-                theirs / ours for theirs, ours in zip(seconds["bare"], seconds["instar"], strict=True)
-            )
-            progress = f"{size.name}: round {turn + 1} of {size.rounds}, Instar / bare {ratio:.3f}"
-            print(progress, file=sys.stderr)
     return seconds
 
 

@@ -118,7 +118,12 @@ class OptimizerConfig(Section):
         description="parameter-name patterns that are not decayed",
     )
     momentum: Fraction = Field(0.95, description="Muon's momentum")
-    ns_steps: PositiveInt = Field(5, description="Muon's Newton–Schulz iterations")
+    ns_steps: PositiveInt = Field(5, description="Muon's orthogonalisation steps")
+    ns_iteration: Literal["quintic", "polar_express"] = Field(
+        "quintic",
+        description="Muon's orthogonalisation: quintic Newton–Schulz (5 steps), or Polar Express, "
+        "which gets as far in 3",
+    )
 
 
 class LearningRateConfig(Section):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from instar.models.architecture import Architecture, Parameter, parameters
+from instar.models.attention import causal_attention
 from instar.models.loss import head_cross_entropy
 from instar.models.norm import rms_norm
 
@@ -157,12 +158,9 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Causal attention; n_kv_head < n_head is grouped-query attention (arXiv 2305.13245)."""
-
     def __init__(self, arch: Architecture, table: dict[str, Parameter], name: str) -> None:
         super().__init__()
         self.head_dim, self.dropout = arch.head_dim, arch.dropout
-        self.grouped = arch.n_kv_head < arch.n_head
         self.query = _linear(table, f"{name}.query")
         self.key = _linear(table, f"{name}.key")
         self.value = _linear(table, f"{name}.value")
@@ -178,13 +176,11 @@ class _Attention(nn.Module):
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
         if rotation is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
-        y_BHTC = F.scaled_dot_product_attention(
+        y_BHTC = causal_attention(
             q_BTHC.to(v_BTKC.dtype).transpose(1, 2),
             k_BTKC.to(v_BTKC.dtype).transpose(1, 2),
             v_BTKC.transpose(1, 2),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.grouped,
+            self.dropout if self.training else 0.0,
         )
         out: Tensor = self.output(y_BHTC.transpose(1, 2).flatten(2))
         return out

@@ -1,0 +1,60 @@
+"""Batched Muon is torch's Muon, and orthogonalises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from instar.run.muon import BatchedMuon, orthogonalise, step_coefficients
+
+SHAPES = [(16, 16), (16, 16), (64, 16), (16, 64), (16, 64)]
+
+
+def matrices() -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def test_it_makes_the_updates_of_torchs_muon() -> None:
+    ours, theirs = matrices(), matrices()
+    group = {"params": ours, "weight_decay": 0.1}
+    one = BatchedMuon([group], momentum=0.9, ns_steps=5)
+    other = torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=0.1)
+    one.param_groups[0]["lr"] = 0.02
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+        one.step()
+        other.step()
+    for a, b in zip(ours, theirs, strict=True):
+        # bfloat16 has three digits; the order of its roundings differs in a batch
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
+        assert torch.equal(one.state[a]["momentum_buffer"], other.state[b]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("iteration", "steps", "lowest", "highest"),
+    [("quintic", 5, 0.6, 1.3), ("polar_express", 5, 0.8, 1.2), ("polar_express", 7, 0.9, 1.1)],
+)
+def test_singular_values_come_close_to_one(
+    iteration: str, steps: int, lowest: float, highest: float
+) -> None:
+    x = torch.randn(4, 32, 128, generator=torch.Generator().manual_seed(2))
+    coefficients = step_coefficients(iteration, steps)  # type: ignore[arg-type]
+    values = torch.linalg.svdvals(orthogonalise(x, coefficients, 1.02).float())
+    assert lowest < values.min()
+    assert values.max() < highest
+
+
+def test_a_matrix_without_a_gradient_is_left_alone() -> None:
+    parameters = matrices()
+    before = [p.detach().clone() for p in parameters]
+    optimizer = BatchedMuon([{"params": parameters, "weight_decay": 0.1}], momentum=0.9, ns_steps=5)
+    optimizer.param_groups[0]["lr"] = 0.1
+    parameters[2].grad = torch.ones_like(parameters[2])
+    optimizer.step()
+    changed = [not torch.equal(a, b) for a, b in zip(parameters, before, strict=True)]
+    assert changed == [False, False, True, False, False]
