@@ -2,9 +2,10 @@
 
     python benchmarks/contenders.py bare '{"overrides": ["…"], "warmup": 10, "steps": 100}'
 
-All take the same samples in the same order through the same module into the same optimizer. A
-contender warms up, says on stdout which losses it saw, and then makes `round` steps for every
-line that it reads from stdin, and says how many seconds they took. At the end of stdin it leaves.
+All take the same samples in the same order through the same module into the same optimizer. Told
+to by a line on stdin, a contender warms up and says on stdout which losses it saw; for every
+further line it makes `round` steps and says how many seconds they took. At the end of stdin it
+leaves. So no two of them ever compute at the same time.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ class Pace:
             self._say([loss.item() for loss in self._losses])
         else:
             self._say(now - self._begun)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until the next line. Raises SystemExit when there is none."""
         if not self._heard.readline():
             raise SystemExit(0)
         self._begun = time.perf_counter()
@@ -291,6 +296,7 @@ def main(name: str, asked: str) -> None:
     prepare_data(loaded, lambda _: None)
     work = Work(preflight(loaded, world_size=1), words["steps"])
     pace = Pace(told, sys.stdin, words["warmup"], words["round"], work.device.type == "cuda")
+    pace.wait()
     CONTENDERS[name](work, pace)
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -197,7 +197,7 @@ def compete(
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with ExitStack() as stack:
         there = {name: stack.enter_context(started(name, asked, threads)) for name in names}
-        check_same_work({name: one.first_losses() for name, one in there.items()})
+        check_same_work({name: one.warm_up() for name, one in there.items()})
         for turn in range(size.rounds):
             first = turn % len(names)
             for name in [*names[first:], *names[:first]]:
@@ -206,26 +206,27 @@ def compete(
 
 
 class Contender:
-    """A process of `contenders.py`, warmed up, that makes a round of steps when told to."""
+    """A process of `contenders.py`: it works when told to, and waits."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], said: IO[str]) -> None:
         self.name, self.process, self.said = name, process, said
 
-    def first_losses(self) -> list[float]:
-        """What it saw in its warm-up; waits for it."""
-        losses: list[float] = self._hear()
+    def warm_up(self) -> list[float]:
+        """The losses that it saw."""
+        losses: list[float] = self._go()
         return losses
 
     def make_round(self) -> float:
         """Seconds that the next round took."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        taken: float = self._hear()
+        taken: float = self._go()
         return taken
 
-    def _hear(self) -> Any:
+    def _go(self) -> Any:
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
             self.said.seek(0)

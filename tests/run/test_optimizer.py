@@ -46,7 +46,7 @@ def test_every_group_keeps_its_ratio_to_the_learning_rate() -> None:
     optimizers = build_optimizers(parameters, config)
     set_learning_rate(optimizers, 5e-4)
     rates = {type(o).__name__: {g["lr"] for g in o.param_groups} for o in optimizers}
-    assert rates == {"AdamW": {5e-4}, "Muon": {1e-2}}
+    assert rates == {"AdamW": {5e-4}, "BatchedMuon": {1e-2}}
 
 
 def test_state_travels_by_name() -> None:

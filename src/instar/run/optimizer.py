@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from instar.config.schema import OptimizerConfig
+from instar.run.muon import BatchedMuon
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,12 @@ def build_optimizers(
     for update, groups in by_update.items():
         if update == "muon":
             optimizers.append(
-                torch.optim.Muon(groups, lr=0.0, momentum=config.momentum, ns_steps=config.ns_steps)
+                BatchedMuon(
+                    groups,
+                    momentum=config.momentum,
+                    ns_steps=config.ns_steps,
+                    iteration=config.ns_iteration,
+                )
             )
         else:
             optimizers.append(
