@@ -1,0 +1,200 @@
+"""How long a command takes to answer, a run to its first step, and how much memory a run takes.
+
+    python benchmarks/startup.py [--quick]
+
+A tiny run's first step is timed from the start of its process, and so is that of `bare.py`, which
+imports torch, reads the same tokens and makes the same step with the same model. Peak memory is that
+of whole processes at 10 M parameters: `instar train`, with its evaluation and its checkpoint, and
+`bare.py`, which has neither.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from instar.config.load import load
+from instar.data.prepare import prepare
+from instar.record.events import Train, read_events
+from instar.run.preflight import preflight
+from report import Case, case, options, parser, publish
+
+TINY = (
+    "device=cpu",
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=64",
+    "model.context=64",
+    "train.batch_size=4",
+    "train.until=[1it]",
+    "eval.eval_iters=1",
+)
+TEN_M = (
+    "device=cpu",
+    "model.n_layer=6",
+    "model.n_head=6",
+    "model.n_embd=384",
+    "model.context=256",
+    "train.batch_size=8",
+    "eval.eval_interval=1000000",
+)
+TORCH_AFTER_HELP = """
+import sys
+from instar.cli.main import main
+main(["--help"])
+print(sum(name.partition(".")[0] == "torch" for name in sys.modules))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended well."""
+
+    started: float
+    """Unix time"""
+    seconds: float
+    peak_mib: float
+    """the most memory it held at once"""
+    output: str
+
+
+def main() -> None:
+    chosen = options(parser(__doc__).parse_args())
+    quick = chosen.quick
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        data = [
+            f"data.path={folder / 'tokens'}",
+            f"data.max_bytes={200_000 if quick else 1_000_000}",
+            f"record.out_dir={folder / 'runs'}",
+        ]
+        loaded = load(None, data)
+        prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
+        (folder / "run.yaml").write_text("name: timed\n", encoding="utf-8")
+        cases = [
+            *commands(folder / "run.yaml", data, 1 if quick else 30),
+            *first_step([*TINY, *data], folder, 1 if quick else 10),
+            *memory([*(TINY if quick else TEN_M), *data], folder, *((1, 1) if quick else (3, 20))),
+        ]
+    publish("startup", cases, chosen)
+
+
+def commands(config: Path, data: Sequence[str], repeats: int) -> list[Case]:
+    """Wall time of what answers without training; each once before, to fill Python's caches."""
+    asked = {
+        "instar --help": ["--help"],
+        "instar config validate": ["config", "validate", str(config)],
+        "instar train --dry-run": ["train", str(config), "--dry-run", *sets(data)],
+    }
+    taken: dict[str, list[float]] = {name: [] for name in asked}
+    for repeat in range(repeats + 1):
+        for name, words in asked.items():
+            seconds = ended(instar(*words)).seconds
+            if repeat:
+                taken[name].append(1e3 * seconds)
+    imported = ended([sys.executable, "-c", TORCH_AFTER_HELP]).output.split()[-1]
+    return [
+        *(
+            case(name, figures, "ms", most=120.0 if name == "instar --help" else None)
+            for name, figures in taken.items()
+        ),
+        case("instar --help: modules of torch imported", [float(imported)], "modules", most=0),
+    ]
+
+
+def first_step(overrides: Sequence[str], folder: Path, repeats: int) -> list[Case]:
+    """From the start of the process to the end of a tiny run's first step."""
+    ours, bare = [], []
+    for repeat in range(repeats + 1):
+        run = folder / f"first-{repeat}"
+        training = ended(instar("train", *sets([*overrides, f"record.run_dir={run}"])))
+        events = read_events(run / "events.jsonl")
+        step = next(event for event in events if isinstance(event, Train))
+        script = ended(bare_loop(overrides, 1))
+        if repeat:
+            ours.append(step.time - training.started)
+            bare.append(float(script.output) - script.started)
+    return [
+        case("tiny run: start to first step, instar train", ours, "s"),
+        case("tiny run: start to first step, bare script", bare, "s"),
+        case(
+            "tiny run: start to first step, instar train / bare script",
+            [one / other for one, other in zip(ours, bare, strict=True)],
+            "ratio",
+        ),
+    ]
+
+
+def memory(overrides: Sequence[str], folder: Path, repeats: int, steps: int) -> list[Case]:
+    """Peak resident memory of whole processes."""
+    ours, bare = [], []
+    for repeat in range(repeats):
+        sized = [*overrides, f"train.until=[{steps}it]", f"record.run_dir={folder / f'm{repeat}'}"]
+        ours.append(ended(instar("train", *sets(sized))).peak_mib)
+        bare.append(ended(bare_loop(overrides, steps)).peak_mib)
+    return [
+        case(f"{steps} steps at 10 M: peak memory, instar train", ours, "MiB"),
+        case(f"{steps} steps at 10 M: peak memory, bare loop", bare, "MiB"),
+        case(
+            f"{steps} steps at 10 M: peak memory, instar train / bare loop",
+            [one / other for one, other in zip(ours, bare, strict=True)],
+            "ratio",
+            most=1.1,
+        ),
+    ]
+
+
+def instar(*words: str) -> list[str]:
+    """The command as a person types it."""
+    script = Path(sys.executable).with_name("instar")
+    front = [str(script)] if script.exists() else [sys.executable, "-m", "instar.cli.main"]
+    return [*front, *words]
+
+
+def bare_loop(overrides: Sequence[str], steps: int) -> list[str]:
+    """`bare.py` with the same model, tokens and batch."""
+    prepared = preflight(load(None, overrides), 1)
+    shard = prepared.dataset.path / "train-00000.safetensors"
+    shape = json.dumps(prepared.architecture.to_dict())
+    script = Path(__file__).with_name("bare.py")
+    batch = prepared.config.train.batch_size
+    return [sys.executable, *map(str, (script, shard, shape, batch, steps))]
+
+
+def sets(overrides: Sequence[str]) -> list[str]:
+    return [word for text in overrides for word in ("--set", text)]
+
+
+def ended(command: Sequence[str]) -> Ended:
+    """Run a command to its end.
+
+    Raises:
+        SystemExit: it ended badly.
+    """
+    # compiled modules are kept, as anybody has them who called the command before
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+        started, begun = time.time(), time.perf_counter()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - begun
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        output = said.read()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Ended(started, seconds, usage.ru_maxrss * unit / 2**20, output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Seconds from process start to a validation loss: Instar's presets against tuned plain recipes.
+
+    python benchmarks/time_to_loss.py [--quick] [--seeds 3] [--threads N]
+
+Everybody has the same characters (1 MB of the Python standard library's source, split by file), the
+same 4 × 128 GPT of context 64 (parameters within 2 %), and the same evaluation: the whole
+validation set, every token once. The plain contenders make 2,000 steps of 768 tokens under the same
+AdamW recipe. The target of a seed is the loss that the bare loop reaches at its end, and 0.005 on top:
+what one plain recipe differs from another by chance. Contenders are processes, one after the other,
+in an order that turns with every seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from instar.config.load import load
+from instar.data.prepare import prepare
+from instar.models.architecture import count_parameters
+from instar.record.events import Eval, read_events
+from instar.run.preflight import preflight
+from report import Case, case, options, parser, publish
+from throughput import present
+
+CHANCE = 0.005
+"""nats: the finals of plain recipes with one seed lie within this of each other"""
+
+SHAPE = ("model.n_layer=4", "model.n_head=4", "model.n_embd=128", "model.context=64")
+NAMES = {
+    "instar-fast": "Instar, preset fast",
+    "instar-plain": "Instar, preset plain",
+    "bare": "bare PyTorch loop",
+    "fabric": "Lightning Fabric",
+    "hf": "HF Trainer",
+}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long everybody trains."""
+
+    seeds: int
+    data_bytes: int
+    plain_steps: int
+    fast_steps: int
+
+
+FULL = Effort(seeds=3, data_bytes=1_000_000, plain_steps=2000, fast_steps=360)
+QUICK = Effort(seeds=1, data_bytes=60_000, plain_steps=4, fast_steps=4)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Evaluations of one process: seconds since it was started, and the loss."""
+
+    evaluations: tuple[tuple[float, float], ...]
+
+    @property
+    def final(self) -> float:
+        return self.evaluations[-1][1]
+
+    def seconds_to(self, target: float) -> float | None:
+        """When the loss was first at or below the target."""
+        return next((at for at, loss in self.evaluations if loss <= target), None)
+
+
+def main() -> None:
+    words = parser(__doc__)
+    words.add_argument("--seeds", type=int, help=f"default: {FULL.seeds}")
+    words.add_argument("--threads", type=int, help="of every contender; default: torch's own")
+    parsed = words.parse_args()
+    chosen = options(parsed)
+    effort = QUICK if chosen.quick else FULL
+    there = present(chosen.quick)
+    names = [name for name in NAMES if name.startswith("instar") or name in there]
+    if parsed.threads:
+        os.environ["OMP_NUM_THREADS"] = str(parsed.threads)
+    found: dict[str, list[Reached]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        data = text_for(Path(folder), effort.data_bytes)
+        for seed in range(1, (parsed.seeds or effort.seeds) + 1):
+            turn = seed % len(names)
+            for name in [*names[turn:], *names[:turn]]:
+                reached = run(name, seed, effort, data, Path(folder))
+                found[name].append(reached)
+                told = f"seed {seed}: {NAMES[name]}: {reached.final:.4f}"
+                print(f"{told} after {reached.evaluations[-1][0]:.1f} s", file=sys.stderr)
+        sizes = {name: parameters(name, data) for name in names if name.startswith("instar")}
+    publish(
+        "time_to_loss",
+        cases(found, sizes),
+        chosen,
+        threads=os.environ.get("OMP_NUM_THREADS", "default"),
+    )
+
+
+def text_for(folder: Path, size: int) -> tuple[str, ...]:
+    """Overrides that name characters of the standard library's source, made into tokens."""
+    overrides = ("data.tokenizer=char", f"data.max_bytes={size}", f"data.path={folder / 'tokens'}")
+    loaded = load(None, overrides)
+    prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
+    return overrides
+
+
+def parameters(name: str, data: Sequence[str]) -> int:
+    preset = name.removeprefix("instar-")
+    loaded = load(None, (f"preset={preset}", *SHAPE, *data))
+    return count_parameters(preflight(loaded, 1).architecture).total
+
+
+def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path) -> Reached:
+    """One contender's process, from its start to its end."""
+    steps = effort.fast_steps if name == "instar-fast" else effort.plain_steps
+    if name.startswith("instar"):
+        return run_instar(name.removeprefix("instar-"), seed, steps, data, folder)
+    script = Path(__file__).with_name("plain_recipes.py")
+    asked = {"data": str(folder / "tokens"), "seed": seed, "steps": steps}
+    begun = time.time()
+    done = subprocess.run(
+        [sys.executable, str(script), name, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{NAMES[name]} failed:\n{done.stderr}")
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"time"')]
+    return Reached(tuple((one["time"] - begun, one["loss"]) for one in said))
+
+
+def run_instar(preset: str, seed: int, steps: int, data: Sequence[str], folder: Path) -> Reached:
+    run_dir = folder / f"{preset}-{seed}"
+    settings = (
+        f"preset={preset}",
+        *SHAPE,
+        *data,
+        "train.batch_size=12",
+        f"seed={seed}",
+        f"eval.eval_interval={steps}",
+        "record.log_interval=100",
+        f"record.run_dir={run_dir}",
+    )
+    command = [sys.executable, "-m", "instar.cli.main", "train", "--until", f"{steps}it"]
+    begun = time.time()
+    done = subprocess.run(
+        [*command, *(word for text in settings for word in ("--set", text))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"Instar, preset {preset}, failed:\n{done.stderr}")
+    events = read_events(run_dir / "events.jsonl")
+    return Reached(tuple((e.time - begun, e.loss) for e in events if isinstance(e, Eval)))
+
+
+def cases(found: Mapping[str, Sequence[Reached]], sizes: Mapping[str, int]) -> list[Case]:
+    """Losses, seconds to the target, and their ratios to the bare loop's, seed by seed."""
+    targets = [reached.final + CHANCE for reached in found["bare"]]
+    seconds = {
+        name: [
+            reached.seconds_to(target) or float("inf")
+            for reached, target in zip(runs, targets, strict=True)
+        ]
+        for name, runs in found.items()
+    }
+    against = {
+        name: [ours / bare for ours, bare in zip(taken, seconds["bare"], strict=True)]
+        for name, taken in seconds.items()
+    }
+    bars = {"instar-fast": 0.25, "instar-plain": 1.0}
+    return [
+        *(case(f"parameters: {NAMES[name]}", [float(n)], "count") for name, n in sizes.items()),
+        *(
+            case(f"final validation loss: {NAMES[name]}", [r.final for r in runs], "nats")
+            for name, runs in found.items()
+        ),
+        *(case(f"time to target: {NAMES[name]}", taken, "s") for name, taken in seconds.items()),
+        *(
+            case(f"time of {NAMES[name]} / bare loop", ratio, "ratio", most=bars.get(name))
+            for name, ratio in against.items()
+            if name != "bare"
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()
