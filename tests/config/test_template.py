@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from instar.config import presets
 from instar.config.document import parse
+from instar.config.dump import in_yaml
 from instar.config.fields import keys
 from instar.config.load import load
-from instar.config.template import in_yaml, starter
+from instar.config.template import starter
 
 scalars = st.one_of(
     st.none(),

@@ -59,10 +59,10 @@ def schema(section: str | None, as_json: bool) -> None:
     With --json the JSON Schema of a config file, from which editors complete and check.
     """
     from instar.cli.table import print_table
+    from instar.config.dump import in_yaml
     from instar.config.errors import ConfigError
     from instar.config.explain import nearest
     from instar.config.fields import default, editor_schema, expected, keys, schema_node, sections
-    from instar.config.template import in_yaml
 
     name = section or ""
     if name not in sections() and name not in keys():
@@ -108,9 +108,9 @@ def validate(cfg: str, overrides: tuple[str, ...]) -> None:
 def diff(a: str, b: str, as_json: bool) -> None:
     """List the keys in which the configs A and B differ, defaults and presets included."""
     from instar.cli.table import print_table
+    from instar.config.dump import in_yaml
     from instar.config.errors import ConfigError, Problem
     from instar.config.load import load
-    from instar.config.template import in_yaml
 
     problems: list[Problem] = []
     values: list[dict[str, Any]] = []

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from instar.config import explain, presets
 from instar.config.checks import cross_checks
 from instar.config.document import UNREADABLE, Mistake, Place, Value, parse, show
+from instar.config.dump import resolved
 from instar.config.errors import ConfigError, Problem
 from instar.config.fields import keys, schema_node, sections
 from instar.config.schema import RunConfig
@@ -73,8 +74,6 @@ class Loaded:
 
     def to_yaml(self, *, origin: bool = True) -> str:
         """The resolved config, each value with its origin; `load` reads it back equal."""
-        from instar.config.template import resolved
-
         return resolved(self.config, self.origins if origin else {})
 
 

@@ -1,18 +1,16 @@
-"""Configs as YAML text: the commented template of `instar init`, and the resolved run.yaml."""
+"""The commented config that `instar init` writes."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from instar.config.document import parse, printable
-from instar.config.fields import keys, sections, value_of
+from instar.config.document import printable
+from instar.config.dump import entry, opening
+from instar.config.fields import keys
 from instar.config.load import load
-from instar.config.schema import RunConfig
 
 KINDS = {
     "gpt": (
@@ -40,7 +38,7 @@ _HEAD = """\
 {about}
 
   instar train {path}
-  instar sample runs/{name}-…      the folder that `train` names
+  instar sample latest
 
 What begins with '#key:' is not set and shows the value in force without it.
 All keys: instar config schema      What is in force: instar config show {path} --origin
@@ -66,11 +64,11 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
     options = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     config = load(None, options).config
 
-    head = _HEAD.format(about=about, path=printable(shlex.quote(path)), name=config.name)
+    head = _HEAD.format(about=about, path=printable(shlex.quote(path)))
     lines = [*(f"# {line}".rstrip() for line in head.splitlines()), ""]
     section = ""
     for key, field in keys().items():
-        lines += _opening(section, section := key.rpartition(".")[0])
+        lines += opening(section, section := key.rpartition(".")[0])
         indent = "  " * key.count(".")
         off = "" if key in values else "#"
         lines += textwrap.wrap(
@@ -79,65 +77,5 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
             initial_indent=f"{indent}# ",
             subsequent_indent=f"{indent}# ",
         )
-        lines.append(f"{indent}{off}{_line(config, key)}")
+        lines.append(f"{indent}{off}{entry(config, key)}")
     return "\n".join(lines) + "\n"
-
-
-def resolved(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """Every key with its value, and its origin, where one is given, as a comment behind it."""
-    lines: list[str] = []
-    section = ""
-    for key in keys():
-        lines += _opening(section, section := key.rpartition(".")[0])
-        line = f"{'  ' * key.count('.')}{_line(config, key)}"
-        lines.append(f"{line:<40}  # {printable(origins[key])}" if key in origins else line)
-    return "\n".join(lines) + "\n"
-
-
-def _opening(before: str, section: str) -> list[str]:
-    """The lines that open `section` after the section `before`."""
-    if section == before:
-        return []
-    indent = "  " * section.count(".")
-    about = (sections()[section].__doc__ or "").strip().splitlines()[0]
-    return ["", f"{indent}# {about}", f"{indent}{section.rpartition('.')[2]}:"]
-
-
-def _line(config: RunConfig, key: str) -> str:
-    return f"{key.rpartition('.')[2]}: {in_yaml(value_of(config, key))}"
-
-
-def in_yaml(value: Any) -> str:
-    """A scalar or a list of scalars as YAML on one line, read back equal."""
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(in_yaml, value))}]"
-    if isinstance(value, str):
-        return value if _plain(value) else _quoted(value)
-    return json.dumps(value)
-
-
-def _plain(text: str) -> bool:
-    """Whether a text may stand without quotes, in a list too."""
-    if not re.fullmatch(r"[\w./][\w./<=-]*", text, re.ASCII):
-        return False
-    value, found = parse(f"[{text}]", "")
-    return not found and value is not None and value.plain() == [text]
-
-
-def _quoted(text: str) -> str:
-    """YAML's double-quoted form: what cannot be printed is escaped by its code point."""
-    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
-    return f'"{"".join(escapes.get(char) or _escaped(char) for char in text)}"'
-
-
-def _escaped(char: str) -> str:
-    code = ord(char)
-    if char.isprintable() and code < 0x10000:
-        return char
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import Checkpoint, latest, load, publish, replace_file
+from instar.config.dump import resolved
 from instar.config.load import Loaded
-from instar.config.template import resolved
 from instar.data.tokenizer import TOKENIZER_FILE
 from instar.distributed.agree import agree, together
 from instar.distributed.failure import Interrupted
