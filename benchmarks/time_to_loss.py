@@ -53,7 +53,7 @@ class Effort:
     fast_steps: int
 
 
-FULL = Effort(seeds=3, data_bytes=1_000_000, plain_steps=2000, fast_steps=360)
+FULL = Effort(seeds=3, data_bytes=1_000_000, plain_steps=2000, fast_steps=480)
 QUICK = Effort(seeds=1, data_bytes=60_000, plain_steps=4, fast_steps=4)
 
 

@@ -1,0 +1,75 @@
+"""Every benchmark runs, and what it leaves has the form that readers of results rely on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def result_of(name: str, folder: Path) -> dict[str, Any]:
+    """What `<name>.py --quick` writes."""
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--results", folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    written: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    for case in written["cases"]:
+        assert case["case"] in done.stdout
+    return written
+
+
+@pytest.mark.parametrize(
+    ("name", "barred"),
+    [
+        ("order", "shuffled: build and seek to 90 % of 10⁹"),
+        ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
+        ("startup", "instar --help"),
+        ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
+    ],
+)
+def test_a_smoke_run_leaves_whole_results(name: str, barred: str, tmp_path: Path) -> None:
+    result = result_of(name, tmp_path)
+    assert result.keys() == {"name", "machine", "versions", "cases"}
+    assert result["name"] == name
+    assert result["machine"]["cores"] >= 1
+    assert result["machine"]["load_before"] >= 0
+    assert {"instar", "python", "torch"} <= result["versions"].keys()
+    for case in result["cases"]:
+        assert case.keys() == {"case", "figure", "unit", "spread", "bar", "ok"}
+        assert case["figure"] >= 0
+        assert case["spread"] >= 0
+        assert (case["bar"] is None) == (case["ok"] is None)
+    cases = {case["case"]: case for case in result["cases"]}
+    assert cases[barred]["ok"] in (True, False)
+
+
+def test_a_smoke_run_keeps_published_figures() -> None:
+    before = {path: path.read_bytes() for path in (BENCHMARKS / "results").glob("*.json")}
+    subprocess.run([sys.executable, BENCHMARKS / "order.py", "--quick"], check=True)
+    assert {p: p.read_bytes() for p in (BENCHMARKS / "results").glob("*.json")} == before
+
+
+def test_a_missing_contender_is_named(tmp_path: Path) -> None:
+    code = (
+        "import sys, runpy\n"
+        "sys.modules['lightning_fabric'] = None\n"
+        f"sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "sys.argv = ['throughput.py']\n"
+        "runpy.run_path(sys.path[0] + '/throughput.py', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "lightning_fabric" in done.stderr
+    assert ".[bench]" in done.stderr
