@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.distributed.placement import Placement, placement
+from instar.distributed.placement import Placement, placement, share_cores
 
 TORCHRUN = {
     "RANK": "5",
@@ -75,3 +75,13 @@ def test_every_slurm_task_knows_how_many_share_its_host(repeat: int, counts: lis
         place = SLURM | {"SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": form}
         place |= {"SLURM_STEP_NUM_TASKS": str(sum(per_node) + 2), "SLURM_LOCALID": "0"}
         assert placement(place).local_size == here
+
+
+def test_waiting_threads_leave_the_cores_to_others_unless_told() -> None:
+    environ: dict[str, str] = {}
+    share_cores(environ)
+    assert environ == {"GOMP_SPINCOUNT": "1000"}
+    for chosen in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "ACTIVE"}):
+        told = dict(chosen)
+        share_cores(told)
+        assert told == chosen

@@ -44,8 +44,9 @@ def train(
 ) -> int:
     """Train the model that CFG describes."""
     from instar.config.load import load
-    from instar.distributed.placement import placement
+    from instar.distributed.placement import placement, share_cores
 
+    share_cores(os.environ)
     if until:
         overrides = (*overrides, f"train.until={json.dumps(list(until))}")
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
