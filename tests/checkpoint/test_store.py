@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -319,19 +320,20 @@ def test_sigkill_takes_no_acknowledged_checkpoint(tmp_path: Path) -> None:
             load(path)
 
 
-@pytest.fixture
+@contextmanager
 def small_disk() -> Iterator[None]:
-    """No file may grow beyond 300 bytes, as on a full disk."""
+    """No file may grow beyond 300 bytes, as on a full disk; pytest's own output neither."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
-@pytest.mark.usefixtures("small_disk")
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot save step 10"):
+    with small_disk(), pytest.raises(CheckpointError, match="cannot save step 10"):
         save(tmp_path, 10)
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -117,24 +118,26 @@ def test_the_other_ranks_record_nothing() -> None:
     silent.close()
 
 
-@pytest.fixture
-def small_disk() -> Iterator[int]:
-    """No file may grow beyond so many bytes, as on a full disk."""
-    limit = 1000
+@contextmanager
+def small_disk(limit: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes, as on a full disk; pytest's own output neither."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_full_disk_is_an_error_and_leaves_only_whole_lines(path: Path, small_disk: int) -> None:
+def test_a_full_disk_is_an_error_and_leaves_only_whole_lines(path: Path) -> None:
     recorder = Recorder(path)
-    while recorder.size < small_disk - 200:
-        recorder.write(Train(step=1, loss=2.0))
-    with pytest.raises(RecordError, match="cannot write"):
-        recorder.write(Warn(message="x" * 300))
+    with small_disk(1000):
+        while recorder.size < 800:
+            recorder.write(Train(step=1, loss=2.0))
+        with pytest.raises(RecordError, match="cannot write"):
+            recorder.write(Warn(message="x" * 300))
     whole = path.read_bytes()
     assert whole.endswith(b"}\n")
     os.truncate(path, 0)  # room again
