@@ -48,7 +48,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(BENCH_STAMP)
-	@for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
+	@for name in order startup throughput scaling time_to_loss; do \
+	  $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 torture: $(STAMP)
 	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest tests/torture --timeout 7200
