@@ -165,9 +165,14 @@ def run_instar(preset: str, seed: int, steps: int, data: Sequence[str], folder: 
 def cases(found: Mapping[str, Sequence[Reached]], sizes: Mapping[str, int]) -> list[Case]:
     """Losses, seconds to the target, and their ratios to the bare loop's, seed by seed."""
     targets = [reached.final + CHANCE for reached in found["bare"]]
+    above = {
+        name: [reached.final - target for reached, target in zip(runs, targets, strict=True)]
+        for name, runs in found.items()
+    }
+    late = {name for name, missed in above.items() if max(missed) > 0}
     seconds = {
         name: [
-            reached.seconds_to(target) or float("inf")
+            reached.seconds_to(target) or reached.evaluations[-1][0]
             for reached, target in zip(runs, targets, strict=True)
         ]
         for name, runs in found.items()
@@ -183,7 +188,14 @@ def cases(found: Mapping[str, Sequence[Reached]], sizes: Mapping[str, int]) -> l
             case(f"final validation loss: {NAMES[name]}", [r.final for r in runs], "nats")
             for name, runs in found.items()
         ),
-        *(case(f"time to target: {NAMES[name]}", taken, "s") for name, taken in seconds.items()),
+        *(
+            case(f"final loss above the target: {NAMES[name]}", above[name], "nats", most=0.0)
+            for name in sorted(late)
+        ),
+        *(
+            case(f"time to {'its end' if name in late else 'target'}: {NAMES[name]}", taken, "s")
+            for name, taken in seconds.items()
+        ),
         *(
             case(f"time of {NAMES[name]} / bare loop", ratio, "ratio", most=bars.get(name))
             for name, ratio in against.items()
