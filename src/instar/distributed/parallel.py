@@ -59,6 +59,17 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def meets_in_forward(model: nn.Module) -> bool:
+    """Whether DDP's next forward pass is a collective already, so that leaving it hangs the others.
+
+    It is where buffers are sent along, and once where DDP lays out its buckets anew, after the
+    first backward pass.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return False
+    return bool(model.forward_sync_buffers) or not model._has_rebuilt_buckets
+
+
 def sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
     """Around forward *and* backward of a micro-batch: reduce gradients only where `enabled`."""
     if enabled or not isinstance(model, DistributedDataParallel):

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 
 from instar.config.schema import RunConfig
 from instar.data.feed import MicroBatch, StepBatch
-from instar.distributed.parallel import sync, unwrap
+from instar.distributed.parallel import meets_in_forward, sync, unwrap
 from instar.distributed.world import World
 from instar.run.optimizer import set_learning_rate
 from instar.tasks.task import Batch, Task
@@ -105,7 +105,7 @@ class Stepper:
 
         The loss is divided by the weight of the *global* batch, so neither the world size nor
         the accumulation changes the gradient. Ranks meet once, in the last micro-batch's
-        backward pass; `before_sync` is called just before it, while leaving is still safe.
+        backward pass; `before_sync` is called as late as leaving is still safe.
 
         Raises:
             whatever `before_sync` raises.
@@ -117,12 +117,16 @@ class Stepper:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         last = len(batch.micro_batches) - 1
         for index, micro in enumerate(batch.micro_batches):
-            if index == last:
+            meeting = index == last
+            early = meeting and meets_in_forward(self.model)
+            if early:
                 before_sync()
             # no_sync must be in force before the forward pass, where DDP decides
-            with sync(self.model, enabled=index == last):
+            with sync(self.model, enabled=meeting):
                 with self.autocast():
                     loss = self.task.loss_sum(self.model, to_device(micro, self.world.device))
+                if meeting and not early:
+                    before_sync()
                 share = scale if micro.samples else 0.0
                 torch.autograd.backward(self.scaler.scale(loss * share))
             if micro.samples:
