@@ -36,6 +36,7 @@ from instar.models.gpt import GPT
 from instar.record.console import open_console
 from instar.record.events import Event, Train
 from instar.record.recorder import Recorder
+from instar.record.rundir import RunDir
 from instar.run.build import build
 from instar.run.optimizer import group_parameters
 from instar.run.preflight import Prepared, preflight, prepare_data
@@ -177,7 +178,8 @@ def instar(work: Work, pace: Pace) -> None:
     ):
         log.open(Path(folder))
         with Paced(Path(folder) / "events.jsonl") as sink:
-            trainer = build(work.prepared, world, signal, sink, console, log)
+            run_dir = RunDir(Path(folder))
+            trainer = build(work.prepared, world, signal, sink, console, log, run_dir)
             model = trainer.stepper.bare_model
             assert isinstance(model, GPT)
             pace.watch(model)

@@ -1,6 +1,6 @@
 """The plain contenders of `time_to_loss.py`: one recipe, as each framework's users write it.
 
-    python benchmarks/plain_recipes.py bare|fabric|hf '{"data": …, "seed": …, "steps": …}'
+    python benchmarks/plain_recipes.py bare|bare-bf16|fabric|hf '{"data": …, "seed": …, "steps": …}'
 
 GPT-2 blocks, AdamW with a peak rate of 4e-3 (the best of 1e-3, 2e-3, 4e-3 and 6e-3), 100 steps of
 warm-up, cosine to a tenth, weight decay 0.1 on matrices, gradients clipped at 1, batches of 12
@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ def report(logits: Callable[[torch.Tensor], torch.Tensor], data: torch.Tensor) -
     print(json.dumps({"time": time.time(), "loss": total / (len(data) - 1)}), flush=True)
 
 
-def bare(folder: str, seed: int, steps: int) -> None:
+def bare(folder: str, seed: int, steps: int, *, low: bool = False) -> None:
+    """`low`: forward passes under bf16 autocast."""
     torch.manual_seed(seed)
     model = PlainGPT(vocabulary(folder))
     optimizer = torch.optim.AdamW(groups(model), lr=PEAK, betas=BETAS, fused=True)
@@ -121,13 +123,15 @@ def bare(folder: str, seed: int, steps: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps)
         x, y = batch(data, generator)
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     model.eval()
-    report(model, tokens(folder, "val"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        report(model, tokens(folder, "val"))
 
 
 def fabric(folder: str, seed: int, steps: int) -> None:
@@ -215,6 +219,6 @@ def hf(folder: str, seed: int, steps: int) -> None:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[2])
-    {"bare": bare, "fabric": fabric, "hf": hf}[sys.argv[1]](
+    {"bare": bare, "bare-bf16": partial(bare, low=True), "fabric": fabric, "hf": hf}[sys.argv[1]](
         asked["data"], asked["seed"], asked["steps"]
     )

@@ -69,8 +69,8 @@ def gpt(layers: int, heads: int, width: int, context: int, batch: int) -> tuple[
 
 
 CPU = (
-    Size("1 M", ("device=cpu", *gpt(5, 4, 128, 128, 16)), warmup=10, round=10, rounds=3, heats=8),
-    Size("10 M", ("device=cpu", *gpt(6, 6, 384, 256, 8)), warmup=10, round=10, rounds=2, heats=6),
+    Size("1 M", ("device=cpu", *gpt(5, 4, 128, 128, 16)), warmup=10, round=10, rounds=3, heats=5),
+    Size("10 M", ("device=cpu", *gpt(6, 6, 384, 256, 8)), warmup=10, round=10, rounds=2, heats=3),
 )
 GPU = Size(
     "124 M",

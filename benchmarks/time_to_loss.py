@@ -28,7 +28,7 @@ from instar.models.architecture import count_parameters
 from instar.record.events import Eval, read_events
 from instar.run.preflight import preflight
 from report import Case, case, options, parser, publish
-from throughput import present
+from throughput import NEEDS, present
 
 CHANCE = 0.015
 """nats: the finals of one plain recipe with three seeds lie within 0.02 of each other"""
@@ -38,6 +38,7 @@ NAMES = {
     "instar-fast": "Instar, preset fast",
     "instar-plain": "Instar, preset plain",
     "bare": "bare PyTorch loop",
+    "bare-bf16": "bare PyTorch loop, bf16 autocast",
     "fabric": "Lightning Fabric",
     "hf": "HF Trainer",
 }
@@ -80,7 +81,7 @@ def main() -> None:
     chosen = options(parsed)
     effort = QUICK if chosen.quick else FULL
     there = present(chosen.quick)
-    names = [name for name in NAMES if name.startswith("instar") or name in there]
+    names = [name for name in NAMES if name in there or name not in NEEDS]
     if parsed.threads:
         os.environ["OMP_NUM_THREADS"] = str(parsed.threads)
     found: dict[str, list[Reached]] = {name: [] for name in names}

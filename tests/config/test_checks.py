@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from instar.config.checks import Clash, cross_checks
+from instar.config.checks import Clash, cross_checks, rank_checks
 from instar.config.schema import RunConfig
 
 
@@ -31,6 +31,12 @@ def test_the_defaults_fit_each_other() -> None:
             "learning_rate.warmup_iters",
             "warmup_iters (50) must be less than learning_rate.lr_decay_iters (50)",
         ),
+        (
+            {"reproducible": "elastic", "distributed": {"elastic": {"virtual_ranks": 6}}},
+            "distributed.elastic.virtual_ranks",
+            "must be a power of two, got 6",
+        ),
+        ({"reproducible": "elastic", "compile": True}, "compile", "does not go with reproducible"),
     ],
 )  # fmt: skip
 def test_a_clash_names_its_likeliest_culprit(
@@ -53,6 +59,8 @@ def test_a_clash_names_its_likeliest_culprit(
         {"learning_rate": {"shape": "constant", "lr_decay_iters": 10}},
         {"learning_rate": {"shape": "wsd", "lr_decay_iters": 1000}},
         {"learning_rate": {"shape": "wsd", "lr_decay_iters": 110, "decay_fraction": 1.0}},
+        {"distributed": {"elastic": {"virtual_ranks": 6}}, "compile": True},
+        {"reproducible": "elastic", "distributed": {"elastic": {"virtual_ranks": 16}}},
     ],
 )
 def test_what_fits_raises_no_alarm(sections: dict[str, Any]) -> None:
@@ -71,3 +79,23 @@ def test_all_clashes_are_found_at_once() -> None:
         "train.until[0]",
         "train.until[1]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("slices", "refused", "hint"),
+    [(4, [3, 5, 8], "use 1, 2 or 4 ranks"), (1, [2], "use 1 rank, or more virtual ranks in a new run")],
+)  # fmt: skip
+def test_elastic_ranks_share_the_slices_evenly(slices: int, refused: list[int], hint: str) -> None:
+    elastic = {"elastic": {"virtual_ranks": slices}}
+    config = RunConfig.model_validate({"reproducible": "elastic", "distributed": elastic})
+    found = {ranks: rank_checks(config, ranks) for ranks in range(1, 9)}
+    for ranks in refused:
+        (clash,) = found[ranks]
+        assert clash.message == f"{ranks} ranks cannot share {slices} virtual ranks evenly"
+        assert clash.hint == hint
+    for ranks in (ranks for ranks in (1, 2, 4) if ranks <= slices):
+        assert found[ranks] == []
+
+
+def test_any_number_of_ranks_will_do_otherwise() -> None:
+    assert all(rank_checks(RunConfig(), ranks) == [] for ranks in range(1, 9))

@@ -130,6 +130,39 @@ def test_epochs_are_the_data_set_whatever_batch_accumulation_and_world_size_do(
     assert all(epoch == Counter(range(samples)) for epoch in seen)
 
 
+@settings(deadline=None, max_examples=50)
+@given(
+    samples=st.integers(1, 40),
+    batch_size=st.integers(1, 6),
+    accumulation=st.integers(1, 4),
+    world=st.sampled_from([1, 2, 4]),
+)
+def test_virtual_ranks_have_the_same_micro_batches_whoever_runs_them(
+    samples: int, batch_size: int, accumulation: int, world: int
+) -> None:
+    source, order = Numbers(samples), Shuffled(samples, seed=4)
+    alone = Feed(source, order, 0, 1, virtual_ranks=4)
+    shared = [Feed(source, order, rank, world, virtual_ranks=4) for rank in range(world)]
+    each = [Feed(source, order, rank, 4) for rank in range(4)]
+    for plan in steps(0, 2 * samples, samples, batch_size * accumulation):
+        cut = [
+            [
+                (micro.rank, micro.first, micro.samples, micro.arrays["number"].tolist())
+                for feed in feeds
+                for micro in feed.take(plan, batch_size).micro_batches
+            ]
+            for feeds in ([alone], shared, each)
+        ]
+        assert cut[0] == cut[1] == cut[2]
+        assert {rank for rank, *_ in cut[0]} == {0, 1, 2, 3}
+        assert all(
+            numbers[:count] == alone.sample_ids(plan)[first : first + count].tolist()
+            for _, first, count, numbers in cut[0]
+        )
+    for feed in (alone, *shared, *each):
+        feed.close()
+
+
 def test_a_rank_without_samples_gets_a_stand_in_of_no_weight() -> None:
     with Feed(Numbers(10), Sequential(10), rank=0, world_size=4) as feed:
         batch = feed.take(plan_step(4, 10, 2), batch_size=8)

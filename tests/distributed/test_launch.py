@@ -301,6 +301,7 @@ def test_the_torchrun_line_runs_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     line = torchrun_line(["my runs/a.yaml", "--set", "seed=3"], 4)
     assert line == "torchrun --nproc_per_node=4 -m instar.train 'my runs/a.yaml' --set seed=3"
+    assert "--max-restarts=3 -m" in torchrun_line(["a.yaml"], 4, max_restarts=3)
     monkeypatch.delenv("OMP_NUM_THREADS")
     threads, devices, *_ = shlex.split(torchrun_line(["a.yaml"], 2, [1, 3]))
     assert threads.startswith("OMP_NUM_THREADS=")

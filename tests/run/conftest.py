@@ -16,6 +16,7 @@ from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import silent_console
 from instar.record.recorder import Recorder
+from instar.record.rundir import RunDir
 from instar.run.build import build
 from instar.run.preflight import Prepared, preflight, prepare_data
 from instar.run.trainer import Trainer
@@ -82,6 +83,8 @@ def trainer(prepared: Callable[..., Prepared], tmp_path: Path) -> Iterator[Calla
 
         def make(*overrides: str, name: str = "events", **options: Any) -> Trainer:
             world = World(0, 0, 1, torch.device("cpu"), "none")
+            run_dir = RunDir(tmp_path / name)
+            run_dir.path.mkdir()
             sink = Recorder(tmp_path / f"{name}.jsonl")
             stack.callback(sink.close)
             made = build(
@@ -91,6 +94,7 @@ def trainer(prepared: Callable[..., Prepared], tmp_path: Path) -> Iterator[Calla
                 sink,
                 silent_console(),
                 RankLog(0),
+                run_dir,
             )
             stack.callback(made.feed.close)
             return made

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from instar.run.evaluate import Evaluation, evaluate, held_out_indices
+from instar.run.evaluate import Evaluation, evaluate, held_out_batches, held_out_indices
 from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
@@ -63,6 +65,18 @@ def test_the_subset_is_spread_and_without_repeats() -> None:
     assert chosen.min() < 100
     assert chosen.max() > 900
     assert held_out_indices(50, 100, seed=3).tolist() == list(range(50))
+
+
+@given(total=st.integers(1, 500), batch_size=st.integers(1, 40))
+def test_held_out_samples_are_cut_evenly_for_any_number_of_ranks(
+    total: int, batch_size: int
+) -> None:
+    batches = held_out_batches(np.arange(total), batch_size)
+    assert np.concatenate(batches).tolist() == list(range(total))
+    sizes = {len(batch) for batch in batches}
+    assert max(sizes) <= batch_size
+    assert max(sizes) - min(sizes) <= 1
+    assert len(batches) % 8 == 0 or sizes == {1}
 
 
 def test_evaluating_does_not_touch_training(trainer: Make) -> None:

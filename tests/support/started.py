@@ -40,6 +40,10 @@ class Started:
         """What a terminal does at Ctrl-C: SIGINT to the whole foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
+    def terminate(self, *, group: bool) -> None:
+        """SIGTERM, as from a scheduler: to the process that was started, or to its whole group."""
+        (os.killpg if group else os.kill)(self.process.pid, signal.SIGTERM)
+
     def finish(self, code: int) -> str:
         """Wait for the end, which must be with this code; all of stderr."""
         try:

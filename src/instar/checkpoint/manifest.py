@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,34 @@ class FileEntry(msgspec.Struct, frozen=True):
     """Who holds and who saves it: REPLICATED, GLOBAL or PER_RANK."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run says of the moment it is saved at."""
+
+    data: str = ""
+    """fingerprint of the samples trained on"""
+    tokenizer: str = ""
+    """fingerprint of what made tokens of them, where they are tokens"""
+    progress: dict[str, float] = {}
+    """steps, samples, tokens, FLOPs and seconds so far"""
+    loss: float | None = None
+    """of the last evaluation, nats, if it was made at this very step"""
+    reason: str = ""
+    """why it was saved"""
+    left_out: list[str] = []
+    """parts of the state that the config says not to save"""
+
+
+class Manifest(Facts, frozen=True, kw_only=True):
     """What a checkpoint holds and where it comes from."""
 
     format: int = FORMAT
     step: int
-    files: dict[str, FileEntry]
+    time: float
+    """seconds since the epoch at which it was saved; later than any other of the run"""
+    world_size: int
     architecture: dict[str, Any]
     history: list[Any]
+    files: dict[str, FileEntry]
     versions: dict[str, str]
 
 
@@ -50,23 +70,29 @@ def describe(path: Path, pattern: str) -> FileEntry:
     return FileEntry(path.stat().st_size, _hash(path), pattern)
 
 
+def faults(folder: Path, manifest: Manifest) -> Iterator[CheckpointError]:
+    """What is wrong with each file that is not as its entry says."""
+    for name, said in manifest.files.items():
+        path = folder / name
+        try:
+            if (size := path.stat().st_size) != said.size_bytes:
+                yield CheckpointError(f"{path}: {size} bytes, but {said.size_bytes} were saved")
+            elif _hash(path) != said.xxh3_128:
+                yield CheckpointError(f"{path}: not what was saved: its checksum is another")
+        except FileNotFoundError:
+            yield CheckpointError(f"{path}: missing")
+        except OSError as error:
+            yield CheckpointError(f"{path}: {error.strerror}")
+
+
 def verify(folder: Path, manifest: Manifest) -> None:
     """Compare every file with its entry.
 
     Raises:
         CheckpointError: names the first file that is missing or another, and what is wrong.
     """
-    for name, said in manifest.files.items():
-        path = folder / name
-        try:
-            if (size := path.stat().st_size) != said.size_bytes:
-                raise CheckpointError(f"{path}: {size} bytes, but {said.size_bytes} were saved")
-            if _hash(path) != said.xxh3_128:
-                raise CheckpointError(f"{path}: not what was saved: its checksum is another")
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: missing") from error
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+    for fault in faults(folder, manifest):
+        raise fault
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -22,7 +22,12 @@ COMMANDS = {
     "init": ("instar.cli.init:init", "Write a commented config to start from."),
     "train": ("instar.cli.train:train", "Train a model, on one process or many."),
     "resume": ("instar.cli.resume:resume", "Go on with a run that was stopped."),
+    "control": ("instar.cli.control:control", "Ask a run under way to save or stop, or how it is."),
     "sample": ("instar.cli.sample:sample", "Let a trained model write."),
+    "checkpoint": (
+        "instar.cli.checkpoint:checkpoint",
+        "Look into checkpoints, check and carry them over.",
+    ),
     "data": ("instar.cli.data:data", "Prepare and inspect training data."),
     "config": ("instar.cli.config:config", "Show, validate and compare configs."),
 }

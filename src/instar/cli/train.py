@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from instar.config.load import Loaded
     from instar.distributed.ranklog import RankLog
+    from instar.run.resume import Resume
 
 
 @click.command(
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     help="When to stop, instead of train.until: 2000it, 50Mtok, 3ep, 10min, loss<3.0.",
 )
 @click.option("--resume", metavar="RUN", help="Go on with this run; CFG is its run.yaml.")
+@click.option("--from", "start", default="latest", help="With --resume: latest, best, or a step.")
+@click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice(["data", "tokenizer"]),
+    help="With --resume: go on although this is another than it was.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what the run would be, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: as JSON.")
 def train(
@@ -39,6 +46,8 @@ def train(
     overrides: tuple[str, ...],
     until: tuple[str, ...],
     resume: str | None,
+    start: str,
+    allow: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -57,24 +66,27 @@ def train(
         raise click.UsageError(
             f"--nproc {ranks}, but the environment already makes this one of {place.size} ranks"
         )
-    resumed = None
+    going_on = None
     if resume is not None:
         from instar.record.rundir import find_run
+        from instar.run.resume import Resume
 
         run = find_run(resume)
-        resumed, cfg = run.path, cfg or str(run.config)
-        argv = [*argv, "--resume", str(run.path)]
+        going_on = Resume(run, start, allow)
+        cfg = cfg or str(run.config)
+        argv = [*argv, "--resume", str(run.path), "--from", start]
+        argv += [word for one in allow for word in ("--allow", one)]
     loaded = load(cfg, overrides)
     if dry_run:
         return _forecast(loaded, argv, ranks, indices, as_json)
     if place.size > 1:
-        return _one_rank(loaded, resumed)
-    return _from_the_shell(loaded, resumed, argv, ranks, indices)
+        return _one_rank(loaded, going_on)
+    return _from_the_shell(loaded, going_on, argv, ranks, indices)
 
 
 def _from_the_shell(
     loaded: Loaded,
-    resumed: Path | None,
+    resume: Resume | None,
     argv: Sequence[str],
     ranks: int,
     devices: Sequence[int] | None,
@@ -82,12 +94,18 @@ def _from_the_shell(
     """Find all mistakes before any rank is started; then run here, or launch ranks."""
     from instar.distributed.failure import NOTHING_STARTED, Interrupted
     from instar.run.preflight import preflight, prepare_data
+    from instar.run.resume import automatic, choose, overridden
 
     try:
         prepare_data(loaded, lambda text: click.echo(text, err=True))
-        preflight(loaded, ranks, new=resumed is None)
+        going_on = resume or automatic(loaded.config)
+        prepared = preflight(loaded, ranks, new=going_on is None)
+        if going_on is not None:
+            overridden(going_on, prepared.config)
+            if ranks > 1:
+                choose(going_on)
         if ranks == 1 and devices is None:
-            return _one_rank(loaded, resumed)
+            return _one_rank(loaded, resume)
         from instar.distributed.launch import launch, torchrun_line
 
         click.echo(f"same as: {torchrun_line(argv, ranks, devices)}", err=True)
@@ -97,7 +115,7 @@ def _from_the_shell(
         raise Interrupted(NOTHING_STARTED) from None
 
 
-def _one_rank(loaded: Loaded, resumed: Path | None) -> int:
+def _one_rank(loaded: Loaded, resume: Resume | None) -> int:
     from instar.distributed.ranklog import run_rank
     from instar.distributed.signals import StopSignal
 
@@ -107,7 +125,7 @@ def _one_rank(loaded: Loaded, resumed: Path | None) -> int:
         def work(log: RankLog) -> None:
             from instar.run.rank import run
 
-            run(loaded, log, signal, resumed)
+            run(loaded, log, signal, resume)
 
         return run_rank(work)
 

@@ -18,7 +18,24 @@ class Clash(NamedTuple):
 
 def cross_checks(config: RunConfig) -> list[Clash]:
     """Everything in the config that contradicts itself."""
-    return [*_shape(config), *_data(config), *_course(config)]
+    return [*_shape(config), *_data(config), *_course(config), *_elastic(config)]
+
+
+def rank_checks(config: RunConfig, world_size: int) -> list[Clash]:
+    """Everything in the config that so many ranks contradict."""
+    slices = config.distributed.elastic.virtual_ranks
+    if config.reproducible == "fixed" or slices % world_size == 0:
+        return []
+    possible = [str(ranks) for ranks in range(1, slices + 1) if slices % ranks == 0]
+    return [
+        Clash(
+            ("distributed.elastic.virtual_ranks", "reproducible"),
+            f"{world_size} ranks cannot share {slices} virtual ranks evenly",
+            f"use {', '.join(possible[:-1])} or {possible[-1]} ranks"
+            if len(possible) > 1
+            else "use 1 rank, or more virtual ranks in a new run",
+        )
+    ]
 
 
 def _shape(config: RunConfig) -> list[Clash]:
@@ -97,6 +114,33 @@ def _course(config: RunConfig) -> list[Clash]:
                 ("learning_rate.warmup_iters", "learning_rate.lr_decay_iters"),
                 f"learning_rate.warmup_iters ({course.warmup_iters}) must be less than "
                 f"learning_rate.lr_decay_iters ({end})",
+            )
+        )
+    return found
+
+
+def _elastic(config: RunConfig) -> list[Clash]:
+    if config.reproducible == "fixed":
+        return []
+    found = []
+    slices = config.distributed.elastic.virtual_ranks
+    if slices & (slices - 1):
+        below = 1 << (slices.bit_length() - 1)
+        found.append(
+            Clash(
+                ("distributed.elastic.virtual_ranks", "reproducible"),
+                f"distributed.elastic.virtual_ranks must be a power of two, got {slices}: gradients "
+                "are added in pairs, and pairs of pairs",
+                f"{below} or {2 * below} would be",
+            )
+        )
+    if config.compile:
+        found.append(
+            Clash(
+                ("compile", "reproducible"),
+                "compile: true does not go with reproducible: elastic: which kernels a compiled "
+                "model runs depends on the shapes it has met since its process began",
+                "leave one of them out",
             )
         )
     return found

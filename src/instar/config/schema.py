@@ -168,6 +168,37 @@ class RecordConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    """When a run is saved, what of it, and which checkpoints stay."""
+
+    every_steps: PositiveInt | None = Field(None, description="save every so many steps")
+    every_tokens: PositiveInt | None = Field(None, description="save every so many tokens")
+    every_minutes: PositiveFloat | None = Field(
+        10.0, description="save when so many minutes have passed since the last save"
+    )
+    on_best: bool = Field(
+        False, description="save whenever the validation loss is the lowest so far"
+    )
+    asynchronous: bool = Field(
+        True,
+        description="write in the background while training goes on; what a stop, a signal or the "
+        "end saves is always waited for",
+    )
+    keep_last: PositiveInt = Field(3, description="how many of those saved last stay")
+    keep_best: Annotated[int, Field(ge=0)] = Field(
+        1, description="how many with the lowest validation loss stay"
+    )
+    keep_every: PositiveInt | None = Field(
+        None, description="checkpoints whose step is a multiple of this stay for ever"
+    )
+    save_optimizer_state: bool = Field(True, description="moments of the optimizer")
+    save_scheduler_state: bool = Field(
+        True, description="the place in the learning rate's course and the operations done"
+    )
+    save_dataset_state: bool = Field(True, description="the cursor: the place in the data")
+    save_rng_state: bool = Field(True, description="each rank's random generators")
+
+
 class DDPConfig(Section):
     """Options of DistributedDataParallel."""
 
@@ -178,14 +209,39 @@ class DDPConfig(Section):
     broadcast_buffers: bool = Field(False, description="send rank 0's buffers at every forward")
 
 
+class ElasticConfig(Section):
+    """What `reproducible: elastic` holds fixed while the number of ranks changes."""
+
+    virtual_ranks: PositiveInt = Field(
+        4,
+        description="slices that every step is cut into, a power of two; "
+        "as many ranks or 2, 4, 8 … times fewer share them",
+    )
+    threads: PositiveInt = Field(
+        1, description="CPU threads of each rank: other numbers of them round otherwise"
+    )
+
+
 class DistributedConfig(Section):
     """Ranks and how they talk."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="auto: nccl on GPUs, gloo on CPUs"
     )
-    timeout_s: PositiveFloat = Field(600.0, description="longest wait for another rank, seconds")
+    timeout_s: PositiveFloat = Field(
+        600.0,
+        description="longest wait for a rank that is alive, seconds: preparing data, compiling and "
+        "saving must each fit in it; then all end, and the one that did not come is named",
+    )
+    silence_s: PositiveFloat = Field(
+        60.0,
+        description="a rank without a sign of life for so long is taken for dead, seconds; at most "
+        "timeout_s counts",
+    )
     ddp: DDPConfig = Field(default_factory=DDPConfig, description="DistributedDataParallel")
+    elastic: ElasticConfig = Field(
+        default_factory=ElasticConfig, description="for reproducible: elastic"
+    )
 
 
 class RunConfig(Section):
@@ -207,6 +263,11 @@ class RunConfig(Section):
         "fp32", description="of the forward pass; weights stay fp32"
     )
     compile: bool = Field(False, description="torch.compile the model")
+    reproducible: Literal["fixed", "elastic"] = Field(
+        "fixed",
+        description="bit for bit: fixed, with the same number of ranks and threads; elastic, with "
+        "any number of ranks that shares distributed.elastic.virtual_ranks",
+    )
     task: Literal["language"] = Field("language", description="what is trained")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the GPT's shape")
     data: DataConfig = Field(default_factory=DataConfig, description="samples and their order")
@@ -217,6 +278,13 @@ class RunConfig(Section):
     )
     eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out loss")
     record: RecordConfig = Field(default_factory=RecordConfig, description="what is written down")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="when to save, and what stays"
+    )
+    resume: Literal["never", "auto"] = Field(
+        "never",
+        description="auto: go on with the run in record.run_dir if there is one, else begin it",
+    )
     distributed: DistributedConfig = Field(
         default_factory=DistributedConfig, description="ranks and how they talk"
     )

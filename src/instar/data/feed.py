@@ -37,11 +37,17 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What a rank runs forward at once; `weight` is its part of the step's weight."""
+    """What a rank runs forward at once; `weight` is its part of the step's weight.
+
+    `rank` is the (virtual) rank whose slice it is cut from, `first` the place of its first sample
+    in the global batch.
+    """
 
     arrays: dict[str, NDArray[Any]]
     weight: float
     samples: int
+    rank: int
+    first: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +97,15 @@ class Feed:
         rank: int = 0,
         world_size: int = 1,
         prefetch: bool = True,
+        virtual_ranks: int | None = None,
     ) -> None:
+        """`virtual_ranks`: cut steps into so many slices, a multiple of the world size, and bring
+        each rank as many neighbouring ones; None: one slice for each rank."""
         self._source, self._order = source, order
         self._rank, self._world_size = rank, world_size
+        self._slices = virtual_ranks or world_size
+        each = self._slices // world_size
+        self._own = range(rank * each, (rank + 1) * each)
         self._prefetch = prefetch
         self._ready: Block = {}
         self._coming: Future[Block] | None = None
@@ -108,8 +120,8 @@ class Feed:
     def take(self, plan: StepPlan, batch_size: int) -> StepBatch:
         """This rank's micro-batches of a step, of batch_size samples at most.
 
-        A rank whose slice is empty gets one stand-in of weight 0 and samples 0, the first sample
-        of the step, so that it can take part in the backward pass. What reading raises is raised
+        A slice that is empty has one stand-in of weight 0 and samples 0, the first sample of the
+        step, so that its rank can take part in the backward pass. What reading raises is raised
         here, with a note of the positions.
         """
         key = plan, batch_size
@@ -227,10 +239,14 @@ class Feed:
     def _cut(self, plans: list[StepPlan], batch_size: int, ids: Int64Array) -> Block:
         """`ids` are the samples of all the plans over all ranks."""
         origin = plans[0].start
-        slices = [rank_slice(plan, self._rank, self._world_size) for plan in plans]
+        slices = [
+            (plan, rank, *rank_slice(plan, rank, self._slices))
+            for plan in plans
+            for rank in self._own
+        ]
         to_read = [
             (begin, end) if begin < end else (plan.start, plan.start + 1)
-            for plan, (begin, end) in zip(plans, slices, strict=True)
+            for plan, _, begin, end in slices
         ]
         own = np.concatenate([ids[begin - origin : end - origin] for begin, end in to_read])
         arrays = self._source.read(own)
@@ -241,22 +257,25 @@ class Feed:
                 )
         self._sample_bytes = max(1, sum(array.nbytes for array in arrays.values()) // own.size)
 
-        block: Block = {}
+        micro_batches: dict[StepPlan, list[MicroBatch]] = {plan: [] for plan in plans}
         row = 0
-        for plan, (begin, end) in zip(plans, slices, strict=True):
-            micro_batches = []
+        for plan, rank, begin, end in slices:
             for first, stop in micro_slices(begin, end, batch_size) or [(begin, begin)]:
                 rows = max(stop - first, 1)
-                micro_batches.append(
+                micro_batches[plan].append(
                     MicroBatch(
                         arrays={name: array[row : row + rows] for name, array in arrays.items()},
                         weight=self._source.weights(ids[first - origin : stop - origin]),
                         samples=stop - first,
+                        rank=rank,
+                        first=first - plan.start,
                     )
                 )
                 row += rows
+        block: Block = {}
+        for plan in plans:
             everyone = ids[plan.start - origin : plan.start - origin + plan.count]
             block[plan, batch_size] = StepBatch(
-                plan, tuple(micro_batches), self._source.weights(everyone)
+                plan, tuple(micro_batches[plan]), self._source.weights(everyone)
             )
         return block

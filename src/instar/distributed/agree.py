@@ -110,14 +110,20 @@ def together(world: World, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def meeting(world: World, what: str) -> Iterator[None]:
-    """Around a collective: the transport's error becomes PeerLost with the rank and `what`."""
+def meeting(world: World, what: str, number: int | None = None) -> Iterator[None]:
+    """Around a collective: the transport's error becomes PeerLost with the rank and `what`.
+
+    `number`: of the meeting this rank came to before, and waits for the end of.
+    """
+    world.position.arrive(what, number)
     try:
         yield
     except RuntimeError as error:
         # Gloo begins with the place in its source and ends with advice and an emoji.
         cause = re.sub(r"^\[[^\]]*\]\s*|\. This is typically.*", "", str(error), flags=re.DOTALL)
         raise PeerLost(f"rank {world.rank} lost another rank while {what}: {cause}") from error
+    else:
+        world.position.go_on()
 
 
 class Request(IntEnum):
@@ -144,11 +150,12 @@ class Beat:
         self._world = world
         self._vector = vector
         self._work = work
+        self._number = world.position.arrived
 
     def wait(self) -> PulseResult:
         """What all ranks sent; may be asked again. Raises PeerLost if one of them is gone."""
         if self._work is not None:
-            with meeting(self._world, "waiting for the pulse"):
+            with meeting(self._world, "waiting for the pulse", self._number):
                 self._work.wait()
             self._work = None
         stop, errors, *sums = self._vector.tolist()
@@ -179,7 +186,7 @@ class Pulse:
         if self._world.size == 1:
             return Beat(self._world, vector, None)
         with meeting(self._world, "sending the pulse"):
-            work = dist.all_reduce(vector, async_op=True)
+            work = dist.all_reduce(vector, group=self._world.group, async_op=True)
         return Beat(self._world, vector, work)
 
 
@@ -231,12 +238,12 @@ def _broadcast(world: World, data: bytes) -> bytes:
         return data
     frame = _frame(data)
     with meeting(world, "hearing a decision"):
-        dist.broadcast(frame, 0)
+        dist.broadcast(frame, 0, group=world.group)
         length = _length(frame)
         if length <= _ROOM:
             return _body(frame, length)
         rest = _bytes(data) if world.is_main else torch.empty(length, dtype=torch.uint8)
-        dist.broadcast(rest, 0)
+        dist.broadcast(rest, 0, group=world.group)
     return _raw(rest)
 
 
@@ -245,13 +252,13 @@ def _gather(world: World, data: bytes) -> list[bytes]:
         return [data]
     frames = list(torch.empty(world.size, _FRAME_BYTES, dtype=torch.uint8).unbind())
     with meeting(world, "gathering answers"):
-        dist.all_gather(frames, _frame(data))
+        dist.all_gather(frames, _frame(data), group=world.group)
         lengths = [_length(frame) for frame in frames]
         longest = max(lengths)
         if longest <= _ROOM:
             return [_body(frame, n) for frame, n in zip(frames, lengths, strict=True)]
         wholes = list(torch.empty(world.size, longest, dtype=torch.uint8).unbind())
-        dist.all_gather(wholes, _bytes(data.ljust(longest, b"\0")))
+        dist.all_gather(wholes, _bytes(data.ljust(longest, b"\0")), group=world.group)
     return [_raw(whole[:n]) for whole, n in zip(wholes, lengths, strict=True)]
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,6 +49,17 @@ class PeerLost(RunFailed):
     secondary = True
 
 
+class RankMissing(RunFailed):
+    """`ranks` do not move, or never came where all others wait; the message is a whole sentence.
+
+    Empty if it cannot be told who keeps the others from moving.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class Interrupted(InstarError):  # noqa: N818
     """Stopped by a signal; the run can be resumed."""
 
@@ -57,7 +68,10 @@ class Interrupted(InstarError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end. `time` is in seconds since the epoch, `kind` the exception's type."""
+    """One rank's end. `time` is in seconds since the epoch, `kind` the exception's type.
+
+    `ranks`: those to blame, if they are others than the one that says so.
+    """
 
     rank: int
     step: int | None
@@ -66,9 +80,12 @@ class Failure:
     exit_code: int
     secondary: bool
     time: float
+    ranks: tuple[int, ...] = ()
 
     def sentence(self) -> str:
         """Who failed, when and of what, e.g. "rank 1 failed at step 120: ValueError: …"."""
+        if self.kind == RankMissing.__name__:
+            return self.message
         at = "" if self.step is None else f" at step {self.step}"
         message = f": {self.message}" if self.message else ""
         return f"rank {self.rank} failed{at}: {self.kind}{message}"
@@ -114,6 +131,7 @@ def describe(error: BaseException, rank: int, step: int | None) -> Failure:
         exit_code=exit_code_of(error),
         secondary=is_secondary(error),
         time=time.time(),
+        ranks=root.ranks if isinstance(root, RankMissing) else (),
     )
 
 
@@ -141,7 +159,8 @@ def read_failure(path: Path) -> Failure | None:
     """The record at `path`, or None if there is none that Instar wrote."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return Failure(**record["instar"])
+        facts = record["instar"]
+        return Failure(**{**facts, "ranks": tuple(facts["ranks"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -89,15 +89,23 @@ def launch(
         return _conclude(agent.ended(), stop)
 
 
-def torchrun_line(argv: Sequence[str], nproc: int, devices: Sequence[int] | None = None) -> str:
-    """The torchrun command that does the same as `launch(argv, nproc, devices)`."""
+def torchrun_line(
+    argv: Sequence[str],
+    nproc: int,
+    devices: Sequence[int] | None = None,
+    *,
+    max_restarts: int = 0,
+) -> str:
+    """The torchrun command that does the same as `launch` with these arguments."""
     variables = {}
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(threads_per_rank(nproc))
     if devices is not None:
         variables[DEVICES_VARIABLE] = ",".join(map(str, devices))
     settings = [f"{name}={value}" for name, value in variables.items()]
-    command = ["torchrun", f"--nproc_per_node={nproc}", "-m", "instar.train", *argv]
+    command = ["torchrun", f"--nproc_per_node={nproc}"]
+    command += [f"--max-restarts={max_restarts}"] if max_restarts else []
+    command += ["-m", "instar.train", *argv]
     return " ".join([*settings, shlex.join(command)])
 
 
@@ -168,7 +176,8 @@ def _told(ended: Sequence[Ended]) -> str:
             text += " (the system does so when memory runs out)"
     else:
         text = f"rank {end.rank} ended with exit code {end.status}"
-    return "\n".join([text, *_last_lines(end.said)])
+    blamed = [other for other in ended if end.failure and other.rank in end.failure.ranks]
+    return "\n".join([text, *_last_lines((blamed or [end])[0].said)])
 
 
 def _last_lines(files: Sequence[Path]) -> Iterator[str]:

@@ -82,6 +82,8 @@ def same_everywhere(world: World, tensors: Mapping[str, Tensor]) -> None:
 
     Type and shape count too. One short exchange if nothing differs.
     """
+    if world.size == 1:
+        return
     hashes = {name: _hash(tensor) for name, tensor in sorted(tensors.items())}
     whole = xxhash.xxh3_128_hexdigest("\n".join(f"{n}\t{h}" for n, h in hashes.items()).encode())
     if len(set(cast(list[str], gather(world, whole)))) == 1:

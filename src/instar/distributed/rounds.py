@@ -15,7 +15,10 @@ import uuid
 from collections.abc import Iterator
 from typing import Protocol
 
-from instar.distributed.failure import RunFailed
+from instar.distributed.failure import RankMissing
+
+_OFFER = "instar/offer"
+_OVER = "instar/over"
 
 
 class Store(Protocol):
@@ -28,44 +31,88 @@ class Store(Protocol):
 
 
 def roll_call(store: Store, rank: int, size: int, timeout_s: float) -> str:
-    """A name of this round, the same on all ranks and new; raises RunFailed naming who is missing."""
+    """A name of this round, the same on all ranks and new.
+
+    Raises RankMissing, on all ranks that came, naming those who did not within `timeout_s` seconds
+    of the first.
+    """
     sign = uuid.uuid4().hex
     store.set(_here(rank), sign)
     deadline = time.monotonic() + timeout_s
-    return _lead(store, size, deadline) if rank == 0 else _follow(store, rank, sign, deadline)
+    came = _lead(store, size) if rank == 0 else _follow(store, rank, sign)
+    for _ in _until(deadline):
+        name = next(came)
+        if name:
+            return name
+        _hear(store, sign)
+    absent = _absent(store, rank, size, sign)
+    raise _post(store, absent, size, timeout_s)
 
 
-def _lead(store: Store, size: int, deadline: float) -> str:
+def _lead(store: Store, size: int) -> Iterator[str]:
+    """Looks once each time it is asked; the name of the round when all have come, before it ""."""
     heres = [_here(rank) for rank in range(size)]
     seen: list[str] = []
     name = ""
-    for _ in _until(deadline):
+    while True:
         if store.check(heres):
             signs = [sign.decode() for sign in store.multi_get(heres)]
             if signs != seen:
                 seen, name = signs, uuid.uuid4().hex
-                store.set("instar/offer", json.dumps({"name": name, "signs": signs}))
+                store.set(_OFFER, json.dumps({"name": name, "signs": signs}))
             if store.check([_answer(name, rank) for rank in range(1, size)]):
                 store.set(_go(name), "")
-                return name
-    missing = [
-        str(rank)
-        for rank in range(1, size)
-        if not store.check([_answer(name, rank) if name else _here(rank)])
-    ]
-    raise RunFailed(f"rank {', '.join(missing)} of {size} did not come to the start in time")
+                yield name
+        yield ""
 
 
-def _follow(store: Store, rank: int, sign: str, deadline: float) -> str:
-    for _ in _until(deadline):
-        if store.check(["instar/offer"]):
-            offer = json.loads(store.get("instar/offer"))
-            if rank < len(offer["signs"]) and offer["signs"][rank] == sign:
-                name: str = offer["name"]
-                store.set(_answer(name, rank), "")
-                if store.check([_go(name)]):
-                    return name
-    raise RunFailed(f"rank {rank} came to the start, but not all others did in time")
+def _follow(store: Store, rank: int, sign: str) -> Iterator[str]:
+    while True:
+        name = _offered(store, rank, sign)
+        if name:
+            store.set(_answer(name, rank), "")
+            if store.check([_go(name)]):
+                yield name
+        yield ""
+
+
+def _offered(store: Store, rank: int, sign: str) -> str:
+    """The name that rank 0 offers to this start of this rank; "" if it offers none."""
+    if not store.check([_OFFER]):
+        return ""
+    offer = json.loads(store.get(_OFFER))
+    mine = rank < len(offer["signs"]) and offer["signs"][rank] == sign
+    return str(offer["name"]) if mine else ""
+
+
+def _absent(store: Store, rank: int, size: int, sign: str) -> list[int]:
+    """Who has not come, as far as the store tells this rank."""
+    name = _offered(store, rank, sign)
+    others = [other for other in range(1, size) if other != rank]
+    if name:
+        absent = [other for other in others if not store.check([_answer(name, other)])]
+    else:
+        absent = [other for other in range(size) if not store.check([_here(other)])]
+    # Without an offer, or with one that all have answered, it is rank 0 that does nothing.
+    return absent or [0]
+
+
+def _post(store: Store, absent: list[int], size: int, timeout_s: float) -> RankMissing:
+    """Tell the others who came that it is over, so that all end with one error."""
+    ranks = ", ".join(map(str, absent))
+    message = f"rank {ranks} of {size} did not come to the start within {timeout_s:g} s"
+    heres = [_here(rank) for rank in range(size) if store.check([_here(rank)])]
+    signs = [sign.decode() for sign in store.multi_get(heres)]
+    store.set(_OVER, json.dumps({"signs": signs, "message": message, "ranks": absent}))
+    return RankMissing(message, absent)
+
+
+def _hear(store: Store, sign: str) -> None:
+    """Raise what another rank has posted to this start."""
+    if store.check([_OVER]):
+        over = json.loads(store.get(_OVER))
+        if sign in over["signs"]:
+            raise RankMissing(over["message"], over["ranks"])
 
 
 def _until(deadline: float) -> Iterator[None]:

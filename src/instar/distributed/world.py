@@ -8,8 +8,8 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -18,13 +18,26 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from instar.config.errors import ConfigError
 from instar.config.schema import DistributedConfig
-from instar.distributed.failure import Interrupted, RunFailed
+from instar.distributed.failure import (
+    Interrupted,
+    PeerLost,
+    RankMissing,
+    RunFailed,
+    is_secondary,
+)
+from instar.distributed.heartbeat import Position
 from instar.distributed.placement import DEVICES_VARIABLE, Placement, is_loopback, placement
 from instar.distributed.rounds import roll_call
+from instar.distributed.watch import Limits, Served, watching
 
-__all__ = ["Interrupted", "RunFailed", "World", "join"]
+__all__ = ["Interrupted", "RunFailed", "World", "join", "recall", "remember"]
 
 logger = logging.getLogger(__name__)
+
+# The watch ends a wait at its limit. The transport also counts time in which the whole group was
+# stopped, as by Ctrl-Z or SLURM, and must not end a run for that.
+_TRANSPORT_LIMIT = timedelta(days=1)
+_AGENT_ANSWERS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -36,10 +49,17 @@ class World:
     size: int
     device: torch.device
     backend: str
+    position: Position = field(default_factory=Position, compare=False, repr=False)
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    """in which agreements are made; None: the one that all ranks met in"""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def at(self, where: str, step: int | None = None) -> None:
+        """Say what this rank begins, e.g. "evaluation at step 100": others name it if it hangs."""
+        self.position.at(where, step)
 
 
 @contextmanager
@@ -47,8 +67,14 @@ def join(config: DistributedConfig, device: str = "auto") -> Iterator[World]:
     """Meet the other ranks named by torchrun's or SLURM's environment; part from them at the end.
 
     Control traffic goes through CPU tensors over gloo, whatever carries the gradients. MASTER_*
-    is read, never written. Raises ConfigError for a device or environment that cannot be, and
-    RunFailed if ranks do not come within `config.timeout_s` seconds.
+    is read, never written. A rank that hangs inside ends all, each process at once with code 4
+    (see `watching`).
+
+    Raises:
+        ConfigError: a device or environment that cannot be.
+        RankMissing: some ranks did not come within `config.timeout_s` seconds, or were lost.
+        PeerLost: another rank is gone; names it where that can be known.
+        RunFailed: the ranks cannot reach each other.
     """
     place = placement(os.environ)
     chosen = _device(device, place, os.environ.get(DEVICES_VARIABLE, ""))
@@ -60,37 +86,99 @@ def join(config: DistributedConfig, device: str = "auto") -> Iterator[World]:
     backend = _backend(config.backend, chosen)
     excepthook = sys.excepthook
     with _loopback_for_gloo(place):
-        _meet(place, backend, chosen, config.timeout_s)
+        store = _meet(place, config.timeout_s)
         try:
-            yield World(place.rank, place.local_rank, place.size, chosen, backend)
+            with _watching(store, place, config) as position:
+                _connect(store, place, backend, chosen)
+                yield World(place.rank, place.local_rank, place.size, chosen, backend, position)
         finally:
             sys.excepthook = excepthook
             _part()
 
 
-def _meet(place: Placement, backend: str, device: torch.device, timeout_s: float) -> None:
-    timeout = timedelta(seconds=timeout_s)
+def beside(world: World) -> World:
+    """The same ranks in a group of their own, for a thread that must not disturb the first.
+
+    All ranks must ask for it together.
+    """
+    if world.size == 1:
+        return world
+    group = dist.new_group(backend="gloo", timeout=_TRANSPORT_LIMIT)
+    return replace(world, position=Position(), group=group)
+
+
+def remember(key: str, value: str) -> None:
+    """Keep `value` for the ranks that this launcher starts again; nothing where none would."""
+    store = _kept()
+    if store is not None:
+        store.set(key, value)
+
+
+def recall(key: str) -> str | None:
+    """What an earlier start of this launch has remembered, or None.
+
+    The launcher's store keeps it: it lives as long as the launcher does.
+    """
+    store = _kept()
+    if store is None or not store.check([key]):
+        return None
+    return store.get(key).decode()
+
+
+def _meet(place: Placement, timeout_s: float) -> PrefixStore:
+    """The store, under a name of this start's own, when all ranks have come to it."""
     try:
-        store = _store(place, timeout)
+        store = _store(place, timeout_s)
         name = roll_call(store, place.rank, place.size, timeout_s)
+    except (RuntimeError, OSError) as error:
+        if place.rank != 0 and not _agent_serves() and isinstance(error, RuntimeError):
+            raise RankMissing(
+                f"rank 0 of {place.size} did not come to the start, or has left it: nothing "
+                f"answers at {place.host}:{place.port}, where it serves the store",
+                [0],
+            ) from error
+        raise _not_met(place, error) from error
+    return PrefixStore(f"instar/round/{name}", store)
+
+
+def _connect(store: PrefixStore, place: Placement, backend: str, device: torch.device) -> None:
+    try:
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"instar/round/{name}", store),
+            store=store,
             rank=place.rank,
             world_size=place.size,
-            timeout=timeout,
+            timeout=_TRANSPORT_LIMIT,
             device_id=device if "nccl" in backend else None,
         )
     except (RuntimeError, OSError) as error:
-        raise RunFailed(
-            f"rank {place.rank} of {place.size} could not meet the others at "
-            f"{place.host}:{place.port}: {error}"
-        ) from error
+        raise _not_met(place, error) from error
 
 
-def _store(place: Placement, timeout: timedelta) -> TCPStore:
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = place.rank == 0 and not agent_serves
+def _not_met(place: Placement, error: Exception) -> RunFailed:
+    kind = PeerLost if is_secondary(error) else RunFailed
+    return kind(
+        f"rank {place.rank} of {place.size} could not meet the others at "
+        f"{place.host}:{place.port}: {error}"
+    )
+
+
+def _watching(
+    store: PrefixStore, place: Placement, config: DistributedConfig
+) -> AbstractContextManager[Position]:
+    # One connection serves one thread at a time, and the main thread may wait on its own.
+    own = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
+    served = Served(f"{place.host}:{place.port}", None if _agent_serves() else 0)
+    limits = Limits.of(config.silence_s, config.timeout_s, place.size)
+    return watching(own, served, place.rank, place.size, limits)
+
+
+def _agent_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store(place: Placement, timeout_s: float) -> TCPStore:
+    serves = place.rank == 0 and not _agent_serves()
     # A store asks for no password, so one that serves this host alone listens on loopback alone.
     local = serves and is_loopback(place.host)
     listener = loopback_listener(place.port, place.host)[0] if local else None
@@ -98,11 +186,30 @@ def _store(place: Placement, timeout: timedelta) -> TCPStore:
         place.host,
         place.port,
         is_master=serves,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=serves,
         master_listen_fd=listener,
     )
+
+
+def _kept() -> PrefixStore | None:
+    """Where values outlive the ranks: in the store of the launcher that would start them again."""
+    address = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
+    if not _agent_serves() or not all(address):
+        return None
+    host, port = map(str, address)
+    try:
+        store = TCPStore(
+            host,
+            int(port),
+            is_master=False,
+            timeout=timedelta(seconds=_AGENT_ANSWERS_S),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RunFailed(f"the launcher does not answer at {host}:{port}: {error}") from error
+    return PrefixStore(f"instar/kept/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
 
 
 def loopback_listener(port: int, host: str = "127.0.0.1") -> tuple[int, int]:
@@ -117,6 +224,8 @@ def loopback_listener(port: int, host: str = "127.0.0.1") -> tuple[int, int]:
 
 def _part(limit_s: float = 2.0) -> None:
     """Destroy the group, but not wait for ever for an operation that a dead peer will not join."""
+    if not dist.is_initialized():
+        return
     parting = threading.Thread(target=dist.destroy_process_group, daemon=True, name="part")
     parting.start()
     parting.join(limit_s)

@@ -140,7 +140,11 @@ class Saved(Placed, tag="checkpoint", frozen=True, kw_only=True):
     """A checkpoint was published."""
 
     path: str
+    reason: str = ""
     seconds: float | None = None
+    """From the snapshot to the published folder."""
+    stall_s: float | None = None
+    """That training stood still for it."""
     size_bytes: int | None = None
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import fcntl
 import os
 import re
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, InstarError
 
 if TYPE_CHECKING:
     from instar.config.schema import RecordConfig
@@ -54,11 +56,62 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def control(self) -> Path:
+        """Where `instar control` puts its requests."""
+        return self.path / "control"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 
     def holds_run(self) -> bool:
         return self.config.exists() or self.events.exists()
+
+
+class RunDirBusy(InstarError):  # noqa: N818
+    """Somebody else is training in this folder."""
+
+    exit_code = 3
+
+
+@contextmanager
+def hold(run: RunDir) -> Iterator[None]:
+    """Be the one process that writes into a run's folder; the kernel lets go when it dies.
+
+    Raises:
+        RunDirBusy: another one is.
+    """
+    with run.lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise RunDirBusy(
+                f"{run.path}: process {file.read().strip() or '?'} is training there; wait for it, "
+                f"or end it with: instar control {run.path} stop"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def holder(run: RunDir) -> int | None:
+    """The process that is training in a run's folder, or None."""
+    try:
+        with run.lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = file.read().strip()
+                return int(text) if text.isdecimal() else 0
+    except OSError:
+        pass
+    return None
 
 
 def create_run_dir(record: RecordConfig, name: str) -> RunDir:

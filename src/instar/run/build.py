@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from typing import cast
 
 import torch
+from torch.nn import Module
 
 from instar.config.budget import parse_budget
+from instar.config.checks import rank_checks
+from instar.config.errors import ConfigError, Problem
+from instar.config.schema import RunConfig
 from instar.data.feed import Feed
 from instar.distributed.parallel import wrap
 from instar.distributed.ranklog import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import Console
+from instar.record.control import COMMANDS, Inbox
 from instar.record.recorder import Sink
+from instar.record.rundir import RunDir
 from instar.record.system import measure_peak_flops
+from instar.run.gradients import DataParallel, Gradients, VirtualRanks
 from instar.run.narrate import Narrator
 from instar.run.optimizer import build_optimizers
 from instar.run.preflight import Prepared
 from instar.run.safepoint import SafePoint
+from instar.run.saving import Saver
 from instar.run.step import DTYPES, Stepper
 from instar.run.trainer import Trainer
 from instar.tasks.language import LanguageTask
@@ -31,19 +40,29 @@ def build(
     sink: Sink,
     console: Console,
     log: RankLog,
+    run_dir: RunDir,
 ) -> Trainer:
-    """The trainer of a run, at step 0. Its `feed` wants to be closed."""
+    """The trainer of a run, at step 0. Its `feed` wants to be closed.
+
+    Raises:
+        ConfigError: so many ranks cannot run it.
+    """
     config = prepared.config
+    if clashes := rank_checks(config, world.size):
+        raise ConfigError(*(Problem(c.message, hint=c.hint, key=c.keys[0]) for c in clashes))
+    elastic = config.distributed.elastic if config.reproducible == "elastic" else None
+    if elastic:
+        _round_alike(elastic.threads, world.device)
     task = LanguageTask(config, prepared.architecture, prepared.dataset)
     bare = task.build().to(world.device)
     parameters = dict(bare.named_parameters())
-    model = cast(torch.nn.Module, torch.compile(bare)) if config.compile else bare
+    model, gradients = _on_all_ranks(config, world, bare)
     stepper = Stepper(
         config,
         world,
         task,
-        # wrapped last: DDP must see the model on its device, and compiled
-        wrap(model, world, config.distributed.ddp),
+        model,
+        gradients,
         parameters,
         build_optimizers(parameters, config.optimizer),
     )
@@ -65,11 +84,48 @@ def build(
         config,
         world,
         task,
-        Feed(source, order, world.rank, world.size, prefetch=config.data.prefetch),
+        Feed(
+            source,
+            order,
+            world.rank,
+            world.size,
+            prefetch=config.data.prefetch,
+            virtual_ranks=elastic.virtual_ranks if elastic else None,
+        ),
         task.held_out("val"),
         stepper,
-        SafePoint(world, signal, min(seconds, key=lambda b: b.amount, default=None)),
+        SafePoint(
+            world, signal, min(seconds, key=lambda b: b.amount, default=None), _inbox(run_dir)
+        ),
+        Saver(config.checkpoint, world, run_dir.path, narrator.saved),
         narrator,
         log,
         order.samples_per_epoch,
     )
+
+
+def _inbox(run_dir: RunDir) -> Inbox:
+    """Requests to this start of the run; those to an earlier one came too late."""
+    inbox = Inbox(run_dir.control)
+    for command in COMMANDS:
+        inbox.answer(command)
+    return inbox
+
+
+def _on_all_ranks(config: RunConfig, world: World, bare: Module) -> tuple[Module, Gradients]:
+    """The model that forward passes go through, and how their gradients come together."""
+    if config.reproducible == "elastic":
+        number = config.distributed.elastic.virtual_ranks
+        return bare, VirtualRanks(world, bare.parameters(), number)
+    model = cast(Module, torch.compile(bare)) if config.compile else bare
+    # wrapped last: DDP must see the model on its device, and compiled
+    wrapped = wrap(model, world, config.distributed.ddp)
+    return wrapped, DataParallel(world, wrapped)
+
+
+def _round_alike(threads: int, device: torch.device) -> None:
+    """Kernels divide their sums among threads, and on a GPU some add in the order of arrival."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
@@ -17,13 +17,27 @@ from instar.data.feed import StepBatch
 from instar.distributed.agree import reduce_sums
 from instar.distributed.world import World
 from instar.record.console import Console
-from instar.record.events import Eval, Placed, RunFinished, RunStarted, Saved, Skip, Stop, Train
+from instar.record.events import (
+    Eval,
+    Operation,
+    Placed,
+    RunFinished,
+    RunStarted,
+    Saved,
+    Skip,
+    Stop,
+    Train,
+    Warn,
+)
 from instar.record.recorder import Sink
 from instar.record.system import memory_bytes
 from instar.run.evaluate import Evaluation
 from instar.run.progress import Progress
 from instar.run.step import StepResult
-from instar.run.stop import Decision
+from instar.run.stop import Best, Decision
+
+if TYPE_CHECKING:
+    from instar.run.saving import Save
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +69,6 @@ class Narrator:
         self.budgets = budgets
         self.peak_flops = peak_flops
         self.started = time.monotonic()
-        self.best: tuple[float, int] | None = None
         self.last_loss: float | None = None
         self.since = Progress()
         self._forget(Progress())
@@ -108,10 +121,7 @@ class Narrator:
         self._write(progress, Skip(step=progress.step, consecutive=consecutive))
         self.console.warn(f"step {progress.step}: gradient not finite, update skipped on all ranks")
 
-    def evaluated(self, progress: Progress, result: Evaluation) -> None:
-        best = math.isfinite(result.loss) and (self.best is None or result.loss < self.best[0])
-        if best:
-            self.best = (result.loss, progress.step)
+    def evaluated(self, progress: Progress, result: Evaluation, *, best: bool) -> None:
         event = Eval(
             step=progress.step,
             split="val",
@@ -123,12 +133,46 @@ class Narrator:
         self.console.evaluated(self._write(progress, event))
         logger.info("step %d: validation loss %.4f", progress.step, result.loss)
 
-    def saved(self, progress: Progress, path: Path, seconds: float, size_bytes: int) -> None:
-        event = Saved(step=progress.step, path=str(path), seconds=seconds, size_bytes=size_bytes)
-        self._write(progress, event)
+    def saved(self, save: Save) -> None:
+        """A save is over, of now or of some steps ago."""
+        step = save.snapshot.progress.step
+        if save.path is None:
+            self.warn(f"step {step:,} could not be saved, training goes on: {save.error}", step)
+            return
+        event = Saved(
+            step=step,
+            path=str(save.path),
+            reason=save.snapshot.facts.reason,
+            seconds=save.seconds,
+            stall_s=save.stall_s,
+            size_bytes=save.size_bytes(),
+        )
+        self._write(save.snapshot.progress, event)
         self.sink.sync()
+        logger.info("saved %s in %.2f s: %s", save.path.name, save.seconds, event.reason)
 
-    def closed(self, progress: Progress, decision: Decision, where: Path) -> None:
+    def overridden(self, progress: Progress, changed: Mapping[str, tuple[object, object]]) -> None:
+        """The config was changed while the run stood still."""
+        for key, (before, after) in changed.items():
+            event = Operation(
+                step=progress.step,
+                name="override",
+                value={key: after},
+                change=f"{key} {before} → {after}",
+                reason="set at resume",
+            )
+            self._write(progress, event)
+            self.console.say(f"{key}: {before} → {after}")
+
+    def warn(self, message: str, step: int) -> None:
+        """Something the person should know."""
+        self.sink.write(Warn(message=message, step=step))
+        self.console.warn(message)
+        logger.warning("%s", message)
+
+    def closed(
+        self, progress: Progress, decision: Decision, best: Best | None, where: Path
+    ) -> None:
         """The run ends in order: the reason, then the totals."""
         self._write(
             progress,
@@ -137,8 +181,8 @@ class Narrator:
         event = RunFinished(
             step=progress.step,
             loss=self.last_loss,
-            best_loss=self.best[0] if self.best else None,
-            best_step=self.best[1] if self.best else None,
+            best_loss=best.loss if best else None,
+            best_step=best.step if best else None,
             tokens_per_s=progress.tokens / progress.active_s if progress.active_s else None,
         )
         event = self._write(progress, event)
@@ -148,7 +192,6 @@ class Narrator:
     def state(self) -> dict[str, Any]:
         """What the story so far comes to, as JSON."""
         return {
-            "best": self.best,
             "last_loss": self.last_loss,
             "wall_s": self.wall_s(),
             "saved_at": time.time(),
@@ -158,7 +201,6 @@ class Narrator:
         """Take the story up where `state` left it; the pause counts as wall-clock time."""
         pause_s = max(0.0, time.time() - state["saved_at"])
         self.started = time.monotonic() - state["wall_s"] - pause_s
-        self.best = tuple(state["best"]) if state["best"] else None
         self.last_loss = state["last_loss"]
         self._forget(progress)
 

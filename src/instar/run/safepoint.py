@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, TypeVar, cast
 
 from instar.config.budget import Budget
 from instar.distributed.agree import Beat, Pulse, Request, agree, gather, together
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
+from instar.record.control import Command, Inbox
 from instar.run.stop import Decision
 
 T = TypeVar("T")
+
+
+class Wish(IntEnum):
+    """Who wants a save that no rank can foresee. Only rank 0 says."""
+
+    NONE = 0
+    CLOCK = 1
+    PERSON = 2
 
 
 class SafePoint:
@@ -23,15 +33,34 @@ class SafePoint:
     that would hang if somebody were missing.
     """
 
-    def __init__(self, world: World, signal: StopSignal, time_budget: Budget | None = None) -> None:
-        """`time_budget`: seconds from now after which rank 0 asks for the end."""
+    def __init__(
+        self,
+        world: World,
+        signal: StopSignal,
+        time_budget: Budget | None = None,
+        inbox: Inbox | None = None,
+    ) -> None:
+        """
+        Args:
+            time_budget: seconds from now after which rank 0 asks for the end.
+            inbox: where rank 0 looks for requests from outside.
+        """
         self.world = world
         self.signal = signal
         self.pulse = Pulse(world)
         self.time_budget = time_budget
         self.started = time.monotonic()
         self.stop_requested = False
+        self.save_requested = Wish.NONE
+        self.inbox = inbox if world.is_main else None
+        self.save_is_due: Callable[[], bool] = lambda: False
+        """asked on rank 0 whenever it posts"""
         self.where = "start-up"
+
+    def enter(self, where: str, step: int) -> None:
+        """Say what this rank begins; if it fails or hangs, it is named there."""
+        self.where = where
+        self.world.at(where, step)
 
     def attempt(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Do rank-local work; its failure is returned, to be posted, not raised."""
@@ -42,12 +71,13 @@ class SafePoint:
 
     def post(self, failure: Exception | None = None) -> Beat:
         """Say how this rank stands, without waiting for the others."""
+        save = float(self._wish_to_save())
         if failure is not None:
-            return self.pulse.send(Request.ERROR)
-        return self.pulse.send(Request.STOP if self._wants_to_stop() else Request.NONE)
+            return self.pulse.send(Request.ERROR, (save,))
+        return self.pulse.send(Request.STOP if self._wants_to_stop() else Request.NONE, (save,))
 
     def settle(self, beat: Beat, failure: Exception | None = None) -> None:
-        """Hear how all ranks stand; note a stop request, end together on a failure.
+        """Hear how all ranks stand; note what is requested, end together on a failure.
 
         Raises:
             PeerError: some rank failed; names it and its error.
@@ -58,15 +88,21 @@ class SafePoint:
                 if failure is not None:
                     raise failure
         self.stop_requested = self.stop_requested or said.stop > 0
+        self.save_requested = max(self.save_requested, Wish(int(said.sums[0])))
 
     def meet(self) -> bool:
         """Post and settle at once; True when somebody asks to stop."""
         self.settle(self.post())
         return self.stop_requested
 
+    def answer(self, command: Command) -> None:
+        """What was asked of the run from outside is done."""
+        if self.inbox is not None:
+            self.inbox.answer(command)
+
     def decision(self) -> Decision:
         """What the stop request means; rank 0 decides from what all ranks say."""
-        told = gather(self.world, self.signal.requested)
+        told = gather(self.world, self._told_to_stop())
         signals = [name for name in told if name is not None]
         mine: dict[str, str | bool] = (
             {"reason": str(signals[0]), "interrupted": True}
@@ -77,7 +113,21 @@ class SafePoint:
         return Decision(said["reason"], said["interrupted"])
 
     def _wants_to_stop(self) -> bool:
-        return self.signal.requested is not None or self._late()
+        return self._told_to_stop() is not None or self._late()
+
+    def _wish_to_save(self) -> Wish:
+        if not self.world.is_main:
+            return Wish.NONE
+        if self._asked("save"):
+            return Wish.PERSON
+        return Wish.CLOCK if self.save_is_due() else Wish.NONE
+
+    def _told_to_stop(self) -> str | None:
+        return self.signal.requested or ("instar control stop" if self._asked("stop") else None)
+
+    def _asked(self, command: Command) -> bool:
+        requests = self.inbox.requests() if self.inbox is not None else ()
+        return any(request.command == command for request in requests)
 
     def _late(self) -> bool:
         return (

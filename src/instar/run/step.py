@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import Module, Parameter
 
 from instar.config.schema import RunConfig
 from instar.data.feed import MicroBatch, StepBatch
-from instar.distributed.parallel import meets_in_forward, sync, unwrap
+from instar.distributed.parallel import unwrap
 from instar.distributed.world import World
+from instar.run.generators import seed_generators
+from instar.run.gradients import Gradients
 from instar.run.optimizer import set_learning_rate
 from instar.tasks.task import Batch, Task
 
@@ -35,9 +39,9 @@ class StepResult:
         return not math.isfinite(self.grad_norm)
 
 
-def to_device(micro: MicroBatch, device: torch.device) -> Batch:
+def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> Batch:
     """A micro-batch's arrays as tensors on the device."""
-    tensors = {name: torch.from_numpy(array) for name, array in micro.arrays.items()}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if device.type == "cpu":
         return tensors
     return {
@@ -54,14 +58,16 @@ class Stepper:
         world: World,
         task: Task,
         model: Module,
+        gradients: Gradients,
         parameters: Mapping[str, Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self.task, self.model, self.world, self.optimizers = task, model, world, optimizers
-        self.parameters = dict(parameters)
+        self.gradients, self.parameters = gradients, dict(parameters)
         self.clip = config.train.clip
         self.precision = config.precision
-        self.dropout_seed = config.seed if config.model.dropout > 0 else None
+        random = config.model.dropout > 0 or config.reproducible == "elastic"
+        self.seed = config.seed if random else None
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
         self.ema_decay = config.train.ema
         self.ema = (
@@ -104,35 +110,27 @@ class Stepper:
         """Consume a global batch's share of this rank and update the weights.
 
         The loss is divided by the weight of the *global* batch, so neither the world size nor
-        the accumulation changes the gradient. Ranks meet once, in the last micro-batch's
-        backward pass; `before_sync` is called as late as leaving is still safe.
+        the accumulation changes the gradient. Ranks meet once; `before_sync` is called as late as
+        leaving is still safe.
 
         Raises:
             whatever `before_sync` raises.
         """
         set_learning_rate(self.optimizers, lr)
-        self._seed_dropout(step)
-        # DDP averages over ranks; the sum is wanted
-        scale = self.world.size / batch.weight
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        last = len(batch.micro_batches) - 1
-        for index, micro in enumerate(batch.micro_batches):
-            meeting = index == last
-            early = meeting and meets_in_forward(self.model)
-            if early:
-                before_sync()
-            # no_sync must be in force before the forward pass, where DDP decides
-            with sync(self.model, enabled=meeting):
-                with self.autocast():
-                    loss = self.task.loss_sum(self.model, to_device(micro, self.world.device))
-                if meeting and not early:
-                    before_sync()
-                share = scale if micro.samples else 0.0
-                torch.autograd.backward(self.scaler.scale(loss * share))
-            if micro.samples:
-                total += loss.detach()
-        norm = self._update()
-        return StepResult(total, norm)
+        loss_sum = self.gradients.accumulate(
+            batch, partial(self._forward, step), self._backward, before_sync
+        )
+        return StepResult(loss_sum, self._update())
+
+    def _forward(self, step: int, micro: MicroBatch) -> torch.Tensor:
+        if self.seed is not None:
+            # nothing need be remembered, and it does not matter which rank runs a micro-batch
+            seed_generators(self.seed, step, micro.first)
+        with self.autocast():
+            return self.task.loss_sum(self.model, to_device(micro.arrays, self.world.device))
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward(self.scaler.scale(loss))
 
     def _update(self) -> float:
         """Clip and update, unless the gradient is not finite. Returns its norm.
@@ -160,9 +158,3 @@ class Stepper:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def _seed_dropout(self, step: int) -> None:
-        """Dropout of a step depends on (seed, step, rank) only, so nothing need be remembered."""
-        if self.dropout_seed is not None:
-            entropy = np.random.SeedSequence((self.dropout_seed, step, self.world.rank))
-            torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> 1))

@@ -19,9 +19,11 @@ from instar.distributed.world import RunFailed, World
 from instar.run.evaluate import Evaluation, evaluate
 from instar.run.narrate import Narrator
 from instar.run.progress import Progress
-from instar.run.safepoint import SafePoint
+from instar.run.safepoint import SafePoint, Wish
+from instar.run.saving import Saver, reasons
+from instar.run.snapshot import snapshot
 from instar.run.step import Stepper, StepResult
-from instar.run.stop import Decision, budget_met
+from instar.run.stop import Best, Decision, budget_met
 from instar.schedule.operations import Change, History, Operation, fold
 from instar.schedule.settings import learning_rate
 from instar.tasks.task import Task
@@ -49,18 +51,22 @@ class Trainer:
         validation: Source,
         stepper: Stepper,
         safe: SafePoint,
+        saver: Saver,
         narrator: Narrator,
         log: RankLog,
         samples_per_epoch: int,
     ) -> None:
         self.config, self.world, self.task = config, world, task
         self.feed, self.validation = feed, validation
-        self.stepper, self.safe, self.narrator, self.log = stepper, safe, narrator, log
+        self.stepper, self.safe, self.saver = stepper, safe, saver
+        self.narrator, self.log = narrator, log
+        safe.save_is_due = saver.overdue
         self.samples_per_epoch = samples_per_epoch
         self.budgets = [parse_budget(text) for text in config.train.until]
         self.history: History = ()
         self.settings = fold(config, self.history)
-        self.progress = Progress()
+        self.progress = self.looked_at = Progress()
+        self.best: Best | None = None
         self.evaluated: Evaluation | None = None
         self.evaluated_at = -1
         self.skipped_in_a_row = 0
@@ -71,12 +77,14 @@ class Trainer:
         Raises:
             RunFailed: a rank failed, or too many steps in a row had a non-finite gradient.
         """
-        if self.config.eval.at_start:
+        if self.config.eval.at_start and self.progress.step == 0:
             self.evaluate()
+        # a stop may have come between a step and its evaluation
+        self.evaluate_if_due()
         while (decision := self.decide()) is None:
+            self.save_if_due()
             self.step()
-            if self.progress.step % self.settings.eval_interval == 0:
-                self.evaluate()
+            self.evaluate_if_due()
         if not decision.interrupted and self.evaluated_at != self.progress.step:
             self.evaluate()
         return Outcome(self.progress, decision, self.evaluated)
@@ -85,7 +93,7 @@ class Trainer:
         """Consume the next global batch."""
         begun = time.perf_counter()
         number = self.progress.step
-        self.safe.where = f"step {number + 1}"
+        self.safe.enter(f"step {number + 1}", number + 1)
         self.log.step = number + 1
         batch = self.next_batch()
         lr = learning_rate(self.settings, number)
@@ -127,9 +135,15 @@ class Trainer:
                 "look for bad samples"
             )
 
+    def evaluate_if_due(self) -> None:
+        """Evaluate after every `eval_interval`-th step, once."""
+        step = self.progress.step
+        if step and step % self.settings.eval_interval == 0 and self.evaluated_at != step:
+            self.evaluate()
+
     def evaluate(self) -> None:
         """Held-out loss of the weights, or of their moving average where one is kept."""
-        self.safe.where = f"evaluation at step {self.progress.step}"
+        self.safe.enter(f"evaluation at step {self.progress.step}", self.progress.step)
         with self.stepper.averaged_weights():
             result = evaluate(
                 self.task,
@@ -145,7 +159,46 @@ class Trainer:
             )
         if result is not None:
             self.evaluated, self.evaluated_at = result, self.progress.step
-            self.narrator.evaluated(self.progress, result)
+            self.best = Best.of(self.best, result.loss, self.progress.step)
+            self.narrator.evaluated(self.progress, result, best=self.best_is_now)
+
+    @property
+    def best_is_now(self) -> bool:
+        """Whether this step's evaluation gave the lowest loss so far."""
+        return self.best is not None and self.best.step == self.progress.step
+
+    def save_if_due(self) -> None:
+        """Save between two steps, if a count, rank 0's clock, a new best or somebody says so."""
+        self.saver.poll()
+        if self.progress == self.looked_at:
+            return
+        why = reasons(self.config.checkpoint, self.looked_at, self.progress)
+        self.looked_at = self.progress
+        if self.config.checkpoint.on_best and self.best_is_now:
+            why.append("best so far")
+        wish = self.safe.save_requested
+        if wish is Wish.PERSON:
+            why.append("asked for")
+        elif wish is Wish.CLOCK:
+            why.append(f"every {self.config.checkpoint.every_minutes:g} min")
+        if why:
+            # a person waits for it
+            self.save(", ".join(why), wait=wish is Wish.PERSON)
+
+    def save(self, reason: str, *, wait: bool = False, must: bool = False) -> None:
+        """Save what all ranks hold after this step.
+
+        Args:
+            wait: do not go on before it is on the disk.
+            must: it is the last one; raise if it fails.
+
+        Raises:
+            RunFailed, CheckpointError: see `Saver.save`.
+        """
+        self.safe.enter(f"saving step {self.progress.step}", self.progress.step)
+        self.saver.save(snapshot(self, reason), wait=wait, must=must)
+        self.safe.save_requested = Wish.NONE
+        self.safe.answer("save")
 
     def decide(self) -> Decision | None:
         """Why the run ends here, or None. Rank 0 decides, all obey.
@@ -185,7 +238,9 @@ class Trainer:
         """What a checkpoint remembers beside tensors and history, as JSON."""
         return {
             "progress": dataclasses.asdict(self.progress),
+            "best": self.best and dataclasses.asdict(self.best),
             "story": self.narrator.state(),
+            "evaluated_at": self.evaluated_at,
             "skipped_in_a_row": self.skipped_in_a_row,
             "scaler": self.stepper.scaler.state_dict(),
         }
@@ -194,7 +249,9 @@ class Trainer:
         """Go on from what `state` gave; the settings are folded anew from the history."""
         self.history = history
         self.settings = fold(self.config, history)
-        self.progress = Progress(**state["progress"])
+        self.progress = self.looked_at = Progress(**state["progress"])
+        self.best = Best(**state["best"]) if state["best"] else None
+        self.evaluated_at = state["evaluated_at"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.stepper.scaler.load_state_dict(state["scaler"])
         self.narrator.restore(state["story"], self.progress)

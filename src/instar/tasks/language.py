@@ -55,3 +55,9 @@ class LanguageTask:
 
     def describe(self) -> Mapping[str, Any]:
         return self.architecture.to_dict()
+
+    def fingerprints(self) -> Mapping[str, str]:
+        return {
+            "data": self.dataset.fingerprint,
+            "tokenizer": self.dataset.tokenizer_fingerprint,
+        }

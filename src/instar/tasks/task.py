@@ -39,3 +39,7 @@ class Task(Protocol):
     def describe(self) -> Mapping[str, Any]:
         """The architecture in force, as JSON."""
         ...
+
+    def fingerprints(self) -> Mapping[str, str]:
+        """What its samples are made of, by name; a run goes on with the same only."""
+        ...

@@ -1,0 +1,203 @@
+"""How checkpoints read to a person."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from instar.cli.table import print_table
+from instar.record.lines import duration, loss, si
+
+if TYPE_CHECKING:
+    from instar.checkpoint.compare import Check, Difference
+    from instar.checkpoint.header import TensorEntry
+    from instar.checkpoint.manifest import Manifest
+
+Headers = Mapping[str, Mapping[str, "TensorEntry"]]
+Pairs = Mapping[str, tuple[Any, Any]]
+
+_SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "n_mlp", "context", "vocab_size")
+_SWITCHES = ("norm", "activation", "positions", "bias", "tied")
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes in three figures: 999 B, 1.20 GB."""
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= 0.9995 * scale:
+            value = size_bytes / scale
+            decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+            return f"{value:.{decimals}f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def print_manifest(path: Path, manifest: Manifest, headers: Headers) -> None:
+    """What a checkpoint holds; `headers` are those of its files of tensors that can be read."""
+    for name, text in _facts(path, manifest, headers):
+        click.echo(f"{name:<14}{text}".rstrip())
+    click.echo()
+    rows = [
+        [
+            name,
+            entry.pattern,
+            f"{len(headers[name]):,}" if name in headers else "",
+            size_text(entry.size_bytes),
+            entry.xxh3_128,
+        ]
+        for name, entry in manifest.files.items()
+    ]
+    print_table(["file", "held", "tensors", "size", "xxh3-128"], rows)
+
+
+def print_headers(headers: Headers) -> None:
+    for file, entries in headers.items():
+        click.echo()
+        rows = [[name, e.dtype, _times(e.shape)] for name, e in entries.items()]
+        print_table([file, "type", "shape"], rows)
+
+
+def parameter_count(headers: Headers) -> int | None:
+    """Elements of the model's tensors; None where its file cannot be read."""
+    model = headers.get("model.safetensors")
+    return None if model is None else sum(entry.elements for entry in model.values())
+
+
+def _facts(path: Path, manifest: Manifest, headers: Headers) -> Iterator[tuple[str, str]]:
+    saved = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.time))
+    ranks = f"{manifest.world_size} rank{'' if manifest.world_size == 1 else 's'}"
+    done = {unit: value for unit, value in manifest.progress.items() if unit != "step"}
+    parameters = parameter_count(headers)
+    yield "checkpoint", str(path)
+    yield "step", f"{manifest.step:,}"
+    yield "saved", f"{saved}, {duration(time.time() - manifest.time)} ago, by {ranks}"
+    yield "reason", manifest.reason or "not said"
+    if done:
+        yield "progress", ", ".join(_amount(unit, value) for unit, value in done.items())
+    if manifest.loss is not None:
+        yield "loss", f"{loss(manifest.loss, 4)}, validation"
+    yield from zip(("architecture", ""), _architecture(manifest.architecture), strict=False)
+    yield "parameters", "?" if parameters is None else f"{parameters:,}"
+    yield "data", manifest.data or "none"
+    yield "tokenizer", manifest.tokenizer or "none"
+    history = [_operation(entry) for entry in manifest.history] or ["no operations"]
+    yield from zip(("history", *[""] * (len(history) - 1)), history, strict=True)
+    if manifest.left_out:
+        yield "left out", ", ".join(manifest.left_out)
+    yield "versions", ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
+    yield "format", str(manifest.format)
+
+
+def _amount(unit: str, value: float) -> str:
+    if unit.endswith("_s"):
+        return f"{duration(value)} {unit.removesuffix('_s')}"
+    return f"{si(value)} {'FLOPs' if unit == 'flops' else unit}"
+
+
+def _architecture(fields: Mapping[str, Any]) -> list[str]:
+    """A GPT in two lines; whatever else there may be, as it is."""
+    if not all(name in fields for name in (*_SHAPE, *_SWITCHES)):
+        return [", ".join(f"{name} {_cell(value)}" for name, value in fields.items()) or "none"]
+    a = fields
+    heads = f"{a['n_head']} heads of {a['head_dim']}"
+    if a["n_kv_head"] != a["n_head"]:
+        heads = f"{a['n_head']} heads ({a['n_kv_head']} for keys and values) of {a['head_dim']}"
+    switches = [
+        a["norm"],
+        a["activation"],
+        f"rope (base {a['rope_base']:g})" if a["positions"] == "rope" else "learned positions",
+        "biases" if a["bias"] else "no biases",
+        "tied head" if a["tied"] else "untied head",
+        *(["queries and keys normalised"] if a.get("qk_norm") else []),
+        *([f"dropout {a['dropout']:g}"] if a.get("dropout") else []),
+    ]
+    return [
+        f"{a['n_layer']} layers, {a['n_embd']} wide, {heads}, MLP {a['n_mlp']}, "
+        f"context {a['context']}, vocabulary {a['vocab_size']:,}",
+        ", ".join(switches),
+    ]
+
+
+def _operation(entry: Any) -> str:
+    match entry:
+        case {"operation": {"name": name, **values}, "step": step}:
+            told = [_cell(value) for value in values.values() if value is not None]
+            return " ".join([f"step {step:,}:", name, *told])
+    return _cell(entry)
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The checkpoints of a run, as `instar checkpoint list --json` has them."""
+    now = time.time()
+    told = []
+    for row in rows:
+        cells = ["?"] * 6
+        if "step" in row:
+            cells = [
+                f"{row['step']:,}",
+                "" if row["tokens"] is None else si(row["tokens"]),
+                "" if row["loss"] is None else loss(row["loss"], 4),
+                size_text(row["size_bytes"]),
+                duration(now - row["time"]),
+                row["reason"],
+            ]
+        state = ["BROKEN"] if row["broken"] else ["whole"] if row["verified"] else []
+        told.append([row["name"], *cells, " ".join([*row["pointers"], *state])])
+    print_table(["checkpoint", "step", "tokens", "loss", "size", "age", "reason", ""], told)
+
+
+def print_check(each: Check) -> None:
+    """Whether a checkpoint is whole, and how quickly that was found."""
+    rate = (
+        f"{size_text(each.size_bytes)} in {each.seconds:.2f} s, {each.bytes_per_s / 1e9:.1f} GB/s"
+    )
+    click.echo(f"{each.path}: {'BROKEN' if each.broken else 'whole'}, {rate}")
+    for fault in each.broken:
+        click.echo(f"  {fault}")
+    for name in each.unlisted:
+        click.echo(f"  {name}: not part of the checkpoint; nobody reads it")
+
+
+def print_facts(groups: Mapping[str, Pairs], a: str, b: str) -> None:
+    """What two checkpoints say differently, group by group."""
+    for group, found in groups.items():
+        if found:
+            print_table([group, a, b], [[key, *map(_cell, pair)] for key, pair in found.items()])
+        else:
+            click.echo(f"{group}: same")
+        click.echo()
+
+
+def print_tensors(compared: Mapping[str, Sequence[Difference]], in_full: bool) -> None:
+    """How many tensors differ in each file, and which of the model's; `in_full`: of all files."""
+    verdicts = ("same", "changed", "only_a", "only_b")
+    counts = [
+        [file, *(str(sum(each.verdict == verdict for each in found)) for verdict in verdicts)]
+        for file, found in compared.items()
+    ]
+    print_table(["tensors", "same", "changed", "only in A", "only in B"], counts)
+    for file, found in compared.items():
+        unlike = [each for each in found if each.verdict != "same"]
+        if unlike and (in_full or file == "model.safetensors"):
+            click.echo()
+            rows = [[each.name, *_verdict(each)] for each in unlike]
+            print_table([file, "", "max |b - a|", "‖b - a‖ / ‖a‖"], rows)
+
+
+def _verdict(each: Difference) -> list[str]:
+    if each.max_abs is not None and each.relative_l2 is not None:
+        return ["changed", f"{each.max_abs:.3g}", f"{each.relative_l2:.3g}"]
+    if each.a and each.b:
+        return [f"another shape: {_times(each.a.shape)} → {_times(each.b.shape)}", "", ""]
+    return ["only in A" if each.a else "only in B", "", ""]
+
+
+def _times(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,167 @@
+"""A model's tensors as transformers' GPT-2 or Llama names and lays them out, and back.
+
+Pure functions over named tensors; transformers itself is not needed.
+
+* GPT-2 keeps its matrices as (input, output), and queries, keys and values as one.
+* Both Llama and `instar.models.gpt.rotate` pair channel i of a head with channel i + C/2, so no
+  rows have to change places.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from instar.checkpoint.manifest import CheckpointError
+from instar.models.architecture import Architecture, Parameter, parameters
+from instar.models.hf import TITLES, Style, style_of
+
+_PREFIX: dict[Style, str] = {"gpt2": "transformer.", "llama": "model."}
+_BLOCKS: dict[Style, str] = {"gpt2": "transformer.h", "llama": "model.layers"}
+_NAMES: dict[Style, dict[str, str]] = {
+    "gpt2": {
+        "token_embedding": "transformer.wte",
+        "position_embedding": "transformer.wpe",
+        "attn_norm": "ln_1",
+        "attn.query": "attn.c_attn",
+        "attn.key": "attn.c_attn",
+        "attn.value": "attn.c_attn",
+        "attn.output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+        "final_norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    "llama": {
+        "token_embedding": "model.embed_tokens",
+        "attn_norm": "input_layernorm",
+        "attn.query": "self_attn.q_proj",
+        "attn.key": "self_attn.k_proj",
+        "attn.value": "self_attn.v_proj",
+        "attn.output": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+    },
+}
+_BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
+"""What older versions saved beside the parameters: it follows from the config."""
+
+
+def to_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors under transformers' names and in its layouts; a tied head is not repeated.
+
+    GPT-2 always has biases: where `arch` has none they are zero, which computes the same.
+
+    Raises:
+        CheckpointError: a tensor is missing; also see `style_of`.
+    """
+    style = style_of(arch)
+    table = parameters(arch)
+    _refuse([f"{name}: missing" for name in table if name not in tensors], "the architecture")
+    whole = replace(arch, bias=True) if style == "gpt2" else arch
+    added = {
+        name: torch.zeros(entry.shape)
+        for name, entry in parameters(whole).items()
+        if name not in table
+    }
+    made = {}
+    for name, ours in _names(whole, style).items():
+        parts = [added[part] if part in added else tensors[part] for part in ours]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        transposed = ours[0] in table and _is_transposed(table[ours[0]], style)
+        made[name] = (joined.T if transposed else joined).contiguous()
+    return made
+
+
+def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_tensors`, in float32; also of what transformers itself saved.
+
+    Raises:
+        CheckpointError: names every tensor that is missing, unknown, of another shape, or not
+            in floating point.
+    """
+    style = style_of(arch)
+    table = parameters(arch)
+    wanted = _names(arch, style)
+    given = _under_full_names(tensors, wanted, _PREFIX[style])
+    problems = _problems_of_head(arch, wanted, given)
+    made = {}
+    for name, ours in wanted.items():
+        if name not in given:
+            problems.append(f"{name}: missing")
+            continue
+        tensor = given.pop(name)
+        lengths = [table[part].shape[0] for part in ours]
+        shape: tuple[int, ...] = (sum(lengths), *table[ours[0]].shape[1:])
+        transposed = _is_transposed(table[ours[0]], style)
+        said = shape[::-1] if transposed else shape
+        if tuple(tensor.shape) != said:
+            problems.append(f"{name}: shape {tuple(tensor.shape)}, but config.json says {said}")
+        elif not tensor.is_floating_point():
+            problems.append(f"{name}: {tensor.dtype}; import takes weights in floating point")
+        else:
+            whole = (tensor.T if transposed else tensor).to(torch.float32)
+            for part, piece in zip(ours, torch.split(whole, lengths), strict=True):
+                made[part] = piece.clone(memory_format=torch.contiguous_format)
+    problems += [f"{name}: unknown" for name in given]
+    _refuse(problems, f"the {TITLES[style]} of config.json")
+    return {name: made[name] for name in table}
+
+
+def _refuse(problems: list[str], what: str) -> None:
+    if problems:
+        more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+        told = [f"the tensors are not those of {what}:", *problems[:12], *more]
+        raise CheckpointError("\n  ".join(told))
+
+
+def _names(arch: Architecture, style: Style) -> dict[str, list[str]]:
+    """Each tensor of transformers, and which of ours, one under the other, it is made of."""
+    made: dict[str, list[str]] = {}
+    for name in parameters(arch):
+        part, _, last = name.rpartition(".")
+        block = re.match(r"blocks\.(\d+)\.(.*)", part)
+        theirs = (
+            f"{_BLOCKS[style]}.{block[1]}.{_NAMES[style][block[2]]}"
+            if block
+            else _NAMES[style][part]
+        )
+        made.setdefault(f"{theirs}.{last}", []).append(name)
+    return made
+
+
+def _is_transposed(entry: Parameter, style: Style) -> bool:
+    return style == "gpt2" and entry.kind == "matrix"
+
+
+def _under_full_names(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, object], prefix: str
+) -> dict[str, Tensor]:
+    """Without buffers; a model saved without its head has names without the prefix."""
+    given = {}
+    for name, tensor in tensors.items():
+        if not _BUFFERS.fullmatch(name.removeprefix(prefix)):
+            given[prefix + name if prefix + name in wanted else name] = tensor
+    return given
+
+
+def _problems_of_head(
+    arch: Architecture, wanted: Mapping[str, list[str]], given: dict[str, Tensor]
+) -> list[str]:
+    """A tied head may be there a second time; it is taken out of `given` if it is the same."""
+    if not arch.tied or "lm_head.weight" not in given:
+        return []
+    head = given.pop("lm_head.weight")
+    (table,) = (name for name, ours in wanted.items() if ours == ["token_embedding.weight"])
+    if table in given and not torch.equal(head, given[table]):
+        return [f"lm_head.weight: differs from {table}, but config.json has tie_word_embeddings"]
+    return []

@@ -1,0 +1,121 @@
+"""Going on with a run: from which checkpoint, and what the config changes on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import BEST, Checkpoint, checkpoints, load, newest_whole, pointed_at
+from instar.config.errors import ConfigError, Problem
+from instar.config.fields import keys, value_of
+from instar.config.load import load as load_config
+from instar.config.schema import RunConfig
+from instar.record.rundir import RunDir
+
+FIXED = (
+    "seed",
+    "task",
+    "reproducible",
+    "distributed.elastic.virtual_ranks",
+    "model.",
+    "data.source",
+    "data.text_field",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.max_bytes",
+    "data.val_fraction",
+    "data.test_fraction",
+    "data.order",
+    "optimizer.name",
+    "train.ema",
+)
+"""Keys, or sections, of which everything that is saved is a consequence."""
+
+PLACES = ("name", "preset", "resume", "device", "data.path", "record.run_dir", "record.out_dir")
+"""Keys that say where a run is and not what it is."""
+
+LAUNCH_KEY = "instar/run"
+"""Under which a launch remembers its run's folder, for ranks that are started again."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """How a run is to go on."""
+
+    run: RunDir
+    start: str = "latest"
+    """latest, best, or a step"""
+    allow: tuple[str, ...] = ()
+    """what may have changed: data, tokenizer"""
+    fresh: bool = False
+    """begin at step 0 if nothing was saved yet"""
+
+
+def automatic(config: RunConfig, remembered: str | None = None) -> Resume | None:
+    """What `resume: auto`, or a launcher that starts its ranks again, goes on with, if anything.
+
+    Args:
+        remembered: the folder of the run that the same launch has begun before.
+    """
+    folder = remembered
+    if folder is None and config.resume == "auto":
+        folder = config.record.run_dir
+    run = RunDir(Path(folder)) if folder is not None else None
+    return Resume(run, fresh=True) if run is not None and run.holds_run() else None
+
+
+def choose(resume: Resume) -> tuple[Checkpoint | None, list[CheckpointError]]:
+    """The checkpoint to go on from, every byte checked, and what is wrong with later ones.
+
+    None where there is none yet and the run may begin anew.
+
+    Raises:
+        CheckpointError: there is none that is whole; names what is wrong.
+    """
+    root = resume.run.path
+    if resume.fresh and not checkpoints(root):
+        return None, []
+    if resume.start == "latest":
+        return newest_whole(root)
+    if resume.start == "best":
+        best = pointed_at(root, BEST)
+        if best is None:
+            raise CheckpointError(
+                f"{root}: no checkpoint is its best; checkpoint.on_best saves one at every new "
+                "lowest validation loss"
+            )
+        return load(best), []
+    name = resume.start if resume.start.startswith("step-") else f"step-{resume.start}"
+    there = [path.name for path in checkpoints(root)]
+    if name not in there:
+        raise CheckpointError(
+            f"{root}: no checkpoint {name}; there are {', '.join(there) or 'none'}"
+        )
+    return load(root / "checkpoints" / name), []
+
+
+def overridden(resume: Resume, now: RunConfig) -> dict[str, tuple[object, object]]:
+    """What the config says otherwise than the run's own, by dotted key: before and after.
+
+    Raises:
+        ConfigError: something that cannot change any more; names all of it.
+    """
+    before = load_config(str(resume.run.config)).config
+    changed = {
+        key: (value_of(before, key), value_of(now, key))
+        for key in keys()
+        if key not in PLACES and value_of(before, key) != value_of(now, key)
+    }
+    problems = [
+        Problem(
+            f"{key} was {was!r} when the run began and cannot become {new!r}",
+            where=str(resume.run.config),
+            hint="start a new run for that",
+        )
+        for key, (was, new) in changed.items()
+        if key.startswith(FIXED) and key.partition(".")[0] not in resume.allow
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return changed

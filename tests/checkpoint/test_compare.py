@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from instar.checkpoint.compare import check, compare_tensors, differing
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import publish
+
+
+def save(root: Path, tensors: dict[str, Tensor], **components: dict[str, Tensor]) -> Path:
+    weights = {name: tensor.clone() for name, tensor in tensors.items()}
+    return publish(root, 5, {"model": weights, **components}, {"cursor": 40}, architecture={})
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    weights = {"w": torch.randn(64, 64), "b": torch.randn(64)}
+    return save(tmp_path, weights, optimizer={"w/exp_avg": torch.zeros(64, 64)})
+
+
+def test_a_whole_checkpoint_is_said_to_be(whole: Path) -> None:
+    found = check(whole)
+    assert (found.broken, found.unlisted) == ((), ())
+    files = [path for path in whole.iterdir() if path.name != "manifest.json"]
+    assert found.size_bytes == sum(path.stat().st_size for path in files)
+    assert found.bytes_per_s == found.size_bytes / found.seconds
+
+
+def test_every_broken_file_is_named_not_only_the_first(whole: Path) -> None:
+    content = bytearray((whole / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (whole / "model.safetensors").write_bytes(content)
+    (whole / "optimizer.safetensors").unlink()
+    (whole / "state.json").write_bytes(b"")
+    found = check(whole).broken
+    assert len(found) == 3
+    for name, wrong in [
+        ("model.safetensors", "its checksum is another"),
+        ("optimizer.safetensors", "missing"),
+        ("state.json", "0 bytes, but"),
+    ]:
+        assert any(name in fault and wrong in fault for fault in found)
+
+
+def test_files_that_change_places_are_found(whole: Path) -> None:
+    a, b = whole / "model.safetensors", whole / "optimizer.safetensors"
+    a.rename(whole / "aside")
+    b.rename(a)
+    (whole / "aside").rename(b)
+    assert len(check(whole).broken) == 2
+
+
+def test_a_broken_manifest_is_the_one_fault(whole: Path) -> None:
+    manifest = (whole / "manifest.json").read_text().replace('"step": 5', '"step": 6')
+    (whole / "manifest.json").write_text(manifest)
+    (fault,) = check(whole).broken
+    assert "manifest.json: not what was saved" in fault
+
+
+def test_a_file_that_nobody_saved_is_pointed_out(whole: Path) -> None:
+    (whole / "rng").mkdir()
+    (whole / "rng/rank-9.safetensors").touch()
+    found = check(whole)
+    assert (found.broken, found.unlisted) == ((), ("rng/rank-9.safetensors",))
+
+
+def test_tensors_are_same_changed_or_only_in_one(tmp_path: Path) -> None:
+    shared = torch.tensor([3.0, 4.0])
+    a = {"same": shared, "moved": shared, "only_a": shared, "wider": torch.ones(2, 3)}
+    b = {"same": shared, "moved": torch.tensor([3.0, 4.5]), "wider": torch.ones(2, 4)}
+    b |= {"only_b": shared}
+    files = compare_tensors(save(tmp_path / "a", a), save(tmp_path / "b", b))
+    assert list(files) == ["model.safetensors"]
+    found = {each.name: each for each in files["model.safetensors"]}
+    verdicts = {name: each.verdict for name, each in found.items()}
+    assert verdicts == {
+        "same": "same",
+        "moved": "changed",
+        "only_a": "only_a",
+        "wider": "changed",
+        "only_b": "only_b",
+    }
+    assert found["moved"].max_abs == 0.5
+    assert found["moved"].relative_l2 == pytest.approx(0.1)
+    assert (found["wider"].max_abs, found["wider"].relative_l2) == (None, None)
+    assert found["wider"].b is not None
+    assert found["wider"].b.shape == (2, 4)
+    assert found["only_a"].b is None
+
+
+def test_bits_decide_not_values(tmp_path: Path) -> None:
+    nan = torch.tensor([math.nan, 1.0])
+    a = {"nan": nan, "zero": torch.tensor([0.0]), "half": torch.ones(2)}
+    b = {"nan": nan, "zero": torch.tensor([-0.0]), "half": torch.ones(2, dtype=torch.bfloat16)}
+    files = compare_tensors(save(tmp_path / "a", a), save(tmp_path / "b", b))
+    found = {each.name: each for each in files["model.safetensors"]}
+    assert found["nan"].verdict == "same"
+    assert (found["zero"].verdict, found["zero"].relative_l2) == ("changed", 0.0)
+    assert (found["half"].verdict, found["half"].max_abs) == ("changed", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "max_abs", "relative"),
+    [
+        (torch.zeros(2), torch.ones(2), 1.0, math.inf),
+        (torch.tensor(2), torch.tensor(3), 1.0, 0.5),
+        (torch.ones(2), torch.tensor([math.nan, 1.0]), math.nan, math.nan),
+    ],
+)
+def test_odd_distances(
+    tmp_path: Path, a: Tensor, b: Tensor, max_abs: float, relative: float
+) -> None:
+    files = compare_tensors(save(tmp_path / "a", {"x": a}), save(tmp_path / "b", {"x": b}))
+    (found,) = files["model.safetensors"]
+    assert found.max_abs == pytest.approx(max_abs, nan_ok=True)
+    assert found.relative_l2 == pytest.approx(relative, nan_ok=True)
+
+
+def test_a_component_that_only_one_has_is_all_its_own(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", {"w": torch.ones(2)}, ema={"w": torch.ones(2)})
+    b = save(tmp_path / "b", {"w": torch.ones(2)})
+    found = compare_tensors(a, b)
+    assert [each.verdict for each in found["ema.safetensors"]] == ["only_a"]
+    assert [each.verdict for each in found["model.safetensors"]] == ["same"]
+
+
+def test_a_torn_file_is_named(tmp_path: Path, whole: Path) -> None:
+    other = save(tmp_path / "b", {"w": torch.ones(2)})
+    (other / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"step-5/model\.safetensors: not a safetensors file"):
+        compare_tensors(whole, other)
+
+
+def test_differing_keys_come_with_both_values() -> None:
+    a, b = {"x": 1, "y": 2, "z": 3}, {"y": 2, "z": 4, "w": 5}
+    assert differing(a, b) == {"x": (1, None), "z": (3, 4), "w": (None, 5)}
+    assert differing(a, a) == {}

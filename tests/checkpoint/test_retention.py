@@ -1,0 +1,103 @@
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instar.checkpoint.manifest import Facts, Manifest, read_manifest
+from instar.checkpoint.retention import Keep, prune, superfluous
+from instar.checkpoint.store import BEST, checkpoints, latest, load, point, publish
+
+
+def save(root: Path, step: int, loss: float | None = None) -> Path:
+    tensors = {"weight": torch.full((4,), float(step))}
+    facts = Facts(loss=loss)
+    return publish(root, step, {"model": tensors}, {}, architecture={}, facts=facts)
+
+
+def names(root: Path) -> list[str]:
+    return [path.name for path in checkpoints(root)]
+
+
+def manifest(step: int, loss: float | None) -> tuple[Path, Manifest]:
+    made = Manifest(
+        step=step,
+        time=float(step),
+        world_size=1,
+        files={},
+        architecture={},
+        history=[],
+        versions={},
+        loss=loss,
+    )
+    return Path(f"step-{step}"), made
+
+
+def test_the_last_the_best_and_every_so_many_steps_stay(tmp_path: Path) -> None:
+    losses = {100: 3.0, 150: 2.0, 200: 2.5, 250: None, 300: 2.9, 350: 2.8}
+    for step, loss in losses.items():
+        save(tmp_path, step, loss)
+    gone = prune(tmp_path, Keep(last=2, best=1, every=100))
+    assert names(tmp_path) == ["step-100", "step-150", "step-200", "step-300", "step-350"]
+    assert [path.name for path in gone] == ["step-250"]
+    for path in checkpoints(tmp_path):
+        load(path)
+
+
+def test_what_latest_and_best_name_stays_whatever_is_asked(tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    point(tmp_path, BEST, first)
+    for step in (2, 3, 4):
+        save(tmp_path, step)
+    prune(tmp_path, Keep(last=1, best=0))
+    assert names(tmp_path) == ["step-1", "step-4"]
+    assert latest(tmp_path).name == "step-4"
+
+
+def test_one_whose_manifest_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
+    broken = save(tmp_path, 1)
+    (broken / "manifest.json").write_text("{")
+    save(tmp_path, 2)
+    save(tmp_path, 3)
+    prune(tmp_path, Keep(last=1))
+    assert names(tmp_path) == ["step-1", "step-3"]
+
+
+def test_the_last_saved_is_not_the_highest_step_after_going_back(tmp_path: Path) -> None:
+    """A run that went on from step 100 saves step 150 after step 300."""
+    for step in (100, 200, 300, 150):
+        save(tmp_path, step)
+    assert names(tmp_path)[-1] == "step-150"
+    prune(tmp_path, Keep(last=1))
+    assert names(tmp_path) == ["step-150"]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path, loss: float) -> None:
+    save(tmp_path, 1, loss)
+    save(tmp_path, 2, 5.0)
+    save(tmp_path, 3)
+    prune(tmp_path, Keep(last=1, best=1))
+    assert names(tmp_path) == ["step-2", "step-3"]
+    assert read_manifest(tmp_path / "checkpoints" / "step-2").loss == 5.0
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(0, 9)), max_size=30),
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_no_more_and_no_less_than_asked_for_goes(
+    losses: list[float | None], last: int, best: int, every: int | None
+) -> None:
+    saved = [manifest(step, loss) for step, loss in enumerate(losses)]
+    gone = superfluous(saved, Keep(last, best, every))
+    kept = [path for path, _ in saved if path not in gone]
+    assert {path for path, _ in saved[-last:]} <= set(kept)
+    judged = sorted(loss for loss in losses if loss is not None)
+    there = sorted(m.loss for path, m in saved if path in kept and m.loss is not None)
+    assert there[: min(best, len(judged))] == judged[:best]
+    asked = last + best + (0 if every is None else -(-len(losses) // every))
+    assert len(kept) <= asked

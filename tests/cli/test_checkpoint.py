@@ -1,0 +1,362 @@
+"""`instar checkpoint` as it is typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instar.checkpoint.manifest import Facts
+from instar.checkpoint.store import publish
+from instar.cli.main import main
+from instar.config.schema import ModelConfig
+from instar.data.tokenizer import ByteTokenizer
+from instar.models.architecture import resolve
+from instar.models.gpt import GPT
+
+ARCH = resolve(
+    ModelConfig(
+        n_layer=2,
+        n_head=4,
+        n_kv_head=2,
+        n_embd=32,
+        context=16,
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rope",
+        bias=False,
+        tied=False,
+    ),
+    256,
+)
+CHANGE = {"operation": {"name": "set_lr", "value": 5e-4}, "step": 15, "cursor": 240}
+
+
+def save(run: Path, step: int, history: list[Any] | None = None, **facts: Any) -> Path:
+    model = GPT(ARCH)
+    model.init_weights(step)
+    weights = dict(model.named_parameters())
+    moments = {f"{name}/exp_avg": torch.zeros_like(tensor) for name, tensor in weights.items()}
+    progress = {"step": step, "samples": 16 * step, "tokens": 256 * step, "active_s": 61.0}
+    return publish(
+        run,
+        step,
+        {"model": weights, "optimizer": moments},
+        {"cursor": step},
+        architecture=ARCH.to_dict(),
+        history=history or [],
+        facts=Facts(data="f00d", tokenizer="beef", progress=progress, **facts),
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of three checkpoints, in ./runs."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/tiny-abcde")
+    run.mkdir(parents=True)
+    (run / "run.yaml").write_text("name: tiny\noptimizer:\n  lr: 0.001\n")
+    (run / "tokenizer.json").write_text(ByteTokenizer().to_json())
+    save(run, 10, loss=2.5, reason="every 10 steps")
+    save(run, 20, loss=2.25, reason="every 10 steps", history=[CHANGE])
+    save(run, 30, reason="the end", history=[CHANGE])
+    (run / "checkpoints/best").write_text("step-20\n")
+    return run
+
+
+def flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What a command that ends well prints as JSON."""
+    capsys.readouterr()
+    assert main(["checkpoint", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("run")
+def test_list_shows_every_checkpoint_and_what_points_to_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["checkpoint", "list", "tiny"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["checkpoint", "step", "tokens", "loss", "size", "age", "reason"]
+    assert [row.split()[0] for row in rows] == ["step-10", "step-20", "step-30"]
+    assert rows[0].endswith("every 10 steps")
+    assert "2.2500" in rows[1]
+    assert rows[1].endswith("best")
+    assert "7.68k" in rows[2]
+    assert rows[2].endswith("the end         latest")
+
+
+def test_list_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = said(capsys, "list", str(run), "--verify")
+    assert [row["step"] for row in rows] == [10, 20, 30]
+    assert [row["pointers"] for row in rows] == [[], ["best"], ["latest"]]
+    assert [row["loss"] for row in rows] == [2.5, 2.25, None]
+    assert all(row["verified"] and row["broken"] == [] for row in rows)
+    assert rows[0]["tokens"] == 2560
+    folder = run / "checkpoints/step-10"
+    sizes = [path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"]
+    assert rows[0]["size_bytes"] == sum(sizes)
+
+
+def test_list_of_a_run_without_checkpoints_is_empty(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = run.with_name("new-fghjk")
+    new.mkdir()
+    (new / "run.yaml").touch()
+    assert main(["checkpoint", "list", "new"]) == 0
+    assert "has no checkpoint yet" in capsys.readouterr().err
+    assert said(capsys, "list", "new") == []
+
+
+def test_list_reads_the_files_only_where_asked_to(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip_last_bit(run / "checkpoints/step-20/model.safetensors")
+    assert main(["checkpoint", "list", "tiny"]) == 0
+    assert main(["checkpoint", "list", "tiny", "--verify"]) == 3
+    shown = capsys.readouterr()
+    states = [line.split()[-1] for line in shown.out.splitlines()[-3:]]
+    assert states == ["whole", "BROKEN", "whole"]
+    assert "step-20/model.safetensors: not what was saved" in shown.err
+
+
+@pytest.mark.usefixtures("run")
+def test_inspect_says_what_is_there_and_where_it_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["checkpoint", "inspect", "tiny"]) == 0
+    shown = capsys.readouterr().out
+    facts = {line[:14].strip(): line[14:] for line in shown.splitlines()}
+    assert facts["checkpoint"].endswith("step-30")
+    assert facts["step"] == "30"
+    assert facts["saved"].endswith("by 1 rank")
+    assert facts["reason"] == "the end"
+    assert facts["progress"] == "480 samples, 7.68k tokens, 1m01 active"
+    assert facts["architecture"] == (
+        "2 layers, 32 wide, 4 heads (2 for keys and values) of 8, MLP 96, context 16, "
+        "vocabulary 256"
+    )
+    assert "rmsnorm, swiglu, rope (base 10000), no biases, untied head" in shown
+    count = sum(parameter.numel() for parameter in GPT(ARCH).parameters())
+    assert facts["parameters"] == f"{count:,}"
+    assert (facts["data"], facts["tokenizer"]) == ("f00d", "beef")
+    assert facts["history"] == "step 15: set_lr 0.0005"
+    assert f"torch {torch.__version__}" in facts["versions"]
+    rows = [line.split() for line in shown.splitlines()]
+    (model,) = (row for row in rows if row[:1] == ["model.safetensors"])
+    assert model[1:3] == ["REPLICATED", str(len(list(GPT(ARCH).parameters())))]
+    assert [row[1] for row in rows if row[:1] == ["state.json"]] == ["GLOBAL"]
+
+
+def test_inspect_lists_tensors_where_asked_to(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(run / "checkpoints/step-10")
+    assert main(["checkpoint", "inspect", path, "--tensors"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["blocks.0.attn.key.weight", "F32", "16×32"] in rows
+    assert ["head.weight/exp_avg", "F32", "256×32"] in rows
+    tensors = said(capsys, "inspect", path, "--tensors")["tensors"]
+    entry = tensors["model.safetensors"]["final_norm.weight"]
+    assert entry == {"dtype": "F32", "shape": [32], "size_bytes": 128}
+
+
+def test_inspect_as_json_is_the_manifest_and_more(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = said(capsys, "inspect", "tiny")
+    manifest = json.loads((run / "checkpoints/step-30/manifest.json").read_bytes())
+    del manifest["xxh3_128"]
+    assert shown.items() >= manifest.items()
+    assert shown["parameters"] == sum(p.numel() for p in GPT(ARCH).parameters())
+    assert "tensors" not in shown
+
+
+def test_inspect_of_another_kind_of_model_shows_what_is_said_of_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"kind": "graph", "layers": 3}
+    weights = {"model": {"w": torch.ones(2)}}
+    publish(run, 40, weights, {}, architecture=shape, facts=Facts(left_out=["optimizer"]))
+    assert main(["checkpoint", "inspect", "tiny"]) == 0
+    shown = capsys.readouterr().out
+    assert "kind graph, layers 3" in shown
+    assert "no operations" in shown
+    assert "left out      optimizer" in shown
+
+
+def test_inspect_names_a_torn_file_after_what_it_could_say(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints/step-30/model.safetensors").write_bytes(b"torn")
+    assert main(["checkpoint", "inspect", "tiny"]) == 3
+    shown = capsys.readouterr()
+    assert "parameters    ?" in shown.out
+    assert "model.safetensors: not a safetensors file" in shown.err
+    assert "instar checkpoint verify" in shown.err
+
+
+def test_verify_says_whole_and_how_fast(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "verify", "tiny", "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        str(run / f"checkpoints/step-{step}") for step in (10, 20, 30)
+    ]
+    assert all(": whole, " in line and line.endswith(" GB/s") for line in lines)
+
+
+def test_verify_names_every_broken_file_and_what_is_left(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "checkpoints/step-30"
+    flip_last_bit(path / "model.safetensors")
+    (path / "state.json").unlink()
+    assert main(["checkpoint", "verify", str(path)]) == 3
+    shown = capsys.readouterr()
+    assert "BROKEN" in shown.out
+    assert "step-30/model.safetensors: not what was saved" in shown.out
+    assert "step-30/state.json: missing" in shown.out
+    assert shown.err.rstrip().endswith("step-20")
+    assert main(["checkpoint", "verify", "tiny", "--all", "--json"]) == 3
+    checks = json.loads(capsys.readouterr().out)
+    assert [check["whole"] for check in checks] == [True, True, False]
+    assert len(checks[2]["broken"]) == 2
+
+
+def test_verify_of_a_run_whose_checkpoints_are_all_broken(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in run.glob("checkpoints/step-*/state.json"):
+        path.unlink()
+    assert main(["checkpoint", "verify", "tiny"]) == 3
+    assert "No checkpoint of this run is whole" in capsys.readouterr().err
+
+
+def test_diff_says_what_changed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (str(run / f"checkpoints/step-{step}") for step in (10, 20))
+    assert main(["checkpoint", "diff", a, b]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines()]
+    assert "architecture: same" in shown
+    assert ["in", "force:", "lr", "0.001", "0.0005"] in rows
+    names = len(list(GPT(ARCH).parameters()))
+    norms = 2 * ARCH.n_layer + 1
+    assert ["model.safetensors", str(norms), str(names - norms), "0", "0"] in rows
+    assert ["optimizer.safetensors", str(names), "0", "0", "0"] in rows
+    assert any(row[:2] == ["head.weight", "changed"] for row in rows)
+    found = said(capsys, "diff", a, b)
+    assert found["history"] == {"operation 1": {"a": None, "b": CHANGE}}
+    assert found["saved"]["loss"] == {"a": 2.5, "b": 2.25}
+    (head,) = (t for t in found["tensors"]["model.safetensors"] if t["name"] == "head.weight")
+    assert (head["verdict"], head["relative_l2"] > 0.1) == ("changed", True)
+
+
+@pytest.mark.usefixtures("run")
+def test_a_checkpoint_is_the_same_as_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "diff", "tiny", "latest"]) == 0
+    shown = capsys.readouterr().out
+    for group in ("architecture", "settings", "history", "saved"):
+        assert f"{group}: same" in shown
+
+
+@pytest.mark.usefixtures("run")
+def test_out_to_transformers_and_back_into_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "export", "tiny", "hf", "--to", "hf"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "hf\n"
+    assert "LlamaForCausalLM.from_pretrained('hf')" in shown.err
+    assert main(["checkpoint", "import", "hf", "--to", "runs/back-vwxyz"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "runs/back-vwxyz/checkpoints/step-0\n"
+    tensors = said(capsys, "diff", "tiny", "back")["tensors"]
+    assert {t["verdict"] for t in tensors["model.safetensors"]} == {"same"}
+    assert main(["sample", "back", "--tokens", "5", "--seed", "1"]) == 0
+    sampled = capsys.readouterr().out
+    assert main(["sample", "tiny", "--tokens", "5", "--seed", "1"]) == 0
+    assert capsys.readouterr().out == sampled
+    assert main(["config", "validate", "runs/back-vwxyz/run.yaml"]) == 0
+    Path("text.txt").write_text("some text to train on\n" * 99)
+    dry = ["--dry-run", "--set", "data.source=text.txt", "--json"]
+    count = said(capsys, "inspect", "tiny")["parameters"]
+    assert main(["train", "runs/back-vwxyz/run.yaml", *dry]) == 0
+    assert str(count) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["list", "nothing"], "no run 'nothing' in runs"),
+        (["inspect", "nothing"], "no run 'nothing' in runs"),
+        (["inspect", "."], ". is not a run: it has no run.yaml\nGive a checkpoint's folder"),
+        (["verify", "hollow"], "no checkpoint in runs/hollow-fghjk/checkpoints"),
+        (["inspect", "runs/tiny-abcde/checkpoints/step-9"], "step-9"),
+        (["inspect", "newer"], "format 99; this Instar reads up to"),
+        (["verify", "newer"], "format 99; this Instar reads up to"),
+        (["diff", "tiny", "nothing"], "no run 'nothing' in runs"),
+        (["export", "tiny", "runs", "--to", "hf"], "runs is not empty"),
+        (["export", "tiny", "hf", "--to", "hf", "--ema"], "no moving average was kept"),
+        (["import", "runs", "--to", "here"], "runs: no config.json"),
+    ],
+)
+def test_bad_input_ends_with_exit_code_3(
+    run: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("hollow-fghjk", "newer-mnpqr"):
+        (run.with_name(name) / "checkpoints").mkdir(parents=True)
+        (run.with_name(name) / "run.yaml").touch()
+    newer = run.with_name("newer-mnpqr") / "checkpoints/step-1"
+    newer.mkdir()
+    (newer / "manifest.json").write_text('{"format": 99}')
+    assert main(["checkpoint", *arguments]) == 3
+    shown = capsys.readouterr()
+    assert says in shown.err + shown.out
+    assert "Nothing was started" not in shown.err
+
+
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "instar.cli.main", "checkpoint", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list", "tiny", "--verify"],
+        ["inspect", "tiny", "--tensors"],
+        ["inspect", "tiny", "--json"],
+        ["verify", "tiny", "--all"],
+    ],
+)
+def test_looking_imports_neither_torch_nor_numpy(run: Path, arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from instar.cli.main import main\n"
+        f"assert main(['checkpoint', *{arguments!r}]) == 0\n"
+        "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules), 'heavy import'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=run.parent.parent)
+
+
+@pytest.mark.usefixtures("run")
+def test_inspect_takes_less_than_a_fifth_of_a_second() -> None:
+    seconds = []
+    for _ in range(10):
+        begun = time.perf_counter()
+        process("inspect", "tiny")
+        seconds.append(time.perf_counter() - begun)
+        if seconds[-1] < 0.2:
+            return
+    pytest.fail(f"took {min(seconds):.3f} s at best")

@@ -1,0 +1,58 @@
+"""`instar control`: a run under way is asked through its folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from started import Started, start_instar
+
+Instar = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def under_way(place: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """A run that would go on for hours, and has made its first steps."""
+    monkeypatch.chdir(place)
+    sets = ("--set", "record.log_interval=5", "--until", "10Mit")
+    started = start_instar("tiny.yaml", *sets, run_dir=place / "run")
+    started.wait_for(r"^\s*5\b")
+    return started
+
+
+def test_a_run_is_asked_to_save_and_to_stop(
+    under_way: Started, instar: Instar, place: Path
+) -> None:
+    status = json.loads(instar("control", "run", "status", "--json").stdout)
+    assert (status["state"], status["process"]) == ("running", under_way.process.pid)
+    saved = instar("control", "run", "save").stdout
+    step = re.fullmatch(r"saved: (step-\d+)\n", saved)
+    assert step
+    manifest = json.loads((place / "run" / "checkpoints" / step[1] / "manifest.json").read_text())
+    assert manifest["reason"] == "asked for"
+    assert instar("control", "run", "stop").stdout.startswith("stopped: step-")
+    said = under_way.finish(code=75)
+    assert said.splitlines()[-1].endswith(f"instar resume {place / 'run'}")
+    assert "stopped (instar control stop)" in instar("control", "run", "status").stdout
+
+
+def test_two_runs_in_one_folder_are_refused(
+    under_way: Started, instar: Instar, place: Path
+) -> None:
+    said = instar("resume", "run", code=3).stderr
+    assert f"process {under_way.process.pid} is training there" in said
+    under_way.interrupt()
+    under_way.finish(code=75)
+    assert (place / "run" / "events.jsonl").read_text().count('"run_started"') == 1
+
+
+def test_a_run_that_is_not_there_to_hear_is_not_asked(instar: Instar, place: Path) -> None:
+    instar("train", "tiny.yaml", "--set", "record.run_dir=run")
+    said = instar("control", "run", "save", code=3).stderr
+    assert "run is not running; to go on with it: instar resume run" in said
+    assert not (place / "run" / "control").exists()
+    assert "ended (reached 8it)" in instar("control", "run", "status").stdout

@@ -1,0 +1,49 @@
+"""Ranks that are started again meet anew, and know what the first start has remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy_room import Mishap, Room
+
+from instar.distributed.world import recall, remember
+
+
+@pytest.mark.parametrize("way", ["torchrun", "launch"])
+def test_ranks_that_are_started_again_find_the_run_of_the_first(tmp_path: Path, way: str) -> None:
+    room = Room(tmp_path, mishap=Mishap("kill", 1, "step", starts=2, after_s=0), last=5)
+    with (room.torchrun if way == "torchrun" else room.launch)(max_restarts=2) as ranks:
+        assert ranks.ended() == [0], ranks.said()
+    found = (tmp_path / "found-0").read_text().splitlines()
+    assert found[0] == "None"
+    assert found[1].startswith(str(tmp_path / "run-"))
+    assert found[1] == found[2]
+    assert (tmp_path / "found-1").read_text().splitlines() == found
+
+
+def test_a_frozen_rank_is_ended_and_all_start_again(tmp_path: Path) -> None:
+    """Torchrun asks a stopped process to end, and waits for it half a minute."""
+    room = Room(
+        tmp_path, silence_s=1, mishap=Mishap("freeze", 1, "step", starts=1, after_s=0), last=5
+    )
+    with room.torchrun(max_restarts=1) as ranks:
+        ranks.wait_for("met-0-1", "met-1-1")
+        assert (tmp_path / "met-0-1").stat().st_mtime - room.happened() < 15
+        assert ranks.ended() == [0], ranks.said()
+    assert "rank 1 has not moved for 1 s" in room.log(0)
+
+
+def test_without_a_launcher_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    remember("run_dir", "runs/a")
+    assert recall("run_dir") is None
+
+
+def test_a_single_rank_remembers_too(tmp_path: Path) -> None:
+    room = Room(tmp_path, size=1, mishap=Mishap("kill", 0, "step", starts=1, after_s=0), last=5)
+    with room.launch(max_restarts=1) as ranks:
+        assert ranks.ended() == [0], ranks.said()
+    first, second = (tmp_path / "found-0").read_text().splitlines()
+    assert first == "None"
+    assert second.startswith(str(tmp_path / "run-"))

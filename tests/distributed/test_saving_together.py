@@ -1,0 +1,82 @@
+"""Two ranks save one checkpoint, in the background or not, and refuse replicas that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.checkpoint.store import load
+
+Ranks = Callable[[str, int], list[dict[str, Any]]]
+
+PROGRAM = """
+import torch
+from instar.checkpoint.manifest import Facts
+from instar.config.schema import CheckpointConfig
+from instar.run.progress import Progress
+from instar.run.saving import Saver, Snapshot
+
+def snapshot(step, weight, own):
+    return Snapshot(
+        Progress(step=step), {"model": {"weight": weight}, "rng": {"own": own}}, {}, {}, [], Facts()
+    )
+
+def saver(world, root, background):
+    told = []
+    return Saver(CheckpointConfig(asynchronous=background), world, Path(root), told.append), told
+"""
+
+SAVE = """
+with join(DistributedConfig(timeout_s=30), "cpu") as world:
+    made, told = saver(world, ROOT, BACKGROUND)
+    weight = torch.arange(4.0)
+    made.save(snapshot(1, weight, torch.tensor([world.rank])))
+    weight += 1  # the next step must not reach what is being saved
+    made.finish()
+    answer(path=str(told[0].path), error=str(told[0].error))
+"""
+
+DRIFT = """
+with join(DistributedConfig(timeout_s=30), "cpu") as world:
+    made, told = saver(world, ROOT, False)
+    weight = torch.arange(4.0) + world.rank
+    error = error_of(lambda: made.save(snapshot(1, weight, torch.tensor([world.rank]))))
+    answer(error=error, told=len(told))
+"""
+
+
+def program(body: str, root: Path, background: bool = False) -> str:
+    return PROGRAM + body.replace("ROOT", repr(str(root))).replace("BACKGROUND", str(background))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_each_rank_saves_its_own_and_rank_0_the_rest(
+    ranks: Ranks, tmp_path: Path, background: bool
+) -> None:
+    answers = ranks(program(SAVE, tmp_path / "run", background), 2)
+    assert answers[0] == answers[1] == {"path": answers[0]["path"], "error": "None"}
+    saved = load(Path(answers[0]["path"]))
+    assert saved.manifest.world_size == 2
+    assert {name: entry.pattern for name, entry in saved.manifest.files.items()} == {
+        "model.safetensors": "REPLICATED",
+        "rng/rank-0.safetensors": "PER_RANK",
+        "rng/rank-1.safetensors": "PER_RANK",
+        "state.json": "GLOBAL",
+    }
+    assert saved.tensors("model")["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert [saved.tensors("rng", rank=rank)["own"].item() for rank in (0, 1)] == [0, 1]
+
+
+def test_replicas_that_differ_are_refused_on_all_ranks_before_anything_is_written(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    answers = ranks(program(DRIFT, tmp_path / "run"), 2)
+    for answer in answers:
+        assert answer == {
+            "error": "RunFailed: differs from rank 0's: model/weight on rank 1",
+            "told": 0,
+        }
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,316 @@
+"""Folders that transformers loads, and saves."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Fast
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import load, publish
+from instar.config.load import load as load_config
+from instar.config.schema import ModelConfig
+from instar.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe, train_char
+from instar.models.architecture import Architecture, resolve
+from instar.models.gpt import GPT
+from instar.models.hf_folder import export_folder, from_fast, import_folder, to_fast
+from instar.models.saved import load_gpt
+
+GPT2 = resolve(
+    ModelConfig(n_layer=2, n_head=4, n_embd=32, n_mlp=72, context=16, norm_eps=1e-3), 300
+)
+LLAMA = resolve(
+    ModelConfig(
+        n_layer=2,
+        n_head=4,
+        n_kv_head=2,
+        n_embd=32,
+        context=16,
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rope",
+        bias=False,
+        tied=False,
+        rope_base=77.0,
+        norm_eps=1e-3,
+    ),
+    300,
+)
+TEXT = "Zwei Größen: naïve 2 × 3\n\tund “6”. <|end|> <unk>"
+TOKENIZERS = [ByteTokenizer(), train_char([TEXT]), train_bpe([TEXT] * 4, 300)]
+KINDS = pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)
+
+
+def random_model(arch: Architecture, seed: int = 0) -> GPT:
+    """Every parameter drawn, also norms and biases, so that none can be forgotten unnoticed."""
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT(arch)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            middle = 1.0 if "norm.weight" in name else 0.0
+            parameter.normal_(middle, 0.2, generator=generator)
+    return model.eval()
+
+
+def published(
+    run: Path, model: GPT, ema: GPT | None = None, tokenizer: Tokenizer | None = None
+) -> Path:
+    run.mkdir()
+    if tokenizer:
+        (run / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    components = {"model": dict(model.named_parameters())}
+    if ema:
+        components["ema"] = dict(ema.named_parameters())
+    return publish(run, 7, components, {}, architecture=model.arch.to_dict())
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.arange(24).reshape(2, 12) * 11 % 300
+    with torch.no_grad():
+        found = model(tokens)
+    return getattr(found, "logits", found)
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        GPT2,
+        replace(GPT2, activation="gelu_tanh"),
+        replace(GPT2, activation="relu2", tied=False),
+        replace(GPT2, bias=False),
+        LLAMA,
+        replace(LLAMA, tied=True),
+        replace(LLAMA, bias=True, n_kv_head=1),
+        replace(LLAMA, head_dim=12, n_kv_head=4),
+    ],
+    ids=["gpt2", "tanh", "relu2-untied", "biasless", "llama", "tied", "biased", "wide-heads"],
+)
+def test_transformers_computes_the_same_logits(tmp_path: Path, arch: Architecture) -> None:
+    model = random_model(arch)
+    export_folder(published(tmp_path / "run", model), tmp_path / "hf")
+    kind = GPT2LMHeadModel if arch.norm == "layernorm" else LlamaForCausalLM
+    loaded, told = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(told.values()), told
+    assert logits(model).abs().max() > 0.5
+    torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=0, atol=1e-5)
+    auto = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(auto) is kind
+
+
+def test_the_moving_average_is_exported_where_asked_for(tmp_path: Path) -> None:
+    model, average = random_model(LLAMA, 1), random_model(LLAMA, 2)
+    path = published(tmp_path / "run", model, average)
+    export_folder(path, tmp_path / "hf", averaged=True)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(logits(loaded), logits(average), rtol=0, atol=1e-5)
+    bare = published(tmp_path / "other", model)
+    with pytest.raises(CheckpointError, match="no moving average was kept, it has model"):
+        export_folder(bare, tmp_path / "none", averaged=True)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("arch", [GPT2, replace(LLAMA, tied=True), LLAMA])
+def test_export_import_export_changes_no_bit(tmp_path: Path, arch: Architecture) -> None:
+    model = random_model(arch)
+    first = published(tmp_path / "run", model, tokenizer=TOKENIZERS[2])
+    export_folder(first, tmp_path / "one")
+    second = import_folder(tmp_path / "one", tmp_path / "again")
+    export_folder(second, tmp_path / "two")
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    there, back = load(first).tensors(), load(second).tensors()
+    assert there.keys() == back.keys()
+    assert all(torch.equal(there[name], back[name]) for name in there)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        GPT2LMHeadModel(GPT2Config(vocab_size=90, n_positions=24, n_embd=24, n_layer=2, n_head=3)),
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=90,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=24,
+                rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+            )
+        ),
+    ],
+    ids=["gpt2", "llama"],
+)
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}], ids=["one", "sharded"])
+def test_what_transformers_saved_becomes_a_run(
+    tmp_path: Path, theirs: Any, shards: dict[str, str]
+) -> None:
+    theirs.eval().save_pretrained(tmp_path / "hf", **shards)
+    assert (tmp_path / "hf/model.safetensors").exists() == (not shards)
+    path = import_folder(tmp_path / "hf", tmp_path / "run")
+    ours = load_gpt(path)
+    tokens = torch.arange(20).reshape(2, 10) * 7 % 90
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+    assert path == tmp_path / "run/checkpoints/step-0"
+    assert load(path).manifest.reason == "imported from hf"
+    config = load_config(str(tmp_path / "run/run.yaml")).config
+    assert resolve(config.model, 90) == ours.arch
+    assert config.name == "run"
+
+
+@KINDS
+def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = published(tmp_path / "run", random_model(GPT2), tokenizer=tokenizer)
+    export_folder(path, tmp_path / "hf")
+    fast = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in (TEXT, TEXT[:9], "", "a  b\r\n\x00"):
+        ids = tokenizer.encode(text).tolist()
+        assert fast(text)["input_ids"] == ids
+        assert fast.decode(ids) == tokenizer.decode(ids)
+    assert fast.eos_token_id == tokenizer.end_id
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "hf").config.eos_token_id == tokenizer.end_id
+    back = import_folder(tmp_path / "hf", tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
+    assert load(back).manifest.tokenizer == tokenizer.fingerprint
+    data = load_config(str(tmp_path / "again/run.yaml")).config.data
+    assert data.tokenizer == tokenizer.kind
+
+
+def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:
+    words = Fast(WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")).to_str()
+    from instar.data.tokenizer import BPETokenizer
+
+    foreign = BPETokenizer(words)
+    assert from_fast(foreign) is foreign
+    assert to_fast(foreign) == words
+
+
+def test_a_tokenizer_of_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
+    small = resolve(ModelConfig(n_layer=1, n_head=1, n_embd=8, context=8), 256)
+    export_folder(published(tmp_path / "run", random_model(small)), tmp_path / "hf")
+    (tmp_path / "hf/tokenizer.json").write_text(TOKENIZERS[2].to_json())
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: \d+ tokens, but .* 256 rows"):
+        import_folder(tmp_path / "hf", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def exported(tmp_path: Path) -> Path:
+    export_folder(published(tmp_path / "run", random_model(GPT2)), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+class Canary:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
+    folder = exported(tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "opened")))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, which may run any program"):
+        import_folder(folder, tmp_path / "again")
+    assert not (tmp_path / "opened").exists()
+    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        import_folder(folder, tmp_path / "again")
+    assert not (tmp_path / "opened").exists()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json; import takes"):
+        import_folder(tmp_path, tmp_path / "again")
+    folder = exported(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        import_folder(folder, tmp_path / "again")
+    index = {"weight_map": {"transformer.wte.weight": "../run/x.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="is not a file of this folder"):
+        import_folder(folder, tmp_path / "again")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+    with pytest.raises(CheckpointError, match="not an index"):
+        import_folder(folder, tmp_path / "again")
+
+
+def test_a_shape_that_no_run_can_have_is_refused(tmp_path: Path) -> None:
+    arch = replace(LLAMA, head_dim=12)
+    export_folder(published(tmp_path / "run", random_model(arch)), tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="head_dim is 12, a run's would be 8"):
+        import_folder(tmp_path / "hf", tmp_path / "again")
+
+
+def test_folders_that_hold_something_are_left_alone(tmp_path: Path) -> None:
+    path = published(tmp_path / "run", random_model(GPT2))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").touch()
+    with pytest.raises(CheckpointError, match="is not empty, it holds mine"):
+        export_folder(path, tmp_path / "full")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        export_folder(path, tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    export_folder(path, tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="is not empty, it holds"):
+        import_folder(tmp_path / "empty", tmp_path / "run")
+
+
+def test_a_broken_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    path = published(tmp_path / "run", random_model(GPT2))
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="checksum is another"):
+        export_folder(path, tmp_path / "hf")
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    path = published(tmp_path / "run", random_model(GPT2))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot write"):
+        export_folder(path, tmp_path / "file/hf")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "run"]
+
+
+def test_a_checkpoint_of_no_gpt_is_refused(tmp_path: Path) -> None:
+    path = publish(tmp_path, 1, {"model": {"w": torch.ones(2)}}, {}, architecture={"a": 1})
+    with pytest.raises(CheckpointError, match="not a GPT"):
+        export_folder(path, tmp_path / "hf")
+
+
+def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
+    tensors = load_file(exported(tmp_path) / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    save_file(tensors | {"lm_head.weight": torch.zeros(300, 32)}, tmp_path / "hf/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs"):
+        import_folder(tmp_path / "hf", tmp_path / "again")

@@ -1,0 +1,80 @@
+"""What was saved under wrappers loads without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from instar.checkpoint.store import latest, publish
+from instar.config.schema import ModelConfig
+from instar.distributed.parallel import unwrap
+from instar.models.architecture import parameters, resolve
+from instar.models.gpt import GPT
+from instar.models.saved import load_gpt
+
+ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8), 32)
+SUPPORT = Path(__file__).parents[1] / "support"
+TWO_RANKS = """
+import sys
+from instar.distributed.launch import launch
+from instar.distributed.signals import leave
+leave(launch(sys.argv[1:], 2, module="ddp_saver"))
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose model was under DDP on two ranks."""
+    root = tmp_path_factory.mktemp("run")
+    path = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    subprocess.run(
+        [sys.executable, "-c", TWO_RANKS, str(root), json.dumps(ARCH.to_dict())],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
+        timeout=120,
+        check=True,
+    )
+    return root
+
+
+def test_what_ddp_trained_loads_with_safetensors_into_a_plain_model(saved: Path) -> None:
+    tensors = load_file(latest(saved) / "model.safetensors")
+    assert tensors.keys() == parameters(ARCH).keys()
+    model = GPT(ARCH)
+    model.load_state_dict(tensors, strict=True)
+    tokens = torch.arange(16).reshape(2, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(tokens), load_file(saved / "logits.safetensors")["logits"], rtol=0, atol=1e-6
+        )
+
+
+def test_what_ddp_trained_loads_with_instar(saved: Path) -> None:
+    model = load_gpt(latest(saved))
+    fresh = GPT(model.arch)
+    fresh.init_weights(0)
+    moved = [
+        not torch.equal(after, before)
+        for after, before in zip(model.parameters(), fresh.parameters(), strict=True)
+    ]
+    assert (model.arch, any(moved)) == (ARCH, True)
+
+
+def test_what_was_compiled_loads_into_a_plain_model(tmp_path: Path) -> None:
+    model = GPT(ARCH)
+    model.init_weights(3)
+    compiled = cast(torch.nn.Module, torch.compile(model, backend="eager"))
+    tokens = torch.arange(16).reshape(2, 8)
+    compiled(tokens, tokens).backward()
+    weights = dict(unwrap(compiled).named_parameters())
+    path = publish(tmp_path, 1, {"model": weights}, {}, architecture=ARCH.to_dict())
+    plain = GPT(ARCH)
+    plain.load_state_dict(load_file(path / "model.safetensors"), strict=True)
+    assert torch.equal(plain(tokens), model(tokens))

@@ -1,0 +1,38 @@
+import random
+
+import numpy as np
+import torch
+
+from instar.run.generators import generator_states, restore_generators, seed_generators
+
+CPU = torch.device("cpu")
+
+
+def draws() -> list[float]:
+    """Some of everything, an odd number of normal variates, of which generators hold one back."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        torch.randn(()).item(),
+    ]
+
+
+def test_generators_go_on_from_where_their_states_were_taken() -> None:
+    draws()
+    states = generator_states(CPU)
+    expected = [draws(), draws()]
+    seed_generators(0, 0, 0)
+    restore_generators(states, CPU)
+    assert [draws(), draws()] == expected
+
+
+def test_each_place_in_a_run_and_each_rank_draws_its_own() -> None:
+    def at(*place: int) -> tuple[float, ...]:
+        seed_generators(*place)
+        return tuple(draws())
+
+    places = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]
+    assert len({at(*place) for place in places}) == len(places)
+    assert at(1, 0, 0) == at(1, 0, 0)

@@ -1,0 +1,138 @@
+"""When a run is saved, in the background or not, and what happens where that fails."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import BEST, checkpoints, load, pointed_at
+from instar.config.schema import CheckpointConfig
+from instar.distributed.world import RunFailed
+from instar.record.control import ask
+from instar.record.events import Saved, Warn, read_events
+from instar.run.progress import Progress
+from instar.run.saving import MAX_FAILURES, reasons
+from instar.run.trainer import Trainer
+
+Make = Callable[..., Trainer]
+
+
+def names(run: Trainer) -> list[str]:
+    return [path.name for path in checkpoints(run.saver.root)]
+
+
+def trained(run: Trainer) -> Trainer:
+    run.train()
+    run.saver.finish()
+    return run
+
+
+def forbid(run: Trainer) -> Path:
+    """Make every save fail: where its folder would be, a file is."""
+    folder = run.saver.root / "checkpoints"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.touch()
+    return folder
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_it_is_saved_every_so_many_steps_but_for_the_end(trainer: Make, background: str) -> None:
+    run = trained(trainer("checkpoint.every_steps=3", f"checkpoint.asynchronous={background}"))
+    assert names(run) == ["step-3", "step-6"]
+    assert load(run.saver.root / "checkpoints" / "step-6").manifest.reason == "every 3 steps"
+
+
+def test_counts_that_a_step_passes_by_are_not_missed() -> None:
+    config = CheckpointConfig(every_steps=10, every_tokens=1000)
+    before, now = Progress(step=8, tokens=900), Progress(step=9, tokens=3100)
+    assert reasons(config, before, now) == ["every 1,000 tokens"]
+    assert reasons(config, now, Progress(step=12, tokens=3200)) == ["every 10 steps"]
+    assert reasons(CheckpointConfig(), before, now) == []
+
+
+def test_what_is_saved_in_the_background_is_the_moment_it_was_asked_for(trainer: Make) -> None:
+    run = trainer("optimizer.lr=1e-1")
+    run.step()
+    at_save = {name: p.detach().clone() for name, p in run.stepper.parameters.items()}
+    run.save("now")
+    run.step()
+    run.saver.finish()
+    saved = load(run.saver.root / "checkpoints" / "step-1").tensors("model")
+    assert all(torch.equal(saved[name], at_save[name]) for name in at_save)
+    assert not all(torch.equal(saved[n], p) for n, p in run.stepper.parameters.items())
+
+
+def test_the_best_is_saved_and_pointed_at(trainer: Make) -> None:
+    run = trained(trainer("checkpoint.on_best=true", "eval.eval_interval=3"))
+    best = pointed_at(run.saver.root, BEST)
+    assert best is not None
+    manifest = load(best).manifest
+    assert "best so far" in manifest.reason
+    assert manifest.loss is not None
+
+
+def test_rank_0s_clock_says_when_minutes_have_passed(trainer: Make) -> None:
+    run = trainer("checkpoint.every_minutes=0.000001")
+    run.step()
+    run.save_if_due()
+    run.saver.finish()
+    assert load(run.saver.root / "checkpoints" / "step-1").manifest.reason == "every 1e-06 min"
+
+
+def test_a_person_may_ask_for_it_and_has_it_when_the_request_is_gone(trainer: Make) -> None:
+    run = trainer()
+    assert run.safe.inbox is not None
+    request = ask(run.safe.inbox.folder, "save")
+    run.step()
+    assert not request.answered()
+    run.save_if_due()
+    assert request.answered()
+    assert load(run.saver.root / "checkpoints" / "step-1").manifest.reason == "asked for"
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_save_that_fails_is_a_warning_and_the_next_works(
+    trainer: Make, tmp_path: Path, background: str
+) -> None:
+    run = trainer(f"checkpoint.asynchronous={background}")
+    run.step()
+    folder = forbid(run)
+    run.save("first")
+    run.saver.finish()
+    folder.unlink()
+    run.step()
+    run.save("second")
+    run.saver.finish()
+    assert names(run) == ["step-2"]
+    events = list(read_events(tmp_path / "events.jsonl"))
+    assert ["step 1 could not be saved" in e.message for e in events if isinstance(e, Warn)] == [
+        True
+    ]
+    assert [e.step for e in events if isinstance(e, Saved)] == [2]
+
+
+def test_too_many_failures_in_a_row_end_the_run(trainer: Make) -> None:
+    run = trainer("checkpoint.every_steps=1", "checkpoint.asynchronous=false")
+    run.step()
+    forbid(run)
+    with pytest.raises(RunFailed, match=f"{MAX_FAILURES} saves in a row have failed"):
+        run.train()
+    assert run.progress.step == MAX_FAILURES
+
+
+def test_the_last_save_must_not_fail(trainer: Make) -> None:
+    run = trainer()
+    run.step()
+    forbid(run)
+    with pytest.raises(CheckpointError, match="cannot save step 1"):
+        run.save("the end", must=True)
+
+
+def test_superfluous_checkpoints_go(trainer: Make) -> None:
+    run = trained(trainer("checkpoint.every_steps=1", "checkpoint.keep_last=2"))
+    assert names(run) == ["step-6", "step-7"]

@@ -1,0 +1,269 @@
+"""Processes that start in milliseconds: one that has imported everything forks a child for each.
+
+What a child does is a function named as `module:function`, with JSON arguments; what it returns is
+its exit code. Nothing of a child is Instar's own way of starting a rank: `children_as_ranks` says
+who it is as `torchrun` would, through the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+LIMIT_S = 120.0
+POLL_S = 0.002
+
+INSTAR = "instar.cli.main:main"
+"""The body that is the command line itself; its argument is a list of words."""
+
+
+class Child:
+    """One forked process, the leader of its own group; its output is in the file `said`."""
+
+    def __init__(self, server: Forks, pid: int, said: Path) -> None:
+        self._server, self.pid, self.said = server, pid, said
+        self.code: int | None = None
+
+    def output(self) -> str:
+        return self.said.read_text(encoding="utf-8", errors="replace")
+
+    def signal(self, number: signal.Signals, *, group: bool = False) -> None:
+        """Send a signal, to a process that may have ended meanwhile."""
+        if self.ended_within(0.0):
+            return
+        with suppress(ProcessLookupError):
+            (os.killpg if group else os.kill)(self.pid, number)
+
+    def ended_within(self, seconds: float) -> bool:
+        """Whether it ends, waiting so long for it."""
+        if self.code is None:
+            self.code = self._server.status_of(self.pid, seconds)
+        return self.code is not None
+
+    def finish(self, limit_s: float = LIMIT_S) -> int:
+        """Wait for the end; the exit code, or minus the number of the signal that ended it."""
+        if not self.ended_within(limit_s):
+            self.signal(signal.SIGKILL, group=True)
+            raise AssertionError(f"not ended within {limit_s} s:\n{self.output()}")
+        assert self.code is not None
+        return self.code
+
+    def wait_until(self, true: Callable[[], object], limit_s: float = LIMIT_S) -> bool:
+        """Wait until `true()`; False where the child ends before."""
+        deadline = time.monotonic() + limit_s
+        while not true():
+            if self.ended_within(POLL_S):
+                return bool(true())
+            if time.monotonic() > deadline:
+                self.signal(signal.SIGKILL, group=True)
+                raise AssertionError(f"nothing for {limit_s} s:\n{self.output()}")
+        return True
+
+    def wait_for(self, pattern: str) -> bool:
+        """Wait until a line of its output matches; False where the child ends before."""
+        return self.wait_until(lambda: re.search(pattern, self.output(), re.MULTILINE))
+
+
+class Forks:
+    """The process that forks. Closing it ends every child that is left."""
+
+    def __init__(self, *modules: str) -> None:
+        """`modules` are imported once, for all children."""
+        self._ended: dict[int, int] = {}
+        self._number = 0
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_bare_environment(),
+        )
+        assert self._process.stdout is not None
+        self._answers = selectors.DefaultSelector()
+        self._answers.register(self._process.stdout, selectors.EVENT_READ)
+        self._unread = b""
+
+    def start(
+        self,
+        body: str,
+        *arguments: Any,
+        place: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Fork a child that runs `body` in the working directory `place`."""
+        self._number += 1
+        said = place / f"said-{self._number}"
+        said.touch()
+        request = {"body": body, "arguments": arguments, "place": str(place), "said": str(said)}
+        line = json.dumps(request | {"environment": dict(environment or {})})
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+        while True:
+            answer = self._answer(LIMIT_S)
+            assert answer is not None, "the forking process does not answer"
+            if "started" in answer:
+                return Child(self, answer["started"], said)
+
+    def status_of(self, pid: int, seconds: float) -> int | None:
+        """How a child ended, waiting so long for it; None if it has not."""
+        deadline = time.monotonic() + seconds
+        while pid not in self._ended:
+            left = max(0.0, deadline - time.monotonic())
+            if self._answer(left) is None and left == 0.0:
+                return None
+        return self._ended[pid]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(LIMIT_S)
+        self._answers.close()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self, seconds: float) -> dict[str, Any] | None:
+        """The next thing the process says; None if that takes longer."""
+        assert self._process.stdout is not None
+        while b"\n" not in self._unread:
+            if not self._answers.select(seconds):
+                return None
+            got = os.read(self._process.stdout.fileno(), 1 << 16)
+            assert got, "the forking process is gone"
+            self._unread += got
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "ended" in answer:
+            self._ended[answer["ended"]] = answer["status"]
+        return answer
+
+
+def children_as_ranks(
+    forks: Forks, size: int, body: str, *arguments: Any, place: Path
+) -> list[Child]:
+    """`size` children that meet as torchrun's ranks would; one is started as the only process."""
+    if size == 1:
+        return [forks.start(body, *arguments, place=place)]
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    return [
+        forks.start(
+            body,
+            *arguments,
+            place=place,
+            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(size)
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _bare_environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def _serve(modules: Sequence[str]) -> None:
+    """Fork for every line of stdin; say who was started and how each ended."""
+    for module in modules:
+        import_module(module)
+    listening, telling = os.pipe()
+    os.set_blocking(listening, False)
+    os.set_blocking(telling, False)
+    signal.set_wakeup_fd(telling)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    living: set[int] = set()
+    with selectors.DefaultSelector() as ready:
+        ready.register(0, selectors.EVENT_READ)
+        ready.register(listening, selectors.EVENT_READ)
+        while True:
+            events = {key.fd for key, _ in ready.select()}
+            if listening in events:
+                os.read(listening, 1 << 16)
+                for pid, status in _reap():
+                    living.discard(pid)
+                    _say({"ended": pid, "status": status})
+            if 0 in events:
+                line = sys.stdin.buffer.readline()  # the next comes only after the answer
+                if not line:
+                    break
+                pid = os.fork()
+                if pid == 0:
+                    _become(json.loads(line))
+                with suppress(OSError):  # here as well as there: whoever is first
+                    os.setpgid(pid, pid)
+                living.add(pid)
+                _say({"started": pid})
+    for pid in living:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _reap() -> list[tuple[int, int]]:
+    ended = []
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append((found[0], os.waitstatus_to_exitcode(found[1])))
+    return ended
+
+
+def _say(answer: Mapping[str, int]) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _become(request: Mapping[str, Any]) -> NoReturn:
+    """Do what was asked, as a process that has nothing of its parent but what it imported."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        os.chdir(request["place"])
+        os.environ.update(request["environment"])
+        module, _, name = request["body"].partition(":")
+        code = getattr(import_module(module), name)(*request["arguments"]) or 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1:])

@@ -1,0 +1,334 @@
+"""Loss of power, replayed: what a disk may hold after it, given what was asked of it before.
+
+`recording` writes down, for one folder, everything that becomes of names and contents, whoever does
+it: what passes through `os` is seen as it happens, what does not (a library that writes files by
+itself) is noticed at the next thing that does. `crashes` then gives every state that may be found
+when the power comes back after any number of these operations:
+
+- content not yet synced may be there, be that of the last sync, be cut, or be zeros;
+- names not yet synced with their folder may be there or not, each for itself: made, renamed and
+  removed names are all or nothing, and keep their order only where they are about the same name.
+
+That is less than any journaling file system promises, and as little as POSIX does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+EXHAUSTIVE = 1 << 13
+"""States of one moment up to which all are made; beyond, so many are drawn."""
+
+Node = int
+ROOT: Node = 0
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of one folder change, all or none; None: the name is gone."""
+
+    folder: Node
+    changes: tuple[tuple[str, Node | None], ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file's content is this from now on."""
+
+    file: Node
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Synced:
+    """The content of a file, or the names in a folder, are on the disk."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Said:
+    """Something was told to somebody: from now on it must be true."""
+
+    word: int
+
+
+Operation = Names | Written | Synced | Said
+Tree = dict[str, bytes | None]
+"""Relative path → content; None: a folder."""
+
+
+class Recorder:
+    """What happened in one folder; `say` adds what was acknowledged."""
+
+    def __init__(self, base: Path) -> None:
+        self.operations: list[Operation] = []
+        self._base = base
+        self._nodes: dict[str, Node] = {".": ROOT}
+        self._contents: dict[Node, bytes] = {}
+        self._next = itertools.count(1)
+        self.notice()
+
+    def say(self, word: int) -> None:
+        self.notice()
+        self.operations.append(Said(word))
+
+    def notice(self) -> None:
+        """Write down what happened since the last operation that was seen."""
+        there = set()
+        for folder, folders, files in os.walk(self._base):
+            for name in sorted(folders):
+                there.add(path := self._relative(Path(folder, name)))
+                if path not in self._nodes:
+                    self._name(path, next(self._next))
+            for name in sorted(files):
+                there.add(path := self._relative(Path(folder, name)))
+                new = path not in self._nodes
+                node = next(self._next) if new else self._nodes[path]
+                content = Path(folder, name).read_bytes()
+                if self._contents.get(node) != content:
+                    self._contents[node] = content
+                    self.operations.append(Written(node, content))
+                if new:  # after its content, so that it is known to be a file
+                    self._name(path, node)
+        unseen = self._nodes.keys() - there - {"."}
+        assert not unseen, f"removed by something that the recorder does not see: {unseen}"
+
+    def made(self, path: str) -> None:
+        self._name(path, next(self._next))
+
+    def renamed(self, path: str, to: str) -> None:
+        old, new = os.path.split(path), os.path.split(to)
+        assert old[0] == new[0], "a rename from folder to folder is not replayed"
+        for was in [key for key in self._nodes if key == path or key.startswith(f"{path}/")]:
+            self._nodes[to + was[len(path) :]] = self._nodes.pop(was)
+        changes = ((old[1], None), (new[1], self._nodes[to]))
+        self.operations.append(Names(self._nodes[old[0] or "."], changes))
+
+    def removed(self, path: str) -> None:
+        del self._nodes[path]
+        folder, name = os.path.split(path)
+        self.operations.append(Names(self._nodes[folder or "."], ((name, None),)))
+
+    def synced(self, descriptor: int) -> None:
+        if (path := self.path_of(descriptor)) is not None:
+            self.operations.append(Synced(self._nodes[path]))
+
+    def path_of(self, descriptor: int) -> str | None:
+        """Which of the paths is open, or None if it is another."""
+        return next(
+            (path for path in self._nodes if _same(self._base / path, descriptor)),
+            None,
+        )
+
+    def inside(self, path: Any, folder: int | None) -> str | None:
+        """A path relative to the base, or None where it is not in it."""
+        if folder is not None:
+            parent = self.path_of(folder)
+            return None if parent is None else str(Path(parent, path))
+        whole = Path.cwd() / path
+        return self._relative(whole) if whole.is_relative_to(self._base) else None
+
+    def _relative(self, path: Path) -> str:
+        return str(path.relative_to(self._base))
+
+    def _name(self, path: str, node: Node) -> None:
+        self._nodes[path] = node
+        folder, name = os.path.split(path)
+        self.operations.append(Names(self._nodes[folder or "."], ((name, node),)))
+
+
+@contextmanager
+def recording(base: Path) -> Iterator[Recorder]:
+    """Record what becomes of `base`, whose content so far is on the disk."""
+    recorder = Recorder(base.resolve())
+    settled = [Synced(node) for node in range(_count(recorder.operations) + 1)]
+    recorder.operations += settled
+    with pytest.MonkeyPatch.context() as patch:
+        for name, replacement in _watched(recorder).items():
+            patch.setattr(os, name, replacement)
+        yield recorder
+    recorder.notice()
+
+
+def _watched(recorder: Recorder) -> dict[str, Callable[..., Any]]:
+    real = {name: getattr(os, name) for name in ("fsync", "mkdir", "rename", "unlink", "rmdir")}
+
+    def fsync(descriptor: int) -> None:
+        recorder.notice()
+        real["fsync"](descriptor)
+        recorder.synced(descriptor)
+
+    def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        recorder.notice()
+        real["mkdir"](path, mode, dir_fd=dir_fd)
+        if (inside := recorder.inside(path, dir_fd)) is not None:
+            recorder.made(inside)
+
+    def rename(path: Any, to: Any) -> None:
+        recorder.notice()
+        real["rename"](path, to)
+        inside = recorder.inside(path, None), recorder.inside(to, None)
+        if inside[0] is not None and inside[1] is not None:
+            recorder.renamed(inside[0], inside[1])
+
+    def remove(path: Any, *, dir_fd: int | None = None, how: str) -> None:
+        recorder.notice()
+        inside = recorder.inside(path, dir_fd)
+        real[how](path, dir_fd=dir_fd)
+        if inside is not None:
+            recorder.removed(inside)
+
+    def unknown(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("the recorder cannot replay this operation")
+
+    return {
+        "fsync": fsync,
+        "fdatasync": unknown,
+        "mkdir": mkdir,
+        "rename": rename,
+        "replace": rename,
+        "unlink": partial(remove, how="unlink"),
+        "remove": partial(remove, how="unlink"),
+        "rmdir": partial(remove, how="rmdir"),
+        "link": unknown,
+        "symlink": unknown,
+    }
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A state in which a disk may be found, and the last thing that had been said before."""
+
+    at: int
+    said: int | None
+    tree: Tree
+
+
+def crashes(
+    operations: Sequence[Operation], chance: random.Random, exhaustive: int = EXHAUSTIVE
+) -> Iterator[Crash]:
+    """Every legal state after every number of `operations`, each state once for what was said.
+
+    A crash point with more than `exhaustive` states is drawn from as often.
+    """
+    disk = _Disk()
+    said: int | None = None
+    seen: set[object] = set()
+    for at, operation in enumerate(operations, 1):
+        disk.do(operation)
+        if isinstance(operation, Said):
+            said = operation.word
+        for tree in disk.after_power_loss(chance, exhaustive):
+            known = said, frozenset(tree.items())
+            if known not in seen:
+                seen.add(known)
+                yield Crash(at, said, tree)
+
+
+def lay_out(tree: Tree, base: Path) -> None:
+    """Make a state real in an empty folder."""
+    for path, content in sorted(tree.items()):
+        if content is None:
+            (base / path).mkdir(parents=True)
+        else:
+            (base / path).write_bytes(content)
+
+
+class _Disk:
+    """What is on the disk for good, and what only may be."""
+
+    def __init__(self) -> None:
+        self._names: dict[Node, dict[str, Node]] = {ROOT: {}}
+        self._unsure_names: list[Names] = []
+        self._contents: dict[Node, bytes] = {}
+        self._unsure_contents: dict[Node, list[bytes]] = {}
+
+    def do(self, operation: Operation) -> None:
+        match operation:
+            case Names():
+                self._unsure_names.append(operation)
+            case Written(file, content):
+                self._unsure_contents.setdefault(file, []).append(content)
+            case Synced(node):
+                for names in [names for names in self._unsure_names if names.folder == node]:
+                    _apply(self._names, names)
+                    self._unsure_names.remove(names)
+                if node in self._unsure_contents:
+                    self._contents[node] = self._unsure_contents.pop(node)[-1]
+
+    def after_power_loss(self, chance: random.Random, exhaustive: int) -> Iterator[Tree]:
+        """All that may be found, if that is not too much, else as many draws."""
+        kept = [(False, True)] * len(self._unsure_names)
+        files = list(self._unsure_contents)
+        contents = [_remains(self._contents.get(f, b""), self._unsure_contents[f]) for f in files]
+        total = 1
+        for choices in (*kept, *contents):
+            total *= len(choices)
+        drawn: Iterator[Sequence[Any]] = (
+            itertools.product(*kept, *contents)
+            if total <= exhaustive
+            else ([chance.choice(c) for c in (*kept, *contents)] for _ in range(exhaustive))
+        )
+        for choice in drawn:
+            names = {folder: dict(there) for folder, there in self._names.items()}
+            for unsure, is_kept in zip(self._unsure_names, choice, strict=False):
+                if is_kept:
+                    _apply(names, unsure)
+            found = self._contents | dict(zip(files, choice[len(kept) :], strict=True))
+            yield _tree(names, found, ROOT, "")
+
+
+def _apply(names: dict[Node, dict[str, Node]], change: Names) -> None:
+    folder = names.setdefault(change.folder, {})
+    for name, node in change.changes:
+        if node is None:
+            folder.pop(name, None)
+        else:
+            folder[name] = node
+
+
+def _remains(before: bytes, written: Sequence[bytes]) -> list[bytes]:
+    """What an unsynced file may hold: old or new, all, cut, or with pages that never came."""
+    remains = [before, b""]
+    for content in written:
+        half = len(content) // 2
+        zeros = bytes(len(content))
+        remains += [content, content[:half], zeros, content[:half] + zeros[half:]]
+    return list(dict.fromkeys(remains))
+
+
+def _tree(
+    names: dict[Node, dict[str, Node]], contents: dict[Node, bytes], folder: Node, path: str
+) -> Tree:
+    """What can be reached from the folder; a node without content is a folder."""
+    tree: Tree = {}
+    for name, node in names.get(folder, {}).items():
+        below = f"{path}{name}"
+        if node in contents:
+            tree[below] = contents[node]
+        else:
+            tree[below] = None
+            tree |= _tree(names, contents, node, f"{below}/")
+    return tree
+
+
+def _same(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _count(operations: Sequence[Operation]) -> int:
+    return sum(isinstance(operation, Names) for operation in operations)

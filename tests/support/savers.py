@@ -1,0 +1,131 @@
+"""What a child does that saves checkpoints and is disturbed at it; `forks.Child` runs these."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import Checkpoint, newest_whole, publish
+
+ROWS = 1 << 16
+"""of 4 bytes, in each of nine tensors: 2.25 MiB a checkpoint"""
+COMPONENTS = {"model": 2, "optimizer": 4, "ema": 2, "rng": 1}
+CLONE_NEWNS = 0x00020000
+MS_PRIVATE_FOR_ALL = (1 << 14) | (1 << 18)
+
+
+def components(step: int, rows: int = ROWS) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors that say of which step and which component they are."""
+    return {
+        name: {f"weight.{i}": torch.full((rows,), float(1000 * step + i)) for i in range(count)}
+        for name, count in COMPONENTS.items()
+    }
+
+
+def save(root: Path, step: int, rows: int = ROWS) -> Path:
+    return publish(root, step, components(step, rows), {"step": step}, architecture={})
+
+
+def holds(checkpoint: Checkpoint) -> bool:
+    """Whether everything in a checkpoint is of its step."""
+    step = checkpoint.manifest.step
+    return checkpoint.state == {"step": step} and all(
+        bool((tensor == 1000 * step + i).all())
+        for name, count in COMPONENTS.items()
+        for i, tensor in enumerate(checkpoint.tensors(name)[f"weight.{i}"] for i in range(count))
+    )
+
+
+def save_for_ever(root: str, first_step: int, acknowledged: str) -> None:
+    """Save step after step; each goes into the file `acknowledged` once `publish` has returned."""
+    with Path(acknowledged).open("ab", buffering=0) as file:
+        for step in itertools.count(first_step):
+            save(Path(root), step)
+            file.write(b"%d\n" % step)
+
+
+def save_with_too_little_room(root: str, step: int, room_bytes: int, kind: str) -> int:
+    """Save where the disk ends after `room_bytes`, then again with all the room there is.
+
+    Prints what happened as JSON. `kind`: "tmpfs", a small disk of its own on `root`, where this
+    process may mount one; "limit", where no file may grow beyond that.
+    """
+    folder = Path(root)
+    if kind == "tmpfs":
+        try:
+            _mount_small_disk(folder, 3 * _size_bytes())
+        except OSError as error:
+            print(json.dumps({"refused": os.strerror(error.errno or 0)}))
+            return 0
+    save(folder, step)
+    before = _names(folder)
+    told = ""
+    with _limit_files(room_bytes) if kind == "limit" else _fill(folder, room_bytes):
+        try:
+            save(folder, step + 1)
+        except CheckpointError as error:
+            told = str(error)
+    after = _names(folder)
+    found, skipped = newest_whole(folder)
+    save(folder, step + 2)
+    last, _ = newest_whole(folder)
+    left_over = [path.name for path in (folder / "checkpoints").glob(".*")]
+    facts = {"told": told, "before": before, "after": after, "found": found.path.name}
+    facts |= {"skipped": len(skipped), "then": last.path.name, "left_over": left_over}
+    print(json.dumps(facts))
+    return 0
+
+
+def _size_bytes() -> int:
+    return 4 * ROWS * sum(COMPONENTS.values()) + (64 << 10)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@contextmanager
+def _limit_files(room_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def _fill(folder: Path, room_bytes: int) -> Iterator[None]:
+    """A file that leaves only so much of the disk."""
+    filler = folder / "filler"
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, free - room_bytes))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+def _mount_small_disk(folder: Path, size_bytes: int) -> None:
+    """In a mount namespace of this process's own, which ends with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    options = f"size={size_bytes}".encode()
+    here = os.fsencode(folder)
+    for failed in (
+        lambda: libc.unshare(CLONE_NEWNS),
+        lambda: libc.mount(None, b"/", None, MS_PRIVATE_FOR_ALL, None),
+        lambda: libc.mount(b"tmpfs", here, b"tmpfs", 0, options),
+    ):
+        if failed():
+            raise OSError(ctypes.get_errno() or errno.EPERM, "cannot mount")

@@ -1,0 +1,77 @@
+"""A real run that ends within a second, started through `forks`, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forks import INSTAR, Child, Forks, children_as_ranks
+
+STEPS = 24
+TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
+CONFIG = f"""\
+name: tortured
+model: {{n_layer: 2, n_head: 2, n_embd: 32, context: 16, dropout: 0.1}}
+data: {{source: squares.txt, path: tokens, tokenizer: char}}
+train: {{until: {STEPS}it, batch_size: 13, gradient_accumulation_steps: 3, ema: 0.9}}
+optimizer: {{name: muon}}
+learning_rate: {{warmup_iters: 5, lr_decay_iters: {STEPS}}}
+eval: {{eval_interval: 7}}
+record: {{log_interval: 1}}
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A working directory with text, tokens and run.yaml in it, and commands typed there."""
+
+    path: Path
+    forks: Forks
+
+    def instar(self, *words: object, ranks: int = 1, body: str = INSTAR) -> list[Child]:
+        """`instar WORDS` in children; with several ranks, each child is one of them."""
+        argv = [str(word) for word in words]
+        return children_as_ranks(self.forks, ranks, body, argv, place=self.path)
+
+    def train(
+        self, run_dir: Path, *overrides: str, ranks: int = 1, body: str = INSTAR
+    ) -> list[Child]:
+        sets = [word for text in overrides for word in ("--set", text)]
+        where = ("--set", f"record.run_dir={run_dir}")
+        return self.instar("train", "run.yaml", *where, *sets, ranks=ranks, body=body)
+
+    def resume(
+        self, run_dir: Path, *words: object, ranks: int = 1, body: str = INSTAR
+    ) -> list[Child]:
+        return self.instar("resume", run_dir, *words, ranks=ranks, body=body)
+
+
+def codes(children: Sequence[Child]) -> list[int]:
+    """How they ended, by rank."""
+    return [child.finish() for child in children]
+
+
+def said(children: Sequence[Child]) -> str:
+    """All that they said, for a message of what went wrong."""
+    return "\n".join(child.output() for child in children)
+
+
+def weights(run_dir: Path, step: int = STEPS) -> dict[str, bytes]:
+    """Every tensor that all ranks share, as the bytes of its file, at the end of a run."""
+    folder = run_dir / "checkpoints" / f"step-{step}"
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
+def events(run_dir: Path, kind: str = "") -> list[dict[str, Any]]:
+    """The run's events, or those of one kind; a last line that a death tore is none."""
+    path = run_dir / "events.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [event for event in map(json.loads, lines) if kind in ("", event["kind"])]
+
+
+def acknowledged(run_dir: Path) -> int:
+    """The step of the last save that the run said was made; 0: none."""
+    return max((int(event["step"]) for event in events(run_dir, "checkpoint")), default=0)

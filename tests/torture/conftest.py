@@ -1,0 +1,34 @@
+"""A process that forks the others, and working directories for tiny real runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forks import Forks
+from tiny_run import CONFIG, TEXT, Place
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    with Forks("instar.cli.main", "instar.cli.train", "instar.run.rank", "savers") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def prepared(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory whose tokens are made."""
+    path = tmp_path_factory.mktemp("prepared")
+    (path / "squares.txt").write_text(TEXT)
+    (path / "run.yaml").write_text(CONFIG)
+    (child,) = Place(path, forks).instar("data", "prepare", "run.yaml")
+    assert child.finish() == 0, child.output()
+    return path
+
+
+@pytest.fixture
+def place(prepared: Path, forks: Forks, tmp_path: Path) -> Place:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return Place(tmp_path, forks)

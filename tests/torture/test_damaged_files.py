@@ -1,0 +1,205 @@
+"""Every file of a checkpoint, damaged in every way: found, named, and the one before is used."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import figures
+import pytest
+from tiny_run import STEPS, Place, codes, events, said
+
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import checkpoints, latest, load, newest_whole
+
+SEEDS = figures.times(2, 50)
+RESUMED = figures.times(3, 1000)
+"""damages after which `instar resume` is tried too; there are fewer than a thousand"""
+EVERY = 8
+
+
+def flip(file: Path, _: Path, chance: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    file.write_bytes(content)
+
+
+def truncate(file: Path, _: Path, chance: random.Random) -> None:
+    os.truncate(file, chance.randrange(file.stat().st_size))
+
+
+def zero(file: Path, _: Path, chance: random.Random) -> None:
+    """A stretch of it, as a sector that was never written; or all."""
+    content = bytearray(file.read_bytes())
+    used = [at for at, byte in enumerate(content) if byte]
+    begin = chance.choice(used)
+    end = chance.choice((begin + 1, begin + 512, len(content)))
+    content[begin:end] = bytes(len(content[begin:end]))
+    file.write_bytes(content)
+
+
+def delete(file: Path, _: Path, __: random.Random) -> None:
+    file.unlink()
+
+
+def swap_within(file: Path, _: Path, chance: random.Random) -> None:
+    """With another file of the same checkpoint."""
+    swap(file, chance.choice([other for other in files_of(file.parents[0]) if other != file]))
+
+
+def swap_with_other(file: Path, other: Path, _: random.Random) -> None:
+    """With the file of the same name in another checkpoint."""
+    swap(file, other)
+
+
+DAMAGES: dict[str, Callable[[Path, Path, random.Random], None]] = {
+    "a bit flipped": flip,
+    "truncated": truncate,
+    "zeroed": zero,
+    "deleted": delete,
+    "swapped within": swap_within,
+    "swapped with another's": swap_with_other,
+}
+
+
+def swap(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One damage to one file of the newest checkpoint of `run_dir`; `name` is relative to it."""
+
+    run_dir: Path
+    name: str
+    how: str
+
+    @property
+    def newest(self) -> Path:
+        return self.run_dir / "checkpoints" / f"step-{STEPS}"
+
+    @property
+    def previous(self) -> Path:
+        return self.run_dir / "checkpoints" / f"step-{STEPS - EVERY}"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.how}"
+
+
+@pytest.fixture(scope="module")
+def whole(prepared: Path, forks: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with three checkpoints, every kind of file in each."""
+    path = tmp_path_factory.mktemp("whole")
+    shutil.copytree(prepared, path, dirs_exist_ok=True)
+    place = Place(path, forks)  # type: ignore[arg-type]
+    ranks = place.train(path / "run", f"checkpoint.every_steps={EVERY}", ranks=2)
+    assert codes(ranks) == [0, 0], said(ranks)
+    names = [found.name for found in checkpoints(path / "run")]
+    assert names == [f"step-{step}" for step in range(EVERY, STEPS + 1, EVERY)]
+    return path / "run"
+
+
+def damages(whole: Path, folder: Path, seeds: int) -> Iterator[Damage]:
+    """Each file × each damage × several places; the run is damaged when it is handed out."""
+    newest = whole / "checkpoints" / f"step-{STEPS}"
+    for file in files_of(newest):
+        name = str(file.relative_to(newest))
+        for how, damage in DAMAGES.items():
+            for seed in range(seeds if how in ("a bit flipped", "truncated", "zeroed") else 1):
+                run_dir = folder / "damaged"
+                shutil.copytree(whole, run_dir)
+                made = Damage(run_dir, name, how)
+                damage(made.newest / name, made.previous / name, random.Random(seed))
+                if content(made.newest) != content(newest):
+                    yield made
+                shutil.rmtree(run_dir)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files_of(folder)}
+
+
+def test_every_damage_to_every_file_is_found_and_named(whole: Path, tmp_path: Path) -> None:
+    tried, unfound, unnamed, unused = 0, [], [], []
+    for damage in damages(whole, tmp_path, SEEDS):
+        tried += 1
+        try:
+            load(damage.newest)
+        except CheckpointError as error:
+            if not names(error, damage):
+                unnamed.append(f"{damage}: {error}")
+        else:
+            unfound.append(str(damage))
+        found, skipped = newest_whole(damage.run_dir)
+        expected = damage.newest.with_name(f"step-{STEPS - EVERY * reach(damage)}")
+        if found.path != expected or not any(names(error, damage) for error in skipped):
+            unused.append(f"{damage}: {found.path.name}, {skipped}")
+    figures.write(
+        "damaged-files",
+        [
+            figures.none_of(tried, "damage to a file of a checkpoint: not found", unfound),
+            figures.none_of(tried, "damage found: the file not named", unnamed),
+            figures.none_of(tried, "damage found: the one before not used, or unsaid", unused),
+        ],
+    )
+
+
+def names(error: CheckpointError, damage: Damage) -> bool:
+    """A file that was swapped is named by either of its names, a manifest of another by any."""
+    if damage.name == "manifest.json" and damage.how.startswith("swapped"):
+        return str(damage.newest) in str(error)
+    if damage.how == "swapped within":
+        return str(damage.newest) in str(error)
+    return str(damage.newest / damage.name) in str(error)
+
+
+def reach(damage: Damage) -> int:
+    """How many checkpoints it spoils: what is swapped with another's spoils that too."""
+    return 2 if damage.how == "swapped with another's" else 1
+
+
+def test_resume_goes_on_from_the_one_before_and_says_so(whole: Path, place: Place) -> None:
+    tried, wrong = 0, []
+    for damage in damages(whole, place.path, seeds=1):
+        if tried == RESUMED:
+            break
+        tried += 1
+        (child,) = place.resume(damage.run_dir, "--until", f"{STEPS + 2}it")
+        if child.finish() != 0:
+            wrong.append(f"{damage}: {child.output()}")
+            continue
+        began = events(damage.run_dir, "run_started")[-1]["step"]
+        if began != STEPS - EVERY * reach(damage) or damage.newest.name not in child.output():
+            wrong.append(f"{damage}: from step {began}: {child.output()}")
+    figures.write(
+        "damaged-resume",
+        [figures.none_of(tried, "resume past a damaged checkpoint: not so, or unsaid", wrong)],
+    )
+
+
+@pytest.mark.parametrize("how", [how for how in DAMAGES if how != "swapped with another's"])
+def test_a_damaged_pointer_hides_no_checkpoint(whole: Path, tmp_path: Path, how: str) -> None:
+    for seed in range(SEEDS):
+        run_dir = tmp_path / f"{seed}"
+        shutil.copytree(whole, run_dir)
+        pointer = run_dir / "checkpoints" / "latest"
+        chance = random.Random(seed)
+        if how == "swapped within":
+            swap(pointer, run_dir / "checkpoints" / f"step-{STEPS}" / "state.json")
+        else:
+            DAMAGES[how](pointer, pointer, chance)
+        found, _ = newest_whole(run_dir)
+        expected = STEPS - EVERY if how == "swapped within" else STEPS
+        assert found.path.name == f"step-{expected}"
+        assert latest(run_dir) in checkpoints(run_dir)

@@ -1,0 +1,119 @@
+"""`reproducible: elastic`: one hash for 1, 2 and 4 ranks, and for runs that change between them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import figures
+import pytest
+import xxhash
+from tiny_run import Place, codes, events, said, weights
+
+STEPS = 48
+RANKS = (1, 2, 4)
+CHANGES = figures.times(1, 12)
+"""of the number of ranks thrice in a run, for each variant"""
+
+ELASTIC = (
+    "reproducible=elastic",
+    f"train.until=[{STEPS}it]",
+    f"learning_rate.lr_decay_iters={STEPS}",
+    # slices of 6 and 7 samples, in two and three micro-batches; an epoch ends with one sample
+    "train.batch_size=3",
+    "train.gradient_accumulation_steps=9",
+)
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "muon": (),
+    "adamw": ("optimizer.name=adamw",),
+    "adamw in bf16": ("optimizer.name=adamw", "precision=bf16"),
+    "llama, 2 threads": (
+        "preset=llama",
+        "model.qk_norm=true",
+        "distributed.elastic.threads=2",
+    ),
+}
+
+
+@pytest.mark.timeout(7200)
+def test_any_number_of_ranks_is_the_same_run_bit_for_bit(place: Place) -> None:
+    chance = random.Random(0)
+    chosen = list(VARIANTS)[: figures.times(1, len(VARIANTS))]
+    differing, changes = [], 0
+    for name in chosen:
+        overrides = (*ELASTIC, *VARIANTS[name])
+        wanted, *others = [undisturbed(place, overrides, ranks) for ranks in RANKS]
+        differing += [
+            f"{name}, W={ranks}"
+            for ranks, found in zip(RANKS[1:], others, strict=True)
+            if found != wanted
+        ]
+        for number in range(CHANGES):
+            worlds = (1, 2, 4, 1) if number == 0 else chance.choices(RANKS, k=4)
+            found, changed = changing(place, overrides, worlds, chance)
+            changes += changed
+            if found != wanted:
+                differing.append(f"{name}, W={worlds}")
+    assert changes >= len(chosen) * CHANGES, "the runs ended before they were stopped"
+    figures.write(
+        "elastic",
+        [
+            figures.none_of(
+                len(chosen) * (len(RANKS) - 1 + CHANGES),
+                "runs on 1, 2, 4 or changing numbers of ranks: another hash",
+                differing,
+            ),
+            figures.count("stops and resumes in them", changes),
+        ],
+    )
+
+
+def undisturbed(place: Place, overrides: Sequence[str], ranks: int) -> str:
+    run_dir = place.path / f"whole-{ranks}"
+    children = place.train(run_dir, *overrides, ranks=ranks)
+    assert set(codes(children)) == {0}, said(children)
+    found = fingerprint(run_dir)
+    shutil.rmtree(run_dir)
+    return found
+
+
+def changing(
+    place: Place, overrides: Sequence[str], worlds: Sequence[int], chance: random.Random
+) -> tuple[str, int]:
+    """The fingerprint of a run stopped at random to go on with the next number of ranks, and how
+    often it was stopped; the last number brings it to its end."""
+    run_dir, reached, stops = place.path / "parts", 0, 0
+    for turn, ranks in enumerate(worlds):
+        go_on = place.resume(run_dir, ranks=ranks) if turn else None
+        children = go_on or place.train(run_dir, *overrides, ranks=ranks)
+        if turn < len(worlds) - 1:
+            stop_at = min(reached + chance.randint(1, STEPS // 4), STEPS - 1)
+            children[0].wait_for(rf"^ *{stop_at} .*loss")
+            for child in children:
+                child.signal(signal.SIGTERM)
+        code = set(codes(children))
+        assert code in ({0}, {75}), said(children)
+        reached = events(run_dir, "train")[-1]["step"]
+        if code == {0}:
+            break
+        stops += 1
+    found = fingerprint(run_dir)
+    shutil.rmtree(run_dir)
+    return found, stops
+
+
+def fingerprint(run_dir: Path) -> str:
+    """Of all that a run leaves which must not depend on the number of ranks."""
+    digest = xxhash.xxh3_128()
+    for name, content in sorted(weights(run_dir, STEPS).items()):
+        digest.update(name.encode())
+        digest.update(content)
+    train, held_out = events(run_dir, "train"), events(run_dir, "eval")
+    assert [event["step"] for event in train] == list(range(1, STEPS + 1))
+    curve = [[event["loss"], event["grad_norm"]] for event in train]
+    digest.update(json.dumps([curve, [event["loss"] for event in held_out]]).encode())
+    return digest.hexdigest()

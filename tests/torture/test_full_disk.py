@@ -1,0 +1,99 @@
+"""The disk is full in a save: the error says so, nothing half is seen, the next save works."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import figures
+import pytest
+import savers
+from forks import Forks
+from tiny_run import STEPS, Place, codes, events, said
+
+TRIES = figures.times(6, 100)
+SIZE_BYTES = 4 * savers.ROWS * sum(savers.COMPONENTS.values())
+
+
+@pytest.mark.timeout(3600)
+def test_a_full_disk_leaves_nothing_and_stops_nothing(forks: Forks, tmp_path: Path) -> None:
+    """On a real small disk where one may be mounted, else with a limit on the size of files."""
+    chance = random.Random(0)
+    kind, refused, wrong = "tmpfs", "", []
+    for number in range(TRIES):
+        root = tmp_path / str(number)
+        root.mkdir()
+        largest = SIZE_BYTES if kind == "tmpfs" else SIZE_BYTES // 2
+        room = chance.choice((0, 1, chance.randrange(largest), largest - 1))
+        facts = save_in(forks, root, room, kind)
+        if "refused" in facts:
+            refused, kind = facts["refused"], "limit"
+            facts = save_in(forks, root, room, kind)
+        if not as_it_must_be(facts, root):
+            wrong.append(f"{room} bytes of room: {facts}")
+    how = "a tmpfs" if kind == "tmpfs" else f"a limit on files (tmpfs: {refused})"
+    figures.write(
+        "full-disk",
+        [
+            figures.none_of(
+                TRIES,
+                f"disk full mid-save, by {how}: no clear error, something partial, or no next save",
+                wrong,
+            )
+        ],
+    )
+
+
+def save_in(forks: Forks, root: Path, room: int, kind: str) -> dict[str, object]:
+    body = "savers:save_with_too_little_room"
+    child = forks.start(body, str(root), 10, room, kind, place=root.parent)
+    assert child.finish() == 0, child.output()
+    facts: dict[str, object] = json.loads(child.output().splitlines()[-1])
+    return facts
+
+
+def as_it_must_be(facts: dict[str, object], root: Path) -> bool:
+    told = str(facts["told"])
+    clear = str(root / "checkpoints") in told and ("No space" in told or "too large" in told)
+    same = facts["before"] == facts["after"] == ["latest", "step-10"]
+    then = facts["then"] == "step-12" and not facts["left_over"] and not facts["skipped"]
+    return clear and same and facts["found"] == "step-10" and then
+
+
+RANKS = (1, 2)[: figures.times(1, 2)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_run_whose_disk_stays_full_ends_and_every_rank_names_the_cause(
+    place: Place, ranks: int
+) -> None:
+    """Rank 0 has no room for a checkpoint after step 8."""
+    run_dir = place.path / "run"
+    children = place.train(
+        run_dir, "checkpoint.every_steps=5", ranks=ranks, body="failures:full_from_step_8"
+    )
+    assert set(codes(children)) == {4}, said(children)
+    assert "File too large" in children[0].output()
+    for rank in range(ranks):
+        log = (run_dir / "logs" / f"rank_{rank}.log").read_text()
+        assert "File too large" in log
+        assert "step 20" in log
+    assert [event["step"] for event in events(run_dir, "checkpoint")] == [5]
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names <= {"latest", "best", "step-5"}
+    again = place.resume(run_dir, ranks=ranks)
+    assert set(codes(again)) == {0}, said(again)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_run_whose_disk_has_room_again_goes_on(place: Place, ranks: int) -> None:
+    """The save of step 10 fails, which is said; that of step 15 is made."""
+    run_dir = place.path / "run"
+    saving = ("checkpoint.every_steps=5", "checkpoint.asynchronous=false")
+    children = place.train(run_dir, *saving, ranks=ranks, body="failures:full_at_step_10")
+    assert set(codes(children)) == {0}, said(children)
+    assert "File too large" in children[0].output()
+    warnings = [event["message"] for event in events(run_dir, "warning")]
+    assert any("File too large" in message for message in warnings)
+    assert [event["step"] for event in events(run_dir, "checkpoint")] == [5, 15, 20, STEPS]

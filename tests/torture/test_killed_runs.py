@@ -1,0 +1,102 @@
+"""Ranks are killed at random moments; the run goes on from its last save, to the same weights."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import figures
+import pytest
+from forks import Child
+from tiny_run import STEPS, Place, acknowledged, codes, events, said, weights
+
+KILLS = figures.times(4, 100)
+SAVING = ("checkpoint.every_steps=3", "checkpoint.keep_last=2")
+STRATEGIES = ((), ("data.prefetch=false",), ("data.order=random",))
+"""how samples come to a rank"""
+Way = tuple[int, tuple[str, ...]]
+"""the number of ranks, and the settings beside tiny_run's"""
+ALONE_S = 15.0
+"""until a rank whose peer is gone must have ended"""
+
+
+@pytest.mark.timeout(7200)
+def test_killed_runs_end_bit_for_bit_as_the_undisturbed_one(place: Place) -> None:
+    """Every fourth has two ranks, of which one is killed or all; every third is killed twice."""
+    chance = random.Random(0)
+    undisturbed: dict[Way, dict[str, bytes]] = {}
+    kills, runs, different, lost = 0, 0, [], []
+    while kills < KILLS:
+        size, strategy = 2 if runs % 4 == 1 else 1, STRATEGIES[runs % len(STRATEGIES)]
+        way = size, (*SAVING, *strategy)
+        if way not in undisturbed:
+            undisturbed[way] = weights_of_undisturbed(place, way)
+        run_dir = place.path / f"parts-{runs}"
+        ranks = start(place, run_dir, way)
+        for _ in range(2 if runs % 3 == 2 else 1):
+            kills += kill_at_random(ranks, chance)
+            ranks = go_on(place, run_dir, way)
+        ended = codes(ranks)
+        if set(ended) != {0} or weights(run_dir) != undisturbed[way]:
+            different.append(f"{run_dir.name}, W={size}: {ended}\n{said(ranks)}")
+        lost += [f"{run_dir.name}: {what}" for what in lost_saves(run_dir)]
+        shutil.rmtree(run_dir)
+        runs += 1
+    figures.write(
+        "killed-runs",
+        [
+            figures.none_of(kills, "SIGKILL of a rank or all: an acknowledged save lost", lost),
+            figures.none_of(
+                runs, "runs killed and resumed: other weights than the undisturbed", different
+            ),
+        ],
+    )
+
+
+def start(place: Place, run_dir: Path, way: Way) -> list[Child]:
+    size, overrides = way
+    return place.train(run_dir, *overrides, ranks=size)
+
+
+def weights_of_undisturbed(place: Place, way: Way) -> dict[str, bytes]:
+    run_dir = place.path / "whole"
+    ranks = start(place, run_dir, way)
+    assert set(codes(ranks)) == {0}, said(ranks)
+    found = weights(run_dir)
+    assert set(found) == {"model.safetensors", "optimizer.safetensors", "ema.safetensors"}
+    shutil.rmtree(run_dir)
+    return found
+
+
+def kill_at_random(ranks: Sequence[Child], chance: random.Random) -> int:
+    """After some step or while it starts, and some part of a step or a save; how many kills."""
+    if chance.random() < 0.8:
+        ranks[0].wait_for(rf"^ *{chance.randint(1, STEPS - 1)} .*loss")
+    ranks[0].ended_within(chance.uniform(0.0, 0.03))
+    victims = ranks if chance.random() < 0.5 else [chance.choice(ranks)]
+    for victim in victims:
+        victim.signal(signal.SIGKILL)
+    ended = [rank.finish(ALONE_S) for rank in ranks]
+    return int(-signal.SIGKILL in ended)
+
+
+def go_on(place: Place, run_dir: Path, way: Way) -> list[Child]:
+    """Resume; a run of which nothing was saved yet is started again."""
+    if acknowledged(run_dir):
+        return place.resume(run_dir, ranks=way[0])
+    shutil.rmtree(run_dir, ignore_errors=True)
+    return start(place, run_dir, way)
+
+
+def lost_saves(run_dir: Path) -> list[str]:
+    """Segments that began before a save that had been acknowledged."""
+    lost, saved = [], 0
+    for event in events(run_dir):
+        if event["kind"] == "checkpoint":
+            saved = event["step"]
+        elif event["kind"] == "run_started" and event["step"] < saved:
+            lost.append(f"from step {event['step']}, though {saved} was saved")
+    return lost

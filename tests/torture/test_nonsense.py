@@ -1,0 +1,224 @@
+"""Nonsense in any file that is read: an error of Instar's own, no hang, no crash."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import figures
+import pytest
+import savers
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_run import Place, codes, said
+
+from instar.checkpoint.manifest import MANIFEST, CheckpointError, describe, encode_json
+from instar.checkpoint.store import checkpoints, latest, load, newest_whole
+
+EXAMPLES = figures.times(250, 10_000)
+RESUMES = figures.times(4, 200)
+SLOWEST_MS = 5000
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["NaN", "Infinity", "step-10", "../..", "/etc/passwd", "model.safetensors"])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+CONTENTS = (
+    st.binary(max_size=400)
+    | VALUES.map(lambda value: json.dumps(value).encode())
+    | st.integers(1, 30_000).map(lambda depth: b"[" * depth)
+)
+FIELDS = ("format", "step", "files", "architecture", "history", "versions", "world_size", "data")
+FIELDS += ("time", "reason", "progress", "loss", "tokenizer", "left_out")
+PLACES = st.text(max_size=30) | st.sampled_from(
+    ["../step-10/state.json", "/etc/passwd", "", ".", "a/b", "manifest.json", "rng", "x\0y"]
+)
+ENTRIES = VALUES | st.fixed_dictionaries(
+    {"size_bytes": st.integers(), "xxh3_128": st.text(max_size=32), "pattern": SCALARS}
+)
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file has another content; `vouched`: and the manifest says that it must be so."""
+
+    name: str
+    content: bytes
+    vouched: bool
+
+    def plant(self, folder: Path) -> None:
+        path = folder / self.name
+        path.write_bytes(self.content)
+        if self.vouched and self.name in (files := manifest_of(folder)["files"]):
+            entry = describe(path, files[self.name]["pattern"])
+            entry_json = {field: getattr(entry, field) for field in entry.__struct_fields__}
+            write_vouched(folder, {"files": files | {self.name: entry_json}})
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields of the manifest have other values, and its checksum is right."""
+
+    changes: dict[str, Any]
+
+    def plant(self, folder: Path) -> None:
+        write_vouched(folder, self.changes)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The manifest lists one more file."""
+
+    name: str
+    entry: Any
+
+    def plant(self, folder: Path) -> None:
+        files = manifest_of(folder)["files"]
+        write_vouched(folder, {"files": files | {self.name: self.entry}})
+
+
+NONSENSE = (
+    st.builds(Content, st.just(MANIFEST), CONTENTS, st.just(value=False))
+    | st.builds(
+        Content, st.sampled_from(["state.json", "model.safetensors"]), CONTENTS, st.booleans()
+    )
+    | st.builds(Content, st.just("../latest"), CONTENTS, st.just(value=False))
+    | st.builds(Fields, st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=3))
+    | st.builds(Entry, PLACES, ENTRIES)
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("nonsense") / "run"
+    root.mkdir()
+    savers.save(root, 10, rows=2)
+    savers.save(root, 20, rows=2)
+    return root
+
+
+@pytest.mark.timeout(3600)
+def test_nonsense_in_a_file_is_an_error_and_the_one_before_is_used(run: Path) -> None:
+    tried, refused = 0, 0
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=SLOWEST_MS,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(nonsense=NONSENSE)
+    def plant_and_read(nonsense: Content | Fields | Entry) -> None:
+        nonlocal tried, refused
+        with mended(run / "checkpoints"):
+            nonsense.plant(run / "checkpoints" / "step-20")
+            tried += 1
+            refused += read_everything(run)
+
+    plant_and_read()
+    figures.write(
+        "nonsense",
+        [
+            figures.none_of(tried, "nonsense in manifest, state, weights, latest: untyped", []),
+            figures.count("of these refused", refused),
+        ],
+    )
+    assert refused > tried // 2
+
+
+def read_everything(run: Path) -> bool:
+    """Whether something was refused; nothing but refusals may happen."""
+    refused = False
+    for path in [*checkpoints(run), latest(run)]:
+        try:
+            checkpoint = load(path)
+            for component in checkpoint.components:
+                checkpoint.tensors(component)
+        except CheckpointError:
+            refused = True
+    found, skipped = newest_whole(run)
+    assert found.path.name in ("step-10", "step-20")
+    assert all(isinstance(error, CheckpointError) for error in skipped)
+    return refused
+
+
+@contextmanager
+def mended(folder: Path) -> Iterator[None]:
+    """Every file is afterwards what it was before."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    try:
+        yield
+    finally:
+        for path, content in before.items():
+            if path.read_bytes() != content:
+                path.write_bytes(content)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+    return content
+
+
+def write_vouched(folder: Path, changes: dict[str, Any]) -> None:
+    """The manifest with some fields changed, and the checksum that belongs to it."""
+    body = manifest_of(folder) | changes
+    del body["xxh3_128"]
+    checksum = xxhash.xxh3_128_hexdigest(encode_json(body))
+    (folder / MANIFEST).write_bytes(encode_json({**body, "xxh3_128": checksum}))
+
+
+@pytest.mark.timeout(3600)
+def test_resume_refuses_a_state_that_says_nonsense(place: Place) -> None:
+    """Whole by its checksums, and still no state of a run."""
+    whole, run_dir, chance = place.path / "whole", place.path / "run", random.Random(0)
+    ranks = place.train(whole, "train.until=[4it]")
+    assert codes(ranks) == [0], said(ranks)
+    state = json.loads((whole / "checkpoints" / "step-4" / "state.json").read_bytes())
+    refused, untyped = 0, []
+    for _ in range(RESUMES):
+        shutil.copytree(whole, run_dir)
+        changed = json.dumps(spoiled(state, chance))
+        planted = Content("state.json", changed.encode(), vouched=True)
+        planted.plant(run_dir / "checkpoints" / "step-4")
+        (child,) = place.resume(run_dir, "--until", "5it")
+        code = child.finish()
+        refused += code == 3
+        if code not in (0, 3, 4) or "Traceback" in child.output():
+            untyped.append(f"{changed}: {code} {child.output()}")
+        shutil.rmtree(run_dir)
+    figures.write(
+        "nonsense-state",
+        [
+            figures.none_of(RESUMES, "nonsense in the state, resume: untyped", untyped),
+            figures.count("of these refused", refused),
+        ],
+    )
+    assert refused
+
+
+def spoiled(state: Any, chance: random.Random) -> Any:
+    """One value somewhere in it gone, or another."""
+    if isinstance(state, dict) and state and chance.random() < 0.85:
+        key = chance.choice(sorted(state))
+        if chance.random() < 0.3:
+            return {name: value for name, value in state.items() if name != key}
+        return state | {key: spoiled(state[key], chance)}
+    return chance.choice([None, "nonsense", -1, 1e300, "NaN", [], {}, [1, 2], True])

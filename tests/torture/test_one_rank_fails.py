@@ -1,0 +1,87 @@
+"""Something goes wrong on one rank alone: all ranks act alike, and none waits for ever."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import figures
+import pytest
+from failures import FAILING_STEP
+from tiny_run import STEPS, Place, codes, events, said
+
+WORLDS = (2, 4)[: figures.times(1, 2)]
+REPEATS = figures.times(1, 5)
+ENDED_S = 10.0
+"""from the failing step to the end of the last rank"""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What happens on rank 1 from step 8 on, what all ranks say of it, and their exit code."""
+
+    body: str
+    says: str
+    code: int
+
+
+TROUBLES = {
+    "data cannot be read": Trouble("rank_1_cannot_read", "rank 1.*Input/output error", 4),
+    "a file cannot be written": Trouble("rank_1_cannot_write", "rank 1.*Input/output error", 4),
+    "NaN at every step": Trouble("rank_1_has_nan_for_good", "not finite for 8 steps in a row", 4),
+}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("what", TROUBLES)
+def test_one_ranks_trouble_ends_all_alike(place: Place, what: str) -> None:
+    trouble, unlike, seconds = TROUBLES[what], [], []
+    sizes = WORLDS * REPEATS
+    for size in sizes:
+        run_dir = place.path / "run"
+        body = f"failures:{trouble.body}"
+        ranks = place.train(run_dir, "checkpoint.every_steps=3", ranks=size, body=body)
+        ranks[0].wait_for(rf"^ *{FAILING_STEP - 1} .*loss")
+        begun = time.monotonic()
+        ended = codes(ranks)
+        seconds.append(time.monotonic() - begun)
+        if set(ended) != {trouble.code} or not alike(run_dir, size, trouble.says):
+            unlike.append(f"W={size}: {ended}\n{said(ranks)}")
+        shutil.rmtree(run_dir)
+    figures.write(
+        f"one-rank-{trouble.body.removeprefix('rank_1_').replace('_', '-')}",
+        [
+            figures.none_of(len(sizes), f"{what} on one rank: not all act alike", unlike),
+            figures.at_most(f"{what} on one rank: until all have ended", seconds, "s", ENDED_S),
+        ],
+    )
+
+
+def alike(run_dir: Path, size: int, says: str) -> bool:
+    """Every rank says the same cause, and did the same steps."""
+    logs = [(run_dir / "logs" / f"rank_{rank}.log").read_text("utf-8") for rank in range(size)]
+    last = {re.findall(r"step (\d+): loss", log)[-1] for log in logs}
+    return len(last) == 1 and all(re.search(says, log) for log in logs)
+
+
+@pytest.mark.timeout(600)
+def test_one_ranks_nan_is_skipped_by_all(place: Place) -> None:
+    """The run goes on, on the curve of a single process that skips the same step."""
+    wanted = curve_with_a_skip(place, 1)
+    for size in WORLDS:
+        found = curve_with_a_skip(place, size)
+        assert len(found) == STEPS
+        assert found == pytest.approx(wanted, rel=2e-3, nan_ok=True)
+
+
+def curve_with_a_skip(place: Place, size: int) -> list[float]:
+    """The losses of a run whose last rank has NaN at step 8."""
+    run_dir = place.path / f"run-{size}"
+    body = "failures:last_rank_has_nan_once"
+    ranks = place.train(run_dir, "model.dropout=0.0", ranks=size, body=body)
+    assert set(codes(ranks)) == {0}, said(ranks)
+    assert [event["step"] for event in events(run_dir, "skip")] == [FAILING_STEP]
+    return [float(event["loss"]) for event in events(run_dir, "train")]

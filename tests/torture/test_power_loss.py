@@ -1,0 +1,206 @@
+"""The power goes at every moment of a save: what is found is the old or the new, never neither."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import figures
+import pytest
+import savers
+from power import Crash, Operation, crashes, lay_out, recording
+
+from instar.checkpoint import disk
+from instar.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
+from instar.checkpoint.retention import Keep, prune
+from instar.checkpoint.store import BEST, checkpoints, latest, load, newest_whole, point
+
+ROWS = 8
+STATES = figures.times(24, 8192)
+"""of one moment; where there are more, so many are drawn"""
+
+
+def first_save(root: Path) -> Iterator[int]:
+    savers.save(root, 10, ROWS)
+    yield 10
+
+
+def second_save(root: Path) -> Iterator[int]:
+    """After a crash left something behind."""
+    savers.save(root, 10, ROWS)
+    yield 10
+    aside = root / "checkpoints" / ".tmp-0123456789abcdef"
+    shutil.copytree(root / "checkpoints" / "step-10", aside)
+    savers.save(root, 20, ROWS)
+    yield 20
+
+
+def rewound_save(root: Path) -> Iterator[int]:
+    """A step that is there already, with another content."""
+    savers.save(root, 20, ROWS)
+    yield 20
+    savers.save(root, 20, ROWS + 1)
+    yield 20
+
+
+def old_one_pruned(root: Path) -> Iterator[int]:
+    """What retention does; `best` names the one that stays beside the newest."""
+    savers.save(root, 10, ROWS)
+    yield 10
+    point(root, BEST, savers.save(root, 20, ROWS))
+    yield 20
+    savers.save(root, 30, ROWS)
+    assert prune(root, Keep(last=1, best=0)) == [root / "checkpoints" / "step-10"]
+    yield 30
+
+
+STORIES: dict[str, Callable[[Path], Iterator[int]]] = {
+    "the first save": first_save,
+    "a save beside an old one, sweeping": second_save,
+    "another save of the same step": rewound_save,
+    "a save, the deletion of an old one": old_one_pruned,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where the system has a place there: what a disk keeps is not asked of this one."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as made:
+        yield Path(made)
+
+
+@dataclass(frozen=True)
+class Tried:
+    states: int
+    moments: int
+    wrong: list[str]
+
+
+def recorded(story: Callable[[Path], Iterator[int]], folder: Path) -> list[Operation]:
+    """What a story asks of the disk; a step is said once its save has returned."""
+    root = folder.resolve() / "runs" / "run"
+    root.mkdir(parents=True)
+    with recording(root.parent) as recorder:
+        for step in story(root):
+            recorder.say(step)
+    return recorder.operations
+
+
+def replay(
+    operations: list[Operation], folder: Path, exhaustive: int, *, to_first: bool = False
+) -> Tried:
+    """Find what every state after a loss of power would be taken for."""
+    chance, known = random.Random(0), set[bytes]()
+    wrong, moments, states = [], set(), 0
+    for crash in crashes(operations, chance, exhaustive):
+        states += 1
+        moments.add(crash.at)
+        base = folder / "state"
+        base.mkdir()
+        lay_out(crash.tree, base)
+        try:
+            check(base / "run", crash, known, save_again=states % 100 == 0)
+        except (AssertionError, CheckpointError) as error:
+            wrong.append(f"power lost at operation {crash.at}: {error}")
+        shutil.rmtree(base)
+        if wrong and to_first:
+            break
+    return Tried(states, len(moments), wrong)
+
+
+def check(root: Path, crash: Crash, known: set[bytes], *, save_again: bool) -> None:
+    """Everything visible is whole, and nothing acknowledged is lost."""
+    there = checkpoints(root) if (root / "checkpoints").is_dir() else []
+    for path in there:
+        check_whole(path, known)
+    if crash.said is None and not there:
+        return
+    found, skipped = newest_whole(root)
+    assert skipped == [], f"skipped {skipped}"
+    assert found.manifest.step >= (crash.said or 0), f"{crash.said} lost"
+    named = latest(root)
+    assert named in there
+    assert read_manifest(named).step >= (crash.said or 0), f"{crash.said} not the latest"
+    if save_again:
+        savers.save(root, 40, ROWS)
+        assert load(latest(root)).manifest.step == 40
+        assert not list((root / "checkpoints").glob(".*")), "leftovers were not swept"
+
+
+def check_whole(path: Path, known: set[bytes]) -> None:
+    """Its bytes are those that its manifest says; `known` manifests need no look at the values."""
+    checkpoint = load(path)
+    manifest = (path / MANIFEST).read_bytes()
+    if manifest not in known:
+        assert savers.holds(checkpoint), f"{path.name} does not hold what was saved"
+        known.add(manifest)
+
+
+@pytest.mark.timeout(3600)
+def test_after_a_loss_of_power_there_is_the_old_or_the_new(folder: Path) -> None:
+    cases = []
+    for number, (name, story) in enumerate(STORIES.items()):
+        tried = replay(recorded(story, folder / str(number)), folder, STATES)
+        what = f"states after a loss of power at {tried.moments} moments of {name}: neither"
+        cases.append(figures.none_of(tried.states, what, tried.wrong))
+    figures.write("power-loss", cases)
+
+
+@pytest.mark.parametrize("name", ["write_synced", "sync_folder", "sync_file"])
+def test_the_replay_finds_what_a_missing_sync_would_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The trial above can fail: a store that forgets one kind of sync is found out."""
+    without: dict[str, Callable[..., object]] = {
+        "write_synced": lambda path, content: path.write_bytes(content),
+        "sync_folder": lambda _: None,
+        "sync_file": lambda _: None,
+    }
+    monkeypatch.setattr(disk, name, without[name])
+    tried = replay(recorded(second_save, folder), folder, exhaustive=64, to_first=True)
+    assert tried.wrong
+
+
+def test_a_folder_deleted_in_place_would_be_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletion that does not first give up the name leaves half a checkpoint."""
+    monkeypatch.setattr(disk, "discard", disk.remove_tree)
+    tried = replay(recorded(old_one_pruned, folder), folder, exhaustive=64, to_first=True)
+    assert tried.wrong
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace, which only looks on")
+def test_the_recorder_sees_every_call_that_the_kernel_sees(tmp_path: Path) -> None:
+    """Names made, renamed and removed, and syncs, as counted from outside the process."""
+    program = (
+        "import sys, json; from collections import Counter; from pathlib import Path\n"
+        "sys.path[:0] = sys.argv[2:]\n"
+        "from power import Names, Synced\n"
+        "from test_power_loss import old_one_pruned, recorded\n"
+        "operations = recorded(old_one_pruned, Path(sys.argv[1]))\n"
+        "print(json.dumps(Counter(type(o).__name__ for o in operations)))\n"
+    )
+    calls = tmp_path / "calls"
+    here, python = Path(__file__).parent, (sys.executable, "-c")
+    strace = "strace -f -y -e trace=fsync,fdatasync,sync_file_range -o"
+    done = subprocess.run(
+        [*strace.split(), calls, *python, program, tmp_path, here, here.parent / "support"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    base = str(tmp_path / "runs")
+    seen = sum(base in line and "= 0" in line for line in calls.read_text().splitlines())
+    told = json.loads(done.stdout)
+    assert told["Synced"] - 2 == seen, "beside what was settled before: the folder and the run's"

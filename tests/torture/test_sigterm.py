@@ -1,0 +1,156 @@
+"""SIGTERM at any moment: saved and gone at once, and the run goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import figures
+import pytest
+from forks import INSTAR, Child
+from started import start_instar
+from tiny_run import STEPS, Place, codes, events, said, weights
+
+TIMES = figures.times(7, 50)
+SLOW_EVALUATION = ("eval.batch_size=1", "checkpoint.every_steps=3")
+GRACE_S = 1.0
+
+
+def any_step(run: Run) -> None:
+    step = run.chance.randint(1, STEPS - 3)
+    run.first.wait_for(rf"^ *{step} .*loss")
+
+
+def first_step(run: Run) -> None:
+    run.first.wait_for(r"^run ")
+
+
+def evaluation(run: Run) -> None:
+    """The line of step 7 is shown before the evaluation that follows it."""
+    run.first.wait_for(r"^ *7 .*loss")
+
+
+def a_save(run: Run) -> None:
+    folder = run.run_dir / "checkpoints"
+    run.first.wait_until(lambda: any(folder.glob(".tmp-*")))
+
+
+def data_that_block(run: Run) -> None:
+    """After the first epoch's last step there is no other."""
+    run.first.wait_until(lambda: any(e["epoch"] >= 1.0 for e in events(run.run_dir, "train")))
+
+
+@dataclass(frozen=True)
+class Moment:
+    wait: Callable[[Run], None]
+    body: str = INSTAR
+
+
+MOMENTS = (
+    Moment(any_step),
+    Moment(first_step),
+    Moment(evaluation),
+    Moment(a_save),
+    Moment(data_that_block, "failures:data_block_in_epoch_2"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One that is to be stopped."""
+
+    run_dir: Path
+    ranks: list[Child]
+    chance: random.Random
+
+    @property
+    def first(self) -> Child:
+        return self.ranks[0]
+
+
+@pytest.mark.timeout(3600)
+def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
+    whole = place.path / "whole"
+    assert codes(place.train(whole, *SLOW_EVALUATION)) == [0]
+    wanted = weights(whole)
+    chance = random.Random(0)
+    unsaved, wrong_code, different, seconds = [], [], [], []
+    ways = itertools.cycle(itertools.product((False, True), MOMENTS))
+    for number, (to_group, moment) in zip(range(TIMES), ways, strict=False):
+        run_dir = place.path / f"parts-{number}"
+        size = 1 if number % 4 else 2
+        what = f"{number}: {moment.wait.__name__}, {'group' if to_group else 'main'}, W={size}"
+        run = Run(
+            run_dir,
+            place.train(run_dir, *SLOW_EVALUATION, ranks=size, body=moment.body),
+            chance,
+        )
+        moment.wait(run)
+        begun = time.monotonic()
+        for child in run.ranks:
+            child.signal(signal.SIGTERM, group=to_group)
+        ended = codes(run.ranks)
+        seconds.append(time.monotonic() - begun - allowed(run_dir))
+        if set(ended) != {75}:
+            wrong_code.append(f"{what}: {ended}\n{said(run.ranks)}")
+        stopped = events(run_dir, "stop")
+        if not stopped or events(run_dir, "checkpoint")[-1]["step"] != stopped[-1]["step"]:
+            unsaved.append(what)
+        again = place.resume(run_dir, ranks=size)
+        if set(codes(again)) != {0} or (size == 1 and weights(run_dir) != wanted):
+            different.append(f"{what}\n{said(again)}")
+        shutil.rmtree(run_dir)
+    figures.write(
+        "sigterm",
+        [
+            figures.none_of(TIMES, "SIGTERM: an exit code that is not 75", wrong_code),
+            figures.none_of(TIMES, "SIGTERM: not saved at the step it stopped at", unsaved),
+            figures.none_of(TIMES, "SIGTERM, then resume: other weights at the end", different),
+            figures.at_most("SIGTERM: to the end, beyond a step and a save", seconds, "s", GRACE_S),
+        ],
+    )
+
+
+def allowed(run_dir: Path) -> float:
+    """The longest step and the longest save that the run itself recorded, seconds."""
+    active = [0.0, *(event["active_s"] for event in events(run_dir, "train"))]
+    saves = [event["seconds"] for event in events(run_dir, "checkpoint")]
+    return max((b - a for a, b in itertools.pairwise(active)), default=0.0) + max(
+        saves, default=0.0
+    )
+
+
+@pytest.mark.parametrize("to_group", [False, True], ids=["launcher", "group"])
+def test_sigterm_to_a_launcher_stops_its_ranks(place: Place, to_group: bool) -> None:
+    """Real ranks, started as a person starts them."""
+    run_dir = place.path / "run"
+    run = start_instar(
+        place.path / "run.yaml",
+        "--nproc",
+        2,
+        "--set",
+        "train.until=[100000it]",
+        "--set",
+        f"data.path={place.path / 'tokens'}",
+        "--set",
+        f"data.source={place.path / 'squares.txt'}",
+        run_dir=run_dir,
+    )
+    run.wait_for(r"^ +3 .*loss")
+    run.terminate(group=to_group)
+    told = run.finish(75)
+    assert told.splitlines()[-1] == f"go on with: instar resume {run_dir}"
+    stop = events(run_dir, "stop")[-1]
+    assert stop["resumable"]
+    assert events(run_dir, "checkpoint")[-1]["step"] == stop["step"]
+    command = [sys.executable, "-m", "instar.cli.main", "resume", str(run_dir)]
+    again = start_instar("--until", f"{stop['step'] + 3}it", command=command)
+    assert re.search(rf"^ +{stop['step'] + 1} .*loss", again.finish(0), re.MULTILINE)
