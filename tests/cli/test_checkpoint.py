@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,10 @@ def save(run: Path, step: int, history: list[Any] | None = None, **facts: Any) -
     )
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of three checkpoints, in ./runs."""
-    monkeypatch.chdir(tmp_path)
-    run = Path("runs/tiny-abcde")
-    run.mkdir(parents=True)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "tiny-abcde"
+    run.mkdir()
     (run / "run.yaml").write_text("name: tiny\noptimizer:\n  lr: 0.001\n")
     (run / "tokenizer.json").write_text(ByteTokenizer().to_json())
     save(run, 10, loss=2.5, reason="every 10 steps")
@@ -68,6 +67,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(run, 30, reason="the end", history=[CHANGE])
     (run / "checkpoints/best").write_text("step-20\n")
     return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of three checkpoints, in ./runs."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(saved, "runs/tiny-abcde"))
 
 
 def flip_last_bit(path: Path) -> None:
@@ -272,6 +278,25 @@ def test_a_checkpoint_is_the_same_as_itself(capsys: pytest.CaptureFixture[str]) 
         assert f"{group}: same" in shown
 
 
+def test_diff_of_two_shapes_outside_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for width in (3, 4):
+        tensors = {"model": {"w": torch.ones(2, width)}, "ema": {"w": torch.full((2, 3), width)}}
+        root = tmp_path / f"loose-{width}"
+        paths.append(str(publish(root, 1, tensors, {}, architecture={"width": width})))
+    assert main(["checkpoint", "diff", *paths]) == 0
+    brief = capsys.readouterr().out
+    assert ["width", "3", "4"] in [line.split() for line in brief.splitlines()]
+    assert "another shape: 2×3 → 2×4" in brief
+    assert "settings: same" in brief
+    assert main(["checkpoint", "diff", *paths, "--tensors"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["w", "changed", "1", "0.333"] in rows
+    assert len(rows) > len(brief.splitlines())
+
+
 @pytest.mark.usefixtures("run")
 def test_out_to_transformers_and_back_into_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "export", "tiny", "hf", "--to", "hf"]) == 0
@@ -305,6 +330,10 @@ def test_out_to_transformers_and_back_into_a_run(capsys: pytest.CaptureFixture[s
         (["inspect", "runs/tiny-abcde/checkpoints/step-9"], "step-9"),
         (["inspect", "newer"], "format 99; this Instar reads up to"),
         (["verify", "newer"], "format 99; this Instar reads up to"),
+        (["verify", "hollow", "--all"], "runs/hollow-fghjk has no checkpoint yet"),
+        (["inspect", "torn"], "instar checkpoint list"),
+        (["diff", "tiny", "torn"], "manifest.json: not JSON"),
+        (["export", "torn", "hf", "--to", "hf"], "manifest.json: not JSON"),
         (["diff", "tiny", "nothing"], "no run 'nothing' in runs"),
         (["export", "tiny", "runs", "--to", "hf"], "runs is not empty"),
         (["export", "tiny", "hf", "--to", "hf", "--ema"], "no moving average was kept"),
@@ -314,21 +343,17 @@ def test_out_to_transformers_and_back_into_a_run(capsys: pytest.CaptureFixture[s
 def test_bad_input_ends_with_exit_code_3(
     run: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("hollow-fghjk", "newer-mnpqr"):
-        (run.with_name(name) / "checkpoints").mkdir(parents=True)
-        (run.with_name(name) / "run.yaml").touch()
-    newer = run.with_name("newer-mnpqr") / "checkpoints/step-1"
-    newer.mkdir()
-    (newer / "manifest.json").write_text('{"format": 99}')
+    for name, manifest in [("hollow", ""), ("newer", '{"format": 99}'), ("torn", '{"form')]:
+        other = run.with_name(f"{name}-fghjk")
+        (other / "checkpoints").mkdir(parents=True)
+        (other / "run.yaml").touch()
+        if manifest:
+            (other / "checkpoints/step-1").mkdir()
+            (other / "checkpoints/step-1/manifest.json").write_text(manifest)
     assert main(["checkpoint", *arguments]) == 3
     shown = capsys.readouterr()
     assert says in shown.err + shown.out
     assert "Nothing was started" not in shown.err
-
-
-def process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "instar.cli.main", "checkpoint", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
 @pytest.mark.parametrize(
@@ -352,11 +377,12 @@ def test_looking_imports_neither_torch_nor_numpy(run: Path, arguments: list[str]
 
 @pytest.mark.usefixtures("run")
 def test_inspect_takes_less_than_a_fifth_of_a_second() -> None:
+    """Of processor time, which other processes cannot lengthen much: it waits for nothing."""
+    command = [sys.executable, "-m", "instar.cli.main", "checkpoint", "inspect", "tiny"]
     seconds = []
-    for _ in range(10):
-        begun = time.perf_counter()
-        process("inspect", "tiny")
-        seconds.append(time.perf_counter() - begun)
-        if seconds[-1] < 0.2:
-            return
-    pytest.fail(f"took {min(seconds):.3f} s at best")
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert min(seconds) < 0.2

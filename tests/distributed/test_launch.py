@@ -5,7 +5,6 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ Launcher = Callable[[str, int], Any]
 # A rank without torch: starts in a moment, and waits for ever unless told otherwise.
 PLAIN = """
 import os, signal, sys, threading, time
-from pathlib import Path
 from typing import Any
 from instar.config.errors import ConfigError
 from instar.distributed.ranklog import run_rank
@@ -254,47 +252,6 @@ leave(run_rank(work))
     launched.process.kill()
     # The ranks hold the pipe of the launcher's stdout: it ends when they have.
     launched.end()
-
-
-RESTARTED = {
-    "torchrun": """
-from torch.distributed.run import main
-main(["--nproc_per_node=2", "--max-restarts=1", "--master-port=PORT", "-m", "toy"])
-""",
-    "launch": """
-from instar.distributed.launch import launch
-raise SystemExit(launch([], 2, module="toy", max_restarts=1))
-""",
-}
-
-
-@pytest.mark.parametrize("program", ["torchrun", "launch"])
-def test_restarted_ranks_find_each_other_in_the_used_store(
-    program: str, tmp_path: Path, python: Callable[..., Any], free_port: int
-) -> None:
-    (tmp_path / "toy.py").write_text(
-        """
-import os
-from instar.config.schema import DistributedConfig
-from instar.distributed.agree import gather
-from instar.distributed.world import join
-
-starts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-with join(DistributedConfig(timeout_s=60), "cpu") as world:
-    got = gather(world, [world.rank, starts])
-    if starts < 1:
-        os._exit(1)
-    if world.is_main:
-        print(got)
-"""
-    )
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    process = python(RESTARTED[program].replace("PORT", str(free_port)), PYTHONPATH=path)
-    said, errors = process.communicate(timeout=90)
-    assert said == "[[0, 1], [1, 1]]\n", errors
-    assert process.returncode == 0
-    if program == "launch":
-        assert errors.count("starting all ranks again") == 1
 
 
 def test_the_torchrun_line_runs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

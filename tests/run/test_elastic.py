@@ -28,7 +28,7 @@ Make = Callable[..., Trainer]
 Losses = Callable[[str], list[float]]
 
 ELASTIC = ["reproducible=elastic", "train.batch_size=3", "train.gradient_accumulation_steps=9"]
-STEPS = 60
+STEPS = 40
 EVERYTHING = [
     *ELASTIC,
     "model.dropout=0.1",

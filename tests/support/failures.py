@@ -104,18 +104,19 @@ def data_block_in_epoch_2(argv: Sequence[str]) -> int:
 
     def blocking(self: LanguageTask) -> tuple[Source, Order]:
         source, order = train_samples(self)
-        return _AnswersOnce(source), order
+        return _NeverTwice(source), order
 
     if is_rank(-1):
         LanguageTask.train_samples = blocking  # type: ignore[method-assign]
     return main(argv)
 
 
-class _AnswersOnce:
-    """A source that never comes back from its second read."""
+class _NeverTwice:
+    """A source that never comes back with a sample which was read before."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self._asked = source, False
+        self._source = source
+        self._read: set[int] = set()
         self.fingerprint = source.fingerprint
 
     def __len__(self) -> int:
@@ -125,9 +126,10 @@ class _AnswersOnce:
         return self._source.weights(indices)
 
     def read(self, indices: Int64Array) -> dict[str, NDArray[Any]]:
-        if self._asked:
+        asked = set(indices.tolist())
+        if asked & self._read:
             threading.Event().wait()
-        self._asked = True
+        self._read |= asked
         return self._source.read(indices)
 
 

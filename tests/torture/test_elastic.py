@@ -14,7 +14,7 @@ import pytest
 import xxhash
 from tiny_run import Place, codes, events, said, weights
 
-STEPS = 48
+STEPS = 36
 RANKS = (1, 2, 4)
 CHANGES = figures.times(1, 12)
 """of the number of ranks thrice in a run, for each variant"""

@@ -17,7 +17,7 @@ SIZES = (2, 4) if figures.FULL else (2,)
 PLACES = ("step", "backward", "evaluation", "saving")
 SILENCE_S = 3.0
 WAIT_S = 4.0
-RESTARTS = figures.times(1, 50)
+RESTARTS = 50
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ def test_a_rank_that_never_starts_is_named_and_all_end_at_the_limit(tmp_path: Pa
     figures.write("rank-absent", figures_of("a rank that never starts", trials, WAIT_S + 2))
 
 
+@pytest.mark.skipif(not figures.FULL, reason="the short form is in test_restarts.py")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("way", ["torchrun", "launch"])
 def test_every_restart_comes_up_again(tmp_path: Path, way: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 ASIDE = ".tmp-"
@@ -50,11 +51,15 @@ def rename(path: Path, to: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a file, or a folder with all that is in it; it may be gone already."""
+    """Delete a file, or a folder with all that is in it, as far as the disk lets us.
+
+    What is left does no harm: nobody reads what bears such a name, and the next save sweeps.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 def replace_file(path: Path, content: bytes) -> None:

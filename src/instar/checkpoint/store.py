@@ -23,7 +23,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,8 +226,7 @@ class Draft:
             with _as_checkpoint_error(self):
                 yield
         except BaseException:
-            with suppress(OSError):
-                disk.remove_tree(self.aside)
+            disk.remove_tree(self.aside)
             raise
 
 

@@ -65,7 +65,8 @@ def inspect(where: str, tensors: bool, as_json: bool) -> None:
     from instar.cli.describe import parameter_count, print_headers, print_manifest
 
     path = _checkpoint(where)
-    manifest = read_manifest(path)
+    with _advised(path):
+        manifest = read_manifest(path)
     faults, headers = [], {}
     for name in (name for name in manifest.files if name.endswith(SUFFIX)):
         try:
@@ -96,10 +97,13 @@ def verify(where: str, every: bool, as_json: bool) -> int:
     Every broken file is named; the exit code is 3 if there is one.
     """
     from instar.checkpoint.compare import check
+    from instar.checkpoint.manifest import CheckpointError
     from instar.checkpoint.store import checkpoints
     from instar.cli.describe import print_check
 
     paths = checkpoints(_root(where)) if every else [_checkpoint(where)]
+    if not paths:
+        raise CheckpointError(f"{_root(where)} has no checkpoint yet")
     checks = []
     for path in paths:
         checks.append(check(path))
@@ -124,7 +128,10 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
     from instar.cli.describe import print_facts, print_tensors
 
     path_a, path_b = _checkpoint(a), _checkpoint(b)
-    one, other = read_manifest(path_a), read_manifest(path_b)
+    with _advised(path_a):
+        one = read_manifest(path_a)
+    with _advised(path_b):
+        other = read_manifest(path_b)
     groups = {
         "architecture": differing(one.architecture, other.architecture),
         "settings": differing(_settings(path_a, one), _settings(path_b, other)),
@@ -154,13 +161,17 @@ def export(where: str, folder: Path, _to: str, ema: bool) -> None:
     A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM; the run's
     tokenizer goes with it.
     """
+    from instar.checkpoint.store import load
+
     path = _checkpoint(where)
 
     from instar.models.hf import CLASSES, style_of
     from instar.models.hf_folder import export_folder
 
+    with _advised(path):
+        found = load(path)
     with _checkpoint_errors():
-        arch = export_folder(path, folder, averaged=ema)
+        arch = export_folder(found, folder, averaged=ema)
     click.echo(str(folder))
     click.echo(f"next: {CLASSES[style_of(arch)]}.from_pretrained({str(folder)!r})", err=True)
 
@@ -190,6 +201,19 @@ def _checkpoint_errors(*advice: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise CheckpointError("\n".join([*map(str, error.problems), *advice])) from error
+
+
+@contextmanager
+def _advised(path: Path) -> Iterator[None]:
+    """What is wrong with a checkpoint, and how the run's whole ones are found."""
+    from instar.checkpoint.manifest import CheckpointError
+
+    try:
+        yield
+    except CheckpointError as error:
+        run = path.absolute().parent.parent
+        advice = f"Which of its run are whole: instar checkpoint list {run} --verify"
+        raise CheckpointError(f"{error}\n{advice}") from error
 
 
 def _checkpoint(text: str) -> Path:

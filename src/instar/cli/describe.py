@@ -99,7 +99,8 @@ def _amount(unit: str, value: float) -> str:
 
 def _architecture(fields: Mapping[str, Any]) -> list[str]:
     """A GPT in two lines; whatever else there may be, as it is."""
-    if not all(name in fields for name in (*_SHAPE, *_SWITCHES)):
+    counted = all(type(fields.get(name)) is int for name in _SHAPE)
+    if not (counted and all(name in fields for name in (*_SWITCHES, "rope_base"))):
         return [", ".join(f"{name} {_cell(value)}" for name, value in fields.items()) or "none"]
     a = fields
     heads = f"{a['n_head']} heads of {a['head_dim']}"
@@ -123,7 +124,7 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
 
 def _operation(entry: Any) -> str:
     match entry:
-        case {"operation": {"name": name, **values}, "step": step}:
+        case {"operation": {"name": str(name), **values}, "step": int(step)}:
             told = [_cell(value) for value in values.values() if value is not None]
             return " ".join([f"step {step:,}:", name, *told])
     return _cell(entry)

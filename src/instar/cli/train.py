@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     metavar="BUDGET",
     help="When to stop, instead of train.until: 2000it, 50Mtok, 3ep, 10min, loss<3.0.",
 )
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Start all ranks again, from the last checkpoint, so often when one fails.",
+)
 @click.option("--resume", metavar="RUN", help="Go on with this run; CFG is its run.yaml.")
 @click.option("--from", "start", default="latest", help="With --resume: latest, best, or a step.")
 @click.option(
@@ -45,6 +52,7 @@ def train(
     devices: str | None,
     overrides: tuple[str, ...],
     until: tuple[str, ...],
+    max_restarts: int,
     resume: str | None,
     start: str,
     allow: tuple[str, ...],
@@ -81,7 +89,7 @@ def train(
         return _forecast(loaded, argv, ranks, indices, as_json)
     if place.size > 1:
         return _one_rank(loaded, going_on)
-    return _from_the_shell(loaded, going_on, argv, ranks, indices)
+    return _from_the_shell(loaded, going_on, argv, ranks, indices, max_restarts)
 
 
 def _from_the_shell(
@@ -90,6 +98,7 @@ def _from_the_shell(
     argv: Sequence[str],
     ranks: int,
     devices: Sequence[int] | None,
+    max_restarts: int,
 ) -> int:
     """Find all mistakes before any rank is started; then run here, or launch ranks."""
     from instar.distributed.failure import NOTHING_STARTED, Interrupted
@@ -104,12 +113,13 @@ def _from_the_shell(
             overridden(going_on, prepared.config)
             if ranks > 1:
                 choose(going_on)
-        if ranks == 1 and devices is None:
+        if ranks == 1 and devices is None and not max_restarts:
             return _one_rank(loaded, resume)
         from instar.distributed.launch import launch, torchrun_line
 
-        click.echo(f"same as: {torchrun_line(argv, ranks, devices)}", err=True)
-        return launch(argv, ranks, devices)
+        line = torchrun_line(argv, ranks, devices, max_restarts=max_restarts)
+        click.echo(f"same as: {line}", err=True)
+        return launch(argv, ranks, devices, max_restarts=max_restarts)
     except KeyboardInterrupt:
         # a signal that came before anybody was there to hear it
         raise Interrupted(NOTHING_STARTED) from None

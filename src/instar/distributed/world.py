@@ -61,6 +61,10 @@ class World:
         """Say what this rank begins, e.g. "evaluation at step 100": others name it if it hangs."""
         self.position.at(where, step)
 
+    def moved(self) -> None:
+        """Say that this rank is at work, in a loop that may take longer than `timeout_s`."""
+        self.position.moves += 1
+
 
 @contextmanager
 def join(config: DistributedConfig, device: str = "auto") -> Iterator[World]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from instar.checkpoint import disk
 from instar.checkpoint.manifest import CheckpointError, Facts, read_json
-from instar.checkpoint.store import load, publish
+from instar.checkpoint.store import Checkpoint, publish
 from instar.config.dump import resolved
 from instar.config.schema import DataConfig, ModelConfig, RunConfig
 from instar.data.tokenizer import (
@@ -51,29 +51,29 @@ INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def export_folder(checkpoint: Path, folder: Path, *, averaged: bool = False) -> Architecture:
+def export_folder(checkpoint: Checkpoint, folder: Path, *, averaged: bool = False) -> Architecture:
     """Write the model of a checkpoint, or the moving average of its weights, as a folder that
     `from_pretrained` loads; the folder is there whole or not at all.
 
     Raises:
-        CheckpointError: the checkpoint is broken, transformers has no such model, there is no
-            average, or the folder cannot be written or is not empty.
+        CheckpointError: transformers has no such model, there is no average, or the folder
+            cannot be written or is not empty.
         ConfigError: the run's tokenizer cannot be read.
     """
     _check_new(folder)
-    found = load(checkpoint)
     component = "ema" if averaged else "model"
-    if component not in found.components:
-        has = ", ".join(found.components)
-        raise CheckpointError(f"{checkpoint}: no moving average was kept, it has {has}")
+    path = checkpoint.path
+    if component not in checkpoint.components:
+        missing = "no moving average was kept (train.ema)" if averaged else "its model is missing"
+        raise CheckpointError(f"{path}: {missing}; it has {', '.join(checkpoint.components)}")
     try:
-        arch = Architecture.from_dict(found.manifest.architecture)
+        arch = Architecture.from_dict(checkpoint.manifest.architecture)
     except ArchitectureError as error:
-        raise CheckpointError(f"{checkpoint}: not a GPT that is known here:\n{error}") from error
-    run = checkpoint.absolute().parent.parent
+        raise CheckpointError(f"{path}: not a GPT that is known here:\n{error}") from error
+    run = path.absolute().parent.parent
     tokenizer = load_tokenizer(run) if (run / TOKENIZER_FILE).is_file() else None
     config = to_config(arch, end_id=tokenizer.end_id if tokenizer else None)
-    tensors = to_tensors(arch, found.tensors(component))
+    tensors = to_tensors(arch, checkpoint.tensors(component))
     with _appearing(folder) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         disk.sync_file(aside / WEIGHTS)

@@ -61,8 +61,11 @@ def automatic(config: RunConfig, remembered: str | None = None) -> Resume | None
     folder = remembered
     if folder is None and config.resume == "auto":
         folder = config.record.run_dir
-    run = RunDir(Path(folder)) if folder is not None else None
-    return Resume(run, fresh=True) if run is not None and run.holds_run() else None
+    if folder is None or not RunDir(Path(folder)).holds_run():
+        return None
+    path, here = Path(folder), Path.cwd()
+    run = RunDir(path.relative_to(here) if path.is_relative_to(here) else path)
+    return Resume(run, fresh=True)
 
 
 def choose(resume: Resume) -> tuple[Checkpoint | None, list[CheckpointError]]:

@@ -92,10 +92,11 @@ def take_up(trainer: Trainer, checkpoint: Checkpoint, *, allow: Collection[str] 
     if stepper.ema is not None:
         kept = "ema" if "ema" in checkpoint.components else "model"
         copy_tensors(stepper.ema, checkpoint.tensors(kept))
-    state = dict(checkpoint.state)
-    if "dataset" in without:
-        state["progress"] = {**state["progress"], "samples": 0}
-    trainer.restore(state, history_from_json(checkpoint.manifest.history))
+    if state := dict(checkpoint.state):
+        if "dataset" in without:
+            state["progress"] = {**state["progress"], "samples": 0}
+        trainer.restore(state, history_from_json(checkpoint.manifest.history))
+    # an imported one has none: its run is about to begin
     if "scheduler" in without:
         trainer.carry_out(Operation("reset_lr_schedule"))
     if "rng" not in without and checkpoint.manifest.world_size == world.size:
