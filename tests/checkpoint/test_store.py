@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import instar
-from instar.checkpoint.manifest import CheckpointError, read_manifest
+from instar.checkpoint.manifest import CheckpointError, encode_manifest, read_manifest
 from instar.checkpoint.store import latest, load, publish, resolve
 from instar.config.errors import ConfigError
 
@@ -337,3 +338,17 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with small_disk(), pytest.raises(CheckpointError, match="cannot save step 10"):
         save(tmp_path, 10)
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_an_unknown_sharing_pattern_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    manifest = read_manifest(path)
+    entry = msgspec.structs.replace(manifest.files["model.safetensors"], pattern="SHARDED")
+    files = {**manifest.files, "model.safetensors": entry}
+    (path / "manifest.json").write_bytes(
+        encode_manifest(msgspec.structs.replace(manifest, files=files))
+    )
+    with pytest.raises(
+        CheckpointError, match="model.safetensors has the sharing pattern 'SHARDED'"
+    ):
+        load(path)

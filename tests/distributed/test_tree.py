@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,31 +81,34 @@ def test_leaves_that_cannot_be_shared_evenly_are_refused() -> None:
             Tree(world, leaves, LENGTH, torch.float32)
 
 
-PROGRAM = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch, xxhash
-from instar.distributed.tree import Tree, exact_sum
-from test_tree import LENGTH, numbers, summands, tree_sum
+def numbers() -> list[float]:
+    """Sixteen of whose sum little is left when they are added one by one."""
+    return [1e16, 1.0, -1e16, 3e-9, 1e300, -1.0, -1e300, 7.0, *[0.1] * 4, -7.0, -0.1, -0.1, -0.1]
 
+
+PROGRAM = f"""
+import torch
+from instar.distributed.tree import Tree, exact_sum
+
+LENGTH = {LENGTH}
+{inspect.getsource(summands)}
+{inspect.getsource(tree_sum)}
+{inspect.getsource(numbers)}
 with join(DistributedConfig(timeout_s=30), "cpu") as world:
     def own(things):
         each = len(things) // world.size
         return things[world.rank * each : (world.rank + 1) * each]
+
     sums = []
     for leaves in (4, 8):
         tree = Tree(world, leaves, LENGTH, torch.float32)
         for _ in range(2):
             sums.append(tree_sum(tree, own(summands(leaves))).numpy().tobytes().hex())
     exact = exact_sum(world, own(numbers()))
-    bad = [exact_sum(world, [value] if world.rank == 1 else [1.0]) for value in (float("inf"), float("nan"))]
-    answer(sums=sums, exact=exact.hex(), bad=list(map(str, bad)))
+    odd = [[float(text)] if world.rank == 1 else [1.0] for text in ("inf", "nan")]
+    odd = [str(exact_sum(world, values)) for values in odd]
+    answer(sums=sums, exact=exact.hex(), odd=odd)
 """
-
-
-def numbers() -> list[float]:
-    """Sixteen of whose sum little is left when they are added one by one."""
-    return [1e16, 1.0, -1e16, 3e-9, 1e300, -1.0, -1e300, 7.0, *[0.1] * 4, -7.0, -0.1, -0.1, -0.1]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -113,10 +116,33 @@ def test_processes_find_the_bits_that_one_finds(
     ranks: Callable[[str, int], list[dict[str, Any]]], size: int
 ) -> None:
     wanted = [pairwise(summands(leaves)).numpy().tobytes().hex() for leaves in (4, 4, 8, 8)]
-    for fact in ranks(PROGRAM.format(tests=str(Path(__file__).parent)), size):
+    for fact in ranks(PROGRAM, size):
         assert fact["sums"] == wanted
         assert fact["exact"] == exact_sum(ALONE, numbers()).hex()
-        assert fact["bad"] == ["inf", "nan"]
+        assert fact["odd"] == ["inf", "nan"]
+
+
+GONE = """
+import os
+from instar.distributed.tree import Tree
+import torch
+
+with join(DistributedConfig(timeout_s=30), "cpu") as world:
+    tree = Tree(world, 4, 1000, torch.float32)
+    for _ in range(2):
+        tree.add(tree.leaf())
+    if world.rank == 1:
+        answer()
+        os._exit(1)
+    answer(said=error_of(tree.root))
+"""
+
+
+def test_a_process_that_is_gone_is_noticed(
+    ranks: Callable[[str, int], list[dict[str, Any]]],
+) -> None:
+    said = ranks(GONE, 2)[0]["said"]
+    assert said.startswith("PeerLost: rank 0 lost another rank while adding gradients")
 
 
 @settings(deadline=None)

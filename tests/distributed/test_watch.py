@@ -6,12 +6,30 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from toy_room import Mishap, Room
 
 from instar.distributed.watch import Limits
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def let_pass(seconds: float) -> None:
+    """The passing of this time is what is tried, not something waited for."""
+    threading.Event().wait(seconds)
 
 
 def test_a_rank_that_sleeps_before_a_meeting_is_named_by_all_with_its_line(tmp_path: Path) -> None:
@@ -44,17 +62,24 @@ def test_a_group_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     room = Room(tmp_path, silence_s=0.5, timeout_s=1.0)
     with room.alone() as ranks:
         ranks.wait_for("stepping-0", "stepping-1")
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for rank in (0, 1):
-                os.kill(room.pid(rank), number)
-            if number == signal.SIGSTOP:
-                # The passing of this time is what is tried, not something waited for.
-                threading.Event().wait(3 * room.timeout_s)
-        before = int((room.folder / "weights-1").read_text())
-        ranks.wait_for_step(before + 50)
+        with stopped(room.pid(0), room.pid(1)):
+            let_pass(3 * room.timeout_s)
+        ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
         for rank in (0, 1):
             os.kill(room.pid(rank), signal.SIGTERM)
         assert ranks.ended() == [75, 75]
+
+
+def test_ranks_go_on_while_their_launcher_and_its_store_are_stopped(tmp_path: Path) -> None:
+    room = Room(tmp_path, silence_s=0.5, timeout_s=1.0)
+    with room.launch() as ranks:
+        ranks.wait_for("stepping-0", "stepping-1")
+        with stopped(ranks.processes[0].pid):
+            let_pass(3 * room.timeout_s)
+            ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
+        ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
+        ranks.processes[0].terminate()
+        assert ranks.ended() == [75]
 
 
 def test_a_frozen_rank_that_serves_the_store_is_named(tmp_path: Path) -> None:

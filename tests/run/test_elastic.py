@@ -129,3 +129,17 @@ def test_a_run_and_one_that_changes_its_ranks_end_bit_for_bit_alike(
         "ema.safetensors",
     }
     assert result(parts) == result(whole)
+
+
+def test_a_rank_that_cannot_read_ends_all_before_gradients_travel(
+    config: Callable[..., Loaded], tmp_path: Path
+) -> None:
+    path, run_dir = tmp_path / "run.yaml", tmp_path / "run"
+    endless = ["train.until=[100000it]", "learning_rate.lr_decay_iters=100000"]
+    loaded = config("reproducible=elastic", *endless)
+    path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    script = Path(__file__).parents[1] / "support" / "rank_1_cannot_read.py"
+    run = start_instar(path, run_dir=run_dir, command=[sys.executable, str(script)])
+    assert "rank 1 failed at step 6: OSError: the disk is gone" in run.finish(4)
+    other = (run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8")
+    assert "rank 1 failed while in step 6: OSError: the disk is gone" in other

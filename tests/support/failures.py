@@ -78,10 +78,10 @@ def rank_1_cannot_read(argv: Sequence[str]) -> int:
     """On rank 1, the samples of step 8 cannot be read."""
     take = Feed.take
 
-    def failing(self: Feed, plan: StepPlan, batch_size: int) -> StepBatch:
+    def failing(self: Feed, plan: StepPlan, *arguments: Any, **named: Any) -> StepBatch:
         if plan.cursor == (FAILING_STEP - 1) * GLOBAL_BATCH:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return take(self, plan, batch_size)
+        return take(self, plan, *arguments, **named)
 
     if is_rank(1):
         Feed.take = failing  # type: ignore[method-assign]
@@ -99,15 +99,25 @@ def rank_1_has_nan_for_good(argv: Sequence[str]) -> int:
 
 
 def data_block_in_epoch_2(argv: Sequence[str]) -> int:
-    """On the last rank, reading the second epoch never ends, as from a file server gone away."""
-    train_samples = LanguageTask.train_samples
+    """On the last rank, reading the second epoch never ends, as from a file server gone away.
+
+    It says so on the terminal that it was started on, once it waits.
+    """
+    train_samples, take = LanguageTask.train_samples, Feed.take
+    terminal = os.dup(1)
 
     def blocking(self: LanguageTask) -> tuple[Source, Order]:
         source, order = train_samples(self)
         return _NeverTwice(source), order
 
+    def telling(self: Feed, plan: StepPlan, *arguments: Any, **named: Any) -> StepBatch:
+        if plan.epoch == 1:
+            os.write(terminal, b"waiting for data\n")
+        return take(self, plan, *arguments, **named)
+
     if is_rank(-1):
         LanguageTask.train_samples = blocking  # type: ignore[method-assign]
+        Feed.take = telling  # type: ignore[method-assign]
     return main(argv)
 
 

@@ -42,8 +42,8 @@ def told(argv: Sequence[str]) -> int:
         source, order = train_samples(self)
         return _Numbered(source), order
 
-    def telling(self: Feed, plan: StepPlan, batch_size: int) -> StepBatch:
-        batch = take(self, plan, batch_size)
+    def telling(self: Feed, plan: StepPlan, *arguments: Any, **named: Any) -> StepBatch:
+        batch = take(self, plan, *arguments, **named)
         handed_out = [micro for micro in batch.micro_batches if micro.samples]
         numbers = [int(n) for micro in handed_out for n in micro.arrays["number"]]
         line = {"epoch": plan.epoch, "start": plan.start, "samples": numbers}

@@ -16,7 +16,7 @@ from tiny_run import Place, codes, events, said, weights
 
 STEPS = 36
 RANKS = (1, 2, 4)
-CHANGES = figures.times(1, 12)
+CHANGES = figures.times(1, 2)
 """of the number of ranks thrice in a run, for each variant"""
 
 ELASTIC = (
@@ -31,6 +31,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "muon": (),
     "adamw": ("optimizer.name=adamw",),
     "adamw in bf16": ("optimizer.name=adamw", "precision=bf16"),
+    "fp16, whose first steps are skipped": ("optimizer.name=adamw", "precision=fp16"),
     "llama, 2 threads": (
         "preset=llama",
         "model.qk_norm=true",

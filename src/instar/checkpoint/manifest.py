@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from instar.checkpoint.patterns import Pattern
 from instar.config.errors import InstarError
 from instar.record.events import from_words, to_words
 
@@ -116,9 +117,16 @@ def read_manifest(folder: Path) -> Manifest:
         checksum = xxhash.xxh3_128_hexdigest(encode_json(body))
         if path.read_bytes() != encode_json({**body, _CHECKSUM: checksum}):
             raise CheckpointError(f"{path}: not what was saved: its checksum is another")
-        return msgspec.convert(from_words(body), Manifest)
+        manifest = msgspec.convert(from_words(body), Manifest)
     except (msgspec.ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a manifest: {error}") from error
+    for name, entry in manifest.files.items():
+        if entry.pattern not in list(Pattern):
+            raise CheckpointError(
+                f"{path}: {name} has the sharing pattern {entry.pattern!r}; this Instar knows "
+                f"{', '.join(Pattern)}"
+            )
+    return manifest
 
 
 def encode_json(value: Mapping[str, Any]) -> bytes:

@@ -97,7 +97,13 @@ def build(
         SafePoint(
             world, signal, min(seconds, key=lambda b: b.amount, default=None), _inbox(run_dir)
         ),
-        Saver(config.checkpoint, world, run_dir.path, narrator.saved),
+        Saver(
+            config.checkpoint,
+            world,
+            run_dir.path,
+            narrator.saved,
+            limit_s=config.distributed.timeout_s,
+        ),
         narrator,
         log,
         order.samples_per_epoch,

@@ -106,9 +106,15 @@ class Saver:
         world: World,
         root: Path,
         tell: Callable[[Save], None],
+        limit_s: float = 600.0,
     ) -> None:
-        """`tell`: hears of every save that is over, on the calling thread."""
+        """
+        Args:
+            tell: hears of every save that is over, on the calling thread.
+            limit_s: longest wait for a disk.
+        """
         self.config, self.world, self.root, self.tell = config, world, root, tell
+        self.limit_s = limit_s
         self.keep = Keep(config.keep_last, config.keep_best, config.keep_every)
         # the writers meet on a group of their own, so that training need not wait for them
         self.writers = beside(world) if config.asynchronous else world
@@ -153,11 +159,18 @@ class Saver:
         """Wait for the background save, if there is one.
 
         Raises:
-            RunFailed: it has failed, and so have those before it.
+            RunFailed: it has failed, and so have those before it; or it does not end.
         """
         if self.pending is not None:
             pending, self.pending = self.pending, None
-            self._over(pending.result())
+            try:
+                saved = pending.result(self.limit_s)
+            except futures.TimeoutError as error:
+                raise RunFailed(
+                    f"the last save has not ended within {self.limit_s:g} s; is the disk of "
+                    f"{self.root} there?"
+                ) from error
+            self._over(saved)
 
     def abandon(self, limit_s: float = 1.0) -> None:
         """The run has failed: give a save under way so many seconds, and look no further."""
