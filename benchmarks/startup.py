@@ -79,7 +79,7 @@ def main() -> None:
         prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
         (folder / "run.yaml").write_text("name: timed\n", encoding="utf-8")
         cases = [
-            *commands(folder / "run.yaml", data, 1 if quick else 30),
+            *commands(folder, data, 1 if quick else 30),
             *first_step([*TINY, *data], folder, 1 if quick else 10),
             *(
                 memory("tiny run", [*TINY, *data], folder, repeats=1, steps=2)
@@ -90,12 +90,16 @@ def main() -> None:
     publish("startup", cases, chosen)
 
 
-def commands(config: Path, data: Sequence[str], repeats: int) -> list[Case]:
+def commands(folder: Path, data: Sequence[str], repeats: int) -> list[Case]:
     """Wall time of what answers without training."""
+    config, run = folder / "run.yaml", folder / "inspected"
+    ended(instar("train", *sets([*TINY, *data, f"record.run_dir={run}"])))
+    bars = {"instar --help": 120.0, "instar checkpoint inspect": 200.0}
     asked = {
         "instar --help": ["--help"],
         "instar config validate": ["config", "validate", str(config)],
         "instar train --dry-run": ["train", str(config), "--dry-run", *sets(data)],
+        "instar checkpoint inspect": ["checkpoint", "inspect", str(run)],
     }
     taken: dict[str, list[float]] = {name: [] for name in asked}
     for _ in range(repeats):
@@ -103,10 +107,7 @@ def commands(config: Path, data: Sequence[str], repeats: int) -> list[Case]:
             taken[name].append(1e3 * ended(instar(*words)).seconds)
     imported = ended([sys.executable, "-c", TORCH_AFTER_HELP]).output.split()[-1]
     return [
-        *(
-            case(name, figures, "ms", most=120.0 if name == "instar --help" else None)
-            for name, figures in taken.items()
-        ),
+        *(case(name, figures, "ms", most=bars.get(name)) for name, figures in taken.items()),
         case("instar --help: modules of torch imported", [float(imported)], "modules", most=0),
     ]
 
