@@ -349,6 +349,6 @@ def test_an_unknown_sharing_pattern_is_named(tmp_path: Path) -> None:
         encode_manifest(msgspec.structs.replace(manifest, files=files))
     )
     with pytest.raises(
-        CheckpointError, match="model.safetensors has the sharing pattern 'SHARDED'"
+        CheckpointError, match=r"model\.safetensors has the sharing pattern 'SHARDED'"
     ):
         load(path)

@@ -17,6 +17,7 @@ Launcher = Callable[[str, int], Any]
 # A rank without torch: starts in a moment, and waits for ever unless told otherwise.
 PLAIN = """
 import os, signal, sys, threading, time
+from pathlib import Path
 from typing import Any
 from instar.config.errors import ConfigError
 from instar.distributed.ranklog import run_rank

@@ -10,16 +10,19 @@ from toy_room import Mishap, Room
 from instar.distributed.world import recall, remember
 
 
-@pytest.mark.parametrize("way", ["torchrun", "launch"])
-def test_ranks_that_are_started_again_find_the_run_of_the_first(tmp_path: Path, way: str) -> None:
-    room = Room(tmp_path, mishap=Mishap("kill", 1, "step", starts=2, after_s=0), last=5)
-    with (room.torchrun if way == "torchrun" else room.launch)(max_restarts=2) as ranks:
+@pytest.mark.parametrize(("way", "size", "restarts"), [("torchrun", 2, 2), ("launch", 2, 1)])
+def test_ranks_that_are_started_again_find_the_run_of_the_first(
+    tmp_path: Path, way: str, size: int, restarts: int
+) -> None:
+    mishap = Mishap("kill", size - 1, "step", starts=restarts, after_s=0)
+    room = Room(tmp_path, size, mishap=mishap, last=5)
+    with (room.torchrun if way == "torchrun" else room.launch)(max_restarts=restarts) as ranks:
         assert ranks.ended() == [0], ranks.said()
-    found = (tmp_path / "found-0").read_text().splitlines()
-    assert found[0] == "None"
-    assert found[1].startswith(str(tmp_path / "run-"))
-    assert found[1] == found[2]
-    assert (tmp_path / "found-1").read_text().splitlines() == found
+    first, *later = (tmp_path / "found-0").read_text().splitlines()
+    assert first == "None"
+    assert len(later) == restarts
+    assert set(later) == {(tmp_path / "first-run").read_text()}
+    assert (tmp_path / "found-1").read_text().splitlines() == [first, *later]
 
 
 def test_a_frozen_rank_is_ended_and_all_start_again(tmp_path: Path) -> None:
@@ -44,6 +47,5 @@ def test_a_single_rank_remembers_too(tmp_path: Path) -> None:
     room = Room(tmp_path, size=1, mishap=Mishap("kill", 0, "step", starts=1, after_s=0), last=5)
     with room.launch(max_restarts=1) as ranks:
         assert ranks.ended() == [0], ranks.said()
-    first, second = (tmp_path / "found-0").read_text().splitlines()
-    assert first == "None"
-    assert second.startswith(str(tmp_path / "run-"))
+    found = (tmp_path / "found-0").read_text().splitlines()
+    assert found == ["None", (tmp_path / "first-run").read_text()]

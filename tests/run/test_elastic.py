@@ -14,14 +14,7 @@ from started import start_instar
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.data.feed import plan_step
-from instar.distributed.ranklog import RankLog
-from instar.distributed.signals import StopSignal
-from instar.distributed.world import World
-from instar.record.console import silent_console
-from instar.record.recorder import Silent
-from instar.record.rundir import RunDir
-from instar.run.build import build
-from instar.run.preflight import Prepared
+from instar.run.preflight import Prepared, preflight
 from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
@@ -85,12 +78,10 @@ def test_a_failure_is_heard_before_the_ranks_meet(
 
 
 def test_ranks_that_cannot_share_are_refused_by_name(
-    prepared: Callable[..., Prepared], tmp_path: Path
+    config: Callable[..., Loaded],
 ) -> None:
-    three = World(0, 0, 3, torch.device("cpu"), "gloo")
-    arguments = three, StopSignal(), Silent(), silent_console(), RankLog(0), RunDir(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        build(prepared(*ELASTIC), *arguments)
+        preflight(config(*ELASTIC), world_size=3)
     assert "3 ranks cannot share 4 virtual ranks evenly; use 1, 2 or 4 ranks" in str(caught.value)
 
 

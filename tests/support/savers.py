@@ -80,7 +80,8 @@ def save_with_too_little_room(root: str, step: int, room_bytes: int, kind: str) 
     save(folder, step + 2)
     last, _ = newest_whole(folder)
     left_over = [path.name for path in (folder / "checkpoints").glob(".*")]
-    facts = {"told": told, "before": before, "after": after, "found": found.path.name}
+    facts: dict[str, object] = {"told": told, "before": before, "after": after}
+    facts |= {"found": found.path.name}
     facts |= {"skipped": len(skipped), "then": last.path.name, "left_over": left_over}
     print(json.dumps(facts))
     return 0
@@ -122,10 +123,9 @@ def _mount_small_disk(folder: Path, size_bytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     options = f"size={size_bytes}".encode()
     here = os.fsencode(folder)
-    for failed in (
-        lambda: libc.unshare(CLONE_NEWNS),
-        lambda: libc.mount(None, b"/", None, MS_PRIVATE_FOR_ALL, None),
-        lambda: libc.mount(b"tmpfs", here, b"tmpfs", 0, options),
+    if (
+        libc.unshare(CLONE_NEWNS)
+        or libc.mount(None, b"/", None, MS_PRIVATE_FOR_ALL, None)
+        or libc.mount(b"tmpfs", here, b"tmpfs", 0, options)
     ):
-        if failed():
-            raise OSError(ctypes.get_errno() or errno.EPERM, "cannot mount")
+        raise OSError(ctypes.get_errno() or errno.EPERM, "cannot mount")

@@ -244,7 +244,9 @@ def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, i
         log.open(room.folder)
         found = agree(world, recall("run_dir") if world.is_main else None)
         if world.is_main and found is None:
-            remember("run_dir", f"{room.folder}/run-{os.getpid()}")
+            run_dir = f"{room.folder}/run-{os.getpid()}"
+            _write(room.folder / "first-run", run_dir)
+            remember("run_dir", run_dir)
         _write(room.folder / f"met-{log.rank}-{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", "")
         with (room.folder / f"found-{log.rank}").open("a") as told:
             told.write(f"{found}\n")

@@ -10,10 +10,14 @@ import pytest
 from forks import Forks
 from tiny_run import CONFIG, TEXT, Place
 
+MODULES = ["instar.cli.main", "instar.cli.resume", "instar.run.rank", "savers"]
+MODULES += ["torch._dynamo", "torch.distributed", "torch.nn.parallel"]
+"""what runs import; the last three come late in them, and take a second"""
+
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    with Forks("instar.cli.main", "instar.cli.train", "instar.run.rank", "savers") as server:
+    with Forks(*MODULES) as server:
         yield server
 
 

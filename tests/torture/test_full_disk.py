@@ -20,7 +20,7 @@ SIZE_BYTES = 4 * savers.ROWS * sum(savers.COMPONENTS.values())
 def test_a_full_disk_leaves_nothing_and_stops_nothing(forks: Forks, tmp_path: Path) -> None:
     """On a real small disk where one may be mounted, else with a limit on the size of files."""
     chance = random.Random(0)
-    kind, refused, wrong = "tmpfs", "", []
+    wrong, kind, refused = [], "tmpfs", ""
     for number in range(TRIES):
         root = tmp_path / str(number)
         root.mkdir()
@@ -28,7 +28,7 @@ def test_a_full_disk_leaves_nothing_and_stops_nothing(forks: Forks, tmp_path: Pa
         room = chance.choice((0, 1, chance.randrange(largest), largest - 1))
         facts = save_in(forks, root, room, kind)
         if "refused" in facts:
-            refused, kind = facts["refused"], "limit"
+            refused, kind = str(facts["refused"]), "limit"
             facts = save_in(forks, root, room, kind)
         if not as_it_must_be(facts, root):
             wrong.append(f"{room} bytes of room: {facts}")

@@ -11,26 +11,26 @@ import figures
 import pytest
 from tiny_run import STEPS, Place, codes, events, said, weights
 
-RUNS = figures.times(2, 25)
+RUNS = figures.times(1, 25)
 
 
 @pytest.mark.timeout(3600)
 def test_interrupted_runs_end_bit_for_bit_as_the_undisturbed_one(place: Place) -> None:
-    """What a terminal does at Ctrl-C, to every second run with two ranks."""
+    """What a terminal does at Ctrl-C, with two ranks in every second run."""
     chance = random.Random(0)
-    wanted = {}
-    for size in (1, 2):
-        whole = place.path / f"whole-{size}"
-        assert set(codes(place.train(whole, ranks=size))) == {0}
-        wanted[size] = weights(whole)
-    assert set(wanted[1]) == {"model.safetensors", "optimizer.safetensors", "ema.safetensors"}
+    undisturbed: dict[int, dict[str, bytes]] = {}
     interruptions, different = 0, []
     for number in range(RUNS):
-        size = 1 + number % 2
+        size = 2 - number % 2
+        if size not in undisturbed:
+            whole = place.path / f"whole-{size}"
+            assert set(codes(place.train(whole, ranks=size))) == {0}
+            undisturbed[size] = weights(whole)
+            assert "model.safetensors" in undisturbed[size]
         run_dir = place.path / f"parts-{number}"
         times, problem = interrupt_to_the_end(place, run_dir, size, chance)
         interruptions += times
-        if problem or weights(run_dir) != wanted[size]:
+        if problem or weights(run_dir) != undisturbed[size]:
             different.append(f"{run_dir.name}, W={size}: {problem}")
         shutil.rmtree(run_dir)
     assert interruptions >= RUNS

@@ -40,7 +40,7 @@ def test_sigkill_in_a_save_loses_nothing_and_publishes_nothing_broken(
     told.write_text("1\n")
     chance = random.Random(0)
     phases: Counter[str] = Counter()
-    lost, broken, kept = [], [], []
+    lost, broken, kept = list[int](), list[str](), list[str]()
     for _ in range(KILLS):
         left_over = unpublished(root)
         before = newest(root)

@@ -19,7 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_run import Place, codes, said
 
-from instar.checkpoint.manifest import MANIFEST, CheckpointError, describe, encode_json
+from instar.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    describe,
+    encode_json,
+)
 from instar.checkpoint.store import checkpoints, latest, load, newest_whole
 
 EXAMPLES = figures.times(250, 10_000)
@@ -46,8 +52,7 @@ CONTENTS = (
     | VALUES.map(lambda value: json.dumps(value).encode())
     | st.integers(1, 30_000).map(lambda depth: b"[" * depth)
 )
-FIELDS = ("format", "step", "files", "architecture", "history", "versions", "world_size", "data")
-FIELDS += ("time", "reason", "progress", "loss", "tokenizer", "left_out")
+FIELDS = Manifest.__struct_fields__
 PLACES = st.text(max_size=30) | st.sampled_from(
     ["../step-10/state.json", "/etc/passwd", "", ".", "a/b", "manifest.json", "rng", "x\0y"]
 )

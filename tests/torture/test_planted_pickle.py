@@ -18,7 +18,7 @@ from tiny_run import Place, codes, said
 from instar.checkpoint.manifest import CheckpointError, Manifest, describe, encode_manifest
 from instar.checkpoint.store import latest, load
 
-PLANTED = figures.times(4, 1000)
+PLANTED = figures.times(2, 1000)
 """files that the command line is tried on; there are fewer than a thousand"""
 
 

@@ -179,6 +179,7 @@ def test_a_folder_deleted_in_place_would_be_found(
     assert tried.wrong
 
 
+@pytest.mark.skipif(not figures.FULL, reason="looks at the trial above, once is enough")
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace, which only looks on")
 def test_the_recorder_sees_every_call_that_the_kernel_sees(tmp_path: Path) -> None:
     """Names made, renamed and removed, and syncs, as counted from outside the process."""

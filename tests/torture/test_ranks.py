@@ -130,9 +130,7 @@ def test_a_rank_that_never_starts_is_named_and_all_end_at_the_limit(tmp_path: Pa
 @pytest.mark.parametrize("way", ["torchrun", "launch"])
 def test_every_restart_comes_up_again(tmp_path: Path, way: str) -> None:
     room = Room(tmp_path, mishap=Mishap("kill", 1, "step", starts=RESTARTS, after_s=0), last=5)
-    with (room.torchrun if way == "torchrun" else room.launch)(
-        max_restarts=RESTARTS, after_s=0
-    ) as ranks:
+    with (room.torchrun if way == "torchrun" else room.launch)(max_restarts=RESTARTS) as ranks:
         ended = ranks.ended()
     came_up = [
         start

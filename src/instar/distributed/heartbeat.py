@@ -129,7 +129,7 @@ def judge(
     living = {rank: one for rank, one in seen.items() if one.beat is None or one.beat.ended is None}
     silent = [rank for rank, one in living.items() if one.silent_s >= silence_s]
     if silent:
-        return _silent(seen, silent), 0.0
+        return _silent(seen, silent, [rank for rank in living if rank not in silent]), 0.0
     waiting = {rank: one.beat for rank, one in living.items() if one.beat and one.beat.waits_for}
     patient = [rank for rank, beat in waiting.items() if beat.still_s >= wait_s]
     if patient:
@@ -143,12 +143,17 @@ def judge(
     return None, min(due)
 
 
-def _silent(seen: Mapping[int, Seen], ranks: Sequence[int]) -> Verdict:
+def _silent(seen: Mapping[int, Seen], ranks: Sequence[int], others: Sequence[int]) -> Verdict:
+    """All go in step, so where a living rank is tells more exactly how far the silent ones came."""
     told = []
     for rank in ranks:
         one = seen[rank]
         last = f"last seen {one.beat.place}" if one.beat else "not seen since the ranks met"
         told.append(f"rank {rank} has not moved for {one.silent_s:.0f} s: {last}")
+    witness = next((other for other in others if seen[other].beat), None)
+    beat = seen[witness].beat if witness is not None else None
+    if beat is not None:
+        told.append(f"rank {witness} is {beat.place}")
     return Verdict("; ".join(told), tuple(ranks))
 
 

@@ -9,8 +9,6 @@ import torch
 from torch.nn import Module
 
 from instar.config.budget import parse_budget
-from instar.config.checks import rank_checks
-from instar.config.errors import ConfigError, Problem
 from instar.config.schema import RunConfig
 from instar.data.feed import Feed
 from instar.distributed.parallel import wrap
@@ -42,14 +40,8 @@ def build(
     log: RankLog,
     run_dir: RunDir,
 ) -> Trainer:
-    """The trainer of a run, at step 0. Its `feed` wants to be closed.
-
-    Raises:
-        ConfigError: so many ranks cannot run it.
-    """
+    """The trainer of a run, at step 0. Its `feed` wants to be closed."""
     config = prepared.config
-    if clashes := rank_checks(config, world.size):
-        raise ConfigError(*(Problem(c.message, hint=c.hint, key=c.keys[0]) for c in clashes))
     elastic = config.distributed.elastic if config.reproducible == "elastic" else None
     if elastic:
         _round_alike(elastic.threads, world.device)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from instar.config.checks import rank_checks
 from instar.config.errors import ConfigError, Problem
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
@@ -98,6 +99,10 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
                 f"make batch_size × gradient_accumulation_steps at least {world_size}",
             )
         )
+    problems += [
+        loaded.problem(clash.keys[0], clash.message, clash.hint)
+        for clash in rank_checks(config, world_size)
+    ]
     if problems:
         raise ConfigError(*problems)
     return _resolved(config, architecture, dataset, world_size)

@@ -48,6 +48,7 @@ def run(loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None 
     with join(loaded.config.distributed, loaded.config.device) as world, ExitStack() as stack:
         console = open_console() if world.is_main else silent_console()
         stack.enter_context(closing(console))
+        world.at("preparing data")
         with together(world, "preparing data"):
             if world.is_main:
                 prepare_data(loaded, console.say)
@@ -153,6 +154,7 @@ def _started(
     device = str(world.device) if world.device.type == "cpu" else "cuda"
     facts = machine(device)
     name = str(facts.get("gpu", "cpu"))
+    how = "DDP" if prepared.config.reproducible == "fixed" else "elastic"
     shape = prepared.architecture
     return RunStarted(
         run_id=run_dir.id,
@@ -160,7 +162,7 @@ def _started(
         resumed_from=start.name if start else None,
         model=f"{shape.n_layer}L/{shape.n_embd}d",
         parameters=count_parameters(shape).total,
-        devices=name if world.size == 1 else f"{world.size}×{name} DDP",
+        devices=name if world.size == 1 else f"{world.size}×{name} {how}",
         world_size=world.size,
         architecture=shape.to_dict(),
         versions=versions(),

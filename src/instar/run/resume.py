@@ -17,7 +17,7 @@ FIXED = (
     "seed",
     "task",
     "reproducible",
-    "distributed.elastic.virtual_ranks",
+    "distributed.elastic.",
     "model.",
     "data.source",
     "data.text_field",

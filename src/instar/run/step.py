@@ -123,6 +123,7 @@ class Stepper:
         return StepResult(loss_sum, self._update())
 
     def _forward(self, step: int, micro: MicroBatch) -> torch.Tensor:
+        self.world.moved()
         if self.seed is not None:
             # nothing need be remembered, and it does not matter which rank runs a micro-batch
             seed_generators(self.seed, step, micro.first)

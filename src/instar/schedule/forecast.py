@@ -112,7 +112,9 @@ def forecast(
     train = config.train
     architecture = resolve(config.model, vocab_size)
     global_batch = train.batch_size * train.gradient_accumulation_steps
-    batch_size = min(train.batch_size, math.ceil(global_batch / world_size))
+    elastic = config.reproducible == "elastic"
+    slices = config.distributed.elastic.virtual_ranks if elastic else world_size
+    batch_size = min(train.batch_size, math.ceil(global_batch / slices))
     steps = budget_steps(
         map(parse_budget, train.until),
         global_batch=global_batch,
