@@ -52,7 +52,7 @@ bench: $(BENCH_STAMP)
 	  $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 torture: $(STAMP)
-	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest tests/torture --timeout 7200
+	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest tests/torture -s --timeout 7200
 
 docs: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs

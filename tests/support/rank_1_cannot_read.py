@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from instar.cli.main import main
@@ -13,10 +14,12 @@ from instar.distributed.launch import launch
 take = Feed.take
 
 
-def take_until_the_disk_is_gone(self: Feed, plan: StepPlan, batch_size: int) -> StepBatch:
+def take_until_the_disk_is_gone(
+    self: Feed, plan: StepPlan, batch_size: int, give_up: Callable[[], bool]
+) -> StepBatch:
     if plan.cursor == 5 * 8 and os.environ["RANK"] == "1":
         raise OSError("the disk is gone")
-    return take(self, plan, batch_size)
+    return take(self, plan, batch_size, give_up)
 
 
 if __name__ == "__main__":

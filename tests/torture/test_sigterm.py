@@ -77,9 +77,7 @@ class Run:
 
 @pytest.mark.timeout(3600)
 def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
-    whole = place.path / "whole"
-    assert codes(place.train(whole, *SLOW_EVALUATION)) == [0]
-    wanted = weights(whole)
+    wanted = {size: weights_of_undisturbed(place, size) for size in (1, 2)}
     chance = random.Random(0)
     unsaved, wrong_code, different, seconds = [], [], [], []
     ways = itertools.cycle(itertools.product((True, False), MOMENTS))
@@ -104,7 +102,7 @@ def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
         if not stopped or events(run_dir, "checkpoint")[-1]["step"] != stopped[-1]["step"]:
             unsaved.append(what)
         again = place.resume(run_dir, ranks=size)
-        if set(codes(again)) != {0} or (size == 1 and weights(run_dir) != wanted):
+        if set(codes(again)) != {0} or weights(run_dir) != wanted[size]:
             different.append(f"{what}\n{said(again)}")
         shutil.rmtree(run_dir)
     figures.write(
@@ -116,6 +114,13 @@ def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
             figures.at_most("SIGTERM: to the end, beyond a step and a save", seconds, "s", GRACE_S),
         ],
     )
+
+
+def weights_of_undisturbed(place: Place, size: int) -> dict[str, bytes]:
+    run_dir = place.path / f"whole-{size}"
+    ranks = place.train(run_dir, *SLOW_EVALUATION, ranks=size)
+    assert set(codes(ranks)) == {0}, said(ranks)
+    return weights(run_dir)
 
 
 def codes_or_killed(ranks: Sequence[Child]) -> list[int]:

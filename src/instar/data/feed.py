@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
@@ -19,7 +19,8 @@ from instar.data.source import Source
 _BLOCK_BYTES = 4 << 20
 _BLOCK_STEPS = 64
 _ORDER_SAMPLES = 1 << 13
-_LONGEST_READ_S = 5.0
+_LONGEST_READ_S = 0.2
+_GLANCE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ def micro_slices(begin: int, end: int, batch_size: int) -> list[tuple[int, int]]
     return [(begin + size * i // parts, begin + size * (i + 1) // parts) for i in range(parts)]
 
 
+class GaveUp(Exception):  # noqa: N818
+    """The samples had not come when waiting for them was no longer wanted."""
+
+
 Key = tuple[StepPlan, int]
 Block = dict[Key, StepBatch | Exception]
 
@@ -117,15 +122,20 @@ class Feed:
         self._known_ids = -1, 0, np.empty(0, dtype=np.int64)
         self._closed = False
 
-    def take(self, plan: StepPlan, batch_size: int) -> StepBatch:
+    def take(
+        self, plan: StepPlan, batch_size: int, give_up: Callable[[], bool] = lambda: False
+    ) -> StepBatch:
         """This rank's micro-batches of a step, of batch_size samples at most.
 
         A slice that is empty has one stand-in of weight 0 and samples 0, the first sample of the
         step, so that its rank can take part in the backward pass. What reading raises is raised
         here, with a note of the positions.
+
+        Raises:
+            GaveUp: what is read ahead did not come, and `give_up`, asked again and again, said so.
         """
         key = plan, batch_size
-        step = self._ready.pop(key, None) or self._take_from_next_block(key)
+        step = self._ready.pop(key, None) or self._take_from_next_block(key, give_up)
         if isinstance(step, Exception):
             raise step
         return step
@@ -154,13 +164,16 @@ class Feed:
     ) -> None:
         self.close()
 
-    def _take_from_next_block(self, key: Key) -> StepBatch | Exception:
+    def _take_from_next_block(self, key: Key, give_up: Callable[[], bool]) -> StepBatch | Exception:
         if self._closed:
             raise RuntimeError("the feed is closed")
         plan, batch_size = key
         if plan.start + plan.count < self._order.samples_per_epoch or not self._global_batch:
             self._global_batch = plan.count
         if self._coming is not None and self._coming_first == key:
+            while not wait([self._coming], _GLANCE_S).done:
+                if give_up():
+                    raise GaveUp
             self._ready = self._coming.result()
             last = next(reversed(self._ready))[0]
             step = self._ready.pop(key)

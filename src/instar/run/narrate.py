@@ -199,9 +199,9 @@ class Narrator:
 
     def restore(self, state: Mapping[str, Any], progress: Progress) -> None:
         """Take the story up where `state` left it; the pause counts as wall-clock time."""
-        pause_s = max(0.0, time.time() - state["saved_at"])
-        self.started = time.monotonic() - state["wall_s"] - pause_s
-        self.last_loss = state["last_loss"]
+        saved_at, wall_s = (msgspec.convert(state[key], float) for key in ("saved_at", "wall_s"))
+        self.started = time.monotonic() - wall_s - max(0.0, time.time() - saved_at)
+        self.last_loss = msgspec.convert(state["last_loss"], float | None)
         self._forget(progress)
 
     def wall_s(self) -> float:

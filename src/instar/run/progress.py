@@ -21,6 +21,10 @@ class Progress:
     active_s: float = 0.0
     """seconds spent in training steps"""
 
+    def __post_init__(self) -> None:
+        if min(dataclasses.astuple(self)) < 0:
+            raise ValueError(f"totals are never negative: {self}")
+
     def after_step(self, samples: int, tokens: int, flops: float, seconds: float) -> Progress:
         """The progress one step later."""
         return dataclasses.replace(

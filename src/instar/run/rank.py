@@ -31,6 +31,10 @@ from instar.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+_kept: list[object] = []
+"""What must live as long as the process. DDP's reducer may hold the last reference to the transport,
+whose end waits for its threads without letting go of the interpreter, which these may wait for."""
+
 
 def run(loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None = None) -> None:
     """Train as one rank of the world that the environment describes.
@@ -66,6 +70,8 @@ def run(loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None 
         logger.info("rank %d of %d on %s", world.rank, world.size, world.device)
         sink = stack.enter_context(closing(Recorder(run_dir.events) if world.is_main else Silent()))
         trainer = build(prepared, world, signal, sink, console, log, run_dir)
+        if world.size > 1:
+            _kept.append(trainer)
         stack.enter_context(closing(trainer.feed))
         start = go_on(trainer, resume) if resume else None
         event = _started(prepared, run_dir, world, trainer.progress.step, start)

@@ -25,6 +25,10 @@ class Wish(IntEnum):
     PERSON = 2
 
 
+class GivenUp(Exception):  # noqa: N818
+    """On all ranks: a stop was asked for, and one of them has nothing to do this piece of work on."""
+
+
 class SafePoint:
     """The road that stop requests and rank-local failures take (law 3).
 
@@ -69,18 +73,23 @@ class SafePoint:
         except Exception as error:
             return None, error
 
-    def post(self, failure: Exception | None = None) -> Beat:
-        """Say how this rank stands, without waiting for the others."""
-        save = float(self._wish_to_save())
+    def post(self, failure: Exception | None = None, *, giving_up: bool = False) -> Beat:
+        """Say how this rank stands, without waiting for the others.
+
+        Args:
+            giving_up: this rank waited for something until it `wants_to_stop`, and cannot go on.
+        """
+        sums = float(self._wish_to_save()), float(giving_up)
         if failure is not None:
-            return self.pulse.send(Request.ERROR, (save,))
-        return self.pulse.send(Request.STOP if self._wants_to_stop() else Request.NONE, (save,))
+            return self.pulse.send(Request.ERROR, sums)
+        return self.pulse.send(Request.STOP if self.wants_to_stop() else Request.NONE, sums)
 
     def settle(self, beat: Beat, failure: Exception | None = None) -> None:
         """Hear how all ranks stand; note what is requested, end together on a failure.
 
         Raises:
             PeerError: some rank failed; names it and its error.
+            GivenUp: some rank cannot go on, and all are to stop.
         """
         said = beat.wait()
         if said.errors:
@@ -89,6 +98,8 @@ class SafePoint:
                     raise failure
         self.stop_requested = self.stop_requested or said.stop > 0
         self.save_requested = max(self.save_requested, Wish(int(said.sums[0])))
+        if said.sums[1] > 0:
+            raise GivenUp
 
     def meet(self) -> bool:
         """Post and settle at once; True when somebody asks to stop."""
@@ -112,7 +123,8 @@ class SafePoint:
         said = cast(dict[str, Any], agree(self.world, mine))
         return Decision(said["reason"], said["interrupted"])
 
-    def _wants_to_stop(self) -> bool:
+    def wants_to_stop(self) -> bool:
+        """Whether this rank, by itself, would stop."""
         return self._told_to_stop() is not None or self._late()
 
     def _wish_to_save(self) -> Wish:

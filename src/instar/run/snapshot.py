@@ -82,6 +82,15 @@ def take_up(trainer: Trainer, checkpoint: Checkpoint, *, allow: Collection[str] 
         CheckpointError: it is of another model or of other data, or a component is missing.
     """
     _check_identity(trainer, checkpoint, allow)
+    try:
+        return _take_up(trainer, checkpoint)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # whole by its checksums, and still not what a run leaves
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
+
+
+def _take_up(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     without = checkpoint.manifest.left_out
     stepper, world = trainer.stepper, trainer.world
     copy_tensors(stepper.parameters, _component(checkpoint, "model"))

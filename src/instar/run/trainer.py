@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from instar.config.budget import Budget, parse_budget
 from instar.config.schema import RunConfig
-from instar.data.feed import Feed, StepBatch, plan_step
+from instar.data.feed import Feed, GaveUp, StepBatch, plan_step
 from instar.data.source import Source
 from instar.distributed.agree import agree
 from instar.distributed.ranklog import RankLog
@@ -19,7 +21,7 @@ from instar.distributed.world import RunFailed, World
 from instar.run.evaluate import Evaluation, evaluate
 from instar.run.narrate import Narrator
 from instar.run.progress import Progress
-from instar.run.safepoint import SafePoint, Wish
+from instar.run.safepoint import GivenUp, SafePoint, Wish
 from instar.run.saving import Saver, reasons
 from instar.run.snapshot import snapshot
 from instar.run.step import Stepper, StepResult
@@ -90,14 +92,17 @@ class Trainer:
         return Outcome(self.progress, decision, self.evaluated)
 
     def step(self) -> None:
-        """Consume the next global batch."""
+        """Consume the next global batch; or nothing, if all are to stop while one waits for it."""
         begun = time.perf_counter()
         number = self.progress.step
         self.safe.enter(f"step {number + 1}", number + 1)
         self.log.step = number + 1
-        batch = self.next_batch()
         lr = learning_rate(self.settings, number)
-        result = self.stepper.step(batch, number, lr, before_sync=self.heard)
+        try:
+            batch = self.next_batch()
+            result = self.stepper.step(batch, number, lr, before_sync=self.heard)
+        except GivenUp:
+            return
         self.progress = self.progress.after_step(
             batch.plan.count,
             round(batch.weight),
@@ -109,8 +114,11 @@ class Trainer:
     def next_batch(self) -> StepBatch:
         """This rank's share of the next samples; a rank that cannot read ends all."""
         plan = plan_step(self.progress.samples, self.samples_per_epoch, self.settings.global_batch)
-        batch, failure = self.safe.attempt(partial(self.feed.take, plan, self.settings.batch_size))
-        self.beat = self.safe.post(failure)
+        take = partial(self.feed.take, plan, self.settings.batch_size, self.safe.wants_to_stop)
+        batch, failure = self.safe.attempt(take)
+        gave_up = isinstance(failure, GaveUp)
+        failure = None if gave_up else failure
+        self.beat = self.safe.post(failure, giving_up=gave_up)
         if batch is None:
             self.safe.settle(self.beat, failure)
             raise RunFailed(f"{self.safe.where}: no batch, and no rank said why")
@@ -246,12 +254,16 @@ class Trainer:
         }
 
     def restore(self, state: Mapping[str, Any], history: History) -> None:
-        """Go on from what `state` gave; the settings are folded anew from the history."""
+        """Go on from what `state` gave; the settings are folded anew from the history.
+
+        Raises:
+            LookupError, TypeError, ValueError: `state` never gave that.
+        """
         self.history = history
         self.settings = fold(self.config, history)
-        self.progress = self.looked_at = Progress(**state["progress"])
-        self.best = Best(**state["best"]) if state["best"] else None
-        self.evaluated_at = state["evaluated_at"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.progress = self.looked_at = msgspec.convert(state["progress"], Progress)
+        self.best = msgspec.convert(state["best"], Best | None)
+        self.evaluated_at = msgspec.convert(state["evaluated_at"], int)
+        self.skipped_in_a_row = msgspec.convert(state["skipped_in_a_row"], int)
         self.stepper.scaler.load_state_dict(state["scaler"])
         self.narrator.restore(state["story"], self.progress)
