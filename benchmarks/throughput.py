@@ -3,7 +3,7 @@
     python benchmarks/throughput.py [--quick] [--threads N]
 
 The contenders (`contenders.py`) are processes that run in turns, a round of steps each, in
-rotating order, while the others wait. Ratios are taken within a round, so that what else the
+random order, while the others wait. Ratios are taken within a round, so that what else the
 machine does meets both sides; the figure is their median. Every heat starts them anew: where a
 process's memory happens to lie makes it up to 3 % faster or slower for as long as it lives.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -147,7 +148,8 @@ def measure(
     peak = 0.0
     for heat in range(size.heats):
         peak = max(peak, measure_peak_flops(config.device, precision))
-        for name, taken in compete(size, overrides, names, threads).items():
+        turns = random.Random(heat)
+        for name, taken in compete(size, overrides, names, threads, turns).items():
             seconds[name] += taken
         ratio = statistics.median(ratios(seconds, "bare"))
         said = f"{size.name}: heat {heat + 1} of {size.heats}, Instar / bare loop {ratio:.3f}"
@@ -180,7 +182,11 @@ def ratios(seconds: Mapping[str, Sequence[float]], name: str) -> list[float]:
 
 
 def compete(
-    size: Size, overrides: Sequence[str], names: Sequence[str], threads: int | None
+    size: Size,
+    overrides: Sequence[str],
+    names: Sequence[str],
+    threads: int | None,
+    turns: random.Random,
 ) -> dict[str, list[float]]:
     """Seconds of each contender's rounds in one heat.
 
@@ -198,9 +204,9 @@ def compete(
     with ExitStack() as stack:
         there = {name: stack.enter_context(started(name, asked, threads)) for name in names}
         check_same_work({name: one.warm_up() for name, one in there.items()})
-        for turn in range(size.rounds):
-            first = turn % len(names)
-            for name in [*names[first:], *names[:first]]:
+        for _ in range(size.rounds):
+            # at random: turns that only rotate would leave everybody the same predecessor
+            for name in turns.sample(names, len(names)):
                 seconds[name].append(there[name].make_round())
     return seconds
 
