@@ -45,11 +45,7 @@ class Size:
 
 
 ONE_M = ("model.n_layer=5", "model.n_head=4", "model.n_embd=128")
-TEN_M = ("model.n_layer=6", "model.n_head=6", "model.n_embd=384")
-SIZES = (
-    Size("1 M, 32×128 tokens", ONE_M, batch=32, context=128, warmup=10, steps=30, repeats=5),
-    Size("10 M, 4×256 tokens", TEN_M, batch=4, context=256, warmup=10, steps=10, repeats=3),
-)
+SIZES = (Size("1 M, 32×128 tokens", ONE_M, batch=32, context=128, warmup=10, steps=30, repeats=7),)
 QUICK = Size(
     "tiny, 4×32 tokens",
     ("model.n_layer=1", "model.n_head=2", "model.n_embd=32", "record.log_interval=2"),

@@ -125,24 +125,25 @@ def test_a_rank_that_never_starts_is_named_and_all_end_at_the_limit(tmp_path: Pa
     figures.write("rank-absent", figures_of("a rank that never starts", trials, WAIT_S + 2))
 
 
-@pytest.mark.skipif(not figures.FULL, reason="the short form is in test_restarts.py")
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("way", ["torchrun", "launch"])
-def test_every_restart_comes_up_again(tmp_path: Path, way: str) -> None:
-    room = Room(tmp_path, mishap=Mishap("kill", 1, "step", starts=RESTARTS, after_s=0), last=5)
-    with (room.torchrun if way == "torchrun" else room.launch)(max_restarts=RESTARTS) as ranks:
-        ended = ranks.ended()
-    came_up = [
-        start
-        for start in range(1, RESTARTS + 1)
-        if all((tmp_path / f"met-{rank}-{start}").exists() for rank in (0, 1))
-    ]
-    figures.write(
-        f"restarts-{way}",
-        [
-            figures.all_of(RESTARTS, f"restart under {way}", len(came_up)),
-            figures.none_of(
-                1, "a run that restarted and did not end well", [c for c in ended if c]
-            ),
-        ],
-    )
+if figures.FULL:  # the short form is in tests/distributed/test_restarts.py
+
+    @pytest.mark.timeout(3600)
+    @pytest.mark.parametrize("way", ["torchrun", "launch"])
+    def test_every_restart_comes_up_again(tmp_path: Path, way: str) -> None:
+        room = Room(tmp_path, mishap=Mishap("kill", 1, "step", starts=RESTARTS, after_s=0), last=5)
+        with (room.torchrun if way == "torchrun" else room.launch)(max_restarts=RESTARTS) as ranks:
+            ended = ranks.ended()
+        came_up = [
+            start
+            for start in range(1, RESTARTS + 1)
+            if all((tmp_path / f"met-{rank}-{start}").exists() for rank in (0, 1))
+        ]
+        figures.write(
+            f"restarts-{way}",
+            [
+                figures.all_of(RESTARTS, f"restart under {way}", len(came_up)),
+                figures.none_of(
+                    1, "a run that restarted and did not end well", [c for c in ended if c]
+                ),
+            ],
+        )
