@@ -148,7 +148,7 @@ def background(trainer: Trainer, step_s: float) -> float:
     while trainer.saver.pending is not None and not trainer.saver.pending.done():
         lost += timed(trainer.step) - step_s
     trainer.saver.finish()
-    return lost
+    return max(0.0, lost)
 
 
 def raw_write(folder: Path, size: int) -> float:

@@ -34,7 +34,7 @@ def result_of(name: str, folder: Path) -> dict[str, Any]:
         ("order", "shuffled: build and seek to 90 % of 10⁹"),
         ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
         ("startup", "instar --help"),
-        ("pauses", "tiny: one step"),
+        ("pauses", "tiny: verify"),
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
     ],

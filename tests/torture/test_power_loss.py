@@ -179,29 +179,31 @@ def test_a_folder_deleted_in_place_would_be_found(
     assert tried.wrong
 
 
-@pytest.mark.skipif(not figures.FULL, reason="looks at the trial above, once is enough")
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace, which only looks on")
-def test_the_recorder_sees_every_call_that_the_kernel_sees(tmp_path: Path) -> None:
-    """Names made, renamed and removed, and syncs, as counted from outside the process."""
-    program = (
-        "import sys, json; from collections import Counter; from pathlib import Path\n"
-        "sys.path[:0] = sys.argv[2:]\n"
-        "from power import Names, Synced\n"
-        "from test_power_loss import old_one_pruned, recorded\n"
-        "operations = recorded(old_one_pruned, Path(sys.argv[1]))\n"
-        "print(json.dumps(Counter(type(o).__name__ for o in operations)))\n"
-    )
-    calls = tmp_path / "calls"
-    here, python = Path(__file__).parent, (sys.executable, "-c")
-    strace = "strace -f -y -e trace=fsync,fdatasync,sync_file_range -o"
-    done = subprocess.run(
-        [*strace.split(), calls, *python, program, tmp_path, here, here.parent / "support"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    base = str(tmp_path / "runs")
-    seen = sum(base in line and "= 0" in line for line in calls.read_text().splitlines())
-    told = json.loads(done.stdout)
-    assert told["Synced"] - 2 == seen, "beside what was settled before: the folder and the run's"
+if figures.FULL and shutil.which("strace"):  # which only looks on, and once is enough
+
+    def test_the_recorder_sees_every_call_that_the_kernel_sees(tmp_path: Path) -> None:
+        """Names made, renamed and removed, and syncs, as counted from outside the process."""
+        program = (
+            "import sys, json; from collections import Counter; from pathlib import Path\n"
+            "sys.path[:0] = sys.argv[2:]\n"
+            "from power import Names, Synced\n"
+            "from test_power_loss import old_one_pruned, recorded\n"
+            "operations = recorded(old_one_pruned, Path(sys.argv[1]))\n"
+            "print(json.dumps(Counter(type(o).__name__ for o in operations)))\n"
+        )
+        calls = tmp_path / "calls"
+        here, python = Path(__file__).parent, (sys.executable, "-c")
+        strace = "strace -f -y -e trace=fsync,fdatasync,sync_file_range -o"
+        done = subprocess.run(
+            [*strace.split(), calls, *python, program, tmp_path, here, here.parent / "support"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        base = str(tmp_path / "runs")
+        seen = sum(base in line and "= 0" in line for line in calls.read_text().splitlines())
+        told = json.loads(done.stdout)
+        assert told["Synced"] - 2 == seen, (
+            "beside what was settled before: the folder and the run's"
+        )
