@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 # stopped, as by Ctrl-Z or SLURM, and must not end a run for that.
 _TRANSPORT_LIMIT = timedelta(days=1)
 _AGENT_ANSWERS_S = 10.0
+_GLANCE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,8 @@ def _store(place: Placement, timeout_s: float) -> TCPStore:
     # A store asks for no password, so one that serves this host alone listens on loopback alone.
     local = serves and is_loopback(place.host)
     listener = loopback_listener(place.port, place.host)[0] if local else None
+    if not serves:
+        _await_server(place, timeout_s)
     return TCPStore(
         place.host,
         place.port,
@@ -195,6 +199,24 @@ def _store(place: Placement, timeout_s: float) -> TCPStore:
         multi_tenant=serves,
         master_listen_fd=listener,
     )
+
+
+def _await_server(place: Placement, timeout_s: float) -> None:
+    """Wait until somebody listens where the store shall be.
+
+    TCPStore waits by itself, but with pauses that grow, up to twice as long as it was told.
+
+    Raises RuntimeError if nobody does within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((place.host, place.port), timeout=timeout_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{place.host}:{place.port}: {error}") from error
+        time.sleep(_GLANCE_S)
 
 
 def _kept() -> PrefixStore | None:
