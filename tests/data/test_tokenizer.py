@@ -131,6 +131,12 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path, saved: str) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"\x80\x04\x95")
+    with pytest.raises(ConfigError, match="not a saved tokenizer"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json: there is no tokenizer here"):
         load_tokenizer(tmp_path)

@@ -200,11 +200,13 @@ def load_tokenizer(folder: str | Path, *, fingerprint: str | None = None) -> Tok
     """
     file = Path(folder) / TOKENIZER_FILE
     try:
-        saved = file.read_text(encoding="utf-8")
+        saved = file.read_bytes()
     except FileNotFoundError:
         raise ConfigError.one("there is no tokenizer here", where=str(file)) from None
+    except OSError as error:
+        raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from error
     try:
-        tokenizer = _from_json(saved)
+        tokenizer = _from_json(saved.decode("utf-8"))
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError.one(f"not a saved tokenizer: {error}", where=str(file)) from None
     if fingerprint is not None and tokenizer.fingerprint != fingerprint:
