@@ -12,30 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from shapes import llama
 
 from instar.checkpoint.manifest import Facts
 from instar.checkpoint.store import publish
 from instar.cli.main import main
-from instar.config.schema import ModelConfig
 from instar.data.tokenizer import ByteTokenizer
-from instar.models.architecture import resolve
 from instar.models.gpt import GPT
 
-ARCH = resolve(
-    ModelConfig(
-        n_layer=2,
-        n_head=4,
-        n_kv_head=2,
-        n_embd=32,
-        context=16,
-        norm="rmsnorm",
-        activation="swiglu",
-        positions="rope",
-        bias=False,
-        tied=False,
-    ),
-    256,
-)
+ARCH = llama(256)
 CHANGE = {"operation": {"name": "set_lr", "value": 5e-4}, "step": 15, "cursor": 240}
 
 

@@ -6,29 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import gpt2, llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from instar.config.schema import ModelConfig
-from instar.models.architecture import Architecture, flops_per_token, parameters, resolve
+from instar.models.architecture import Architecture, flops_per_token, parameters
 from instar.models.gpt import GPT, named_generator, rope_table, rotate
 
-GPT2 = resolve(ModelConfig(n_layer=2, n_head=4, n_embd=32, context=16), 50)
-LLAMA = resolve(
-    ModelConfig(
-        n_layer=2,
-        n_head=4,
-        n_kv_head=2,
-        n_embd=32,
-        context=16,
-        norm="rmsnorm",
-        activation="swiglu",
-        positions="rope",
-        bias=False,
-        tied=False,
-    ),
-    50,
-)
+GPT2 = gpt2()
+LLAMA = llama()
 MIXED = replace(LLAMA, activation="relu2", qk_norm=True, bias=True, tied=True)
 STYLES = pytest.mark.parametrize("arch", [GPT2, LLAMA, MIXED], ids=["gpt2", "llama", "mixed"])
 

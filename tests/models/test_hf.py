@@ -8,31 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import gpt2, llama
 from transformers import GPT2Config, LlamaConfig
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.config.schema import ModelConfig
-from instar.models.architecture import Architecture, resolve
+from instar.models.architecture import Architecture
 from instar.models.hf import from_config, style_of, to_config
 
-GPT2 = resolve(ModelConfig(n_layer=2, n_head=4, n_embd=32, context=16, norm_eps=1e-3), 50)
-LLAMA = resolve(
-    ModelConfig(
-        n_layer=2,
-        n_head=4,
-        n_kv_head=2,
-        n_embd=32,
-        context=16,
-        norm="rmsnorm",
-        activation="swiglu",
-        positions="rope",
-        bias=False,
-        tied=False,
-        rope_base=500.0,
-        norm_eps=1e-4,
-    ),
-    50,
-)
+GPT2 = gpt2(norm_eps=1e-3)
+LLAMA = llama(rope_base=500.0, norm_eps=1e-4)
 
 
 @st.composite

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from shapes import gpt2, llama
 from tokenizers import Tokenizer as Fast
 from tokenizers.models import WordLevel
 from transformers import (
@@ -32,26 +33,8 @@ from instar.models.gpt import GPT
 from instar.models.hf_folder import export_folder, from_fast, import_folder, to_fast
 from instar.models.saved import load_gpt
 
-GPT2 = resolve(
-    ModelConfig(n_layer=2, n_head=4, n_embd=32, n_mlp=72, context=16, norm_eps=1e-3), 300
-)
-LLAMA = resolve(
-    ModelConfig(
-        n_layer=2,
-        n_head=4,
-        n_kv_head=2,
-        n_embd=32,
-        context=16,
-        norm="rmsnorm",
-        activation="swiglu",
-        positions="rope",
-        bias=False,
-        tied=False,
-        rope_base=77.0,
-        norm_eps=1e-3,
-    ),
-    300,
-)
+GPT2 = gpt2(300, n_mlp=72, norm_eps=1e-3)
+LLAMA = llama(300, rope_base=77.0, norm_eps=1e-3)
 TEXT = "Zwei Größen: naïve 2 × 3\n\tund “6”. <|end|> <unk>"
 TOKENIZERS = [ByteTokenizer(), train_char([TEXT]), train_bpe([TEXT] * 4, 300)]
 KINDS = pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda each: each.kind)

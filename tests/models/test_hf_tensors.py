@@ -8,31 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import gpt2, llama
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.config.schema import ModelConfig
-from instar.models.architecture import Architecture, parameters, resolve
+from instar.models.architecture import Architecture, parameters
 from instar.models.hf import to_config
 from instar.models.hf_tensors import from_tensors, to_tensors
 
-GPT2 = resolve(ModelConfig(n_layer=2, n_head=3, n_embd=12, n_mlp=20, context=8), 50)
-LLAMA = resolve(
-    ModelConfig(
-        n_layer=2,
-        n_head=4,
-        n_kv_head=2,
-        n_embd=16,
-        context=8,
-        norm="rmsnorm",
-        activation="swiglu",
-        positions="rope",
-        bias=False,
-        tied=False,
-    ),
-    50,
-)
+GPT2 = gpt2(n_head=3, n_embd=12, n_mlp=20, context=8)
+LLAMA = llama(n_embd=16, context=8)
 STYLES = [GPT2, replace(GPT2, tied=False), LLAMA, replace(LLAMA, tied=True, bias=True)]
 
 

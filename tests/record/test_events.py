@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,10 +108,7 @@ def test_any_text_can_be_recorded(text: str) -> None:
 
 
 def test_numpy_scalars_are_numbers() -> None:
-    numpy = pytest.importorskip("numpy")
-    line = encode(
-        Train(step=numpy.int64(3), loss=numpy.float32("nan"), lr=numpy.float64(0.5)), 0, 0
-    )
+    line = encode(Train(step=np.int64(3), loss=np.float32("nan"), lr=np.float64(0.5)), 0, 0)
     event = decode(line)
     assert isinstance(event, Train)
     assert same((event.step, event.loss, event.lr), (3, math.nan, 0.5))

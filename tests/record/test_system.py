@@ -67,7 +67,6 @@ def test_peak_flops_are_of_this_world_and_leave_the_generator_alone() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_described_and_measured() -> None:
     assert machine("cuda")["gpus"] == torch.cuda.device_count()
     assert 1e12 < measure_peak_flops("cuda", torch.bfloat16) < 1e16
