@@ -35,6 +35,7 @@ from instar.run.build import build
 from instar.run.preflight import preflight, prepare_data
 from instar.run.trainer import Trainer
 from report import Case, case, options, parser, publish
+from throughput import gpt
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,11 @@ class Size:
     repeats: int
 
 
-def shape(layers: int, heads: int, width: int, context: int, batch: int) -> tuple[str, ...]:
-    return (
-        f"model.n_layer={layers}",
-        f"model.n_head={heads}",
-        f"model.n_embd={width}",
-        f"model.context={context}",
-        f"train.batch_size={batch}",
-    )
-
-
 SIZES = (
-    Size("10 M", shape(6, 6, 384, 256, 4), steps=4, repeats=5),
-    Size("124 M", ("model.vocab_size=50304", *shape(12, 12, 768, 256, 1)), steps=2, repeats=3),
+    Size("10 M", gpt(6, 6, 384, 256, 4), steps=4, repeats=5),
+    Size("124 M", ("model.vocab_size=50304", *gpt(12, 12, 768, 256, 1)), steps=2, repeats=3),
 )
-QUICK = (Size("tiny", shape(1, 1, 16, 16, 2), steps=2, repeats=1),)
+QUICK = (Size("tiny", gpt(1, 1, 16, 16, 2), steps=2, repeats=1),)
 
 
 def main() -> None:

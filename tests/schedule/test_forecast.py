@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from instar.config.budget import Budget, parse_budget
 from instar.config.schema import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from instar.models.architecture import count_parameters, flops_per_token
+from instar.record.amounts import bytes_text, count_text, flops_text
 from instar.schedule.forecast import (
     Forecast,
     budget_steps,
-    bytes_text,
-    count_text,
-    flops_text,
     forecast,
     render,
     samples_after,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from instar.cli.table import print_table
+from instar.record.amounts import bytes_text
 from instar.record.lines import duration, loss, si
 
 if TYPE_CHECKING:
@@ -25,16 +26,6 @@ _SHAPE = ("n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "n_mlp", "cont
 _SWITCHES = ("norm", "activation", "positions", "bias", "tied")
 
 
-def size_text(size_bytes: float) -> str:
-    """Bytes in three figures: 999 B, 1.20 GB."""
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= 0.9995 * scale:
-            value = size_bytes / scale
-            decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-            return f"{value:.{decimals}f} {unit}"
-    return f"{size_bytes:.0f} B"
-
-
 def print_manifest(path: Path, manifest: Manifest, headers: Headers) -> None:
     """What a checkpoint holds; `headers` are those of its files of tensors that can be read."""
     for name, text in _facts(path, manifest, headers):
@@ -45,7 +36,7 @@ def print_manifest(path: Path, manifest: Manifest, headers: Headers) -> None:
             name,
             entry.pattern,
             f"{len(headers[name]):,}" if name in headers else "",
-            size_text(entry.size_bytes),
+            bytes_text(entry.size_bytes),
             entry.xxh3_128,
         ]
         for name, entry in manifest.files.items()
@@ -141,7 +132,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
                 f"{row['step']:,}",
                 "" if row["tokens"] is None else si(row["tokens"]),
                 "" if row["loss"] is None else loss(row["loss"], 4),
-                size_text(row["size_bytes"]),
+                bytes_text(row["size_bytes"]),
                 duration(now - row["time"]),
                 row["reason"],
             ]
@@ -153,7 +144,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_check(each: Check) -> None:
     """Whether a checkpoint is whole, and how quickly that was found."""
     rate = (
-        f"{size_text(each.size_bytes)} in {each.seconds:.2f} s, {each.bytes_per_s / 1e9:.1f} GB/s"
+        f"{bytes_text(each.size_bytes)} in {each.seconds:.2f} s, {each.bytes_per_s / 1e9:.1f} GB/s"
     )
     click.echo(f"{each.path}: {'BROKEN' if each.broken else 'whole'}, {rate}")
     for fault in each.broken:
