@@ -183,7 +183,7 @@ def instar(work: Work, pace: Pace) -> None:
             model = trainer.stepper.bare_model
             assert isinstance(model, GPT)
             pace.watch(model)
-            with closing(trainer.feed):
+            with closing(trainer):
                 trainer.train()
 
 

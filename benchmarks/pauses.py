@@ -72,7 +72,7 @@ def measure(size: Size, folder: Path, quick: bool) -> list[Case]:
     sync_s: list[float] = []
     raw_s: list[float] = []
     verify_rate: list[float] = []
-    with closing(trainer.feed):
+    with closing(trainer):
         timed(trainer.step)
         for repeat in range(size.repeats):
             alone = [timed(trainer.step) for _ in range(size.steps)]

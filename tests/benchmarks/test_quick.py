@@ -35,8 +35,11 @@ def result_of(name: str, folder: Path) -> dict[str, Any]:
         ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
         ("startup", "instar --help"),
         ("pauses", "tiny: verify"),
+        ("operations", "tiny: pause of widen_hidden / step"),
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
+        ("growth", "compute of: grown, copies without first moments"),
+        ("moments", "loss moved by growing, the most"),
     ],
 )
 def test_a_smoke_run_leaves_whole_results(name: str, barred: str, tmp_path: Path) -> None:

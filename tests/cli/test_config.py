@@ -60,7 +60,8 @@ def test_schema_lists_keys_with_type_default_and_meaning(capsys: Captured) -> No
 
 
 @pytest.mark.parametrize(
-    ("section", "rows"), [("distributed.ddp", 5), ("distributed", 10), ("model.n_head", 1)]
+    ("section", "rows"),
+    [("distributed.ddp", 5), ("distributed", 10), ("model.n_head", 1), ("schedule", 22)],
 )
 def test_schema_of_a_section_or_key(section: str, rows: int, capsys: Captured) -> None:
     main(["config", "schema", section])
@@ -112,6 +113,20 @@ def other(tmp_path: Path) -> str:
     path = tmp_path / "other.yaml"
     path.write_text("name: grow\npreset: llama\nmodel:\n  n_layer: 3\n  qk_norm: true\n")
     return str(path)
+
+
+def test_a_schedule_is_shown_and_checked(cfg: str, tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "ops.yaml"
+    path.write_text("- {name: change_lr, value: 2.0, trigger_loss: 6.0}\n")
+    assert main(["config", "show", cfg, "--set", f"schedule={path}"]) == 0
+    line = "  - {name: change_lr, value: 2.0, trigger_loss: 6.0}"
+    assert line in capsys.readouterr().out.splitlines()
+    main(["config", "show", cfg, "--set", f"schedule={path}", "--json", "--origin"])
+    told = json.loads(capsys.readouterr().out)["schedule"]
+    assert told["value"] == [{"name": "change_lr", "value": 2.0, "trigger_loss": 6.0}]
+    path.write_text("- {name: change_rl, value: 2.0, trigger_loss: 6.0}\n")
+    assert main(["config", "validate", cfg, "--set", f"schedule={path}"]) == 2
+    assert f"{path}:1:10" in capsys.readouterr().err
 
 
 def test_diff_lists_the_keys_that_differ(cfg: str, other: str, capsys: Captured) -> None:

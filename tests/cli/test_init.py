@@ -4,6 +4,8 @@ import pytest
 
 from instar.cli.main import main
 from instar.config.load import load
+from instar.config.template import KINDS
+from instar.schedule.checks import load_checked
 
 Captured = pytest.CaptureFixture[str]
 
@@ -25,6 +27,12 @@ def test_init_writes_where_it_is_told(here: Path) -> None:
     config = load(str(here / "small.yaml")).config
     assert config.preset == ("llama",)
     assert config.model.norm == "rmsnorm"
+
+
+def test_init_writes_every_kind(here: Path) -> None:
+    for kind in KINDS:
+        assert main(["init", kind]) == 0
+        assert load_checked(str(here / f"{kind}.yaml")).config.name == kind
 
 
 def test_init_overwrites_nothing_unless_forced(here: Path, capsys: Captured) -> None:

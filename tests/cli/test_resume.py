@@ -129,3 +129,24 @@ def test_a_missing_component_is_named(instar: Instar, run: Path) -> None:
     (folder / "optimizer.safetensors").unlink()
     said = instar("resume", "run", "--from", "8", "--until", "9it", code=3).stderr
     assert "step-8/optimizer.safetensors: missing" in said
+
+
+def test_switches_of_the_same_tensors_may_change_where_one_says_so(
+    instar: Instar, run: Path
+) -> None:
+    more = ("--until", "9it", "--set", "model.dropout=0.1")
+    said = instar("resume", "run", *more, code=2).stderr
+    assert "model.dropout was 0.0 when the run began" in said
+    instar("resume", "run", *more, "--allow", "architecture")
+    changed = [event["value"] for event in events(run, "operation")]
+    assert {"model.dropout": 0.1} in changed
+    assert events(run, "run_started")[-1]["architecture"]["dropout"] == 0.1
+    # it is the run's own from then on
+    instar("resume", "run", "--until", "10it")
+
+
+def test_other_tensors_are_refused_even_so(instar: Instar, run: Path) -> None:
+    wider = ("--set", "model.n_mlp=64", "--allow", "architecture")
+    said = instar("resume", run.name, "--until", "9it", *wider, code=3).stderr
+    assert "of another architecture than the config's" in said
+    assert "n_mlp" in said

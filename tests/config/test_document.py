@@ -113,3 +113,19 @@ def test_any_text_is_read_or_refused_with_a_place(text: str) -> None:
         assert mistake.message
         assert 0 <= mistake.place.line <= lines
     assert value is None or mistakes or value.readable()
+
+
+def test_every_scalar_is_found_with_the_way_there() -> None:
+    document, _ = parse("a: [1, {b: 2}]\nc: 3\n", "x.yaml")
+    assert document is not None
+    found = {path: value.data for path, value in document.leaves()}
+    assert found == {("a", 0): 1, ("a", 1, "b"): 2, ("c",): 3}
+
+
+def test_a_key_has_a_place_of_its_own() -> None:
+    document, _ = parse("a: [1, {b: 2}]\n", "x.yaml")
+    assert document is not None
+    assert document.key_place(("a", 1, "b")).column == 9
+    assert document.within(("a", 1, "b")).place.column == 12
+    assert document.key_place(("a", 1, "z")).column == 8
+    assert document.key_place(()).column == 1

@@ -5,6 +5,8 @@ from instar.config.fields import (
     editor_schema,
     expected,
     keys,
+    properties,
+    schedule_keys,
     schema_node,
     sections,
     value_of,
@@ -34,6 +36,25 @@ def test_every_key_can_be_put_into_words() -> None:
         assert "something else" not in expected(node), key
 
 
+def test_every_key_of_an_operation_is_described_and_can_be_put_into_words() -> None:
+    assert ("schedule", 0, "when", "plateau", "slope") in schedule_keys()
+    for path, field in schedule_keys().items():
+        assert field.description, path
+        node = schema_node(path)
+        assert node is not None, path
+        assert "something else" not in expected(node), path
+
+
+def test_what_a_section_may_have_is_known_where_it_may_be_left_out_too() -> None:
+    assert "window" in properties(("schedule", 3, "when", "any", 0, "plateau"))
+    assert properties(("seed",)) == []
+
+
+def test_values_are_scalars_tuples_and_dicts() -> None:
+    config = RunConfig.model_validate({"schedule": [{"name": "change_lr", "value": 2, "how": 3}]})
+    assert value_of(config, "schedule") == ({"name": "change_lr", "value": 2, "how": 3},)
+
+
 def test_every_pattern_of_the_schema_has_words() -> None:
     patterns = {
         str(node["pattern"])
@@ -55,5 +76,8 @@ def test_what_other_trainers_call_it_leads_to_keys_that_exist() -> None:
 def test_the_editors_schema_takes_what_the_reader_takes() -> None:
     until = editor_schema("train.until")
     assert {"type": "string"} in until["anyOf"]
+    schedule = editor_schema("schedule")
+    assert {"type": "string"} in schedule["anyOf"]
+    assert "when" in schedule["$defs"]["ScheduledOperation"]["properties"]
     model = editor_schema()["properties"]["model"]
     assert {"type": "null"} in model["anyOf"]

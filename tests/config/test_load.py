@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config import presets
+from instar.config.checks import Clash
 from instar.config.errors import ConfigError
 from instar.config.fields import keys, sections
 from instar.config.load import load
@@ -117,6 +118,20 @@ def test_the_resolved_config_is_read_back_equal(tmp_path: Path) -> None:
     again = load(str(copy))
     assert again.config == loaded.config
     assert "default" not in again.origins.values()
+
+
+def test_checks_of_higher_rooms_are_told_with_all_else(tmp_path: Path) -> None:
+    def check(config: RunConfig) -> list[Clash]:
+        return [Clash(("model.n_layer",), f"{config.model.n_layer} is too few", "more")]
+
+    path = written(tmp_path, "model:\n  n_hed: 3\n  n_layer: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, [], [check])
+    assert [problem.message for problem in caught.value.problems] == [
+        "unknown key 'n_hed' in model",
+        "2 is too few",
+    ]
+    assert caught.value.problems[1].where == f"{path}:3:12"
 
 
 def test_the_resolved_config_tells_each_origin(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from instar.config.document import parse
 from instar.config.dump import in_yaml
 from instar.config.fields import keys
 from instar.config.load import load
-from instar.config.template import starter
+from instar.config.template import KINDS, starter
 
 scalars = st.one_of(
     st.none(),
@@ -22,7 +22,16 @@ scalars = st.one_of(
 )
 
 
-@given(st.one_of(scalars, st.lists(scalars)))
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@given(values)
 def test_any_value_is_read_back_equal(value: object) -> None:
     document, mistakes = parse(f"key: {in_yaml(value)}  # comment\n", "x.yaml")
     assert not mistakes
@@ -44,11 +53,12 @@ def uncommented(text: str) -> str:
     return re.sub(r"^( *)#(\w+:)", r"\1\2", text, flags=re.MULTILINE)
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("preset", [None, *presets.names()])
 def test_the_template_loads_and_shows_the_values_in_force(
-    tmp_path: Path, preset: str | None
+    tmp_path: Path, preset: str | None, kind: str
 ) -> None:
-    text = starter("gpt", "gpt.yaml", [preset] if preset else [])
+    text = starter(kind, "gpt.yaml", [preset] if preset else [])
     path, full = tmp_path / "gpt.yaml", tmp_path / "full.yaml"
     path.write_text(text, encoding="utf-8")
     full.write_text(uncommented(text), encoding="utf-8")
@@ -75,6 +85,15 @@ def test_the_template_leaves_to_a_preset_what_the_preset_sets(tmp_path: Path) ->
     assert loaded.origins["model.norm"] == "preset plain"
     assert loaded.origins["optimizer.lr"] == "preset plain"
     assert loaded.config.optimizer.beta2 == 0.99
+
+
+def test_the_template_of_growth_has_a_schedule_line_by_line(tmp_path: Path) -> None:
+    text = starter("growth", "growth.yaml")
+    path = tmp_path / "growth.yaml"
+    path.write_text(text, encoding="utf-8")
+    names = [each.name for each in load(str(path)).config.schedule]
+    assert names == ["insert_layers", "widen_mlp", "change_lr"]
+    assert [line for line in text.splitlines() if line.startswith("  - {name: change_lr,")]
 
 
 def test_every_key_stands_in_the_template_with_its_description() -> None:

@@ -84,3 +84,17 @@ def test_a_gpu_that_is_not_there_is_refused(losses: Losses, tmp_path: Path) -> N
     )
     assert done.returncode == 2
     assert "cuda:99 is not there" in done.stderr
+
+
+def test_a_model_grows_on_a_gpu_as_on_a_cpu(losses: Losses) -> None:
+    schedule = [
+        {"name": "insert_layers", "value": 1, "when": {"at_step": 5}},
+        {"name": "widen_hidden", "value": 96, "when": {"at_step": 10}, "mask": 4},
+        {"name": "set_lora_rank", "value": {"target": "mlp", "rank": 4}, "when": {"at_step": 20}},
+    ]
+    grows = f"schedule={json.dumps(schedule)}"
+    on_cpu = losses("cpu", "device=cpu", grows)
+    assert losses("gpu", "device=cuda", grows) == pytest.approx(on_cpu, rel=5e-3)
+    assert losses("compiled", "device=cuda", "compile=true", grows) == pytest.approx(
+        on_cpu, rel=1e-2
+    )

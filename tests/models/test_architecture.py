@@ -11,7 +11,6 @@ from instar.models.architecture import (
     count_parameters,
     flops_per_token,
     layer_of,
-    parameters,
     resolve,
 )
 
@@ -78,12 +77,12 @@ def test_a_shape_from_json_is_checked() -> None:
 
 def test_shapes_follow_from_axes() -> None:
     arch = resolve(LLAMA, 100)
-    for entry in parameters(arch).values():
-        assert entry.shape == tuple(axis_size(arch, axis) for axis in entry.axes)
+    for entry in arch.parameters().values():
+        assert entry.shape == tuple(axis_size(arch.sizes(), axis) for axis in entry.axes)
 
 
 def test_writers_and_readers_of_the_stream() -> None:
-    table = parameters(resolve(LLAMA, 100))
+    table = resolve(LLAMA, 100).parameters()
     writers = {name for name, entry in table.items() if entry.writes == "embed"}
     readers = {name for name, entry in table.items() if entry.reads == "embed"}
     per_block = [name for name in table if layer_of(name) == 0]

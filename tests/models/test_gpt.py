@@ -10,7 +10,7 @@ from shapes import gpt2, llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from instar.models.architecture import Architecture, flops_per_token, parameters
+from instar.models.architecture import Architecture, flops_per_token
 from instar.models.gpt import GPT, named_generator, rope_table, rotate
 
 GPT2 = gpt2()
@@ -69,7 +69,7 @@ def test_the_module_has_the_parameters_of_the_table(arch: Architecture) -> None:
     with torch.device("meta"):
         model = GPT(arch)
     module = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert module == {name: entry.shape for name, entry in parameters(arch).items()}
+    assert module == {name: entry.shape for name, entry in arch.parameters().items()}
     assert set(model.state_dict()) == set(module)
 
 

@@ -14,6 +14,8 @@ from transformers import GPT2Config, LlamaConfig
 from instar.checkpoint.manifest import CheckpointError
 from instar.models.architecture import Architecture
 from instar.models.hf import from_config, style_of, to_config
+from instar.models.lora import Lora
+from instar.models.mask import Mask
 
 GPT2 = gpt2(norm_eps=1e-3)
 LLAMA = llama(rope_base=500.0, norm_eps=1e-4)
@@ -100,6 +102,16 @@ def test_an_architecture_without_counterpart_is_refused_by_name(
         assert words in str(refused.value)
     assert "preset: " in str(refused.value)
     assert str(refused.value).count("  model.") == len(said)
+
+
+def test_an_open_mask_is_refused_until_it_is_open() -> None:
+    entering = replace(LLAMA, mask=Mask("mlp", ((0, 3),), 200, 1000))
+    with pytest.raises(CheckpointError, match=r"new mlp .* export a checkpoint from step 1,200 on"):
+        to_config(entering)
+
+
+def test_adapters_do_not_stand_in_the_way() -> None:
+    assert to_config(replace(LLAMA, lora=(Lora("all", 2, 4.0),))) == to_config(LLAMA)
 
 
 @pytest.mark.parametrize(

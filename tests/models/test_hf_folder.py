@@ -31,6 +31,7 @@ from instar.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, trai
 from instar.models.architecture import Architecture, resolve
 from instar.models.gpt import GPT
 from instar.models.hf_folder import export_folder, from_fast, import_folder, to_fast
+from instar.models.lora import Lora
 from instar.models.saved import load_gpt
 
 GPT2 = gpt2(300, n_mlp=72, norm_eps=1e-3)
@@ -81,8 +82,21 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         replace(LLAMA, tied=True),
         replace(LLAMA, bias=True, n_kv_head=1),
         replace(LLAMA, head_dim=12, n_kv_head=4),
+        replace(GPT2, lora=(Lora("all", 3, 6.0),)),
+        replace(LLAMA, lora=(Lora("attn", 2, 1.0), Lora("head", 3, 6.0, rank_stabilized=True))),
     ],
-    ids=["gpt2", "tanh", "relu2-untied", "biasless", "llama", "tied", "biased", "wide-heads"],
+    ids=[
+        "gpt2",
+        "tanh",
+        "relu2-untied",
+        "biasless",
+        "llama",
+        "tied",
+        "biased",
+        "wide-heads",
+        "gpt2-adapted",
+        "llama-adapted",
+    ],
 )
 def test_transformers_computes_the_same_logits(tmp_path: Path, arch: Architecture) -> None:
     model = random_model(arch)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.models.architecture import Architecture, parameters
+from instar.models.architecture import Architecture
 from instar.models.hf import to_config
 from instar.models.hf_tensors import from_tensors, to_tensors
 
@@ -26,7 +26,7 @@ def random_tensors(arch: Architecture, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(entry.shape, generator=generator)
-        for name, entry in parameters(arch).items()
+        for name, entry in arch.parameters().items()
     }
 
 

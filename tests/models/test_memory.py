@@ -6,6 +6,7 @@ import torch
 from instar.config.schema import ModelConfig
 from instar.models.architecture import Architecture, count_parameters, resolve
 from instar.models.gpt import GPT
+from instar.models.lora import Lora
 from instar.models.memory import chunk_rows, memory_estimate
 
 GPT2 = resolve(ModelConfig(n_layer=3, n_head=4, n_embd=64, context=64), 80)
@@ -49,6 +50,17 @@ def test_activations_are_those_that_autograd_keeps(arch: Architecture, bf16: boo
     normalised_logits = 4 * samples * arch.context * arch.vocab_size
     measured = kept_bytes(arch, samples, bf16=bf16) - normalised_logits
     assert estimate["activations"] == pytest.approx(measured, rel=0.1)
+
+
+def test_adapters_keep_what_autograd_keeps() -> None:
+    for plain in (GPT2, LLAMA):
+        arch = replace(plain, lora=(Lora("all", 16, 32.0),))
+        samples = 16
+        normalised_logits = 4 * samples * arch.context * arch.vocab_size
+        more = kept_bytes(arch, samples) - kept_bytes(plain, samples)
+        told = [memory_estimate(each, batch_size=samples)["activations"] for each in (arch, plain)]
+        assert told[0] - told[1] == pytest.approx(more, rel=0.1)
+        assert told[0] == pytest.approx(kept_bytes(arch, samples) - normalised_logits, rel=0.1)
 
 
 def test_state_is_counted_per_parameter() -> None:

@@ -1,8 +1,10 @@
+import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.models.norm import rms_norm
+from instar.models.norm import masked_norm, rms_norm
 
 
 def inputs(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,3 +37,30 @@ def test_a_row_of_zeros_stays_zero_and_has_finite_gradients() -> None:
 def test_low_precision_is_normalised_in_float32() -> None:
     x = torch.full((1, 8), 300.0, dtype=torch.float16)
     torch.testing.assert_close(rms_norm(x, torch.ones(8), 1e-5), torch.ones(1, 8))
+
+
+def test_channels_count_by_their_openings() -> None:
+    x, weight = inputs(3, 4)
+    bias = torch.full((4,), 0.5, dtype=torch.float64)
+    opening = torch.tensor([1.0, 1.0, 0.25, 1.0], dtype=torch.float64)
+    mean = (x * opening).sum(-1, keepdim=True) / 3.25
+    variance = (opening * (x - mean) ** 2).sum(-1, keepdim=True) / 3.25
+    expected = opening * ((x - mean) / (variance + 0.1).sqrt() * weight + bias)
+    torch.testing.assert_close(masked_norm(x, opening, weight, bias, 0.1, centred=True), expected)
+    square = (opening * x**2).sum(-1, keepdim=True) / 3.25
+    expected = opening * (x / (square + 0.1).sqrt() * weight)
+    torch.testing.assert_close(masked_norm(x, opening, weight, None, 0.1, centred=False), expected)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_open_channels_are_normed_as_ever(centred: bool) -> None:
+    x, weight = inputs(3, 7)
+    normed = masked_norm(x, torch.ones(7).double(), weight, None, 0.1, centred=centred)
+    plain = F.layer_norm(x, (7,), weight, None, 0.1) if centred else rms_norm(x, weight, 0.1)
+    torch.testing.assert_close(normed, plain)
+
+
+def test_low_precision_is_masked_in_float32() -> None:
+    x = torch.full((1, 8), 300.0, dtype=torch.float16)
+    normed = masked_norm(x, torch.ones(8), torch.ones(8), None, 1e-5, centred=False)
+    torch.testing.assert_close(normed, torch.ones(1, 8))

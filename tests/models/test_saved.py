@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -16,8 +17,10 @@ from safetensors.torch import load_file
 from instar.checkpoint.store import latest, publish
 from instar.config.schema import ModelConfig
 from instar.distributed.parallel import unwrap
-from instar.models.architecture import parameters, resolve
+from instar.models.architecture import resolve
 from instar.models.gpt import GPT
+from instar.models.lora import Lora
+from instar.models.mask import Mask
 from instar.models.saved import load_gpt
 
 ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8), 32)
@@ -46,7 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_ddp_trained_loads_with_safetensors_into_a_plain_model(saved: Path) -> None:
     tensors = load_file(latest(saved) / "model.safetensors")
-    assert tensors.keys() == parameters(ARCH).keys()
+    assert tensors.keys() == ARCH.parameters().keys()
     model = GPT(ARCH)
     model.load_state_dict(tensors, strict=True)
     tokens = torch.arange(16).reshape(2, 8)
@@ -78,3 +81,26 @@ def test_what_was_compiled_loads_into_a_plain_model(tmp_path: Path) -> None:
     plain = GPT(ARCH)
     plain.load_state_dict(load_file(path / "model.safetensors"), strict=True)
     assert torch.equal(plain(tokens), model(tokens))
+
+
+def test_what_was_saved_while_it_grew_is_as_far_open_as_it_was(tmp_path: Path) -> None:
+    arch = replace(
+        ARCH,
+        lora=(Lora("all", 2, 4.0),),
+        mask=Mask("mlp", ((32, 64),), begin=10, steps=8),
+    )
+    model = GPT(arch)
+    model.init_weights(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1
+    tokens = torch.arange(16).reshape(2, 8)
+    seen = []
+    for step in (10, 12, 18):
+        model.set_step(step)
+        weights = {"model": dict(model.named_parameters())}
+        path = publish(tmp_path, step, weights, {}, architecture=arch.to_dict())
+        assert torch.equal(load_gpt(path)(tokens), model(tokens))
+        seen.append(model(tokens))
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])

@@ -96,7 +96,7 @@ def trainer(prepared: Callable[..., Prepared], tmp_path: Path) -> Iterator[Calla
                 RankLog(0),
                 run_dir,
             )
-            stack.callback(made.feed.close)
+            stack.callback(made.close)
             return made
 
         yield make

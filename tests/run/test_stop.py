@@ -6,14 +6,15 @@ import pytest
 
 from instar.config.budget import parse_budget
 from instar.run.progress import Progress
-from instar.run.stop import budget_met
+from instar.run.stop import budget_met, fraction_used
 
 
 def met(*budgets: str, loss: float | None = None, **used: int) -> str | None:
+    progress = Progress(**used)
     found = budget_met(
         [parse_budget(text) for text in budgets],
-        Progress(**used),
-        samples_per_epoch=100,
+        progress,
+        epochs=progress.samples / 100,
         validation_loss=loss,
     )
     return None if found is None else str(found)
@@ -48,3 +49,10 @@ def test_seconds_are_not_counted_here() -> None:
 
 def test_the_first_one_met_is_named() -> None:
     assert met("10it", "5it", step=7) == "5it"
+
+
+def test_the_fraction_is_that_of_the_counted_budget_nearest_to_its_end() -> None:
+    budgets = [parse_budget(text) for text in ("10it", "4ep", "1h", "loss<3.0")]
+    assert fraction_used(budgets, Progress(step=3), epochs=2.0) == 0.5
+    assert fraction_used(budgets, Progress(step=8), epochs=2.0) == 0.8
+    assert fraction_used(budgets[2:], Progress(step=8), epochs=2.0) is None

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from instar.config.load import load
-from instar.data.feed import plan_step
+from instar.config.operation import Operation
 from instar.distributed.failure import RunFailed
 from instar.record.events import Eval, Skip, Train, read_events
 from instar.record.system import cpu_model
+from instar.run.changes import carry_out
 from instar.run.stop import Decision
 from instar.run.trainer import Trainer
-from instar.schedule.operations import Operation
 from instar.schedule.settings import learning_rate
 
 Make = Callable[..., Trainer]
@@ -72,7 +72,7 @@ def test_accumulation_does_not_change_the_gradient(trainer: Make, losses: Losses
 
 def test_the_last_partial_batch_of_an_epoch_is_used(trainer: Make) -> None:
     run = trainer("train.until=[1ep]", "train.batch_size=64")
-    samples = run.samples_per_epoch
+    samples = run.course.samples_per_epoch
     assert samples % run.settings.global_batch
     outcome = run.train()
     assert outcome.progress.samples == samples
@@ -89,12 +89,12 @@ def test_settings_change_between_steps_and_no_sample_is_lost(trainer: Make) -> N
         Operation("change_lr", 0.1),
     ]
     while run.decide() is None:
-        plan = plan_step(run.progress.samples, run.samples_per_epoch, run.settings.global_batch)
+        plan = run.course.plan(run.progress.samples, run.settings.global_batch)
         taken += run.feed.sample_ids(plan).tolist()
         run.step()
         if operations and run.progress.step % 3 == 0:
-            run.carry_out(operations.pop(0))
-    assert sorted(taken) == list(range(run.samples_per_epoch))
+            carry_out(run, operations.pop(0))
+    assert sorted(taken) == list(range(run.course.samples_per_epoch))
     assert len(run.history) == 3
     assert run.settings.batch_size == 8
     rate = run.stepper.optimizers[0].param_groups[0]["lr"]

@@ -1,114 +1,63 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from instar.config.budget import Budget, parse_budget
+from instar.config.checks import Clash
+from instar.config.errors import ConfigError
+from instar.config.load import load
 from instar.config.schema import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from instar.models.architecture import count_parameters, flops_per_token
 from instar.record.amounts import bytes_text, count_text, flops_text
-from instar.schedule.forecast import (
-    Forecast,
-    budget_steps,
-    forecast,
-    render,
-    samples_after,
-)
+from instar.schedule.forecast import Forecast, ScheduleError, checked_forecast, forecast
+from instar.schedule.render import render
 
 
-def foretold(world_size: int = 1, samples: int = 1000, **settings: object) -> Forecast:
+def foretold(world_size: int = 1, samples: int | None = 1000, **settings: object) -> Forecast:
     config = RunConfig.model_validate(settings)
-    return forecast(config, samples * 128, samples, vocab_size=256, world_size=world_size)
+    return forecast(config, samples and samples * 128, vocab_size=256, world_size=world_size)
 
 
-def steps(*budgets: str, samples: int = 100, batch: int = 8, context: int = 10) -> int | None:
-    return budget_steps(
-        [parse_budget(text) for text in budgets],
-        global_batch=batch,
-        tokens_per_sample=context,
-        samples_per_epoch=samples,
-    )
-
-
-def test_steps_are_themselves() -> None:
-    assert steps("2000it") == 2000
-
-
-def test_an_epoch_ends_with_a_smaller_step() -> None:
-    assert steps("1ep") == 13
-    assert steps("2ep") == 26
-    assert steps("0.5ep") == 7
-
-
-def test_a_part_of_an_epoch_is_exact_in_decimals() -> None:
-    assert steps("0.1ep", samples=30, batch=1) == 3
-
-
-def test_samples_and_tokens_count_over_smaller_steps() -> None:
-    assert steps("100samples") == 13
-    assert steps("108samples") == 14
-    assert steps("1000tok") == 13
-    assert steps("1001tok") == 14
-
-
-def test_the_tightest_budget_counts() -> None:
-    assert steps("2000it", "1ep", "10min") == 13
-
-
-def test_time_and_loss_say_nothing_about_steps() -> None:
-    assert steps("10min", "loss<3.0") is None
-
-
-def test_a_batch_larger_than_the_data_makes_one_step_an_epoch() -> None:
-    assert steps("3ep", samples=5, batch=8) == 3
-
-
-@given(st.integers(1, 500), st.integers(1, 60), st.integers(1, 5000))
-def test_the_steps_of_a_budget_are_the_least_that_use_it_up(
-    samples_per_epoch: int, global_batch: int, amount: int
-) -> None:
-    def consumed(steps: int) -> int:
-        return samples_after(steps, global_batch=global_batch, samples_per_epoch=samples_per_epoch)
-
-    needed = budget_steps(
-        [Budget("samples", amount)],
-        global_batch=global_batch,
-        tokens_per_sample=7,
-        samples_per_epoch=samples_per_epoch,
-    )
-    assert needed is not None
-    assert consumed(needed - 1) < amount <= consumed(needed)
+def refused(*schedule: dict[str, Any], samples: int = 1000, world_size: int = 1) -> Clash:
+    """The one mistake in a schedule whose entries wait a step each."""
+    with pytest.raises(ScheduleError) as caught:
+        foretold(world_size, samples, schedule=[{"max_wait_iters": 1} | each for each in schedule])
+    (clash,) = caught.value.clashes
+    return clash
 
 
 def test_totals_follow_from_the_steps() -> None:
     told = foretold(train=TrainConfig(until=("2ep",), batch_size=16))
-    stage = told.stages[0]
-    assert (told.steps_per_epoch, told.steps, told.samples, told.epochs) == (63, 126, 2000, 2.0)
-    assert told.tokens == 2000 * 128
-    assert told.flops == told.tokens * stage.flops_per_token
+    stage, totals = told.stages[0], told.early
+    assert totals is not None
+    assert totals == told.late
+    assert (stage.steps_per_epoch, told.steps) == (63, 126)
+    assert (totals.steps, totals.samples, totals.epochs) == (126, 2000, 2.0)
+    assert totals.tokens == 2000 * 128
+    assert totals.flops == totals.tokens * stage.flops_per_token
 
 
 def test_the_stage_describes_the_shape() -> None:
     stage = foretold().stages[0]
-    assert (stage.first_step, stage.end_step) == (0, 2000)
+    assert (stage.first_step, stage.latest_step) == (0, 0)
     assert stage.parameters == count_parameters(stage.architecture)
     assert stage.flops_per_token == flops_per_token(stage.architecture)
 
 
 def test_totals_stay_open_when_only_the_clock_ends_the_run() -> None:
     told = foretold(train=TrainConfig(until=("10min", "loss<3.0")))
-    assert (told.steps, told.tokens, told.epochs, told.flops) == (None, None, None, None)
+    assert (told.steps, told.early, told.late) == (None, None, None)
     assert "only the clock or the loss" in render(told)
 
 
 def test_the_global_batch_does_not_depend_on_the_ranks_but_a_ranks_share_does() -> None:
     train = TrainConfig(batch_size=16, gradient_accumulation_steps=2)
     one, two, eight = (foretold(world, train=train) for world in (1, 2, 8))
-    assert {one.global_batch, two.global_batch, eight.global_batch} == {32}
-    assert [one.batch_size, two.batch_size, eight.batch_size] == [16, 16, 4]
+    assert {told.stages[0].settings.global_batch for told in (one, two, eight)} == {32}
+    assert [told.stages[0].batch_size for told in (one, two, eight)] == [16, 16, 4]
 
     def activations(told: Forecast) -> int:
         return told.stages[0].memory_bytes["activations"]
@@ -126,6 +75,205 @@ def test_memory_follows_the_settings() -> None:
     assert memory(precision="bf16")["activations"] < plain["activations"]
     frugal = memory(train=TrainConfig(gradient_checkpointing=True))
     assert frugal["activations"] < plain["activations"]
+
+
+GROWN = [
+    {"name": "insert_layers", "value": 2, "when": {"at_step": 500}},
+    {"name": "change_batch_size", "value": 2, "trigger_loss": 3.0, "max_wait_iters": 600},
+    {"name": "widen_mlp", "value": "x2", "when": {"loss_below": 2.5}},
+]
+
+
+def test_each_stage_stands_on_the_one_before() -> None:
+    told = foretold(schedule=GROWN)
+    shapes = [(stage.architecture.n_layer, stage.architecture.n_mlp) for stage in told.stages]
+    assert shapes == [(4, 512), (6, 512), (6, 512), (6, 1024)]
+    assert [stage.settings.batch_size for stage in told.stages] == [16, 16, 32, 32]
+    assert [stage.label for stage in told.stages] == ["", "exact", "", "exact"]
+    assert [stage.first_step for stage in told.stages] == [0, 500, 500, 500]
+    assert [stage.latest_step for stage in told.stages] == [0, 500, 1250, None]
+    for stage in told.stages:
+        assert stage.parameters == count_parameters(stage.architecture)
+        assert stage.flops_per_token == flops_per_token(stage.architecture)
+
+
+def test_flops_are_summed_over_the_stages() -> None:
+    told = foretold(schedule=GROWN)
+    (first, second, third, last), per_step = told.stages, 16 * 128
+    assert told.early is not None
+    assert told.late is not None
+    # 1,000 samples an epoch are 62 steps of 16 and one of 8, or 31 of 32 and one of 8
+    tokens = samples_in(500, 16) * 128
+    assert told.early.flops - tokens * first.flops_per_token == (
+        (told.early.tokens - tokens) * last.flops_per_token
+    )
+    at_1250 = samples_in(1250, 16) * 128
+    assert told.late.flops == (
+        tokens * first.flops_per_token
+        + (at_1250 - tokens) * second.flops_per_token
+        + (told.late.tokens - at_1250) * third.flops_per_token
+    )
+    assert told.late.tokens > at_1250 + 700 * per_step
+
+
+def samples_in(steps: int, batch: int) -> int:
+    taken = 0
+    for _ in range(steps):
+        taken += min(batch, 1000 - taken % 1000)
+    return taken
+
+
+def test_shorter_samples_cost_less_and_make_longer_epochs() -> None:
+    short = {"name": "set_context", "value": 64, "when": {"at_step": 10}}
+    first, second = foretold(schedule=[short]).stages
+    assert second.architecture == first.architecture
+    assert second.flops_per_token == flops_per_token(first.architecture, 64)
+    assert (first.steps_per_epoch, second.steps_per_epoch) == (63, 125)
+    assert second.memory_bytes["activations"] < first.memory_bytes["activations"]
+
+
+def test_a_mask_is_gone_before_the_next_growth() -> None:
+    masked = {"name": "insert_layers", "value": 1, "mask": 50, "max_wait_iters": 10}
+    told = foretold(schedule=[masked, masked])
+    assert [stage.architecture.n_layer for stage in told.stages] == [4, 5, 6]
+    assert [stage.first_step for stage in told.stages] == [0, 10, 60]
+
+
+def test_a_limit_that_may_be_passed_over_is_and_says_so() -> None:
+    limited = {"name": "insert_layers", "value": 4, "max_params": 10**6, "max_wait_iters": 10}
+    clash = refused(limited)
+    assert clash.keys[0] == "schedule[0].max_params"
+    assert "there would be 1.64M parameters, more than max_params 1.00M" in clash.message
+    told = foretold(schedule=[limited | {"on_failure": "skip"}, GROWN[0]])
+    assert told.stages[1].skipped == "1.64M parameters, more than max_params 1.00M"
+    assert [stage.architecture.n_layer for stage in told.stages] == [4, 4, 6]
+    assert "skipped     1.64M parameters" in render(told)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "place", "said"),
+    [
+        ([{"name": "widen_mlp", "value": 256}], "schedule[0].value", "only grows"),
+        ([{"name": "widen_hidden", "value": 64}], "schedule[0].value", "only grows"),
+        ([{"name": "stack_layers", "value": [0, 1, 2, 3, 4]}], "schedule[0].value", "no layer 4"),
+        (
+            [{"name": "insert_layers", "value": 1, "where": [9]}],
+            "schedule[0].where",
+            "schedule[0].where is not possible here",
+        ),
+        ([{"name": "merge_lora"}], "schedule[0].name", "is not possible here"),
+        ([{"name": "split_kv_heads", "value": 3}], "schedule[0].value", "is not possible here"),
+        ([{"name": "freeze", "value": "lm_head"}], "schedule[0].value", "no parameter matches"),
+        (
+            [{"name": "change_lr", "value": 1e12}] * 26,
+            "schedule[25].value",
+            "beyond any sense",
+        ),
+        (
+            [{"name": "widen_mlp", "value": "x2"}, {"name": "widen_mlp", "value": 1000}],
+            "schedule[1].value",
+            "1,024 already",
+        ),
+    ],
+)
+def test_what_the_model_does_not_allow_is_refused_where_it_stands(
+    schedule: list[dict[str, Any]], place: str, said: str
+) -> None:
+    clash = refused(*schedule)
+    assert clash.keys[0] == place
+    assert said in clash.message
+
+
+def test_impossible_operations_are_told_together_up_to_the_first_growth() -> None:
+    soon = {"max_wait_iters": 1}
+    with pytest.raises(ScheduleError) as caught:
+        foretold(
+            world_size=4,
+            schedule=[
+                {"name": "freeze", "value": "lm_head", **soon},
+                {"name": "set_batch_size", "value": 2, **soon},
+                {"name": "widen_mlp", "value": 8, **soon},
+                {"name": "widen_mlp", "value": 9, **soon},
+            ],
+        )
+    places = [clash.keys[0] for clash in caught.value.clashes]
+    assert places == ["schedule[0].value", "schedule[1].value", "schedule[2].value"]
+
+
+def test_ranks_and_data_must_suffice_for_every_stage() -> None:
+    smaller = {"name": "set_batch_size", "value": 2}
+    assert "leaves some of 4 ranks without any" in refused(smaller, world_size=4).message
+    longer = [{"name": "extend_context", "value": 4096}, {"name": "set_context", "value": 4096}]
+    assert "there are 3,840 to train on" in refused(*longer, samples=30).message
+
+
+def test_mistakes_that_need_no_model_are_found_here_too() -> None:
+    assert "must be an operation" in refused({"name": "grow_a_tail"}).message
+
+
+def test_without_data_everything_but_epochs_is_known() -> None:
+    told = foretold(samples=None, schedule=GROWN)
+    assert (told.dataset_tokens, told.samples_per_epoch) == (None, None)
+    assert told.early is not None
+    assert (told.early.steps, told.early.epochs) == (2000, None)
+    assert "not prepared yet" in render(told)
+
+
+def test_a_mistake_points_at_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "grow.yaml"
+    path.write_text("schedule:\n  - {name: widen_mlp, value: 8, max_wait_iters: 9}\n")
+    with pytest.raises(ConfigError) as caught:
+        checked_forecast(load(str(path)), None, 256, 1)
+    (problem,) = caught.value.problems
+    assert problem.where == f"{path}:2:30"
+    with pytest.raises(ConfigError, match="too few for a tokenizer"):
+        checked_forecast(load(None, ["model.vocab_size=9"]), None, 256, 1)
+
+
+def test_what_stays_is_not_told_again() -> None:
+    text = render(foretold(schedule=GROWN))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("style ") == 1
+    assert [line.split(maxsplit=2)[2] for line in text.splitlines() if line[:5] == "stage"] == [
+        "as the config says",
+        "insert_layers 2 (exact)",
+        "change_batch_size 2",
+        "widen_mlp x2 (exact)",
+    ]
+    for line in (
+        "trigger     val < 3 or 600 steps after the last operation",
+        "begins      at step 500 at the earliest, 1,250 at the latest",
+        "settings    batch_size 16 → 32",
+        "begins      at step 500 at the earliest, perhaps never",
+    ):
+        assert line in text.splitlines()
+    assert "if every operation comes at its earliest" in " ".join(text.split())
+
+
+def test_every_kind_of_change_has_words() -> None:
+    soon = {"max_wait_iters": 1}
+    text = render(
+        foretold(
+            schedule=[
+                {"name": "freeze", "value": "blocks.*", **soon},
+                {"name": "set_lora_rank", "value": {"target": "attn", "rank": 4}, **soon},
+                {"name": "widen_mlp", "value": "x2", "lr": {"rewarm": 30}, **soon},
+                {"name": "change_warmup_iters", "value": 0.5, **soon},
+                {"name": "unfreeze", "value": "*", "when": {"at_step": 5000}},
+            ]
+        )
+    )
+    for said in (
+        "frozen nothing → blocks.*",
+        "set_lora_rank {target: attn, rank: 4} (exact)",
+        "adapters    attn of rank 4, alpha 8",
+        "widen_mlp x2, lr {rewarm: 30} (exact)",
+        "lr rises from 0 again over 30 steps",
+        "warm-up 100 → 50",
+        "frozen blocks.* → nothing",
+        "not reached within 2,000 steps",
+    ):
+        assert said in text, said
 
 
 def test_the_forecast_is_json() -> None:
@@ -149,7 +297,7 @@ def test_the_text_fits_80_columns_and_says_what_matters() -> None:
     )
     train = TrainConfig(until=("10Btok", "10min"), batch_size=32, gradient_accumulation_steps=16)
     config = RunConfig(model=model, train=train)
-    text = render(forecast(config, 10**10, 9_765_625, vocab_size=50_304, world_size=8))
+    text = render(forecast(config, 10**10, vocab_size=50_304, world_size=8))
     assert max(map(len, text.splitlines())) <= 80
     for fact in ("12 layers × 768 wide", "114M", "19,074 steps", "10.0B tokens", "8.0e18 FLOPs"):
         assert fact in text
@@ -172,5 +320,5 @@ def test_numbers_are_short(text: str, expected: str) -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, instar.schedule.forecast; sys.exit('torch' in sys.modules)"
+    code = "import sys, instar.schedule.render; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,20 +1,28 @@
-"""Settings are a fold over config and history; a user's config is never changed."""
+"""What is in force is a fold over config and history; a user's config is never changed."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shapes import gpt2
 
+from instar.config.operation import Operation
 from instar.config.schema import RunConfig
+from instar.growth.plan import GrowthError
 from instar.schedule.operations import (
-    OPERATIONS,
+    SETTINGS,
     Change,
-    Operation,
-    apply_operation,
+    OperationError,
+    State,
+    carried_out,
     fold,
+    names,
+    planned,
 )
-from instar.schedule.settings import initial_settings, learning_rate
+from instar.schedule.settings import Settings, initial_settings, is_frozen, learning_rate
 
 CONFIG = RunConfig.model_validate(
     {
@@ -26,13 +34,21 @@ CONFIG = RunConfig.model_validate(
 )
 
 
-def after(*operations: tuple[str, float | None], step: int = 7):  # type: ignore[no-untyped-def]
-    history = tuple(Change(Operation(name, value), step, 0) for name, value in operations)
-    return fold(CONFIG, history)
+ARCHITECTURE = gpt2(context=128)
+
+
+def state_after(*operations: tuple[Any, ...], step: int = 7) -> State:
+    """The state after operations given as (name, value) or (name, value, options)."""
+    history = tuple(Change(Operation(*operation), step, 0) for operation in operations)
+    return fold(CONFIG, ARCHITECTURE, history)
+
+
+def after(*operations: tuple[Any, ...], step: int = 7) -> Settings:
+    return state_after(*operations, step=step).settings
 
 
 def test_an_empty_history_gives_the_config() -> None:
-    assert fold(CONFIG, ()) == initial_settings(CONFIG)
+    assert fold(CONFIG, ARCHITECTURE, ()) == State(initial_settings(CONFIG), ARCHITECTURE)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +68,10 @@ def test_an_empty_history_gives_the_config() -> None:
         (("change_eval_interval", 2.0), "eval_interval", 100),
         (("set_eval_interval", 9.0), "eval_interval", 9),
         (("reset_lr_schedule", None), "lr_start", 7),
+        (("reset_lr_schedule", 1.0), "lr_start", 7),
+        (("set_context", 64), "context", 64),
+        (("freeze", "blocks.*"), "frozen", ("blocks.*",)),
+        (("freeze", ["blocks.0.*", "token*"]), "frozen", ("blocks.0.*", "token*")),
     ],
 )
 def test_each_operation_has_its_effect(
@@ -71,8 +91,8 @@ def test_products_round_to_the_nearest_not_down() -> None:
 
 def test_a_whole_validation_set_stays_whole() -> None:
     whole = CONFIG.model_copy(update={"eval": CONFIG.eval.model_copy(update={"eval_iters": None})})
-    settings = initial_settings(whole)
-    assert apply_operation(settings, Operation("change_eval_iters", 2.0), 0).eval_iters is None
+    state = fold(whole, ARCHITECTURE, (Change(Operation("change_eval_iters", 2.0), 0, 0),))
+    assert state.settings.eval_iters is None
 
 
 def test_resetting_the_schedule_warms_up_again() -> None:
@@ -80,26 +100,126 @@ def test_resetting_the_schedule_warms_up_again() -> None:
     assert learning_rate(settings, 500) == pytest.approx(0.001 / 100)
 
 
+def test_growth_changes_the_architecture_and_says_how() -> None:
+    before = fold(CONFIG, ARCHITECTURE, ())
+    after, plan = planned(before, Operation("insert_layers", 1), 7)
+    assert (before.architecture.n_layer, after.architecture.n_layer) == (2, 3)
+    assert after.settings == before.settings
+    assert plan is not None
+    assert plan.tensors.keys() == after.architecture.parameters().keys()
+    assert planned(before, Operation("change_lr", 2.0), 7)[1] is None
+
+
+def test_a_model_that_grows_may_have_its_rate_rise_again() -> None:
+    kept = after(("widen_mlp", "x2", {"lr": "keep"}), step=500)
+    reset = after(("widen_mlp", "x2", {"lr": "reset"}), step=500)
+    rewarmed = after(("widen_mlp", "x2", {"lr": {"rewarm": 10}}), step=500)
+    course = initial_settings(CONFIG)
+    assert kept == course
+    assert reset == after(("reset_lr_schedule", None), step=500)
+    assert learning_rate(rewarmed, 500) == pytest.approx(learning_rate(course, 500) / 10)
+    assert learning_rate(rewarmed, 510) == learning_rate(course, 510)
+
+
+def test_a_skipped_operation_changes_nothing() -> None:
+    skipped = Change(Operation("widen_mlp", "x2"), 7, 0, entry=0, skipped="no memory")
+    assert fold(CONFIG, ARCHITECTURE, (skipped,)) == fold(CONFIG, ARCHITECTURE, ())
+
+
+def test_a_mask_is_folded_by_an_operation_of_its_own() -> None:
+    grow = Change(Operation("insert_layers", 1, {"mask": 20}), 7, 0, entry=0)
+    fold_it = Change(Operation("fold_masks"), 27, 0)
+    open_ = fold(CONFIG, ARCHITECTURE, (grow,)).architecture
+    assert open_.mask is not None
+    assert open_.mask.end == 27
+    folded = fold(CONFIG, ARCHITECTURE, (grow, fold_it)).architecture
+    assert folded == state_after(("insert_layers", 1)).architecture
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("operations", "frozen"),
     [
-        ("change_speed", 2.0, "unknown operation 'change_speed'"),
-        ("change_lr", 0.0, "needs a positive number"),
-        ("change_lr", float("nan"), "needs a positive number"),
-        ("change_lr", None, "needs a number"),
-        ("change_lr", True, "needs a number"),
-        ("set_batch_size", 2.5, "needs a whole number"),
+        ([("freeze", "*.mlp.*")], {"blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight"}),
+        ([("freeze", "blocks.*"), ("unfreeze", "blocks.1.*")], {"blocks.0.mlp.up.weight"}),
+        ([("freeze", "blocks.*"), ("unfreeze", "blocks.*")], set()),
+        ([("freeze", ["blocks.*", "token*"]), ("unfreeze", "*")], set()),
+        (
+            [("freeze", "blocks.*"), ("unfreeze", "blocks.1.*"), ("freeze", "blocks.1.mlp.*")],
+            {"blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight"},
+        ),
     ],
 )
-def test_bad_operations_are_refused(name: str, value: float | None, message: str) -> None:
+def test_the_last_pattern_that_matches_decides(
+    operations: list[tuple[Any, ...]], frozen: set[str]
+) -> None:
+    looked_at = ("blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight", "final_norm.weight")
+    settings = after(*operations)
+    assert {name for name in looked_at if is_frozen(settings.frozen, name)} == frozen
+
+
+def test_what_is_thawed_leaves_no_trace() -> None:
+    assert after(("freeze", "blocks.*"), ("unfreeze", "blocks.*")).frozen == ()
+    assert after(("unfreeze", "blocks.*")).frozen == ()
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (("change_speed", 2.0), "there is no operation 'change_speed'"),
+        (("widen_mpl", 2.0), "did you mean 'widen_mlp'"),
+        (("change_lr", 0.0), "must be a positive number, got 0"),
+        (("change_lr", float("nan")), "must be a positive number"),
+        (("change_lr", 1e13), "must be at most 1e\\+12"),
+        (("change_lr", None), "must be a positive number, got null"),
+        (("change_lr", True), "must be a positive number, got true"),
+        (("set_batch_size", 2.5), "must be a whole number, got 2.5"),
+        (("set_batch_size", "two"), 'must be a positive whole number, got "two"'),
+        (("reset_lr_schedule", "now"), "must be left out"),
+        (("change_lr", 2.0, {"how": "zero"}), "how is no option of change_lr"),
+        (("set_context", 129), "looks back on 128 tokens; extend_context first"),
+        (("freeze", []), "must be a pattern"),
+        (("freeze", "!blocks.*"), "must be a pattern"),
+        (("freeze", "block.0.mlp.up.weight"), "did you mean 'blocks.0.mlp.up.weight'"),
+        (("freeze", ["blocks.*", "lm_head"]), "no parameter matches 'lm_head'"),
+        (("freeze", "*"), "nothing would be left to train"),
+        (("unfreeze", "zzz"), "no parameter matches 'zzz'"),
+    ],
+)
+def test_bad_operations_are_refused(operation: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        after((name, value))
+        after(operation)
+
+
+def test_growth_that_cannot_be_is_refused_in_growth_s_own_words() -> None:
+    with pytest.raises(GrowthError, match="only grows"):
+        after(("widen_mlp", 16))
+    with pytest.raises(GrowthError, match="widen_mlp"):
+        after(("widen_mlp", "two"))
+
+
+def test_factors_upon_factors_end_before_floating_point_does() -> None:
+    for factor in (1e-12, 1e12):
+        with pytest.raises(ValueError, match="beyond any sense"):
+            after(*[("change_lr", factor)] * 40)
+    with pytest.raises(ValueError, match="beyond any sense"):
+        after(*[("change_batch_size", 1e9)] * 2)
+
+
+def test_a_mistake_of_form_says_in_which_part() -> None:
+    with pytest.raises(OperationError) as caught:
+        after(("change_lr", 2.0, {"how": 1}))
+    assert caught.value.part == "how"
+
+
+def test_all_operations_have_names_of_the_field() -> None:
+    assert {"change_lr", "freeze", "widen_mlp", "merge_lora"} <= set(names())
+    assert len(names()) == len(set(names()))
 
 
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(sorted(name for name in OPERATIONS if name.startswith("change_"))),
+            st.sampled_from(sorted(name for name in SETTINGS if name.startswith("change_"))),
             st.floats(0.1, 10.0),
             st.integers(0, 1000),
         ),
@@ -112,8 +232,8 @@ def test_folding_may_stop_anywhere_and_go_on(
 ) -> None:
     """Resuming is folding again: the history alone gives what a live run had."""
     history = tuple(Change(Operation(name, value), step, 0) for name, value, step in operations)
-    live = fold(CONFIG, history[:cut])
+    live = fold(CONFIG, ARCHITECTURE, history[:cut])
     for change in history[cut:]:
-        live = apply_operation(live, change.operation, change.step)
-    assert live == fold(CONFIG, history)
+        live = carried_out(live, change.operation, change.step)
+    assert live == fold(CONFIG, ARCHITECTURE, history)
     assert initial_settings(CONFIG).batch_size == 16

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instar.config.schema import RunConfig
-from instar.schedule.settings import Settings, initial_settings, learning_rate
+from instar.schedule.settings import Settings, initial_settings, is_frozen, learning_rate
 
 
 def settings(**changes: object) -> Settings:
@@ -46,6 +46,19 @@ def test_constant_stays_at_the_peak() -> None:
 
 def test_without_warm_up_the_first_step_is_at_the_peak() -> None:
     assert learning_rate(settings(warmup_iters=0), 0) == 1.0
+
+
+def test_a_rewarming_rises_on_top_of_a_course_that_goes_on() -> None:
+    course = settings(min_lr_ratio=0.1)
+    rising = dataclasses.replace(course, rewarm_start=60, rewarm_iters=4)
+    ratios = [learning_rate(rising, step) / learning_rate(course, step) for step in range(58, 66)]
+    assert ratios == pytest.approx([1, 1, 0.25, 0.5, 0.75, 1, 1, 1])
+
+
+def test_nothing_is_frozen_by_no_pattern() -> None:
+    assert settings().frozen == ()
+    assert not is_frozen((), "head.weight")
+    assert not is_frozen(("Head*",), "head.weight")
 
 
 @given(

@@ -88,6 +88,31 @@ def rank_1_cannot_read(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def rank_1_grows_otherwise(argv: Sequence[str]) -> int:
+    """On rank 1, what an operation makes new has other values."""
+    from instar.run import reshape
+
+    def otherwise(plan: Any, tensors: Any, role: Any, key: tuple[int, ...]) -> Any:
+        return apply(plan, tensors, role, (*key, 1))
+
+    apply = reshape.apply
+    if is_rank(1):
+        reshape.apply = otherwise  # type: ignore[assignment]
+    return main(argv)
+
+
+def rank_1_has_no_memory_to_grow(argv: Sequence[str]) -> int:
+    """On rank 1, there is no room for a second model."""
+    from instar.run import reshape
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no room for another model")
+
+    if is_rank(1):
+        reshape.apply = refuse  # type: ignore[assignment]
+    return main(argv)
+
+
 def last_rank_has_nan_once(argv: Sequence[str]) -> int:
     """On the last rank, the loss of step 8 is not a number."""
     return _with_nan(argv, -1, lambda step: step == FAILING_STEP)
@@ -106,8 +131,8 @@ def data_block_in_epoch_2(argv: Sequence[str]) -> int:
     train_samples, take = LanguageTask.train_samples, Feed.take
     terminal = os.dup(1)
 
-    def blocking(self: LanguageTask) -> tuple[Source, Order]:
-        source, order = train_samples(self)
+    def blocking(self: LanguageTask, course: int = 0) -> tuple[Source, Order]:
+        source, order = train_samples(self, course)
         return _NeverTwice(source), order
 
     def telling(self: Feed, plan: StepPlan, *arguments: Any, **named: Any) -> StepBatch:

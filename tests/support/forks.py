@@ -115,6 +115,8 @@ class Forks:
             answer = self._answer(LIMIT_S)
             assert answer is not None, "the forking process does not answer"
             if "started" in answer:
+                # numbers come round again after some ten thousand processes
+                self._ended.pop(answer["started"], None)
                 return Child(self, answer["started"], said)
 
     def status_of(self, pid: int, seconds: float) -> int | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+
+from instar.checkpoint.disk import DELETER
 
 EXHAUSTIVE = 1 << 13
 """States of one moment up to which all are made; beyond, so many are drawn."""
@@ -158,6 +161,9 @@ def recording(base: Path) -> Iterator[Recorder]:
         for name, replacement in _watched(recorder).items():
             patch.setattr(os, name, replacement)
         yield recorder
+        for thread in threading.enumerate():
+            if thread.name == DELETER:
+                thread.join()
     recorder.notice()
 
 
@@ -192,7 +198,16 @@ def _watched(recorder: Recorder) -> dict[str, Callable[..., Any]]:
     def unknown(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError("the recorder cannot replay this operation")
 
-    return {
+    turn = threading.RLock()
+
+    def one_by_one(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def when_it_is_its_turn(*given: Any, **named: Any) -> Any:
+            with turn:
+                return operation(*given, **named)
+
+        return when_it_is_its_turn
+
+    operations = {
         "fsync": fsync,
         "fdatasync": unknown,
         "mkdir": mkdir,
@@ -204,6 +219,8 @@ def _watched(recorder: Recorder) -> dict[str, Callable[..., Any]]:
         "link": unknown,
         "symlink": unknown,
     }
+    # threads that write side by side are heard one after the other
+    return {name: one_by_one(operation) for name, operation in operations.items()}
 
 
 @dataclass(frozen=True)

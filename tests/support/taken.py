@@ -38,8 +38,8 @@ def told(argv: Sequence[str]) -> int:
     train_samples, take = LanguageTask.train_samples, Feed.take
     terminal = os.dup(1)
 
-    def numbered(self: LanguageTask) -> tuple[Source, Order]:
-        source, order = train_samples(self)
+    def numbered(self: LanguageTask, course: int = 0) -> tuple[Source, Order]:
+        source, order = train_samples(self, course)
         return _Numbered(source), order
 
     def telling(self: Feed, plan: StepPlan, *arguments: Any, **named: Any) -> StepBatch:

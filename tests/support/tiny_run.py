@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,3 +76,30 @@ def events(run_dir: Path, kind: str = "") -> list[dict[str, Any]]:
 def acknowledged(run_dir: Path) -> int:
     """The step of the last save that the run said was made; 0: none."""
     return max((int(event["step"]) for event in events(run_dir, "checkpoint")), default=0)
+
+
+Way = tuple[int, tuple[str, ...]]
+"""The number of ranks, and the settings beside `CONFIG`."""
+
+
+def start(place: Place, run_dir: Path, way: Way) -> list[Child]:
+    size, overrides = way
+    return place.train(run_dir, *overrides, ranks=size)
+
+
+def weights_of_undisturbed(place: Place, way: Way) -> dict[str, bytes]:
+    run_dir = place.path / "whole"
+    ranks = start(place, run_dir, way)
+    assert set(codes(ranks)) == {0}, said(ranks)
+    found = weights(run_dir)
+    assert set(found) == {"model.safetensors", "optimizer.safetensors", "ema.safetensors"}
+    shutil.rmtree(run_dir)
+    return found
+
+
+def go_on(place: Place, run_dir: Path, way: Way) -> list[Child]:
+    """Resume; a run of which nothing was saved yet is started again."""
+    if acknowledged(run_dir):
+        return place.resume(run_dir, ranks=way[0])
+    shutil.rmtree(run_dir, ignore_errors=True)
+    return start(place, run_dir, way)

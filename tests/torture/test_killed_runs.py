@@ -11,7 +11,18 @@ from pathlib import Path
 import figures
 import pytest
 from forks import Child
-from tiny_run import STEPS, Place, acknowledged, codes, events, said, weights
+from tiny_run import (
+    STEPS,
+    Place,
+    Way,
+    codes,
+    events,
+    go_on,
+    said,
+    start,
+    weights,
+    weights_of_undisturbed,
+)
 
 RUNS = figures.times(3, 100)
 WAIT_S = 10.0
@@ -23,8 +34,6 @@ SETTINGS = (
 )
 STRATEGIES = ((), ("data.prefetch=false",), ("data.order=random",))
 """how samples come to a rank"""
-Way = tuple[int, tuple[str, ...]]
-"""the number of ranks, and the settings beside tiny_run's"""
 ALONE_S = WAIT_S + 5.0
 """until a rank whose peer is gone must have ended"""
 
@@ -62,21 +71,6 @@ def test_killed_runs_end_bit_for_bit_as_the_undisturbed_one(place: Place) -> Non
     )
 
 
-def start(place: Place, run_dir: Path, way: Way) -> list[Child]:
-    size, overrides = way
-    return place.train(run_dir, *overrides, ranks=size)
-
-
-def weights_of_undisturbed(place: Place, way: Way) -> dict[str, bytes]:
-    run_dir = place.path / "whole"
-    ranks = start(place, run_dir, way)
-    assert set(codes(ranks)) == {0}, said(ranks)
-    found = weights(run_dir)
-    assert set(found) == {"model.safetensors", "optimizer.safetensors", "ema.safetensors"}
-    shutil.rmtree(run_dir)
-    return found
-
-
 def kill_at_random(ranks: Sequence[Child], chance: random.Random) -> int:
     """After some step or while it starts, and some part of a step or a save; how many kills."""
     if chance.random() < 0.8:
@@ -87,14 +81,6 @@ def kill_at_random(ranks: Sequence[Child], chance: random.Random) -> int:
         victim.signal(signal.SIGKILL)
     ended = [rank.finish(ALONE_S) for rank in ranks]
     return int(-signal.SIGKILL in ended)
-
-
-def go_on(place: Place, run_dir: Path, way: Way) -> list[Child]:
-    """Resume; a run of which nothing was saved yet is started again."""
-    if acknowledged(run_dir):
-        return place.resume(run_dir, ranks=way[0])
-    shutil.rmtree(run_dir, ignore_errors=True)
-    return start(place, run_dir, way)
 
 
 def lost_saves(run_dir: Path) -> list[str]:

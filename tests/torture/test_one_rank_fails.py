@@ -26,11 +26,17 @@ class Trouble:
     body: str
     says: str
     code: int
+    settings: tuple[str, ...] = ()
+
+
+GROWS = (f"schedule=[{{name: widen_mlp, value: 192, when: {{at_step: {FAILING_STEP - 1}}}}}]",)
 
 
 TROUBLES = {
     "data cannot be read": Trouble("rank_1_cannot_read", "rank 1.*Input/output error", 4),
     "a file cannot be written": Trouble("rank_1_cannot_write", "rank 1.*Input/output error", 4),
+    "it grows another model": Trouble("rank_1_grows_otherwise", "differs from rank 0's", 4, GROWS),
+    "no memory to grow": Trouble("rank_1_has_no_memory_to_grow", "rank 1.*no room for", 4, GROWS),
     "NaN at every step": Trouble("rank_1_has_nan_for_good", "not finite for 8 steps in a row", 4),
 }
 
@@ -43,7 +49,9 @@ def test_one_ranks_trouble_ends_all_alike(place: Place, what: str) -> None:
     for size in sizes:
         run_dir = place.path / "run"
         body = f"failures:{trouble.body}"
-        ranks = place.train(run_dir, "checkpoint.every_steps=3", ranks=size, body=body)
+        ranks = place.train(
+            run_dir, "checkpoint.every_steps=3", *trouble.settings, ranks=size, body=body
+        )
         ranks[0].wait_for(rf"^ *{FAILING_STEP - 1} .*loss")
         begun = time.monotonic()
         ended = codes(ranks)

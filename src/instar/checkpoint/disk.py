@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,8 @@ ASIDE = ".tmp-"
 """What the name of anything unpublished begins with."""
 TRASH = ".trash-"
 """What the name of anything given up begins with, until it is deleted."""
+DELETER = "instar-deleter"
+"""Name of the threads that delete."""
 
 
 def make_folder(path: Path) -> None:
@@ -74,11 +77,15 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a published folder: first its name, at once and as a whole, then what is in it."""
+    """Delete a published folder: first its name, at once and as a whole, then what is in it.
+
+    Nobody waits for the second part: giving up the pages of a large file takes as long as writing
+    them. A process does not end before it is done.
+    """
     trash = path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}")
     rename(path, trash)
     sync_folder(path.parent)
-    remove_tree(trash)
+    threading.Thread(target=remove_tree, args=(trash,), name=DELETER).start()
 
 
 def sweep(folder: Path) -> None:

@@ -23,6 +23,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,7 @@ def publish(
     history: Sequence[Any] = (),
     facts: Facts | None = None,
     world: World | None = None,
+    files_at_once: int = 4,
 ) -> Path:
     """Save `components` and `state` under the run directory `root` and return the checkpoint's folder.
 
@@ -116,7 +118,7 @@ def publish(
     are what `dict(model.named_parameters())` gives, and persistent buffers: every tensor once.
     `state_dict()` would not do: it has tied tensors twice, which safetensors refuses. Of what ranks
     hold alike only rank 0's is looked at. `state`, `architecture`, `history` and `facts` are JSON
-    values; tuples come back as lists.
+    values; tuples come back as lists. `files_at_once`: fewer leave more of the machine to others.
 
     Raises:
         ValueError: an unknown component, a name with a wrapper's prefix, or two tensors that share
@@ -125,7 +127,7 @@ def publish(
         CheckpointError: it cannot be written (disk full, no permission).
         PeerError: any of these on another rank.
     """
-    draft = Draft(root, step)
+    draft = Draft(root, step, files_at_once)
 
     def finish(world_size: int) -> Path:
         return draft.publish(
@@ -164,8 +166,8 @@ def publish(
 class Draft:
     """A checkpoint that is being written, aside, where no reader looks."""
 
-    def __init__(self, root: Path, step: int) -> None:
-        self.root, self.step = root, step
+    def __init__(self, root: Path, step: int, files_at_once: int = 1) -> None:
+        self.root, self.step, self.files_at_once = root, step, files_at_once
         self.folder = root / "checkpoints"
         self.aside = self.folder / f"{disk.ASIDE}{secrets.token_hex(8)}"
 
@@ -180,13 +182,17 @@ class Draft:
         known = {component: _component(component) for component in components}
         for tensors in components.values():
             _check_names(tensors)
+        files: dict[Path, Tensors] = {}
         for name, tensors in components.items():
             pattern = known[name].pattern
             if rank == 0 or pattern is Pattern.PER_RANK:
                 path = self.aside / known[name].file(rank)
                 if pattern is Pattern.PER_RANK:
                     disk.make_folder(path.parent)
-                _write_tensors(path, tensors)
+                files[path] = tensors
+        # one file is copied to the page cache while another one waits for the disk
+        with ThreadPoolExecutor(self.files_at_once) as writers:
+            list(writers.map(_write_tensors, files.keys(), files.values()))
         if rank == 0:
             disk.write_synced(self.aside / STATE, encode_json(state))
 

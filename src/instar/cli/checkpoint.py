@@ -64,7 +64,7 @@ def inspect(where: str, tensors: bool, as_json: bool) -> None:
     from instar.checkpoint.patterns import SUFFIX
     from instar.cli.describe import parameter_count, print_headers, print_manifest
 
-    path = _checkpoint(where)
+    path = checkpoint_at(where)
     with _advised(path):
         manifest = read_manifest(path)
     faults, headers = [], {}
@@ -101,7 +101,7 @@ def verify(where: str, every: bool, as_json: bool) -> int:
     from instar.checkpoint.store import checkpoints
     from instar.cli.describe import print_check
 
-    paths = checkpoints(_root(where)) if every else [_checkpoint(where)]
+    paths = checkpoints(_root(where)) if every else [checkpoint_at(where)]
     if not paths:
         raise CheckpointError(f"{_root(where)} has no checkpoint yet")
     checks = []
@@ -127,7 +127,7 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
     from instar.checkpoint.manifest import read_manifest
     from instar.cli.describe import print_facts, print_tensors
 
-    path_a, path_b = _checkpoint(a), _checkpoint(b)
+    path_a, path_b = checkpoint_at(a), checkpoint_at(b)
     with _advised(path_a):
         one = read_manifest(path_a)
     with _advised(path_b):
@@ -152,6 +152,31 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
 
 @checkpoint.command()
 @click.argument("where", metavar="CHECKPOINT|RUN")
+@click.option("--against", metavar="CHECKPOINT|RUN", help="Default: the one saved before it.")
+@json_option
+def analyze(where: str, against: str | None, as_json: bool) -> None:
+    """Say what a checkpoint's model makes of its room, and where it may be short of it.
+
+    Effective ranks of matrices and adapters, entropy of attention over held-out tokens where the
+    data are there, change since an earlier checkpoint.
+    """
+    from instar.cli.analysis import print_analysis
+
+    path = checkpoint_at(where)
+    before = None if against is None else checkpoint_at(against)
+
+    from instar.run.analyze import analyze_checkpoint
+
+    with _advised(path):
+        found = analyze_checkpoint(path, before)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        print_analysis(found)
+
+
+@checkpoint.command()
+@click.argument("where", metavar="CHECKPOINT|RUN")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--to", "_to", type=click.Choice(["hf"]), required=True, help="hf: transformers.")
 @click.option("--ema", is_flag=True, help="The moving average of the weights, not the weights.")
@@ -163,7 +188,7 @@ def export(where: str, folder: Path, _to: str, ema: bool) -> None:
     """
     from instar.checkpoint.store import load
 
-    path = _checkpoint(where)
+    path = checkpoint_at(where)
 
     from instar.models.hf import CLASSES, style_of
     from instar.models.hf_folder import export_folder
@@ -216,7 +241,12 @@ def _advised(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{error}\n{advice}") from error
 
 
-def _checkpoint(text: str) -> Path:
+def checkpoint_at(text: str) -> Path:
+    """The checkpoint folder that `text` means; if there is none, what to give instead.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     from instar.checkpoint.store import resolve
 
     with _checkpoint_errors(WHAT_TO_GIVE):
@@ -293,6 +323,7 @@ def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
 
     from instar.config.fields import keys, value_of
     from instar.config.load import load
+    from instar.models.architecture import resolve
     from instar.record.rundir import RunDir
     from instar.run.state import history_from_json
     from instar.schedule.operations import fold
@@ -302,7 +333,8 @@ def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
         return {}
     with _checkpoint_errors():
         config = load(str(file)).config
-    force = dataclasses.asdict(fold(config, history_from_json(manifest.history)))
+    began = resolve(config.model, config.model.vocab_size or manifest.architecture["vocab_size"])
+    force = dataclasses.asdict(fold(config, began, history_from_json(manifest.history)).settings)
     told = {key: value_of(config, key) for key in keys()}
     return told | {f"in force: {name}": value for name, value in force.items()}
 

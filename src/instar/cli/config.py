@@ -36,9 +36,9 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
     The output is itself a config that can be run (without --json --origin: then it is a
     record of keys).
     """
-    from instar.config.load import load
+    from instar.schedule.checks import load_checked
 
-    loaded = load(cfg, overrides)
+    loaded = load_checked(cfg, overrides)
     if not as_json:
         click.echo(loaded.to_yaml(origin=origin), nl=False)
     elif not origin:
@@ -61,8 +61,16 @@ def schema(section: str | None, as_json: bool) -> None:
     from instar.cli.table import print_table
     from instar.config.dump import in_yaml
     from instar.config.errors import ConfigError
-    from instar.config.explain import nearest
-    from instar.config.fields import default, editor_schema, expected, keys, schema_node, sections
+    from instar.config.explain import dotted, nearest
+    from instar.config.fields import (
+        default,
+        editor_schema,
+        expected,
+        keys,
+        schedule_keys,
+        schema_node,
+        sections,
+    )
 
     name = section or ""
     if name not in sections() and name not in keys():
@@ -86,6 +94,16 @@ def schema(section: str | None, as_json: bool) -> None:
         for key, field in keys().items()
         if not name or key == name or key.startswith(f"{name}.")
     ]
+    if name == "schedule":
+        rows += [
+            (
+                dotted(path),
+                _brief(expected(schema_node(path) or {})),
+                "" if field.is_required() else in_yaml(field.default),
+                field.description or "",
+            )
+            for path, field in schedule_keys().items()
+        ]
     print_table(("key", "type", "default", "meaning"), rows)
 
 
@@ -94,11 +112,12 @@ def schema(section: str | None, as_json: bool) -> None:
 @set_option
 def validate(cfg: str, overrides: tuple[str, ...]) -> None:
     """Check the file CFG; every mistake is listed, exit code 2."""
-    from instar.config.load import load
+    from instar.config.fields import keys
+    from instar.schedule.checks import load_checked
 
-    loaded = load(cfg, overrides)
-    given = sum(origin != "default" for origin in loaded.origins.values())
-    click.echo(f"{cfg}: ok, {given} of {len(loaded.origins)} keys set")
+    loaded = load_checked(cfg, overrides)
+    given = sum(loaded.origins[key] != "default" for key in keys())
+    click.echo(f"{cfg}: ok, {given} of {len(keys())} keys set")
 
 
 @config.command()
@@ -110,13 +129,13 @@ def diff(a: str, b: str, as_json: bool) -> None:
     from instar.cli.table import print_table
     from instar.config.dump import in_yaml
     from instar.config.errors import ConfigError, Problem
-    from instar.config.load import load
+    from instar.schedule.checks import load_checked
 
     problems: list[Problem] = []
     values: list[dict[str, Any]] = []
     for path in (a, b):
         try:
-            values.append(_values(load(path)))
+            values.append(_values(load_checked(path)))
         except ConfigError as error:
             problems += error.problems
     if problems:

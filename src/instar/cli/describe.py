@@ -94,6 +94,7 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
     if not (counted and all(name in fields for name in (*_SWITCHES, "rope_base"))):
         return [", ".join(f"{name} {_cell(value)}" for name, value in fields.items()) or "none"]
     a = fields
+    m = a.get("mask")
     heads = f"{a['n_head']} heads of {a['head_dim']}"
     if a["n_kv_head"] != a["n_head"]:
         heads = f"{a['n_head']} heads ({a['n_kv_head']} for keys and values) of {a['head_dim']}"
@@ -105,6 +106,8 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
         "tied head" if a["tied"] else "untied head",
         *(["queries and keys normalised"] if a.get("qk_norm") else []),
         *([f"dropout {a['dropout']:g}"] if a.get("dropout") else []),
+        *(f"adapters of rank {one['rank']} on {one['target']}" for one in a.get("lora", ())),
+        *([f"new {m['axis']} entering until step {m['begin'] + m['steps']:,}"] if m else []),
     ]
     return [
         f"{a['n_layer']} layers, {a['n_embd']} wide, {heads}, MLP {a['n_mlp']}, "
@@ -116,7 +119,7 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
 def _operation(entry: Any) -> str:
     match entry:
         case {"operation": {"name": str(name), **values}, "step": int(step)}:
-            told = [_cell(value) for value in values.values() if value is not None]
+            told = [_cell(value) for value in values.values() if value not in (None, {})]
             return " ".join([f"step {step:,}:", name, *told])
     return _cell(entry)
 

@@ -24,10 +24,12 @@ COMMANDS = {
     "resume": ("instar.cli.resume:resume", "Go on with a run that was stopped."),
     "control": ("instar.cli.control:control", "Ask a run under way to save or stop, or how it is."),
     "sample": ("instar.cli.sample:sample", "Let a trained model write."),
+    "grow": ("instar.cli.grow:grow", "Make a larger model of a checkpoint, as a new run."),
     "checkpoint": (
         "instar.cli.checkpoint:checkpoint",
         "Look into checkpoints, check and carry them over.",
     ),
+    "schedule": ("instar.cli.schedule:schedule", "Check schedules before a run."),
     "data": ("instar.cli.data:data", "Prepare and inspect training data."),
     "config": ("instar.cli.config:config", "Show, validate and compare configs."),
 }

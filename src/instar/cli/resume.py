@@ -24,7 +24,7 @@ from instar.cli.train import train
 @click.option(
     "--allow",
     multiple=True,
-    type=click.Choice(["data", "tokenizer"]),
+    type=click.Choice(["architecture", "data", "tokenizer"]),
     help="Go on although this is another than it was.",
 )
 @click.pass_context

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 @click.option("--devices", help="GPUs of the ranks, e.g. 0,1; as many ranks as devices.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value.")
 @click.option(
+    "--schedule", metavar="FILE", help="Operations that change the run while it runs; YAML or JSON."
+)
+@click.option(
     "--until",
     multiple=True,
     metavar="BUDGET",
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 @click.option(
     "--allow",
     multiple=True,
-    type=click.Choice(["data", "tokenizer"]),
+    type=click.Choice(["architecture", "data", "tokenizer"]),
     help="With --resume: go on although this is another than it was.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what the run would be, and start nothing.")
@@ -51,6 +54,7 @@ def train(
     nproc: int | None,
     devices: str | None,
     overrides: tuple[str, ...],
+    schedule: str | None,
     until: tuple[str, ...],
     max_restarts: int,
     resume: str | None,
@@ -60,10 +64,13 @@ def train(
     as_json: bool,
 ) -> int:
     """Train the model that CFG describes."""
-    from instar.config.load import load
+    from instar.cli.schedule import schedule_option
     from instar.distributed.placement import placement, share_cores
+    from instar.schedule.checks import load_checked
 
     share_cores(os.environ)
+    if schedule is not None:
+        overrides = (*overrides, schedule_option(schedule))
     if until:
         overrides = (*overrides, f"train.until={json.dumps(list(until))}")
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
@@ -84,7 +91,7 @@ def train(
         cfg = cfg or str(run.config)
         argv = [*argv, "--resume", str(run.path), "--from", start]
         argv += [word for one in allow for word in ("--allow", one)]
-    loaded = load(cfg, overrides)
+    loaded = load_checked(cfg, overrides)
     if dry_run:
         return _forecast(loaded, argv, ranks, indices, as_json)
     if place.size > 1:
@@ -149,7 +156,7 @@ def _forecast(
 ) -> int:
     from instar.distributed.launch import torchrun_line
     from instar.run.preflight import preflight, prepare_data
-    from instar.schedule.forecast import render
+    from instar.schedule.render import render
 
     prepare_data(loaded, lambda text: click.echo(text, err=True))
     prepared = preflight(loaded, ranks)

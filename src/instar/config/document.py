@@ -30,6 +30,9 @@ _TAG = "tag:yaml.org,2002:"
 
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
+KeyPath = tuple[str | int, ...]
+"""keys and list indices, from the outside in"""
+
 UNREADABLE = object()  # stands for data about which a mistake has been noted
 
 _SYNTAX = (
@@ -106,7 +109,7 @@ class Value:
             return {key: value.plain() for key, (_, value) in self.data.items()}
         return self.data
 
-    def within(self, path: tuple[str | int, ...]) -> Value:
+    def within(self, path: KeyPath) -> Value:
         """The value at the end of the path, or the innermost one that exists."""
         value = self
         for step in path:
@@ -118,19 +121,31 @@ class Value:
                 break
         return value
 
+    def key_place(self, path: KeyPath) -> Place:
+        """The place of the key at the end of the path, or of the innermost value that exists."""
+        outer = self.within(path[:-1])
+        if path and isinstance(outer.data, dict) and path[-1] in outer.data:
+            place: Place = outer.data[str(path[-1])][0]
+            return place
+        return self.within(path).place
+
     def readable(self) -> bool:
         return all(value.data is not UNREADABLE for value in self.scalars())
 
     def scalars(self) -> Iterator[Value]:
         """Every scalar in it."""
+        return (value for _, value in self.leaves())
+
+    def leaves(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Value]]:
+        """Every scalar in it, with the way there."""
         if isinstance(self.data, tuple):
-            for item in self.data:
-                yield from item.scalars()
+            for index, item in enumerate(self.data):
+                yield from item.leaves((*path, index))
         elif isinstance(self.data, dict):
-            for _, value in self.data.values():
-                yield from value.scalars()
+            for key, (_, value) in self.data.items():
+                yield from value.leaves((*path, key))
         else:
-            yield self
+            yield path, self
 
 
 def parse(text: str, source: str, *, numbered: bool = True) -> tuple[Value | None, list[Mistake]]:

@@ -13,14 +13,22 @@ from instar.config.schema import RunConfig
 
 
 def resolved(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """Every key with its value, and its origin, where one is given, as a comment behind it."""
+    """Every key with its value, and its origin, where one is given, as a comment behind it; an
+    item's of a list stands under "key[index]"."""
     lines: list[str] = []
     section = ""
     for key in keys():
         lines += opening(section, section := key.rpartition(".")[0])
-        line = f"{'  ' * key.count('.')}{entry(config, key)}"
-        lines.append(f"{line:<40}  # {printable(origins[key])}" if key in origins else line)
+        first, *items = entry(config, key)
+        lines.append(_with_origin(first, key, origins))
+        lines += [
+            _with_origin(line, f"{key}[{index}]", origins) for index, line in enumerate(items)
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _with_origin(line: str, key: str, origins: Mapping[str, str]) -> str:
+    return f"{line:<40}  # {printable(origins[key])}" if key in origins else line
 
 
 def opening(before: str, section: str) -> list[str]:
@@ -32,13 +40,19 @@ def opening(before: str, section: str) -> list[str]:
     return ["", f"{indent}# {about}", f"{indent}{section.rpartition('.')[2]}:"]
 
 
-def entry(config: RunConfig, key: str) -> str:
-    """`key: value` as one line of its section."""
-    return f"{key.rpartition('.')[2]}: {in_yaml(value_of(config, key))}"
+def entry(config: RunConfig, key: str) -> list[str]:
+    """`key: value` as a line of its section; a list of mappings has a line for each of them."""
+    indent, name, value = "  " * key.count("."), key.rpartition(".")[2], value_of(config, key)
+    if isinstance(value, tuple) and any(isinstance(item, dict) for item in value):
+        return [f"{indent}{name}:", *(f"{indent}  - {in_yaml(item)}" for item in value)]
+    return [f"{indent}{name}: {in_yaml(value)}"]
 
 
 def in_yaml(value: Any) -> str:
-    """A scalar or a list of scalars as YAML on one line, read back equal."""
+    """Scalars, lists and mappings of them as YAML on one line, read back equal."""
+    if isinstance(value, Mapping):
+        pairs = (f"{in_yaml(str(key))}: {in_yaml(item)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(in_yaml, value))}]"
     if isinstance(value, str):

@@ -58,5 +58,8 @@ class ConfigError(InstarError):
         last = f"{count} error{'' if count == 1 else 's'}. Nothing was started."
         key = next((problem.key for problem in self.problems if problem.key), "")
         if key:
-            last += f"   Keys: instar config schema {key.rpartition('.')[0]}".rstrip()
+            # an item's keys are told with those of its list
+            listed, bracket, _ = key.partition("[")
+            section = listed if bracket else key.rpartition(".")[0]
+            last += f"   Keys: instar config schema {section}".rstrip()
         return "\n".join([*map(str, self.problems), last])

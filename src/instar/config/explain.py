@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from instar.config.document import show
-from instar.config.fields import default, expected, keys, schema_node, sections
+from instar.config.fields import default, expected, keys, properties, schema_node, sections
 
 # What other trainers call it.
 FAMILIAR = {
@@ -101,8 +101,7 @@ def wrong_value(path: tuple[str | int, ...], given: Any, kind: str, said: str) -
     name = dotted(path)
     node = schema_node(path)
     if kind == "extra_forbidden":
-        parent = schema_node(path[:-1]) or {}
-        meant = nearest(str(path[-1]), parent.get("properties", {}))
+        meant = nearest(str(path[-1]), properties(path[:-1]))
         hint = f"did you mean '{meant}'?" if meant else ""
         return f"unknown key '{path[-1]}' in {dotted(path[:-1])}", hint
     if kind == "missing":
@@ -141,6 +140,8 @@ def _hint(name: str, node: dict[str, Any], given: Any) -> str:
             return f"did you mean '{meant}'?"
         if "integer" in types and re.fullmatch(r"[\d.]+\s*[kKmMbB]", given):
             return "write the number out"
+    if name == "schedule":
+        return "or the path of a file with it"
     if isinstance(given, int) and name.startswith("train.until"):
         return f"write {given}it for steps"
     if isinstance(given, float) and "integer" in types and given.is_integer():

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from instar.config.schedule import Plateau, ScheduledOperation, When
 from instar.config.schema import RunConfig
 
 PATTERNS = {
@@ -44,15 +45,35 @@ def keys() -> dict[str, FieldInfo]:
     return found
 
 
+@cache
+def schedule_keys() -> dict[tuple[str | int, ...], FieldInfo]:
+    """The keys of an operation of the schedule, by their paths in the first one."""
+    first: tuple[str | int, ...] = ("schedule", 0)
+    found: dict[tuple[str | int, ...], type[BaseModel]] = {
+        first: ScheduledOperation,
+        (*first, "when"): When,
+        (*first, "when", "plateau"): Plateau,
+    }
+    return {
+        (*path, name): field
+        for path, section in found.items()
+        for name, field in section.model_fields.items()
+    }
+
+
 def default(key: str) -> Any:
     return keys()[key].get_default(call_default_factory=True)
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    """The value that a config holds under a dotted key."""
+    """The value that a config holds under a dotted key: scalars, tuples, dicts."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
+    if isinstance(value, tuple):
+        return tuple(
+            item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in value
+        )
     return value
 
 
@@ -67,13 +88,16 @@ def json_schema() -> dict[str, Any]:
 
 def editor_schema(name: str = "") -> dict[str, Any]:
     """`json_schema`, or that of one section or key, with what the reader also takes: empty
-    sections, and one text for a list of texts."""
+    sections, one text for a list of texts, and a path for the schedule."""
     if not name:
         node = json_schema()
     elif name in sections():
         node = sections()[name].model_json_schema()
     else:
         node = schema_node(tuple(name.split("."))) or {}
+        if name == "schedule":
+            kinds = (ScheduledOperation, When, Plateau)
+            node["$defs"] = {kind.__name__: json_schema()["$defs"][kind.__name__] for kind in kinds}
     widened: dict[str, Any] = _widen(node)
     return widened
 
@@ -83,20 +107,26 @@ def _widen(node: Any) -> Any:
         return [_widen(item) for item in node]
     if not isinstance(node, dict):
         return node
+    if node.get("type") == "array":
+        if node.get("items") in ({"type": "string"}, _OPERATION):
+            listed = {"type": node["type"], "items": node["items"]}
+            rest = {name: inner for name, inner in node.items() if name not in listed}
+            return {"anyOf": [listed, {"type": "string"}], **rest}
+        return node
     node = {name: _widen(inner) for name, inner in node.items()}
     if "$ref" in node:
         return {"anyOf": [{"$ref": node.pop("$ref")}, {"type": "null"}], **node}
-    if node.get("type") == "array" and node.get("items") == {"type": "string"}:
-        texts = {"type": node.pop("type"), "items": node.pop("items")}
-        return {"anyOf": [texts, {"type": "string"}], **node}
     return node
+
+
+_OPERATION = {"$ref": "#/$defs/ScheduledOperation"}
 
 
 def schema_node(path: tuple[str | int, ...]) -> dict[str, Any] | None:
     """The JSON Schema of what stands at a path of keys and list indices; None: not to be told."""
     node: Any = json_schema()
     for step in path:
-        choices = [node, *node.get("anyOf", ())]
+        choices = [node, *map(_resolved, node.get("anyOf", ()))]
         inner = [
             _resolved(
                 choice.get("items")
@@ -111,6 +141,13 @@ def schema_node(path: tuple[str | int, ...]) -> dict[str, Any] | None:
     return dict(node)
 
 
+def properties(path: tuple[str | int, ...]) -> list[str]:
+    """The keys that the section at a path may have."""
+    node = schema_node(path) or {}
+    choices = [node, *map(_resolved, node.get("anyOf", ()))]
+    return [name for choice in choices for name in choice.get("properties", {})]
+
+
 def _resolved(node: Any) -> Any:
     if isinstance(node, dict) and "$ref" in node:
         name = str(node["$ref"]).rpartition("/")[2]
@@ -120,6 +157,7 @@ def _resolved(node: Any) -> Any:
 
 def expected(node: dict[str, Any]) -> str:
     """In words, what a JSON Schema node allows: "a whole number greater than 0 or null"."""
+    node = _resolved(node)
     if "anyOf" in node:
         return " or ".join(expected(choice) for choice in node["anyOf"])
     if "enum" in node:
@@ -136,13 +174,18 @@ def expected(node: dict[str, Any]) -> str:
         case "null":
             return "null"
         case "array":
-            return f"a list of {expected(node.get('items', {})).removeprefix('a ')}s"
+            items = _resolved(node.get("items", {}))
+            if items.get("type") == "object":
+                return "a list of 'key: value' groups"
+            return f"a list of {expected(items).removeprefix('a ')}s"
         case "string" if "pattern" in node:
             return PATTERNS.get(node["pattern"], f"text that matches {node['pattern']}")
         case "string":
             return "text"
         case "object":
             return "a section of keys"
+        case None if not node.keys() - {"title", "description", "default"}:
+            return "anything"
     return "something else"
 
 

@@ -1,4 +1,4 @@
-"""From layers to a config: schema defaults, presets, a file, `--set` options.
+"""From layers to a config: schema defaults, presets, a file and its schedule's, `--set` options.
 
 All mistakes of all layers are found before anything is raised. Neither torch nor numpy is
 imported.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_origin
@@ -16,8 +16,8 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from instar.config import explain, presets
-from instar.config.checks import cross_checks
-from instar.config.document import UNREADABLE, Mistake, Place, Value, parse, show
+from instar.config.checks import Clash, cross_checks
+from instar.config.document import UNREADABLE, KeyPath, Mistake, Place, Value, parse, show
 from instar.config.dump import resolved
 from instar.config.errors import ConfigError, Problem
 from instar.config.fields import keys, schema_node, sections
@@ -26,6 +26,9 @@ from instar.config.schema import RunConfig
 MAX_BYTES = 1 << 20
 PRESET = "preset "
 START = "`instar init gpt` writes a config to start from"
+SCHEDULE = "schedule"
+
+Check = Callable[[RunConfig], Iterable[Clash]]
 
 
 @dataclass(frozen=True)
@@ -46,22 +49,26 @@ class Findings:
     def __init__(self) -> None:
         self.mistakes: list[Mistake] = []
         self.doubtful: set[str] = set()
+        self.files: list[str] = []
+        """in the order in which they are read"""
 
     def note(self, place: Place, message: str, hint: str = "", key: str = "") -> None:
         self.mistakes.append(Mistake(place, message, hint, key))
 
     def error(self) -> ConfigError:
-        """All of it, a file's mistakes in their order there, before those of options."""
-        order = sorted(
-            self.mistakes, key=lambda m: (not m.place.line, m.place.line, m.place.column)
-        )
-        return ConfigError(*(mistake.problem() for mistake in order))
+        """All of it, file by file, a file's mistakes in their order there, before those of options."""
+        return ConfigError(*(each.problem() for each in sorted(self.mistakes, key=self._order)))
+
+    def _order(self, mistake: Mistake) -> tuple[bool, int, int, int]:
+        place = mistake.place
+        file = self.files.index(place.source) if place.source in self.files else 0
+        return not place.line, file, place.line, place.column
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config, and for every dotted key its origin: "default", "preset fast",
-    "grow.yaml:4:3" or "--set"."""
+    """A config, and for every dotted key its origin: "default", "preset fast", "grow.yaml:4:3" or
+    "--set"; for each operation of the schedule too, as "schedule[0]"."""
 
     config: RunConfig
     origins: Mapping[str, str]
@@ -77,8 +84,13 @@ class Loaded:
         return resolved(self.config, self.origins if origin else {})
 
 
-def load(path: str | None, overrides: Sequence[str] = ()) -> Loaded:
+def load(
+    path: str | None, overrides: Sequence[str] = (), checks: Sequence[Check] = (cross_checks,)
+) -> Loaded:
     """Read a config file (None: none) under `--set` texts such as "model.n_head=8".
+
+    Args:
+        checks: find the keys that do not fit each other.
 
     Raises ConfigError with all the mistakes in all of them.
     """
@@ -98,35 +110,68 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> Loaded:
     for name in _chosen_presets(given, findings):
         layer |= _preset_layer(name, findings)
     layer |= given
+    _open_schedule(layer, findings)
 
     config = _validated(layer, findings)
     if path is None or document is not None:
-        _compare(config, layer, findings)
+        _compare((clash for check in checks for clash in check(config)), layer, findings)
     if findings.mistakes:
         raise findings.error()
     origins = {key: layer[key].origin if key in layer else "default" for key in keys()}
-    return Loaded(config, origins, layer)
+    return Loaded(config, origins | _operations(layer), layer)
+
+
+def _operations(layer: Layer) -> dict[str, str]:
+    """Where each operation of the schedule stands."""
+    places = [item.place for item in layer[SCHEDULE].value.data] if SCHEDULE in layer else []
+    return {f"{SCHEDULE}[{n}]": str(place) for n, place in enumerate(places) if place.line}
 
 
 def _read_file(path: str, findings: Findings) -> Value | None:
     """The mapping in a file; None after a mistake that leaves none."""
-    text = _read_text(path, findings)
-    if text is None:
-        return None
-    document, found = parse(text, path)
-    findings.mistakes.extend(found)
-    if document is None or document.data is None or document.data is UNREADABLE:
-        if not found:
-            findings.note(Place(path), "the file is empty", START)
-        return None
-    if not isinstance(document.data, dict):
+    document = _read_document(path, START, findings)
+    if document is not None and not isinstance(document.data, dict):
         message = f"a config is made of 'key: value' lines, got {show(document.plain())}"
         findings.note(document.place, message)
         return None
     return document
 
 
-def _read_text(path: str, findings: Findings) -> str | None:
+def _open_schedule(layer: Layer, findings: Findings) -> None:
+    """Put a schedule's file in the place of its path."""
+    entry = layer.get(SCHEDULE)
+    if entry is None or not isinstance(entry.value.data, str):
+        return
+    beside = Path(entry.place.source).parent / entry.value.data
+    hint = f"did you mean '{beside}'?" if beside.is_file() else "it is read from where you are"
+    document = _read_document(entry.value.data, hint, findings)
+    if document is not None and not isinstance(document.data, tuple):
+        message = f"a schedule is a list of operations, got {show(document.plain())}"
+        findings.note(document.place, message, "begin each with '- name:'")
+        document = None
+    if document is None or not document.readable():
+        findings.doubtful.add(SCHEDULE)
+        del layer[SCHEDULE]
+    else:
+        layer[SCHEDULE] = Entry(document, entry.place, entry.origin)
+
+
+def _read_document(path: str, start: str, findings: Findings) -> Value | None:
+    """What a file holds, `start` being a hint where there is none; None after a mistake."""
+    findings.files.append(path)
+    text = _read_text(path, start, findings)
+    if text is None:
+        return None
+    document, found = parse(text, path)
+    findings.mistakes.extend(found)
+    if document is None or document.data is None or document.data is UNREADABLE:
+        if not found:
+            findings.note(Place(path), "the file is empty", start)
+        return None
+    return document
+
+
+def _read_text(path: str, start: str, findings: Findings) -> str | None:
     whole = Place(path)
     try:
         with Path(path).open("rb") as file:
@@ -135,7 +180,7 @@ def _read_text(path: str, findings: Findings) -> str | None:
             return raw.decode("utf-8-sig")
         findings.note(whole, f"larger than {MAX_BYTES >> 20} MiB; this is no config")
     except FileNotFoundError:
-        findings.note(whole, "no such file", _near_file(path))
+        findings.note(whole, "no such file", _near_file(path) or start)
     except IsADirectoryError:
         findings.note(whole, "is a folder, not a config file")
     except UnicodeDecodeError as error:
@@ -152,9 +197,8 @@ def _read_text(path: str, findings: Findings) -> str | None:
 def _near_file(path: str) -> str:
     folder = Path(path).parent
     there = [each.name for each in folder.glob("*.y*ml")] if folder.is_dir() else []
-    if meant := explain.nearest(Path(path).name, there):
-        return f"did you mean '{folder / meant}'?"
-    return START
+    meant = explain.nearest(Path(path).name, there)
+    return f"did you mean '{folder / meant}'?" if meant else ""
 
 
 def _read_option(text: str, findings: Findings) -> Value | None:
@@ -240,39 +284,60 @@ def _validated(layer: Layer, findings: Findings) -> RunConfig:
     """The config; where values are refused, the config without them, for further checks."""
     sound = dict(layer)
     for key, entry in layer.items():
-        for value in entry.value.scalars():
+        for path, value in entry.value.leaves():
             if isinstance(value.data, float) and not math.isfinite(value.data):
-                findings.note(value.place, f"{key} must be a finite number", key=key)
-                sound.pop(key, None)
+                name = explain.dotted((key, *path))
+                findings.note(value.place, f"{name} must be a finite number", key=key)
+                _refuse(sound, key, path, findings)
     try:
         return RunConfig.model_validate(_nested(sound))
     except ValidationError as error:
-        told: set[tuple[str | int, ...]] = set()
+        told: set[KeyPath] = set()
         for item in error.errors(include_url=False):
             path = item["loc"]
             while item["type"] != "extra_forbidden" and len(path) > 1 and not schema_node(path):
                 path = path[:-1]
             key = next(name for name in _prefixes(path) if name in layer)
-            value = layer[key].value.within(path[key.count(".") + 1 :])
+            inner = path[key.count(".") + 1 :]
+            value = layer[key].value.within(inner)
             if path not in told:
                 told.add(path)
                 message, hint = explain.wrong_value(path, value.plain(), item["type"], item["msg"])
-                findings.note(value.place, message, hint, key)
-            sound.pop(key, None)
-    findings.doubtful.update(layer.keys() - sound.keys())
+                unknown = item["type"] == "extra_forbidden"
+                place = layer[key].value.key_place(inner) if unknown else value.place
+                findings.note(place, message, hint, key)
+            _refuse(sound, key, inner, findings)
     return RunConfig.model_validate(_nested(sound))
 
 
-def _compare(config: RunConfig, layer: Layer, findings: Findings) -> None:
+def _refuse(sound: Layer, key: str, path: KeyPath, findings: Findings) -> None:
+    """Take a key out of what is sound; of the schedule only the operation that the path leads to,
+    a nameless one keeping its place, so that the others are looked at further."""
+    entry = sound.get(key)
+    if entry is None:
+        return
+    if key == SCHEDULE and path:
+        operations = list(entry.value.data)
+        operations[int(path[0])] = Value(
+            {"name": (entry.place, Value("", entry.place))}, entry.place
+        )
+        sound[key] = Entry(Value(tuple(operations), entry.value.place), entry.place, entry.origin)
+        findings.doubtful.add(f"{key}[{path[0]}]")
+    else:
+        del sound[key]
+        findings.doubtful.add(key)
+
+
+def _compare(clashes: Iterable[Clash], layer: Layer, findings: Findings) -> None:
     """Note which keys do not fit each other, at the first of them that the user wrote."""
-    for clash in cross_checks(config):
+    for clash in clashes:
         if findings.doubtful.isdisjoint(clash.keys):
             places = [place for key in clash.keys if (place := _place(layer, key))]
             place = min(places, key=_is_preset, default=Place("default"))
             findings.note(place, clash.message, clash.hint, clash.keys[0])
 
 
-def _prefixes(path: tuple[str | int, ...]) -> list[str]:
+def _prefixes(path: Sequence[str | int]) -> list[str]:
     return [".".join(map(str, path[:length])) for length in range(1, len(path) + 1)]
 
 
@@ -291,14 +356,16 @@ def _nested(layer: Layer) -> dict[str, Any]:
 
 
 def _place(entries: Mapping[str, Entry], key: str) -> Place | None:
-    """Where the value of a key, or of one item of it, was written; None: a default."""
-    name, *indices = re.split(r"\[(\d+)\]", key)
-    if name not in entries:
+    """Where the value of a key, or of something in it, was written; None: a default."""
+    steps = re.findall(r"[^.\[\]]+", key)
+    name = next((name for name in reversed(_prefixes(steps)) if name in entries), None)
+    if name is None:
         return None
     entry = entries[name]
     if _is_preset(entry.place):
         return Place(entry.origin)
-    return entry.value.within(tuple(int(i) for i in indices if i)).place
+    inner = steps[name.count(".") + 1 :]
+    return entry.value.within(tuple(int(i) if i.isdecimal() else i for i in inner)).place
 
 
 def _is_preset(place: Place) -> bool:

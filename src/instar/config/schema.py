@@ -8,16 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import Field, Strict
 
-Texts = Annotated[tuple[str, ...], Strict(False)]
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+from instar.config.schedule import ScheduledOperation
+from instar.config.section import Fraction, PositiveFloat, PositiveInt, Section, Texts
 
 
 class ModelConfig(Section):
@@ -162,6 +156,11 @@ class RecordConfig(Section):
     """What is written down, and how often."""
 
     log_interval: PositiveInt = Field(10, description="steps between lines on the display")
+    analyze_every: PositiveInt | None = Field(
+        None,
+        description="steps between analyses beside training: effective ranks, attention entropy, "
+        "change since the last one, and what they suggest",
+    )
     out_dir: str = Field("runs", description="folder in which the run's own folder is made")
     run_dir: str | None = Field(
         None, description="the run's own folder; default: <out_dir>/<name>-<id>"
@@ -179,6 +178,7 @@ class CheckpointConfig(Section):
     on_best: bool = Field(
         False, description="save whenever the validation loss is the lowest so far"
     )
+    on_growth: bool = Field(True, description="save after every operation that changes the model")
     asynchronous: bool = Field(
         True,
         description="write in the background while training goes on; what a stop, a signal or the "
@@ -269,6 +269,11 @@ class RunConfig(Section):
         "any number of ranks that shares distributed.elastic.virtual_ranks",
     )
     task: Literal["language"] = Field("language", description="what is trained")
+    schedule: Annotated[tuple[ScheduledOperation, ...], Strict(False)] = Field(
+        (),
+        description="operations that change the run while it runs, in their order: a list, or the "
+        "path of a YAML or JSON file with it",
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="the GPT's shape")
     data: DataConfig = Field(default_factory=DataConfig, description="samples and their order")
     train: TrainConfig = Field(default_factory=TrainConfig, description="steps and budget")

@@ -27,7 +27,7 @@ _GLANCE_S = 0.05
 class StepPlan:
     """The samples of one step, over all ranks: positions start … start+count-1 of an epoch.
 
-    `cursor` counts the samples consumed before it, since the run began.
+    `cursor` counts the samples consumed before it, since the order began.
     """
 
     cursor: int

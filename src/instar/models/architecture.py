@@ -18,6 +18,10 @@ bias         (output,)               output         –            added to a ma
 norm         (axis,)                 –              –            gain or shift of each channel
 ============ ======================= ============== ============ ========================
 
+An adapter's factors (see `lora`) are of the kind of their weight, with an axis of their own
+between them, ``<weight>.rank``: of a linear map, ``lora_a`` writes what ``lora_b`` reads; of the
+token table, ``lora_b`` has a row for each token and ``lora_a`` writes the stream.
+
 The residual stream is ``embed``: embeddings, ``attn.output`` and ``mlp.down`` (with their
 biases) write it; queries, keys, values, ``mlp.up``, ``mlp.gate`` and the head read it, each
 through a norm. A tied head is the token table read once more: it has no entry of its own.
@@ -27,10 +31,15 @@ The layer is part of the name, ``blocks.<layer>.…``; see `layer_of`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
 from instar.config.schema import ModelConfig
+from instar.models import lora as adapters
+from instar.models import mask as masks
+from instar.models.lora import Lora
+from instar.models.mask import Mask
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu"]
@@ -99,6 +108,10 @@ class Architecture:
     norm_eps: float
     qk_norm_eps: float
     dropout: float
+    lora: tuple[Lora, ...] = ()
+    """adapters; a weight is matched by one entry at most"""
+    mask: Mask | None = None
+    """what of it is still entering"""
 
     def __post_init__(self) -> None:
         mistakes = [
@@ -131,26 +144,74 @@ class Architecture:
                     "make n_embd / n_head even, or use positions: learned",
                 )
             )
+        if self.lora and not mistakes:
+            weights = replace(self, lora=()).adaptable()
+            mistakes = [
+                Mistake(f"model.lora[{number}]", message, hint)
+                for number, message, hint in adapters.problems(self.lora, weights)
+            ]
+        if self.mask and not mistakes:
+            mistakes = [
+                Mistake("model.mask", message, hint)
+                for message, hint in masks.problems(self.mask, self.sizes())
+            ]
         if mistakes:
             raise ArchitectureError(*mistakes)
 
+    def sizes(self) -> dict[str, int]:
+        """Size of each simple axis."""
+        return {axis: getattr(self, field) for axis, field in AXES.items()}
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The axes that blocks add to."""
+        return ("embed",)
+
+    def resized(self, **sizes: int) -> Self:
+        """With other sizes of simple axes, all else as it was. Raises ArchitectureError when no
+        model can have them, KeyError for an axis that is none."""
+        changes: dict[str, Any] = {AXES[axis]: size for axis, size in sizes.items()}
+        return replace(self, **changes)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter by name, in the order of the forward pass."""
+        return _table(self)
+
+    def adaptable(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights that may have an adapter, by name without ``.weight``."""
+        return {
+            name.removesuffix(".weight"): entry.shape
+            for name, entry in self.parameters().items()
+            if name.endswith(".weight") and (entry.reads or name.startswith("token_"))
+        }
+
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
+        """The fields as JSON values. No adapters and no mask are left out: files of before say so."""
+        values = asdict(self)
+        values["lora"] = list(values["lora"])
+        if self.mask is not None:
+            values["mask"]["new"] = [list(part) for part in self.mask.new]
+        return {name: value for name, value in values.items() if value not in ([], None)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
         names = {field.name for field in fields(cls)}
-        mistakes = [
-            Mistake(f"model.{name}", "is missing") for name in sorted(names - values.keys())
-        ]
+        missing = names - values.keys() - {"lora", "mask"}
+        mistakes = [Mistake(f"model.{name}", "is missing") for name in sorted(missing)]
         mistakes += [
             Mistake(f"model.{name}", "is unknown") for name in sorted(values.keys() - names)
         ]
+        read = dict(values)
+        for name, from_json in (("lora", adapters.from_json), ("mask", masks.from_json)):
+            try:
+                if read.get(name) is not None:
+                    read[name] = from_json(read[name])
+            except (TypeError, ValueError, KeyError) as error:
+                mistakes.append(Mistake(f"model.{name}", f"cannot be read: {error}"))
         if mistakes:
             raise ArchitectureError(*mistakes)
-        return cls(**values)
+        return cls(**read)
 
 
 def _divisors(n: int) -> str:
@@ -207,6 +268,8 @@ class Parameter:
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     kind: Kind
+    std: float = 0.0
+    """of its first values, which are normal; 0: they are ones for a gain, zeros for all else"""
 
     @property
     def writes(self) -> str | None:
@@ -221,9 +284,9 @@ class Parameter:
         return self.axes[1] if self.kind in ("matrix", "head") else None
 
 
-def axis_size(arch: Architecture, axis: str) -> int:
+def axis_size(sizes: Mapping[str, int], axis: str) -> int:
     """Elements along a simple or composite axis, e.g. ``embed`` or ``heads*head_dim``."""
-    return math.prod(getattr(arch, AXES[factor]) for factor in axis.split("*"))
+    return math.prod(sizes[factor] for factor in axis.split("*"))
 
 
 def layer_of(name: str) -> int | None:
@@ -232,26 +295,46 @@ def layer_of(name: str) -> int | None:
     return int(rest.partition(".")[0]) if first == "blocks" else None
 
 
-def parameters(arch: Architecture) -> dict[str, Parameter]:
-    """Every parameter of a GPT by name, in the order of the forward pass."""
+def _table(arch: Architecture) -> dict[str, Parameter]:
+    """First values are GPT-2's: a standard deviation of 0.02, and that over √(2 n_layer) for the
+    matrices that write the residual stream. At width 128 too, short AdamW runs learned faster from
+    it than from variances that follow the fan-in. Adapters start as LoRA's authors' own: B at zero,
+    A with a variance of 1 / (3 · inputs) (loralib's Kaiming initialisation with a = √5)."""
     table: dict[str, Parameter] = {}
+    sizes = arch.sizes()
+    into_stream = 0.02 / math.sqrt(2 * arch.n_layer)
 
-    def add(name: str, kind: Kind, *axes: str) -> None:
-        table[name] = Parameter(axes, tuple(axis_size(arch, axis) for axis in axes), kind)
+    def add(name: str, kind: Kind, *axes: str, std: float = 0.0) -> None:
+        table[name] = Parameter(axes, tuple(axis_size(sizes, axis) for axis in axes), kind, std)
+
+    def add_weight(name: str, kind: Kind, output: str, source: str, *, biased: bool) -> None:
+        writes_stream = kind == "matrix" and output == "embed"
+        add(f"{name}.weight", kind, output, source, std=into_stream if writes_stream else 0.02)
+        if biased:
+            add(f"{name}.bias", "bias", output)
+        if adapter := adapters.adapter_of(arch.lora, name):
+            rank = f"{name}.rank"
+            sizes[rank] = adapter.rank
+            add(
+                f"{name}.lora_a",
+                kind,
+                rank,
+                source,
+                std=1 / math.sqrt(3 * axis_size(sizes, source)),
+            )
+            add(f"{name}.lora_b", kind, output, rank)
 
     def add_linear(name: str, output: str, source: str) -> None:
-        add(f"{name}.weight", "matrix", output, source)
-        if arch.bias:
-            add(f"{name}.bias", "bias", output)
+        add_weight(name, "matrix", output, source, biased=arch.bias)
 
     def add_norm(name: str) -> None:
         add(f"{name}.weight", "norm", "embed")
         if arch.bias and arch.norm == "layernorm":
             add(f"{name}.bias", "norm", "embed")
 
-    add("token_embedding.weight", "embedding", "vocab", "embed")
+    add_weight("token_embedding", "embedding", "vocab", "embed", biased=False)
     if arch.positions == "learned":
-        add("position_embedding.weight", "embedding", "context", "embed")
+        add("position_embedding.weight", "embedding", "context", "embed", std=0.02)
     for layer in range(arch.n_layer):
         block = f"blocks.{layer}"
         add_norm(f"{block}.attn_norm")
@@ -269,7 +352,7 @@ def parameters(arch: Architecture) -> dict[str, Parameter]:
         add_linear(f"{block}.mlp.down", "embed", "mlp")
     add_norm("final_norm")
     if not arch.tied:
-        add("head.weight", "head", "vocab", "embed")
+        add_weight("head", "head", "vocab", "embed", biased=False)
     return table
 
 
@@ -279,7 +362,7 @@ class ParameterCount:
 
     `non_embedding` leaves out token and position tables and the head, tied or not (arXiv
     2001.08361). `matmul` are those in matrix products: all matrices and the head, also where the
-    head is the token table.
+    head is the token table. Adapters count as their weights do.
     """
 
     total: int
@@ -288,15 +371,19 @@ class ParameterCount:
 
 
 def count_parameters(arch: Architecture) -> ParameterCount:
-    """Counts from the table of `parameters`."""
+    """Counts from the architecture's table."""
     sizes = dict.fromkeys(get_args(Kind), 0)
-    for entry in parameters(arch).values():
-        sizes[entry.kind] += math.prod(entry.shape)
+    head = 0
+    for name, entry in arch.parameters().items():
+        size = math.prod(entry.shape)
+        sizes[entry.kind] += size
+        if name.startswith("token_embedding." if arch.tied else "head."):
+            head += size
     total = sum(sizes.values())
     return ParameterCount(
         total=total,
         non_embedding=total - sizes["embedding"] - sizes["head"],
-        matmul=sizes["matrix"] + arch.vocab_size * arch.n_embd,
+        matmul=sizes["matrix"] + head,
     )
 
 

@@ -7,17 +7,20 @@ K key and value heads, C channels of a head.
 from __future__ import annotations
 
 import hashlib
-import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from instar.models.architecture import Architecture, Parameter, parameters
+from instar.models.adapted import Linear, Table
+from instar.models.architecture import Architecture, Parameter
 from instar.models.attention import causal_attention
+from instar.models.lora import Lora, adapter_of
 from instar.models.loss import head_cross_entropy
-from instar.models.norm import rms_norm
+from instar.models.mask import MaskedAxis
+from instar.models.norm import masked_norm, rms_norm
 
 
 class GPT(nn.Module):
@@ -26,28 +29,33 @@ class GPT(nn.Module):
     Values are not set here: `init_weights` draws them, a checkpoint loads them. On the meta
     device it is all shape and no memory; after `to_empty`, `init_weights` or `reset_buffers`
     makes it whole.
+
+    Where the architecture has a mask, `set_step` opens it; `openings` is what each index of the
+    masked axis is multiplied by, 1 for what is old. A buffer, so that compiled graphs hold.
     """
 
     rope_cos: Tensor
     rope_sin: Tensor
+    openings: Tensor
 
     def __init__(self, arch: Architecture, *, gradient_checkpointing: bool = False) -> None:
         super().__init__()
         self.arch = arch
         self.gradient_checkpointing = gradient_checkpointing
-        table = parameters(arch)
-        self.token_embedding = _table(table, "token_embedding")
+        table = arch.parameters()
+        adapter = adapter_of(arch.lora, "token_embedding")
+        self.token_embedding = _table(table, "token_embedding", adapter)
         if arch.positions == "learned":
-            self.position_embedding = _table(table, "position_embedding")
+            self.position_embedding = _table(table, "position_embedding", None)
         else:
             self.register_buffer("rope_cos", torch.empty(arch.context, 1, arch.head_dim), False)
             self.register_buffer("rope_sin", torch.empty(arch.context, 1, arch.head_dim), False)
-        self.blocks = nn.ModuleList(
-            _Block(arch, table, f"blocks.{layer}") for layer in range(arch.n_layer)
-        )
+        self.blocks = nn.ModuleList(_Block(arch, table, layer) for layer in range(arch.n_layer))
         self.final_norm = _Norm(arch, table, "final_norm")
         if not arch.tied:
-            self.head = _linear(table, "head")
+            self.head = _linear(arch, table, "head")
+        if arch.mask is not None:
+            self.register_buffer("openings", torch.empty(arch.sizes()[arch.mask.axis]), False)
         self.reset_buffers()
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
@@ -63,61 +71,61 @@ class GPT(nn.Module):
         else:
             rotation = (self.rope_cos[:T], self.rope_sin[:T])
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
+        openings = self.openings if self.arch.mask is not None else None
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x_BTD = checkpoint(
                     block,
                     x_BTD,
                     rotation,
+                    openings,
                     use_reentrant=False,
                     preserve_rng_state=self.arch.dropout > 0,
                 )
             else:
-                x_BTD = block(x_BTD, rotation)
-        x_BTD = self.final_norm(x_BTD)
-        weight_VD = self.token_embedding.weight if self.arch.tied else self.head.weight
+                x_BTD = block(x_BTD, rotation, openings)
+        x_BTD = self.final_norm(x_BTD, openings)
+        weight_VD = (self.token_embedding if self.arch.tied else self.head).effective()
         if targets_BT is None:
             return F.linear(x_BTD, weight_VD)
         return head_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
 
     def reset_buffers(self) -> None:
-        """Computes what follows from the architecture alone: RoPE's cosines and sines."""
+        """Computes what follows from the architecture alone: RoPE's cosines and sines, a mask that
+        is closed."""
         if self.arch.positions == "rope" and not self.rope_cos.is_meta:
             cos, sin = rope_table(self.arch)
             self.rope_cos.copy_(cos)
             self.rope_sin.copy_(sin)
+        if self.arch.mask is not None:
+            self.set_step(self.arch.mask.begin)
+
+    def set_step(self, step: int) -> None:
+        """Opens a mask as far as it is after so many steps of the run; without one does nothing."""
+        mask = self.arch.mask
+        if mask is not None and not self.openings.is_meta:
+            self.openings.fill_(1.0)
+            for start, stop in mask.new:
+                self.openings[start:stop] = mask.opening(step)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Sets every parameter, and the buffers.
 
         A parameter's values depend on (seed, name, architecture) alone, not on the device, the
-        order of construction or any other parameter. Norms start at one, biases at zero, the rest
-        normal with `init_std`.
+        order of construction or any other parameter. Norms start at one, biases and adapters' B at
+        zero, the rest normal with the table's deviation.
         """
         self.reset_buffers()
-        for name, entry in parameters(self.arch).items():
+        for name, entry in self.arch.parameters().items():
             tensor = self.get_parameter(name)
-            if entry.kind == "norm":
-                tensor.fill_(1.0 if name.endswith(".weight") else 0.0)
-            elif entry.kind == "bias":
-                tensor.zero_()
-            else:
+            if entry.std:
                 values = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
-                values.normal_(
-                    0.0, init_std(self.arch, entry), generator=named_generator(seed, name)
-                )
+                values.normal_(0.0, entry.std, generator=named_generator(seed, name))
                 tensor.copy_(values)
-
-
-def init_std(arch: Architecture, entry: Parameter) -> float:
-    """Standard deviation of a table's or matrix's first values.
-
-    GPT-2's 0.02, and that over √(2 n_layer) for the matrices that write the residual stream. At
-    width 128 too, short AdamW runs learned faster from it than from variances that follow the fan-in.
-    """
-    writes_stream = entry.kind == "matrix" and entry.writes == "embed"
-    return 0.02 / math.sqrt(2 * arch.n_layer) if writes_stream else 0.02
+            else:
+                gain = entry.kind == "norm" and name.endswith(".weight")
+                tensor.fill_(1.0 if gain else 0.0)
 
 
 def named_generator(*key: int | str) -> torch.Generator:
@@ -143,32 +151,46 @@ def rotate(x_BTHC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _Block(nn.Module):
-    def __init__(self, arch: Architecture, table: dict[str, Parameter], name: str) -> None:
+    def __init__(self, arch: Architecture, table: Mapping[str, Parameter], layer: int) -> None:
         super().__init__()
+        name = f"blocks.{layer}"
         self.dropout = arch.dropout
+        self.layer = layer
+        self.entering = arch.mask is not None and arch.mask.has("layers", layer)
         self.attn_norm = _Norm(arch, table, f"{name}.attn_norm")
         self.attn = _Attention(arch, table, f"{name}.attn")
         self.mlp_norm = _Norm(arch, table, f"{name}.mlp_norm")
         self.mlp = _MLP(arch, table, f"{name}.mlp")
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        attended = self.attn(self.attn_norm(x), rotation)
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, openings: Tensor | None
+    ) -> Tensor:
+        attended = self.attn(self.attn_norm(x, openings), rotation, openings)
+        if self.entering and openings is not None:
+            attended = attended * openings[self.layer]
         x = x + _dropout(attended, self.dropout, self.training)
-        return x + _dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+        made = self.mlp(self.mlp_norm(x, openings), openings)
+        if self.entering and openings is not None:
+            made = made * openings[self.layer]
+        return x + _dropout(made, self.dropout, self.training)
 
 
 class _Attention(nn.Module):
-    def __init__(self, arch: Architecture, table: dict[str, Parameter], name: str) -> None:
+    def __init__(self, arch: Architecture, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()
         self.head_dim, self.dropout = arch.head_dim, arch.dropout
-        self.query = _linear(table, f"{name}.query")
-        self.key = _linear(table, f"{name}.key")
-        self.value = _linear(table, f"{name}.value")
-        self.output = _linear(table, f"{name}.output")
+        self.query = _linear(arch, table, f"{name}.query")
+        self.key = _linear(arch, table, f"{name}.key")
+        self.value = _linear(arch, table, f"{name}.value")
         self.q_norm = _HeadNorm(arch) if arch.qk_norm else None
         self.k_norm = _HeadNorm(arch) if arch.qk_norm else None
+        self.output = _linear(arch, table, f"{name}.output")
+        self.masked = _masks(arch, "heads")
 
-    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    def heads(
+        self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, T, H, C), keys and values (B, T, K, C), as attention takes them."""
         q_BTHC = self.query(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKC = self.key(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.value(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -176,12 +198,23 @@ class _Attention(nn.Module):
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
         if rotation is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
+        return q_BTHC, k_BTKC, v_BTKC
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        openings_H: Tensor | None,
+    ) -> Tensor:
+        q_BTHC, k_BTKC, v_BTKC = self.heads(x_BTD, rotation)
         y_BHTC = causal_attention(
             q_BTHC.to(v_BTKC.dtype).transpose(1, 2),
             k_BTKC.to(v_BTKC.dtype).transpose(1, 2),
             v_BTKC.transpose(1, 2),
             self.dropout if self.training else 0.0,
         )
+        if self.masked and openings_H is not None:
+            y_BHTC = y_BHTC * openings_H[:, None, None].to(y_BHTC.dtype)
         out: Tensor = self.output(y_BHTC.transpose(1, 2).flatten(2))
         return out
 
@@ -190,15 +223,16 @@ class _MLP(nn.Module):
     """down(gelu(up x)), down(relu(up x)²) (arXiv 2109.08668) or down(silu(gate x) · up x)
     (arXiv 2002.05202)."""
 
-    def __init__(self, arch: Architecture, table: dict[str, Parameter], name: str) -> None:
+    def __init__(self, arch: Architecture, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()
         self.activation = arch.activation
+        self.masked = _masks(arch, "mlp")
         if arch.activation == "swiglu":
-            self.gate = _linear(table, f"{name}.gate")
-        self.up = _linear(table, f"{name}.up")
-        self.down = _linear(table, f"{name}.down")
+            self.gate = _linear(arch, table, f"{name}.gate")
+        self.up = _linear(arch, table, f"{name}.up")
+        self.down = _linear(arch, table, f"{name}.down")
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, openings_M: Tensor | None) -> Tensor:
         h_BTM = self.up(x_BTD)
         if self.activation == "swiglu":
             h_BTM = F.silu(self.gate(x_BTD)) * h_BTM
@@ -208,6 +242,8 @@ class _MLP(nn.Module):
         else:
             approximate = "tanh" if self.activation == "gelu_tanh" else "none"
             h_BTM = F.gelu(h_BTM, approximate=approximate)
+        if self.masked and openings_M is not None:
+            h_BTM = h_BTM * openings_M.to(h_BTM.dtype)
         out: Tensor = self.down(h_BTM)
         return out
 
@@ -215,16 +251,19 @@ class _MLP(nn.Module):
 class _Norm(nn.Module):
     """LayerNorm, with or without shift, or RMSNorm, over the stream."""
 
-    def __init__(self, arch: Architecture, table: dict[str, Parameter], name: str) -> None:
+    def __init__(self, arch: Architecture, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()
         self.eps, self.rms = arch.norm_eps, arch.norm == "rmsnorm"
+        self.masked = _masks(arch, "embed")
         self.weight = nn.Parameter(torch.empty(table[f"{name}.weight"].shape))
         shift = table.get(f"{name}.bias")
         self.bias = nn.Parameter(torch.empty(shift.shape)) if shift else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, openings_D: Tensor | None) -> Tensor:
         kind = x.device.type
-        if self.rms:
+        if self.masked and openings_D is not None:
+            x = masked_norm(x, openings_D, self.weight, self.bias, self.eps, centred=not self.rms)
+        elif self.rms:
             x = rms_norm(x, self.weight, self.eps)
         else:
             x = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -244,24 +283,22 @@ class _HeadNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class _Linear(nn.Linear):
-    def reset_parameters(self) -> None:
-        """`GPT.init_weights` sets the values; torch's own would be drawn for nothing."""
-
-
-class _Table(nn.Embedding):
-    def reset_parameters(self) -> None:
-        """As for `_Linear`."""
-
-
-def _table(table: dict[str, Parameter], name: str) -> _Table:
+def _table(table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> Table:
     rows, width = table[f"{name}.weight"].shape
-    return _Table(rows, width)
+    made = Table(rows, width)
+    made.adapt(table, name, adapter)
+    return made
 
 
-def _linear(table: dict[str, Parameter], name: str) -> _Linear:
+def _linear(arch: Architecture, table: Mapping[str, Parameter], name: str) -> Linear:
     outputs, inputs = table[f"{name}.weight"].shape
-    return _Linear(inputs, outputs, bias=f"{name}.bias" in table)
+    made = Linear(inputs, outputs, bias=f"{name}.bias" in table)
+    made.adapt(table, name, adapter_of(arch.lora, name))
+    return made
+
+
+def _masks(arch: Architecture, axis: MaskedAxis) -> bool:
+    return arch.mask is not None and arch.mask.axis == axis
 
 
 def _dropout(x: Tensor, probability: float, training: bool) -> Tensor:

@@ -24,9 +24,16 @@ _ALIASES: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
 def style_of(arch: Architecture) -> Style:
     """Which of the two computes the same as `arch`.
 
+    Adapters do not count: `hf_tensors.to_tensors` merges them.
+
     Raises:
         CheckpointError: neither does; names every switch that stands in the way.
     """
+    if arch.mask is not None:
+        raise CheckpointError(
+            f"new {arch.mask.axis} of this model are still entering, which neither GPT-2 nor Llama "
+            f"can say: export a checkpoint from step {arch.mask.end:,} on"
+        )
     like_llama = [arch.norm == "rmsnorm", arch.activation == "swiglu", arch.positions == "rope"]
     style: Style = "llama" if sum(like_llama) >= 2 else "gpt2"
     title = TITLES[style]

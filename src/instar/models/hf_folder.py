@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from tokenizers import Tokenizer as Fast
 from torch import Tensor
 
 from instar.checkpoint import disk
+from instar.checkpoint.appearing import appearing, check_new
 from instar.checkpoint.manifest import CheckpointError, Facts, read_json
 from instar.checkpoint.store import Checkpoint, publish
 from instar.config.dump import resolved
@@ -60,7 +59,7 @@ def export_folder(checkpoint: Checkpoint, folder: Path, *, averaged: bool = Fals
             cannot be written or is not empty.
         ConfigError: the run's tokenizer cannot be read.
     """
-    _check_new(folder)
+    check_new(folder)
     component = "ema" if averaged else "model"
     path = checkpoint.path
     if component not in checkpoint.components:
@@ -74,7 +73,7 @@ def export_folder(checkpoint: Checkpoint, folder: Path, *, averaged: bool = Fals
     tokenizer = load_tokenizer(run) if (run / TOKENIZER_FILE).is_file() else None
     config = to_config(arch, end_id=tokenizer.end_id if tokenizer else None)
     tensors = to_tensors(arch, checkpoint.tensors(component))
-    with _appearing(folder) as aside:
+    with appearing(folder) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         disk.sync_file(aside / WEIGHTS)
         if tokenizer:
@@ -93,14 +92,14 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
             be written or is not empty.
         ConfigError: the tokenizer cannot be read.
     """
-    _check_new(run_dir)
+    check_new(run_dir)
     arch = from_config(_read_config(folder))
     model = _model_section(arch)
     tensors = from_tensors(arch, _read_weights(folder))
     tokenizer = _read_tokenizer(folder, arch)
     config = RunConfig(name=_name(run_dir), model=model, data=_data_section(tokenizer))
     origins = {f"model.{field}": f"{folder.name}/{CONFIG}" for field in ModelConfig.model_fields}
-    with _appearing(run_dir) as aside:
+    with appearing(run_dir) as aside:
         run = RunDir(aside)
         run.logs.mkdir()
         if tokenizer:
@@ -249,31 +248,6 @@ def _data_section(tokenizer: Tokenizer | None) -> DataConfig:
 def _name(run_dir: Path) -> str:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.resolve().name).lstrip("-._")
     return name or "imported"
-
-
-def _check_new(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; choose a new folder")
-    if folder.is_dir() and (first := next(folder.iterdir(), None)):
-        raise CheckpointError(f"{folder} is not empty, it holds {first.name}; choose a new folder")
-
-
-@contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `folder` at the end, whole or not at all."""
-    folder = folder.absolute()
-    aside = folder.with_name(f"{disk.ASIDE}{folder.name}-{secrets.token_hex(4)}")
-    try:
-        disk.make_folder(aside)
-        try:
-            yield aside
-            disk.sync_folder(aside)
-            disk.rename(aside, folder)
-            disk.sync_folder(folder.parent)
-        finally:
-            disk.remove_tree(aside)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {folder}: {error}") from error
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.models.architecture import Architecture, Parameter, parameters
+from instar.models.architecture import Architecture, Parameter
 from instar.models.hf import TITLES, Style, style_of
+from instar.models.lora import adapter_of
 
 _PREFIX: dict[Style, str] = {"gpt2": "transformer.", "llama": "model."}
 _BLOCKS: dict[Style, str] = {"gpt2": "transformer.h", "llama": "model.layers"}
@@ -57,7 +58,8 @@ _BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
 
 
 def to_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's tensors under transformers' names and in its layouts; a tied head is not repeated.
+    """A model's tensors under transformers' names and in its layouts; a tied head is not repeated,
+    and adapters are merged into their weights.
 
     GPT-2 always has biases: where `arch` has none they are zero, which computes the same.
 
@@ -65,12 +67,16 @@ def to_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, T
         CheckpointError: a tensor is missing; also see `style_of`.
     """
     style = style_of(arch)
-    table = parameters(arch)
-    _refuse([f"{name}: missing" for name in table if name not in tensors], "the architecture")
+    _refuse(
+        [f"{name}: missing" for name in arch.parameters() if name not in tensors],
+        "the architecture",
+    )
+    arch, tensors = _merged(arch, tensors)
+    table = arch.parameters()
     whole = replace(arch, bias=True) if style == "gpt2" else arch
     added = {
         name: torch.zeros(entry.shape)
-        for name, entry in parameters(whole).items()
+        for name, entry in whole.parameters().items()
         if name not in table
     }
     made = {}
@@ -90,7 +96,7 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
             in floating point.
     """
     style = style_of(arch)
-    table = parameters(arch)
+    table = arch.parameters()
     wanted = _names(arch, style)
     given = _under_full_names(tensors, wanted, _PREFIX[style])
     problems = _problems_of_head(arch, wanted, given)
@@ -117,6 +123,19 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
     return {name: made[name] for name in table}
 
 
+def _merged(
+    arch: Architecture, tensors: Mapping[str, Tensor]
+) -> tuple[Architecture, Mapping[str, Tensor]]:
+    """The same model without adapters."""
+    plain = replace(arch, lora=())
+    made = {name: tensors[name] for name in plain.parameters()}
+    for name in arch.adaptable():
+        if adapter := adapter_of(arch.lora, name):
+            a, b = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
+            made[f"{name}.weight"] = made[f"{name}.weight"] + b @ (adapter.scale * a)
+    return plain, made
+
+
 def _refuse(problems: list[str], what: str) -> None:
     if problems:
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
@@ -127,7 +146,7 @@ def _refuse(problems: list[str], what: str) -> None:
 def _names(arch: Architecture, style: Style) -> dict[str, list[str]]:
     """Each tensor of transformers, and which of ours, one under the other, it is made of."""
     made: dict[str, list[str]] = {}
-    for name in parameters(arch):
+    for name in arch.parameters():
         part, _, last = name.rpartition(".")
         block = re.match(r"blocks\.(\d+)\.(.*)", part)
         theirs = (

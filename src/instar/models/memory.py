@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from instar.models.architecture import Architecture, count_parameters, parameters
+from instar.models.architecture import Architecture, count_parameters
+from instar.models.lora import is_adapter
 
 _WIDE = 4
 """Bytes of a float32: weights, gradients, moments, the residual stream, normalised logits."""
@@ -52,13 +53,17 @@ def memory_estimate(
 
     Their sum is the peak of the tensors alive, up to what allocators, kernels' workspaces and
     Python itself take. Dropout inside attention is left out, which on a CPU holds a matrix of
-    context × context for each head.
+    context × context for each head, and so is what an open mask holds.
     """
     context = arch.context if context is None else context
     tokens = batch_size * context
     count = count_parameters(arch)
     low = _WIDE if precision == "fp32" else 2
-    in_matrices = sum(math.prod(p.shape) for p in parameters(arch).values() if p.kind == "matrix")
+    in_matrices = sum(
+        math.prod(entry.shape)
+        for name, entry in arch.parameters().items()
+        if entry.kind == "matrix" and not is_adapter(name)
+    )
     with_one_moment = in_matrices if optimizer == "muon" else 0
     return {
         "weights": _WIDE * count.total,
@@ -72,6 +77,7 @@ def memory_estimate(
             gradient_checkpointing,
             context if materialised(context, low < _WIDE, device) else 0,
         )
+        + _adapters(arch, tokens, low, gradient_checkpointing)
         + (low * count.matmul if low < _WIDE else 0),
         "logits": _logits(arch, tokens, low, device),
     }
@@ -97,6 +103,15 @@ def _activations(
     blocks = arch.n_layer * stream + block if checkpointing else arch.n_layer * block
     targets_and_inputs = 2 * 8
     return tokens * (blocks + norm + targets_and_inputs)
+
+
+def _adapters(arch: Architecture, tokens: int, low: int, checkpointing: bool) -> int:
+    """Bytes saved for the backward pass by adapters: x Aᵀ of each, and a head's effective table."""
+    table = arch.parameters()
+    ranks = sum(entry.shape[0] for name, entry in table.items() if name.endswith(".lora_a"))
+    head = "token_embedding" if arch.tied else "head"
+    effective = _WIDE * arch.vocab_size * arch.n_embd if f"{head}.lora_a" in table else 0
+    return tokens * low * (ranks // arch.n_layer if checkpointing else ranks) + effective
 
 
 def _logits(arch: Architecture, tokens: int, low: int, device: str) -> int:

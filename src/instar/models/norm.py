@@ -1,4 +1,5 @@
-"""RMSNorm that is as quick in eager mode on a CPU as torch's fused LayerNorm."""
+"""RMSNorm that is as quick in eager mode on a CPU as torch's fused LayerNorm, and norms of channels
+that are still entering."""
 
 from __future__ import annotations
 
@@ -15,13 +16,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     At least in float32, whatever the type of `x`. Not twice differentiable on a CPU.
     """
-    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    x = _wide(x)
     if x.is_cpu and not torch.compiler.is_compiling():
         # torch has no fused kernel here: its composite takes three times as long
         normed: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     else:
         normed = F.rms_norm(x, weight.shape, weight, eps)
     return normed
+
+
+def masked_norm(
+    x: Tensor,
+    openings_D: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centred: bool,
+) -> Tensor:
+    """LayerNorm (`centred`) or RMSNorm in which channel d counts `openings_D[d]`, in the mean, the
+    variance and the output (arXiv 2305.02869, section 3.2).
+
+    With openings 0 and 1 it is the norm of those at 1, the others being 0. At least in float32.
+    """
+    x = _wide(x)
+    share_D = openings_D / openings_D.sum()
+    if centred:
+        x = x - (x * share_D).sum(-1, keepdim=True)
+    normed = x * ((x * x * share_D).sum(-1, keepdim=True) + eps).rsqrt() * weight
+    return (normed if bias is None else normed + bias) * openings_D
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class _RMSNorm(torch.autograd.Function):

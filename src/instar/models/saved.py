@@ -34,4 +34,5 @@ def load_gpt(path: Path, device: str = "cpu") -> GPT:
         raise CheckpointError(
             f"{path}: the tensors do not fit the architecture: {error}"
         ) from error
+    model.set_step(checkpoint.manifest.step)
     return model.eval()

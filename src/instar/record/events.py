@@ -136,6 +136,25 @@ class Operation(Placed, tag="operation", frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "architecture", from_words(self.architecture))
 
 
+class NewGradients(Placed, tag="new_gradients", frozen=True, kw_only=True):
+    """One of the first steps after the model grew."""
+
+    operation: str
+    grad_norm_kept: float
+    """Of the parameters that were there before, before clipping."""
+    grad_norm_new: float
+    """Of those that the operation made; 0 in every step: they will never learn."""
+
+
+class Analysis(Placed, tag="analysis", frozen=True, kw_only=True):
+    """What the model made of the room that it has, at `step`; written some steps later."""
+
+    findings: dict[str, Any]
+    suggestions: tuple[str, ...] = ()
+    """Where rank or width is short, or idle."""
+    seconds: float | None = None
+
+
 class Saved(Placed, tag="checkpoint", frozen=True, kw_only=True):
     """A checkpoint was published."""
 
@@ -181,7 +200,19 @@ def _kind(event: type[Event]) -> str:
     return str(event.__struct_config__.tag)
 
 
-AnyEvent = RunStarted | Train | Eval | Operation | Saved | Skip | Warn | Stop | RunFinished
+AnyEvent = (
+    RunStarted
+    | Train
+    | Eval
+    | Operation
+    | NewGradients
+    | Analysis
+    | Saved
+    | Skip
+    | Warn
+    | Stop
+    | RunFinished
+)
 _KINDS = frozenset(_kind(kind) for kind in get_args(AnyEvent))
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyEvent, strict=False)  # not strict: the words become floats

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,13 @@ _GPU_BUDGET_S = 0.5
 
 def versions() -> dict[str, str]:
     """Instar's, Python's and the libraries' versions, without importing any of them; and the git
-    commit of the working directory, where it has one.
+    commit of the working directory, where it has one. They are those of this process's beginning.
     """
+    return dict(_versions())
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
     found = {"instar": instar.__version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -36,7 +42,7 @@ def versions() -> dict[str, str]:
             continue
     if commit := git_commit(Path.cwd()):
         found["commit"] = commit
-    return found
+    return tuple(found.items())
 
 
 def git_commit(folder: Path) -> str | None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import cast
 
 import torch
-from torch.nn import Module
 
 from instar.config.budget import parse_budget
-from instar.config.schema import RunConfig
-from instar.data.feed import Feed
-from instar.distributed.parallel import wrap
 from instar.distributed.ranklog import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
@@ -20,14 +15,14 @@ from instar.record.control import COMMANDS, Inbox
 from instar.record.recorder import Sink
 from instar.record.rundir import RunDir
 from instar.record.system import measure_peak_flops
-from instar.run.gradients import DataParallel, Gradients, VirtualRanks
 from instar.run.narrate import Narrator
-from instar.run.optimizer import build_optimizers
 from instar.run.preflight import Prepared
+from instar.run.rig import rig
 from instar.run.safepoint import SafePoint
 from instar.run.saving import Saver
-from instar.run.step import DTYPES, Stepper
+from instar.run.step import DTYPES
 from instar.run.trainer import Trainer
+from instar.schedule.entries import entries
 from instar.tasks.language import LanguageTask
 
 
@@ -40,25 +35,13 @@ def build(
     log: RankLog,
     run_dir: RunDir,
 ) -> Trainer:
-    """The trainer of a run, at step 0. Its `feed` wants to be closed."""
+    """The trainer of a run, at step 0; to be closed."""
     config = prepared.config
     elastic = config.distributed.elastic if config.reproducible == "elastic" else None
     if elastic:
         _round_alike(elastic.threads, world.device)
     task = LanguageTask(config, prepared.architecture, prepared.dataset)
-    bare = task.build().to(world.device)
-    parameters = dict(bare.named_parameters())
-    model, gradients = _on_all_ranks(config, world, bare)
-    stepper = Stepper(
-        config,
-        world,
-        task,
-        model,
-        gradients,
-        parameters,
-        build_optimizers(parameters, config.optimizer),
-    )
-    source, order = task.train_samples()
+    stepper = rig(config, world, task, task.build().to(world.device))
     budgets = [parse_budget(text) for text in config.train.until]
     seconds = [budget for budget in budgets if budget.kind == "seconds"]
     narrator = Narrator(
@@ -66,7 +49,6 @@ def build(
         sink,
         console,
         log_interval=config.record.log_interval,
-        samples_per_epoch=order.samples_per_epoch,
         budgets=budgets,
         peak_flops=measure_peak_flops(str(world.device), DTYPES[config.precision]) * world.size
         if world.is_main
@@ -76,15 +58,6 @@ def build(
         config,
         world,
         task,
-        Feed(
-            source,
-            order,
-            world.rank,
-            world.size,
-            prefetch=config.data.prefetch,
-            virtual_ranks=elastic.virtual_ranks if elastic else None,
-        ),
-        task.held_out("val"),
         stepper,
         SafePoint(
             world, signal, min(seconds, key=lambda b: b.amount, default=None), _inbox(run_dir)
@@ -98,7 +71,7 @@ def build(
         ),
         narrator,
         log,
-        order.samples_per_epoch,
+        entries(config),
     )
 
 
@@ -108,17 +81,6 @@ def _inbox(run_dir: RunDir) -> Inbox:
     for command in COMMANDS:
         inbox.answer(command)
     return inbox
-
-
-def _on_all_ranks(config: RunConfig, world: World, bare: Module) -> tuple[Module, Gradients]:
-    """The model that forward passes go through, and how their gradients come together."""
-    if config.reproducible == "elastic":
-        number = config.distributed.elastic.virtual_ranks
-        return bare, VirtualRanks(world, bare.parameters(), number)
-    model = cast(Module, torch.compile(bare)) if config.compile else bare
-    # wrapped last: DDP must see the model on its device, and compiled
-    wrapped = wrap(model, world, config.distributed.ddp)
-    return wrapped, DataParallel(world, wrapped)
 
 
 def _round_alike(threads: int, device: torch.device) -> None:

@@ -85,7 +85,7 @@ class VirtualRanks:
 
     def __init__(self, world: World, parameters: Iterable[Parameter], number: int) -> None:
         self.world = world
-        self.parameters = list(parameters)
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.sizes = [parameter.numel() for parameter in self.parameters]
         self.tree = Tree(world, number, sum(self.sizes), self.parameters[0].dtype)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,9 +16,14 @@ from instar.config.budget import Budget
 from instar.data.feed import StepBatch
 from instar.distributed.agree import reduce_sums
 from instar.distributed.world import World
+from instar.growth.moments import moments_mode
+from instar.growth.proof import Proof
+from instar.models.architecture import count_parameters
 from instar.record.console import Console
 from instar.record.events import (
+    Analysis,
     Eval,
+    NewGradients,
     Operation,
     Placed,
     RunFinished,
@@ -29,12 +34,17 @@ from instar.record.events import (
     Train,
     Warn,
 )
+from instar.record.lines import si
 from instar.record.recorder import Sink
 from instar.record.system import memory_bytes
+from instar.run.alarm import GradientWatch
+from instar.run.analyst import Finding
 from instar.run.evaluate import Evaluation
 from instar.run.progress import Progress
 from instar.run.step import StepResult
 from instar.run.stop import Best, Decision
+from instar.run.tell import changed_text, differences, log_block
+from instar.schedule.operations import Change, State
 
 if TYPE_CHECKING:
     from instar.run.saving import Save
@@ -42,6 +52,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=Placed)
+
+_MEMORY = {
+    "asymmetric": "optimizer mapped",
+    "mapped": "optimizer mapped, copies alike",
+    "reset": "optimizer reset",
+}
+"""What an operation made of the optimizer's memory."""
 
 
 class Narrator:
@@ -58,14 +75,14 @@ class Narrator:
         console: Console,
         *,
         log_interval: int,
-        samples_per_epoch: int,
         budgets: Sequence[Budget],
         peak_flops: float,
     ) -> None:
         """`peak_flops`: FLOPs per second that all ranks' devices reach together, measured."""
         self.world, self.sink, self.console = world, sink, console
         self.log_interval = log_interval
-        self.samples_per_epoch = samples_per_epoch
+        self.epochs: Callable[[int], float] = lambda _: 0.0
+        """passes through the data at a cursor; the trainer knows"""
         self.budgets = budgets
         self.peak_flops = peak_flops
         self.started = time.monotonic()
@@ -151,6 +168,73 @@ class Narrator:
         self.sink.sync()
         logger.info("saved %s in %.2f s: %s", save.path.name, save.seconds, event.reason)
 
+    def operated(
+        self,
+        progress: Progress,
+        change: Change,
+        before: State,
+        after: State,
+        *,
+        proof: Proof | None,
+        seconds: float,
+        loss: float | None,
+    ) -> None:
+        """An operation was carried out between two steps; with a proof, one on the model."""
+        operation, differ = change.operation, differences(before, after)
+        notes, measured = list[str](), dict[str, float]()
+        if proof is not None:
+            sizes = [count_parameters(state.architecture).total for state in (before, after)]
+            notes = ["→".join(map(si, sizes)), _MEMORY[moments_mode(operation)]]
+            measured = {
+                "max_logit_diff": proof.max_logit_diff,
+                "max_logit_diff_relative": proof.max_logit_diff_relative,
+                "delta_loss": proof.delta_loss,
+                "parameters_before": sizes[0],
+                "parameters_after": sizes[1],
+            }
+        event = Operation(
+            step=progress.step,
+            name=operation.name,
+            value=operation.value,
+            verb="SET" if proof is None else "GROW",
+            change=changed_text(differ),
+            reason=change.reason,
+            notes=tuple(notes),
+            preserves=proof.label if proof else "",
+            proof=measured,
+            seconds=seconds,
+            architecture=after.architecture.to_dict() if proof else {},
+        )
+        self.console.operated(self._write(progress, event))
+        self.sink.sync()
+        logger.info("%s", log_block(change, differ, loss, proof, ddp=self.world.size > 1))
+
+    def reached_new(self, progress: Progress, watch: GradientWatch) -> None:
+        """Gradients have arrived, or not, where an operation made new parameters."""
+        kept, new = watch.norms[-1]
+        event = NewGradients(
+            step=progress.step, operation=watch.operation, grad_norm_kept=kept, grad_norm_new=new
+        )
+        self._write(progress, event)
+        if watch.dead:
+            self.warn(
+                f"no gradient has reached what {watch.operation} made new: it stands at a saddle "
+                "that it will not leave",
+                progress.step,
+            )
+
+    def analyzed(self, found: Finding) -> None:
+        """An analysis that ran beside training is over."""
+        event = Analysis(
+            step=found.progress.step,
+            findings=found.analysis.to_dict(),
+            suggestions=found.analysis.suggestions,
+            seconds=found.seconds,
+        )
+        self._write(found.progress, event)
+        for suggestion in found.analysis.suggestions:
+            self.console.say(f"step {found.progress.step:,}: {suggestion}")
+
     def overridden(self, progress: Progress, changed: Mapping[str, tuple[object, object]]) -> None:
         """The config was changed while the run stood still."""
         for key, (before, after) in changed.items():
@@ -214,7 +298,7 @@ class Narrator:
             event,
             samples=progress.samples,
             tokens=progress.tokens,
-            epoch=progress.samples / self.samples_per_epoch,
+            epoch=self.epochs(progress.samples),
             flops=progress.flops,
             wall_s=self.wall_s(),
             active_s=progress.active_s,
@@ -229,7 +313,7 @@ class Narrator:
             "steps": float(progress.step),
             "tokens": float(progress.tokens),
             "samples": float(progress.samples),
-            "epochs": progress.samples / self.samples_per_epoch,
+            "epochs": self.epochs(progress.samples),
             "seconds": wall,
         }
         left = [

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from instar.config.schema import OptimizerConfig
+from instar.models.lora import is_adapter
 from instar.run.muon import BatchedMuon
 
 
@@ -31,12 +32,12 @@ def group_parameters(shapes: Mapping[str, int], config: OptimizerConfig) -> tupl
     Args:
         shapes: number of dimensions of each parameter, by name, in the model's order.
 
-    Muon takes the matrices inside blocks; AdamW takes the rest. `no_decay` patterns and
+    Muon takes the matrices inside blocks but not adapters; AdamW takes the rest. `no_decay` patterns and
     vectors are not decayed.
     """
     members: dict[tuple[str, float, float], list[str]] = {}
     for name, dimensions in shapes.items():
-        muon = config.name == "muon" and dimensions == 2 and name.startswith("blocks.")
+        muon = config.name == "muon" and dimensions == 2 and _is_blocks_matrix(name)
         exempt = dimensions < 2 or any(fnmatch(name, pattern) for pattern in config.no_decay)
         key = (
             "muon" if muon else "adamw",
@@ -48,6 +49,11 @@ def group_parameters(shapes: Mapping[str, int], config: OptimizerConfig) -> tupl
         Group(update, tuple(names), lr_ratio, decay)
         for (update, lr_ratio, decay), names in members.items()
     )
+
+
+def _is_blocks_matrix(name: str) -> bool:
+    # an adapter's factors are meant to be far from orthogonal: their rank is all they have
+    return name.startswith("blocks.") and not is_adapter(name)
 
 
 def build_optimizers(

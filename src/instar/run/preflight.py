@@ -6,6 +6,7 @@ run is its config and its history alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from instar.data.source import TokenWindows
 from instar.data.tokens import TokenDataset, open_dataset
 from instar.models.architecture import Architecture, ArchitectureError, resolve
 from instar.record.rundir import check_run_dir
-from instar.schedule.forecast import Forecast, forecast
+from instar.schedule.forecast import Forecast, checked_forecast
 
 EVAL_TOKENS = 8192
 """Tokens of one evaluation micro-batch unless the config says how many samples it has."""
@@ -105,20 +106,17 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
     ]
     if problems:
         raise ConfigError(*problems)
-    return _resolved(config, architecture, dataset, world_size)
+    if not new:
+        # what its schedule has come to is in its history, which is looked at when it goes on
+        without = config.model_copy(update={"schedule": ()})
+        loaded = dataclasses.replace(loaded, config=without)
+    told = checked_forecast(loaded, len(dataset.split("train")), dataset.vocab_size, world_size)
+    return _resolved(config, architecture, dataset, told)
 
 
 def _resolved(
-    config: RunConfig, architecture: Architecture, dataset: TokenDataset, world_size: int
+    config: RunConfig, architecture: Architecture, dataset: TokenDataset, told: Forecast
 ) -> Prepared:
-    windows = TokenWindows(dataset.split("train"), architecture.context)
-    told = forecast(
-        config,
-        dataset_tokens=len(dataset.split("train")),
-        samples_per_epoch=len(windows),
-        vocab_size=dataset.vocab_size,
-        world_size=world_size,
-    )
     derived: dict[str, object] = {"data.path": str(dataset.path)}
     for field in ("n_kv_head", "n_mlp", "vocab_size"):
         derived[f"model.{field}"] = getattr(architecture, field)

@@ -23,6 +23,7 @@ from instar.record.recorder import Recorder, Silent
 from instar.record.rundir import RunDir, create_run_dir, hold
 from instar.record.system import machine, versions
 from instar.run.build import build
+from instar.run.changes import check_ahead
 from instar.run.preflight import Prepared, preflight, prepare_data
 from instar.run.resume import LAUNCH_KEY, Resume, automatic, choose, overridden
 from instar.run.safepoint import SafePoint
@@ -72,9 +73,9 @@ def run(loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None 
         trainer = build(prepared, world, signal, sink, console, log, run_dir)
         if world.size > 1:
             _kept.append(trainer)
-        stack.enter_context(closing(trainer.feed))
+        stack.enter_context(closing(trainer))
         start = go_on(trainer, resume) if resume else None
-        event = _started(prepared, run_dir, world, trainer.progress.step, start)
+        event = _started(trainer, run_dir, start)
         trainer.narrator.opened(event, run_dir.path)
         if resume and changed:
             with together(world, "writing the config"):
@@ -112,6 +113,8 @@ def go_on(trainer: Trainer, resume: Resume) -> Path | None:
             # rank 0 has just read every byte of it
             checkpoint = load(Path(path), check=False)
             warnings += take_up(trainer, checkpoint, allow=resume.allow)
+        with together(world, "looking at what is still to come"):
+            check_ahead(trainer)
     for warning in warnings:
         trainer.narrator.warn(warning, trainer.progress.step)
     return Path(path) if path else None
@@ -154,17 +157,16 @@ def _replace_config(run_dir: RunDir, prepared: Prepared, loaded: Loaded, step: i
     _write_config(run_dir, prepared, loaded)
 
 
-def _started(
-    prepared: Prepared, run_dir: RunDir, world: World, step: int, start: Path | None
-) -> RunStarted:
+def _started(trainer: Trainer, run_dir: RunDir, start: Path | None) -> RunStarted:
+    world = trainer.world
     device = str(world.device) if world.device.type == "cpu" else "cuda"
     facts = machine(device)
     name = str(facts.get("gpu", "cpu"))
-    how = "DDP" if prepared.config.reproducible == "fixed" else "elastic"
-    shape = prepared.architecture
+    how = "DDP" if trainer.config.reproducible == "fixed" else "elastic"
+    shape = trainer.in_force.architecture
     return RunStarted(
         run_id=run_dir.id,
-        step=step,
+        step=trainer.progress.step,
         resumed_from=start.name if start else None,
         model=f"{shape.n_layer}L/{shape.n_embd}d",
         parameters=count_parameters(shape).total,

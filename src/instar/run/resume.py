@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,13 @@ FIXED = (
 )
 """Keys, or sections, of which everything that is saved is a consequence."""
 
+ALLOWED = {
+    "architecture": ("model.",),
+    "data": ("data.",),
+    "tokenizer": ("data.tokenizer", "data.vocab_size"),
+}
+"""Of these, what may change where a person says so by name."""
+
 PLACES = ("name", "preset", "resume", "device", "data.path", "record.run_dir", "record.out_dir")
 """Keys that say where a run is and not what it is."""
 
@@ -47,7 +55,7 @@ class Resume:
     start: str = "latest"
     """latest, best, or a step"""
     allow: tuple[str, ...] = ()
-    """what may have changed: data, tokenizer"""
+    """what may have changed: architecture, data, tokenizer"""
     fresh: bool = False
     """begin at step 0 if nothing was saved yet"""
 
@@ -117,8 +125,12 @@ def overridden(resume: Resume, now: RunConfig) -> dict[str, tuple[object, object
             hint="start a new run for that",
         )
         for key, (was, new) in changed.items()
-        if key.startswith(FIXED) and key.partition(".")[0] not in resume.allow
+        if key.startswith(FIXED) and not _allowed(key, resume.allow)
     ]
     if problems:
         raise ConfigError(*problems)
     return changed
+
+
+def _allowed(key: str, allow: Collection[str]) -> bool:
+    return any(key.startswith(ALLOWED[what]) for what in allow)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -23,6 +22,7 @@ from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import together
 from instar.distributed.parallel import same_everywhere
 from instar.distributed.world import RunFailed, World, beside
+from instar.run.background import in_background
 from instar.run.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,9 @@ class Saver:
         if self.config.asynchronous and not (wait or must):
             held = snapshot.held(self.world.rank)
             stall_s = time.monotonic() - begun
-            self.pending = _in_background(lambda: self._write(held, self.writers, begun, stall_s))
+            self.pending = in_background(
+                lambda: self._write(held, self.writers, begun, stall_s), "instar-saver"
+            )
             return
         saved = self._write(snapshot, self.world, begun)
         self._over(saved)
@@ -198,6 +200,8 @@ class Saver:
                 history=snapshot.history,
                 facts=snapshot.facts,
                 world=world,
+                # in the background, training needs the machine more
+                files_at_once=4 if stall_s is None else 1,
             )
             with together(world, "tidying up the checkpoints"):
                 if world.is_main:
@@ -210,17 +214,3 @@ class Saver:
             error = failure
         seconds = time.monotonic() - begun
         return Save(snapshot, path, seconds, seconds if stall_s is None else stall_s, error)
-
-
-def _in_background(work: Callable[[], Save]) -> Future[Save]:
-    """A daemon, unlike an executor's: a process that must leave does not wait for a disk."""
-    future: Future[Save] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="instar-saver").start()
-    return future

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.patterns import COMPONENTS
 from instar.checkpoint.store import Checkpoint
+from instar.config.operation import Operation
 from instar.config.schema import CheckpointConfig
+from instar.models.architecture import Architecture
+from instar.run.changes import carry_out
 from instar.run.generators import generator_states, restore_generators, seed_generators
 from instar.run.saving import Snapshot
 from instar.run.state import (
@@ -19,7 +22,7 @@ from instar.run.state import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
-from instar.schedule.operations import Operation
+from instar.schedule.operations import fold
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +76,8 @@ def take_up(trainer: Trainer, checkpoint: Checkpoint, *, allow: Collection[str] 
     """Give a new trainer everything a checkpoint holds, so that no later step can tell.
 
     Args:
-        allow: what may be another than it was: data, tokenizer.
+        allow: what may be another than it was: architecture (as far as every tensor keeps its
+            shape), data, tokenizer.
 
     Returns:
         what was left out of the checkpoint, and what that costs, for the person to read.
@@ -92,6 +96,15 @@ def take_up(trainer: Trainer, checkpoint: Checkpoint, *, allow: Collection[str] 
 
 def _take_up(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     without = checkpoint.manifest.left_out
+    history = history_from_json(checkpoint.manifest.history)
+    # both build the shape that the history has led to
+    if state := dict(checkpoint.state):
+        if "dataset" in without:
+            state["progress"] = {**state["progress"], "samples": 0}
+        trainer.restore(state, history)
+    else:
+        # an imported one, perhaps grown since: its run is about to begin
+        trainer.follow(history)
     stepper, world = trainer.stepper, trainer.world
     copy_tensors(stepper.parameters, _component(checkpoint, "model"))
     if "optimizer" not in without:
@@ -101,13 +114,8 @@ def _take_up(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     if stepper.ema is not None:
         kept = "ema" if "ema" in checkpoint.components else "model"
         copy_tensors(stepper.ema, checkpoint.tensors(kept))
-    if state := dict(checkpoint.state):
-        if "dataset" in without:
-            state["progress"] = {**state["progress"], "samples": 0}
-        trainer.restore(state, history_from_json(checkpoint.manifest.history))
-    # an imported one has none: its run is about to begin
     if "scheduler" in without:
-        trainer.carry_out(Operation("reset_lr_schedule"))
+        carry_out(trainer, Operation("reset_lr_schedule"), reason="its state was not saved")
     if "rng" not in without and checkpoint.manifest.world_size == world.size:
         restore_generators(checkpoint.tensors("rng", rank=world.rank), world.device)
     else:
@@ -119,17 +127,8 @@ def _take_up(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
 
 
 def _check_identity(trainer: Trainer, checkpoint: Checkpoint, allow: Collection[str]) -> None:
-    saved, now = checkpoint.manifest, trainer.task.describe()
-    if saved.architecture != now:
-        differ = sorted(
-            key
-            for key in {*saved.architecture, *now}
-            if saved.architecture.get(key) != now.get(key)
-        )
-        what = ", ".join(f"{key} {saved.architecture.get(key)} → {now.get(key)}" for key in differ)
-        raise CheckpointError(
-            f"{checkpoint.path}: of another architecture than the config's: {what}"
-        )
+    _check_architecture(trainer, checkpoint, allow)
+    saved = checkpoint.manifest
     for name, fingerprint in trainer.task.fingerprints().items():
         was = getattr(saved, name)
         if was and was != fingerprint and name not in allow:
@@ -137,6 +136,27 @@ def _check_identity(trainer: Trainer, checkpoint: Checkpoint, allow: Collection[
                 f"{checkpoint.path}: trained with another {name} (fingerprint {was[:12]}) than the "
                 f"config names now ({fingerprint[:12]}); to go on all the same: --allow {name}"
             )
+
+
+def _check_architecture(trainer: Trainer, checkpoint: Checkpoint, allow: Collection[str]) -> None:
+    """What was saved must be what the config and the history come to; where it may be another
+    architecture, its tensors must still be those."""
+    try:
+        saved = Architecture.from_dict(checkpoint.manifest.architecture)
+        history = history_from_json(checkpoint.manifest.history)
+        now = fold(trainer.config, trainer.initial.architecture, history).architecture
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path}: of another architecture: {error}") from error
+    was, is_now = saved.to_dict(), now.to_dict()
+    if was == is_now or ("architecture" in allow and saved.parameters() == now.parameters()):
+        return
+    what = ", ".join(
+        f"{key} {was[key]} → {is_now[key]}" for key in sorted(was) if was[key] != is_now[key]
+    )
+    may = "" if saved.parameters() != now.parameters() else "; to go on: --allow architecture"
+    raise CheckpointError(
+        f"{checkpoint.path}: of another architecture than the config's: {what}{may}"
+    )
 
 
 def _component(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from instar.schedule.operations import Change, History, Operation
+from instar.config.operation import Operation
+from instar.schedule.operations import Change, History
 
 
 def optimizer_tensors(
@@ -68,5 +69,5 @@ def history_to_json(history: History) -> list[dict[str, Any]]:
 def history_from_json(entries: Sequence[Mapping[str, Any]]) -> History:
     """The inverse of `history_to_json`."""
     return tuple(
-        Change(Operation(**entry["operation"]), entry["step"], entry["cursor"]) for entry in entries
+        Change(**{**entry, "operation": Operation(**entry["operation"])}) for entry in entries
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from instar.config.schema import RunConfig
 from instar.data.feed import MicroBatch, StepBatch
 from instar.distributed.parallel import unwrap
 from instar.distributed.world import World
+from instar.run.alarm import GradientWatch
 from instar.run.generators import seed_generators
 from instar.run.gradients import Gradients
 from instar.run.optimizer import set_learning_rate
@@ -37,6 +38,21 @@ class StepResult:
     @property
     def skipped(self) -> bool:
         return not math.isfinite(self.grad_norm)
+
+
+@runtime_checkable
+class KnowsSteps(Protocol):
+    """A model of which a part enters gradually."""
+
+    def set_step(self, step: int) -> None:
+        """The next forward pass belongs to this step."""
+        ...
+
+
+def enter(model: Module, step: int) -> None:
+    """Tell a model that changes with the steps where it is; `model`: without wrappers."""
+    if isinstance(model, KnowsSteps):
+        model.set_step(step)
 
 
 def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> Batch:
@@ -69,6 +85,8 @@ class Stepper:
         random = config.model.dropout > 0 or config.reproducible == "elastic"
         self.seed = config.seed if random else None
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
+        self.watch: GradientWatch | None = None
+        """sees every step's global gradient, before clipping"""
         self.ema_decay = config.train.ema
         self.ema = (
             {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -117,6 +135,7 @@ class Stepper:
             whatever `before_sync` raises.
         """
         set_learning_rate(self.optimizers, lr)
+        enter(self.bare_model, step)
         loss_sum = self.gradients.accumulate(
             batch, partial(self._forward, step), self._backward, before_sync
         )
@@ -140,6 +159,8 @@ class Stepper:
         """
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
+        if self.watch is not None:
+            self.watch.see({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm_tensor = torch.nn.utils.get_total_norm(gradients)
         norm = norm_tensor.item()

@@ -37,7 +37,7 @@ def budget_met(
     budgets: Sequence[Budget],
     progress: Progress,
     *,
-    samples_per_epoch: int,
+    epochs: float,
     validation_loss: float | None,
 ) -> Budget | None:
     """The first counted budget that is used up, or None; the same answer on every rank.
@@ -46,14 +46,10 @@ def budget_met(
     so (`run/safepoint.py`).
 
     Args:
+        epochs: passes through the data so far.
         validation_loss: of an evaluation made at this very step, else None.
     """
-    used = {
-        "steps": float(progress.step),
-        "tokens": float(progress.tokens),
-        "samples": float(progress.samples),
-        "epochs": progress.samples / samples_per_epoch,
-    }
+    used = _used(progress, epochs)
     for budget in budgets:
         if budget.kind == "loss":
             if validation_loss is not None and validation_loss < budget.amount:
@@ -61,3 +57,19 @@ def budget_met(
         elif budget.kind != "seconds" and used[budget.kind] >= budget.amount:
             return budget
     return None
+
+
+def fraction_used(budgets: Sequence[Budget], progress: Progress, epochs: float) -> float | None:
+    """The share that is used up of the counted budget nearest to its end; None without one."""
+    used = _used(progress, epochs)
+    shares = [used[b.kind] / b.amount for b in budgets if b.kind in used]
+    return max(shares, default=None)
+
+
+def _used(progress: Progress, epochs: float) -> dict[str, float]:
+    return {
+        "steps": float(progress.step),
+        "tokens": float(progress.tokens),
+        "samples": float(progress.samples),
+        "epochs": epochs,
+    }

@@ -1,10 +1,10 @@
-"""The loop of one run: plan, fetch, step, record, evaluate, decide."""
+"""The loop of one run: plan, fetch, step, record, evaluate, change, decide."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,21 +13,26 @@ import msgspec
 
 from instar.config.budget import Budget, parse_budget
 from instar.config.schema import RunConfig
-from instar.data.feed import Feed, GaveUp, StepBatch, plan_step
-from instar.data.source import Source
+from instar.data.feed import GaveUp, StepBatch
 from instar.distributed.agree import agree
 from instar.distributed.ranklog import RankLog
 from instar.distributed.world import RunFailed, World
+from instar.run.analyst import Analyst
+from instar.run.changes import change_if_due
+from instar.run.course import Course, first_course, open_feed
 from instar.run.evaluate import Evaluation, evaluate
 from instar.run.narrate import Narrator
 from instar.run.progress import Progress
+from instar.run.rig import freeze, rig
 from instar.run.safepoint import GivenUp, SafePoint, Wish
 from instar.run.saving import Saver, reasons
 from instar.run.snapshot import snapshot
-from instar.run.step import Stepper, StepResult
+from instar.run.step import Stepper, StepResult, enter
 from instar.run.stop import Best, Decision, budget_met
-from instar.schedule.operations import Change, History, Operation, fold
-from instar.schedule.settings import learning_rate
+from instar.schedule.entries import Entry
+from instar.schedule.operations import History, State, carried_out
+from instar.schedule.settings import Settings, initial_settings, learning_rate
+from instar.schedule.triggers import losses_needed
 from instar.tasks.task import Task
 
 
@@ -49,29 +54,51 @@ class Trainer:
         config: RunConfig,
         world: World,
         task: Task,
-        feed: Feed,
-        validation: Source,
         stepper: Stepper,
         safe: SafePoint,
         saver: Saver,
         narrator: Narrator,
         log: RankLog,
-        samples_per_epoch: int,
+        entries: Sequence[Entry] = (),
     ) -> None:
-        self.config, self.world, self.task = config, world, task
-        self.feed, self.validation = feed, validation
+        """`entries`: the schedule, in its order."""
+        self.config, self.world = config, world
         self.stepper, self.safe, self.saver = stepper, safe, saver
         self.narrator, self.log = narrator, log
         safe.save_is_due = saver.overdue
-        self.samples_per_epoch = samples_per_epoch
         self.budgets = [parse_budget(text) for text in config.train.until]
+        self.entries = tuple(entries)
         self.history: History = ()
-        self.settings = fold(config, self.history)
         self.progress = self.looked_at = Progress()
         self.best: Best | None = None
         self.evaluated: Evaluation | None = None
-        self.evaluated_at = -1
+        self.evaluated_at = self.asked_at = self.grown_at = -1
+        self.losses: tuple[tuple[int, float], ...] = ()
+        """steps and validation losses since the last operation of the schedule, as far as it asks"""
+        self.losses_kept = max((losses_needed(e.trigger) for e in self.entries), default=0) or 1
         self.skipped_in_a_row = 0
+        self.analyst = Analyst(config.record.analyze_every if world.is_main else None)
+        self.in_force = self.initial = State(initial_settings(config), task.architecture)
+        self.task = task
+        self.read(first_course(task, self.settings.context))
+
+    @property
+    def settings(self) -> Settings:
+        """The hyperparameters in force."""
+        return self.in_force.settings
+
+    def read(self, course: Course) -> None:
+        """Take samples from a course on; the task has samples of that length already."""
+        self.close()
+        self.course = course
+        self.feed = open_feed(self.config, self.world, self.task, course)
+        self.validation = self.task.held_out("val")
+        self.narrator.epochs = course.epochs
+
+    def close(self) -> None:
+        """Read no more; closing twice is allowed."""
+        if (feed := getattr(self, "feed", None)) is not None:
+            feed.close()
 
     def train(self) -> Outcome:
         """Run until a budget is met or somebody asks to stop.
@@ -84,9 +111,12 @@ class Trainer:
         # a stop may have come between a step and its evaluation
         self.evaluate_if_due()
         while (decision := self.decide()) is None:
+            change_if_due(self)
             self.save_if_due()
             self.step()
             self.evaluate_if_due()
+            self.analyst.look_if_due(self)
+        self.analyst.tell(self)
         if not decision.interrupted and self.evaluated_at != self.progress.step:
             self.evaluate()
         return Outcome(self.progress, decision, self.evaluated)
@@ -113,7 +143,7 @@ class Trainer:
 
     def next_batch(self) -> StepBatch:
         """This rank's share of the next samples; a rank that cannot read ends all."""
-        plan = plan_step(self.progress.samples, self.samples_per_epoch, self.settings.global_batch)
+        plan = self.course.plan(self.progress.samples, self.settings.global_batch)
         take = partial(self.feed.take, plan, self.settings.batch_size, self.safe.wants_to_stop)
         batch, failure = self.safe.attempt(take)
         gave_up = isinstance(failure, GaveUp)
@@ -131,6 +161,10 @@ class Trainer:
     def note(self, batch: StepBatch, result: StepResult, lr: float) -> None:
         """Record the step; give up after too many skipped ones."""
         self.narrator.stepped(self.progress, batch, result, lr)
+        if (watch := self.stepper.watch) is not None:
+            self.narrator.reached_new(self.progress, watch)
+            if watch.over:
+                self.stepper.watch = None
         if not result.skipped:
             self.skipped_in_a_row = 0
             return
@@ -144,14 +178,21 @@ class Trainer:
             )
 
     def evaluate_if_due(self) -> None:
-        """Evaluate after every `eval_interval`-th step, once."""
+        """Evaluate after every `eval_interval`-th step; a step is asked about once, also by a run
+        that goes on from it."""
         step = self.progress.step
-        if step and step % self.settings.eval_interval == 0 and self.evaluated_at != step:
+        if step in (0, self.asked_at):
+            return
+        due = step % self.settings.eval_interval == 0
+        if due and self.evaluated_at != step:
             self.evaluate()
+        if not due or self.evaluated_at == step:
+            self.asked_at = step
 
     def evaluate(self) -> None:
         """Held-out loss of the weights, or of their moving average where one is kept."""
         self.safe.enter(f"evaluation at step {self.progress.step}", self.progress.step)
+        enter(self.stepper.bare_model, self.progress.step)
         with self.stepper.averaged_weights():
             result = evaluate(
                 self.task,
@@ -167,13 +208,15 @@ class Trainer:
             )
         if result is not None:
             self.evaluated, self.evaluated_at = result, self.progress.step
+            self.losses = (*self.losses, (self.progress.step, result.loss))[-self.losses_kept :]
             self.best = Best.of(self.best, result.loss, self.progress.step)
             self.narrator.evaluated(self.progress, result, best=self.best_is_now)
 
     @property
     def best_is_now(self) -> bool:
-        """Whether this step's evaluation gave the lowest loss so far."""
-        return self.best is not None and self.best.step == self.progress.step
+        """Whether the weights as they are gave the lowest loss so far."""
+        step = self.progress.step
+        return self.best is not None and self.best.step == step == self.evaluated_at
 
     def save_if_due(self) -> None:
         """Save between two steps, if a count, rank 0's clock, a new best or somebody says so."""
@@ -182,6 +225,8 @@ class Trainer:
             return
         why = reasons(self.config.checkpoint, self.looked_at, self.progress)
         self.looked_at = self.progress
+        if self.config.checkpoint.on_growth and self.grown_at == self.progress.step:
+            why.append("after growth")
         if self.config.checkpoint.on_best and self.best_is_now:
             why.append("best so far")
         wish = self.safe.save_requested
@@ -232,15 +277,9 @@ class Trainer:
         return budget_met(
             self.budgets,
             self.progress,
-            samples_per_epoch=self.samples_per_epoch,
+            epochs=self.course.epochs(self.progress.samples),
             validation_loss=loss,
         )
-
-    def carry_out(self, operation: Operation) -> None:
-        """Make an operation part of the history; the settings are folded anew."""
-        change = Change(operation, self.progress.step, self.progress.samples)
-        self.settings = fold(self.config, (*self.history, change))
-        self.history = (*self.history, change)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint remembers beside tensors and history, as JSON."""
@@ -249,21 +288,45 @@ class Trainer:
             "best": self.best and dataclasses.asdict(self.best),
             "story": self.narrator.state(),
             "evaluated_at": self.evaluated_at,
+            "asked_at": self.asked_at,
+            "losses": self.losses,
             "skipped_in_a_row": self.skipped_in_a_row,
             "scaler": self.stepper.scaler.state_dict(),
         }
 
     def restore(self, state: Mapping[str, Any], history: History) -> None:
-        """Go on from what `state` gave; the settings are folded anew from the history.
+        """Go on from what `state` gave, with the settings and the shape that the history leads to.
+
+        The weights are left to be filled in. All ranks come here together.
 
         Raises:
             LookupError, TypeError, ValueError: `state` never gave that.
         """
-        self.history = history
-        self.settings = fold(self.config, history)
+        self.follow(history)
         self.progress = self.looked_at = msgspec.convert(state["progress"], Progress)
         self.best = msgspec.convert(state["best"], Best | None)
         self.evaluated_at = msgspec.convert(state["evaluated_at"], int)
+        self.asked_at = msgspec.convert(state.get("asked_at", self.evaluated_at), int)
+        self.losses = msgspec.convert(state.get("losses", ()), tuple[tuple[int, float], ...])
         self.skipped_in_a_row = msgspec.convert(state["skipped_in_a_row"], int)
         self.stepper.scaler.load_state_dict(state["scaler"])
         self.narrator.restore(state["story"], self.progress)
+
+    def follow(self, history: History) -> None:
+        """Fold the history anew, and build what it leads to (law 1)."""
+        state, task, course = self.initial, self.task, self.course
+        for change in history:
+            if not change.skipped:
+                state = carried_out(state, change.operation, change.step)
+                task = task.at(state.architecture, state.settings.context)
+                if state.settings.context != course.context:
+                    course = course.next(task, state.settings.context, change.cursor)
+        before = self.in_force
+        self.history, self.in_force, self.task = history, state, task
+        if state.architecture != before.architecture:
+            bare = task.shell().to(self.world.device)
+            self.stepper = rig(self.config, self.world, task, bare, state.settings.frozen)
+        elif state.settings.frozen != before.settings.frozen:
+            freeze(self.stepper, self.config, state.settings.frozen)
+        if course != self.course:
+            self.read(course)

@@ -1,235 +1,320 @@
-"""What a run will be before it starts: its shape, its steps, its FLOPs and its memory."""
+"""What a run will be before it starts: its stages, their shapes, steps, FLOPs and memory."""
 
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from fractions import Fraction
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from instar.config.budget import Budget, parse_budget
+from instar.config.budget import parse_budget
+from instar.config.checks import Clash
+from instar.config.dump import in_yaml
+from instar.config.errors import ConfigError
+from instar.config.load import Loaded
+from instar.config.operation import Operation
 from instar.config.schema import RunConfig
+from instar.growth.operators import is_growth
 from instar.models.architecture import (
     Architecture,
+    ArchitectureError,
     ParameterCount,
     count_parameters,
     flops_per_token,
     resolve,
 )
 from instar.models.memory import memory_estimate
-from instar.record.amounts import bytes_text, count_text, flops_text
+from instar.schedule.checks import mistakes
+from instar.schedule.entries import Entry, entries, too_large
+from instar.schedule.operations import State, carried_out, fold, planned
+from instar.schedule.pace import Pace, Spot, samples_per_epoch
+from instar.schedule.settings import Settings
+from instar.schedule.timeline import Leg, Timeline, timeline
+from instar.schedule.triggers import words
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of the run with one shape, from `first_step` up to `end_step` (None: open)."""
+    """The run from one operation to the next; the first begins with the run."""
 
-    first_step: int
-    end_step: int | None
+    operation: str
+    """name and value; empty for the first"""
+    label: str
+    """how much of the function the operation keeps: exact, bounded, lossy; or nothing to keep"""
+    when: str
+    """its trigger in words"""
+    first_step: int | None
+    """at the earliest; None: the run ends before"""
+    latest_step: int | None
+    """at the latest; None: it may never come"""
+    skipped: str
+    """why the operation is passed over"""
+    settings: Settings
     architecture: Architecture
     parameters: ParameterCount
     flops_per_token: int
     memory_bytes: dict[str, int]
     """by part, at the peak of a step on one rank"""
+    batch_size: int
+    """samples that a rank runs at once, at most"""
+    steps_per_epoch: int | None
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a run comes to."""
+
+    steps: int
+    samples: int
+    tokens: int
+    epochs: float | None
+    flops: int
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run's stages and their sums; totals are None where only time or the loss ends the run."""
+    """A run's stages and their sums."""
 
     stages: tuple[Stage, ...]
     world_size: int
-    batch_size: int
-    """samples that a rank runs at once, at most"""
-    global_batch: int
-    """samples of a step, over all ranks"""
-    tokens_per_step: int
-    dataset_tokens: int
-    samples_per_epoch: int
-    steps_per_epoch: int
+    dataset_tokens: int | None
+    """None: the data are not made yet"""
+    samples_per_epoch: int | None
     until: tuple[str, ...]
-    steps: int | None
-    samples: int | None
-    tokens: int | None
-    epochs: float | None
-    flops: int | None
+    early: Totals | None
+    """where every operation comes at its earliest; None: only time or the loss ends the run"""
+    late: Totals | None
+    """where every operation comes at its latest"""
+
+    @property
+    def steps(self) -> int | None:
+        """Steps after which the run has ended at the earliest."""
+        ends = [each.steps for each in (self.early, self.late) if each is not None]
+        return min(ends, default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        return asdict(self)
+        return {**asdict(self), "steps": self.steps}
 
 
-def budget_steps(
-    budgets: Iterable[Budget], *, global_batch: int, tokens_per_sample: int, samples_per_epoch: int
-) -> int | None:
-    """Steps after which the tightest of the budgets is used up; None if none counts steps, tokens,
-    samples or epochs.
+class ScheduleError(ValueError):
+    """A schedule that this run could not carry out; `clashes` is what is wrong."""
 
-    An epoch's last step takes what is left, so that an epoch is ⌈samples / global batch⌉ steps.
-    """
-    counts = []
-    for budget in budgets:
-        amount = Fraction(
-            str(budget.amount)
-        )  # 0.1 epochs of 30 samples are 3, not 3.0000000000000004
-        if budget.kind == "steps":
-            counts.append(math.ceil(amount))
-            continue
-        if budget.kind == "samples":
-            samples = math.ceil(amount)
-        elif budget.kind == "tokens":
-            samples = math.ceil(amount / tokens_per_sample)
-        elif budget.kind == "epochs":
-            samples = math.ceil(amount * samples_per_epoch)
-        else:
-            continue
-        epochs, rest = divmod(samples, samples_per_epoch)
-        per_epoch = math.ceil(samples_per_epoch / global_batch)
-        counts.append(epochs * per_epoch + math.ceil(rest / global_batch))
-    return min(counts, default=None)
-
-
-def samples_after(steps: int, *, global_batch: int, samples_per_epoch: int) -> int:
-    """Samples that so many steps consume, epochs' last steps being smaller."""
-    epochs, rest = divmod(steps, math.ceil(samples_per_epoch / global_batch))
-    return epochs * samples_per_epoch + rest * global_batch
+    def __init__(self, *clashes: Clash) -> None:
+        super().__init__("\n".join(clash.message for clash in clashes))
+        self.clashes = clashes
 
 
 def forecast(
     config: RunConfig,
-    dataset_tokens: int,
-    samples_per_epoch: int,
+    dataset_tokens: int | None,
     vocab_size: int,
     world_size: int,
 ) -> Forecast:
-    """The run that a config makes of `dataset_tokens` training tokens, cut into
-    `samples_per_epoch` samples, on `world_size` ranks.
+    """The run that a config makes of `dataset_tokens` training tokens on `world_size` ranks.
 
-    `vocab_size` is the tokenizer's. Raises ArchitectureError for impossible shapes, ValueError for
-    text that is no budget.
+    `vocab_size` is the tokenizer's. Neither data nor a tensor is touched.
+
+    Raises:
+        ArchitectureError: no model has the config's shape.
+        ScheduleError: operations cannot be carried out.
+        ValueError: text that is no budget.
     """
-    train = config.train
-    architecture = resolve(config.model, vocab_size)
-    global_batch = train.batch_size * train.gradient_accumulation_steps
+    if found := list(mistakes(config)):
+        raise ScheduleError(*found)
+    began = fold(config, resolve(config.model, vocab_size), ())
+    legs = _legs(config, began, dataset_tokens, world_size)
+    budgets = [parse_budget(text) for text in config.train.until]
+    early, late = (
+        timeline(legs, budgets, evaluated_at_start=config.eval.at_start, hopeful=hopeful)
+        for hopeful in (True, False)
+    )
+    return Forecast(
+        stages=tuple(
+            _stage(config, leg, _at(early, number), _at(late, number), world_size)
+            for number, leg in enumerate(legs)
+        ),
+        world_size=world_size,
+        dataset_tokens=dataset_tokens,
+        samples_per_epoch=legs[0].pace.samples_per_epoch,
+        until=tuple(config.train.until),
+        early=_totals(early),
+        late=_totals(late),
+    )
+
+
+def checked_forecast(
+    loaded: Loaded, dataset_tokens: int | None, vocab_size: int, world_size: int
+) -> Forecast:
+    """`forecast`, its mistakes told with the places of what the user wrote.
+
+    Raises:
+        ConfigError: the mistakes found.
+    """
+    try:
+        return forecast(loaded.config, dataset_tokens, vocab_size, world_size)
+    except ArchitectureError as error:
+        problems = [loaded.problem(m.key, m.message, m.hint) for m in error.mistakes]
+    except ScheduleError as error:
+        problems = [loaded.problem(c.keys[0], c.message, c.hint) for c in error.clashes]
+    raise ConfigError(*problems)
+
+
+def _legs(
+    config: RunConfig, began: State, dataset_tokens: int | None, world_size: int
+) -> list[Leg]:
+    """The run's legs. What operations make of it does not depend on the steps at which they come.
+
+    Raises ScheduleError with all that is wrong, up to the first growth that is impossible: what
+    follows it would stand on a model that there is not.
+    """
+    legs = [Leg(None, began, _pace(began, dataset_tokens))]
+    clashes: list[Clash] = []
+    for entry in entries(config):
+        try:
+            legs.append(_leg(legs[-1].state, entry, dataset_tokens, world_size))
+        except ScheduleError as error:
+            clashes += error.clashes
+            if is_growth(entry.operation.name):
+                break
+    if clashes:
+        raise ScheduleError(*clashes)
+    return legs
+
+
+def _leg(before: State, entry: Entry, dataset_tokens: int | None, world_size: int) -> Leg:
+    after, label = _tried(before, entry)
+    skipped = _skipped(after, entry)
+    if skipped:
+        return Leg(entry, before, _pace(before, dataset_tokens), skipped=skipped)
+    _check_data(after, entry, dataset_tokens, world_size)
+    return Leg(entry, after, _pace(after, dataset_tokens), label)
+
+
+def _tried(state: State, entry: Entry) -> tuple[State, str]:
+    """The state after an entry, and the label of what it does to the model."""
+    mask = state.architecture.mask
+    if mask is not None and is_growth(entry.operation.name):
+        state = carried_out(state, Operation("fold_masks"), mask.end)
+    try:
+        after, plan = planned(state, entry.operation, 0)
+    except ValueError as error:
+        part = _faulty(state, entry.operation)
+        raise _refused(entry, part, f"is not possible here: {error}") from None
+    return after, "" if plan is None else plan.label
+
+
+def _faulty(state: State, operation: Operation) -> str:
+    """The part of an impossible operation that makes it so: an option without which it were not."""
+    for option in operation.options:
+        rest = {name: value for name, value in operation.options.items() if name != option}
+        try:
+            carried_out(state, replace(operation, options=rest), 0)
+        except ValueError:
+            continue
+        return option
+    return "name" if operation.value is None else "value"
+
+
+def _skipped(grown: State, entry: Entry) -> str:
+    """Why an entry that may be skipped is."""
+    said = too_large(entry, grown.architecture)
+    if said and entry.on_failure == "stop":
+        hint = "on_failure: skip goes on without it"
+        raise _refused(entry, "max_params", f"is exceeded: there would be {said}", hint)
+    return said
+
+
+def _check_data(state: State, entry: Entry, dataset_tokens: int | None, world_size: int) -> None:
+    """Raise ScheduleError if ranks would be without samples."""
+    settings = state.settings
+    if settings.global_batch < world_size:
+        raise _refused(
+            entry,
+            "value",
+            f"leaves some of {world_size} ranks without any of {settings.global_batch} samples at "
+            "every step",
+            f"keep batch_size × gradient_accumulation_steps at {world_size} or more",
+        )
+    if dataset_tokens is not None and dataset_tokens <= settings.context:
+        raise _refused(
+            entry,
+            "value",
+            f"makes samples of {settings.context:,} tokens, and there are {dataset_tokens:,} to "
+            "train on",
+        )
+
+
+def _refused(entry: Entry, part: str, message: str, hint: str = "") -> ScheduleError:
+    key = f"{entry.place}.{part}"
+    return ScheduleError(Clash((key, entry.place), f"{key} {message}", hint))
+
+
+def _pace(state: State, dataset_tokens: int | None) -> Pace:
+    context = state.settings.context
+    return Pace(
+        state.settings.global_batch,
+        context,
+        samples_per_epoch(dataset_tokens, context),
+        flops_per_token(state.architecture, context),
+    )
+
+
+def _at(told: Timeline, number: int) -> int | None:
+    return told.steps[number] if number < len(told.steps) else None
+
+
+def _stage(
+    config: RunConfig, leg: Leg, early: int | None, late: int | None, world_size: int
+) -> Stage:
+    settings, architecture = leg.state.settings, leg.state.architecture
     elastic = config.reproducible == "elastic"
     slices = config.distributed.elastic.virtual_ranks if elastic else world_size
-    batch_size = min(train.batch_size, math.ceil(global_batch / slices))
-    steps = budget_steps(
-        map(parse_budget, train.until),
-        global_batch=global_batch,
-        tokens_per_sample=architecture.context,
-        samples_per_epoch=samples_per_epoch,
-    )
-    stage = Stage(
-        first_step=0,
-        end_step=steps,
+    batch_size = min(settings.batch_size, math.ceil(settings.global_batch / slices))
+    size = leg.pace.samples_per_epoch
+    return Stage(
+        operation=described(leg.entry.operation) if leg.entry else "",
+        label=leg.label,
+        when=words(leg.entry.trigger) if leg.entry else "",
+        first_step=early,
+        latest_step=late,
+        skipped=leg.skipped,
+        settings=settings,
         architecture=architecture,
         parameters=count_parameters(architecture),
-        flops_per_token=flops_per_token(architecture),
+        flops_per_token=leg.pace.flops_per_token,
         memory_bytes=memory_estimate(
             architecture,
             batch_size=batch_size,
+            context=settings.context,
             precision=config.precision,
             optimizer=config.optimizer.name,
-            ema=train.ema is not None,
-            gradient_checkpointing=train.gradient_checkpointing,
+            ema=config.train.ema is not None,
+            gradient_checkpointing=config.train.gradient_checkpointing,
             device="cuda" if config.device.startswith("cuda") else "cpu",
         ),
-    )
-    samples = tokens = epochs = flops = None
-    if steps is not None:
-        samples = samples_after(
-            steps, global_batch=global_batch, samples_per_epoch=samples_per_epoch
-        )
-        tokens = samples * architecture.context
-        epochs = samples / samples_per_epoch
-        flops = tokens * stage.flops_per_token
-    return Forecast(
-        stages=(stage,),
-        world_size=world_size,
         batch_size=batch_size,
-        global_batch=global_batch,
-        tokens_per_step=global_batch * architecture.context,
-        dataset_tokens=dataset_tokens,
-        samples_per_epoch=samples_per_epoch,
-        steps_per_epoch=math.ceil(samples_per_epoch / global_batch),
-        until=tuple(train.until),
-        steps=steps,
-        samples=samples,
-        tokens=tokens,
-        epochs=epochs,
-        flops=flops,
+        steps_per_epoch=None if size is None else -(-size // settings.global_batch),
     )
 
 
-_LABEL = 12
-"""columns of a row's label"""
+def described(operation: Operation) -> str:
+    """An operation in a line: "insert_layers 2, where start"."""
+    name = operation.name
+    first = name if operation.value is None else f"{name} {in_yaml(operation.value)}"
+    return ", ".join(
+        [first, *(f"{key} {in_yaml(each)}" for key, each in operation.options.items())]
+    )
 
 
-def render(told: Forecast) -> str:
-    """The forecast as lines of at most 80 columns."""
-    rows: list[tuple[str, str]] = []
-    for number, stage in enumerate(told.stages):
-        if len(told.stages) > 1:
-            end = "the end" if stage.end_step is None else f"{stage.end_step:,}"
-            rows.append((f"stage {number + 1}", f"steps {stage.first_step:,} to {end}"))
-        rows += _stage_rows(stage)
-    ranks = f"{told.world_size} rank" + "s" * (told.world_size > 1)
-    rows += [
-        (
-            "step",
-            f"{told.global_batch:,} samples, {count_text(told.tokens_per_step)} tokens, "
-            f"on {ranks}, at most {told.batch_size:,} samples at once",
-        ),
-        (
-            "epoch",
-            f"{told.steps_per_epoch:,} steps, {told.samples_per_epoch:,} samples "
-            f"of {count_text(told.dataset_tokens)} tokens",
-        ),
-        ("until", " or ".join(told.until)),
-    ]
-    if told.steps is None or told.tokens is None or told.flops is None:
-        rows.append(("total", "open: only the clock or the loss ends this run"))
-    else:
-        rows.append(
-            (
-                "total",
-                f"{told.steps:,} steps, {count_text(told.tokens)} tokens, "
-                f"{told.epochs:.2f} epochs, {flops_text(told.flops)} FLOPs",
-            )
-        )
-    lines = []
-    for label, text in rows:
-        for line in textwrap.wrap(text, 80 - _LABEL):
-            lines.append(f"{label:<{_LABEL}}{line}")
-            label = ""
-    return "\n".join(lines)
-
-
-def _stage_rows(stage: Stage) -> list[tuple[str, str]]:
-    arch, count, memory = stage.architecture, stage.parameters, stage.memory_bytes
-    heads = f"{arch.n_head} heads"
-    if arch.n_kv_head < arch.n_head:
-        heads += f" ({arch.n_kv_head} for keys and values)"
-    style = [arch.norm, arch.activation, f"{arch.positions} positions"]
-    style += ["biases"] * arch.bias + ["QK-norm"] * arch.qk_norm
-    style += ["tied head" if arch.tied else "untied head"]
-    style += [f"dropout {arch.dropout:g}"] * (arch.dropout > 0)
-    parts = [f"{name} {bytes_text(size)}" for name, size in memory.items() if size]
-    return [
-        ("shape", f"{arch.n_layer} layers × {arch.n_embd} wide, {heads} of {arch.head_dim}"),
-        (
-            "",
-            f"MLP {arch.n_mlp:,}, context {arch.context:,}, vocabulary {arch.vocab_size:,}",
-        ),
-        ("", ", ".join(style)),
-        (
-            "parameters",
-            f"{count_text(count.total)}, {count_text(count.non_embedding)} without embeddings",
-        ),
-        ("compute", f"{flops_text(stage.flops_per_token)} FLOPs per token, forward and backward"),
-        ("memory", f"about {bytes_text(sum(memory.values()))} of tensors on each rank:"),
-        ("", ", ".join(parts)),
-    ]
+def _totals(told: Timeline) -> Totals | None:
+    end: Spot | None = told.end
+    if end is None:
+        return None
+    known = told.end_pace.samples_per_epoch is not None
+    return Totals(
+        steps=end.step,
+        samples=end.samples,
+        tokens=end.tokens,
+        epochs=float(end.epochs(told.end_pace)) if known else None,
+        flops=end.flops,
+    )

@@ -8,7 +8,9 @@ the history (`schedule/operations.py`), turned into the number of one step by
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from instar.config.schema import RunConfig
@@ -33,11 +35,24 @@ class Settings:
     eval_interval: int
     eval_iters: int | None
     """evaluation batches; None: the whole validation set"""
+    context: int
+    """tokens of a sample; at most what the architecture looks back on"""
+    frozen: tuple[str, ...] = ()
+    """parameter-name patterns, the last that matches decides: see `is_frozen`"""
+    rewarm_start: int = 0
+    """step at which the rate began to rise from 0 again, on top of its course"""
+    rewarm_iters: int = 0
+    """steps of that rise; 0: there is none"""
 
     @property
     def global_batch(self) -> int:
         """Samples one step consumes over all ranks."""
         return self.batch_size * self.grad_accum
+
+    def counts(self) -> list[int]:
+        """Whatever counts something, as far as it is given."""
+        ends = [each for each in (self.lr_decay_iters, self.eval_iters) if each is not None]
+        return [self.warmup_iters, self.global_batch, self.eval_interval, self.context, *ends]
 
 
 def initial_settings(config: RunConfig) -> Settings:
@@ -55,7 +70,20 @@ def initial_settings(config: RunConfig) -> Settings:
         grad_accum=config.train.gradient_accumulation_steps,
         eval_interval=config.eval.eval_interval,
         eval_iters=config.eval.eval_iters,
+        context=config.model.context,
     )
+
+
+THAWED = "!"
+"""before a pattern of `Settings.frozen`: what matches trains again"""
+
+
+def is_frozen(patterns: Sequence[str], name: str) -> bool:
+    """Whether a parameter is left out of training: the last pattern that matches its name says so."""
+    for pattern in reversed(patterns):
+        if fnmatchcase(name, pattern.removeprefix(THAWED)):
+            return not pattern.startswith(THAWED)
+    return False
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -65,11 +93,21 @@ def learning_rate(settings: Settings, step: int) -> float:
     `min_lr_ratio × lr` at `lr_decay_iters` (SGDR, arXiv 1608.03983, eq. 5, one cycle); *wsd* stays at
     the peak and falls linearly over the last `decay_fraction` of `lr_decay_iters`
     (MiniCPM, arXiv 2404.06395); *constant* stays. Past the end the rate stays at its lowest.
+
+    A re-warming multiplies this by a factor that rises from 0 to 1 over `rewarm_iters` steps, while
+    the course itself goes on (arXiv 2308.04014, which begins at 0 or the lowest rate; here 0).
     """
     done = step - settings.lr_start
     if done < settings.warmup_iters:
-        return settings.lr * (done + 1) / settings.warmup_iters
-    return settings.lr * _share_of_peak(settings, done)
+        share = (done + 1) / settings.warmup_iters
+    else:
+        share = _share_of_peak(settings, done)
+    return settings.lr * share * _rewarmed(settings, step)
+
+
+def _rewarmed(settings: Settings, step: int) -> float:
+    done = step - settings.rewarm_start
+    return (done + 1) / settings.rewarm_iters if 0 <= done < settings.rewarm_iters else 1.0
 
 
 def _share_of_peak(settings: Settings, done: int) -> float:

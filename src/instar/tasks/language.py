@@ -20,38 +20,54 @@ class LanguageTask:
     """A GPT on a prepared token data set. A sample is one window, its weight its target tokens."""
 
     def __init__(
-        self, config: RunConfig, architecture: Architecture, dataset: TokenDataset
+        self,
+        config: RunConfig,
+        architecture: Architecture,
+        dataset: TokenDataset,
+        context: int | None = None,
     ) -> None:
+        """`context`: tokens of a sample, at most what the model looks back on; None: that."""
         self.config = config
         self.architecture = architecture
         self.dataset = dataset
+        self.context = context or architecture.context
+
+    def at(self, architecture: Architecture, context: int) -> LanguageTask:
+        return LanguageTask(self.config, architecture, self.dataset, context)
 
     def build(self) -> GPT:
-        model = GPT(
-            self.architecture,
-            gradient_checkpointing=self.config.train.gradient_checkpointing,
-        )
+        model = self.shell()
         model.init_weights(self.config.seed)
         return model
 
-    def train_samples(self) -> tuple[Source, Order]:
-        split, context = self.dataset.split("train"), self.architecture.context
-        windows = TokenWindows(split, context)
+    def shell(self) -> GPT:
+        return GPT(
+            self.architecture,
+            gradient_checkpointing=self.config.train.gradient_checkpointing,
+        )
+
+    def train_samples(self, course: int = 0) -> tuple[Source, Order]:
+        # seeds are below 2^63, so that no two courses of any two runs share an order
+        split, seed = self.dataset.split("train"), self.config.seed + (course << 63)
+        windows = TokenWindows(split, self.context)
         if self.config.data.order != "random":
-            return windows, make_order(self.config.data.order, len(windows), self.config.seed)
-        starts = TokenWindows(split, context, stride=1)
-        order = make_order("random", len(starts), self.config.seed, samples_per_epoch=len(windows))
-        return starts, order
+            return windows, make_order(self.config.data.order, len(windows), seed)
+        starts = TokenWindows(split, self.context, stride=1)
+        return starts, make_order("random", len(starts), seed, samples_per_epoch=len(windows))
 
     def held_out(self, split: str) -> Source:
-        return TokenWindows(self.dataset.split(split), self.architecture.context)
+        return TokenWindows(self.dataset.split(split), self.context)
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = model(batch["inputs"], batch["targets"])
         return loss
 
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        logits: torch.Tensor = model(batch["inputs"])
+        return logits
+
     def flops(self, weight: float) -> float:
-        return weight * flops_per_token(self.architecture, self.architecture.context)
+        return weight * flops_per_token(self.architecture, self.context)
 
     def describe(self) -> Mapping[str, Any]:
         return self.architecture.to_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -14,14 +14,32 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class Task(Protocol):
-    """A model, its samples, and how wrong it is on them."""
+    """A model of one architecture, its samples, and how wrong it is on them."""
+
+    @property
+    def architecture(self) -> Any:
+        """The shape of the model that it builds, for growth to change."""
+        ...
+
+    def at(self, architecture: Any, context: int) -> Self:
+        """The same task with a model of another shape, or samples of another length."""
+        ...
 
     def build(self) -> torch.nn.Module:
         """The model at step 0, initialised from the run's seed alone, on the CPU."""
         ...
 
-    def train_samples(self) -> tuple[Source, Order]:
-        """Where training samples are and in which order they come."""
+    def shell(self) -> torch.nn.Module:
+        """A model whose parameters have any values yet, on the CPU."""
+        ...
+
+    def train_samples(self, course: int = 0) -> tuple[Source, Order]:
+        """Where training samples are and in which order they come.
+
+        Args:
+            course: counts how often a run began with samples of another length; each has an order
+                of its own.
+        """
         ...
 
     def held_out(self, split: str) -> Source:
@@ -30,6 +48,10 @@ class Task(Protocol):
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Loss summed over the batch, a float32 scalar; divide by `Source.weights` for the mean."""
+        ...
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """What the model says of the batch, before any loss: the function that growth preserves."""
         ...
 
     def flops(self, weight: float) -> float:

@@ -1,0 +1,118 @@
+"""How long a run stands still to grow, against one step; and what a mask costs once it is folded.
+
+    python benchmarks/operations.py [--quick]
+
+A trainer makes steps in this process and grows in between, through the same function as in a run:
+planning, applying the plan to parameters and moments, proving the label, and whatever must be made
+anew around the model. A first step after growth may be slower than the next ones; that counts too.
+Then a model that grew under a mask, now folded away, takes turns with one that was born that size.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from instar.config.operation import Operation
+from instar.run.changes import carry_out
+from instar.run.trainer import Trainer
+from pauses import Size, timed, trainer_of
+from report import Case, case, options, parser, publish
+from throughput import gpt
+
+OPERATIONS = (
+    Operation("widen_mlp", "x1.25"),
+    Operation("insert_layers", 1),
+    Operation("add_heads", 2),
+    Operation("widen_hidden", "x1.25"),
+)
+MASKED = Operation("widen_mlp", "x1.25", {"mask": 1})
+FOLD = Operation("fold_masks")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, and how often each thing is done."""
+
+    size: Size
+    rounds: int
+    """turns of the folded model and of the one born that size"""
+    steps: int
+    """of a turn"""
+
+
+PLANS = (Plan(Size("10 M", gpt(6, 6, 384, 256, 4), steps=4, repeats=3), rounds=12, steps=4),)
+QUICK = (Plan(Size("tiny", gpt(1, 2, 16, 16, 2), steps=2, repeats=1), rounds=2, steps=2),)
+
+
+def main() -> None:
+    chosen = options(parser(__doc__).parse_args())
+    cases: list[Case] = []
+    for plan in QUICK if chosen.quick else PLANS:
+        cases += pauses(plan.size, chosen.quick)
+        cases += folded(plan, chosen.quick)
+    publish("operations", cases, chosen)
+
+
+def pauses(size: Size, quick: bool) -> list[Case]:
+    """Seconds that each operation costs a run, as multiples of a step before it."""
+    ratios: dict[str, list[float]] = {operation.name: [] for operation in OPERATIONS}
+    for repeat in range(size.repeats):
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+            trainer = trainer_of(size, Path(folder), quick)
+            with closing(trainer):
+                timed(trainer.step)
+                for operation in OPERATIONS:
+                    ratios[operation.name].append(pause(trainer, operation, size.steps))
+        print(f"{size.name}: {repeat + 1} of {size.repeats}", file=sys.stderr)
+    return [
+        case(f"{size.name}: pause of {name} / step", found, "steps", most=5.0)
+        for name, found in ratios.items()
+    ]
+
+
+def pause(trainer: Trainer, operation: Operation, steps: int) -> float:
+    """Steps for which the run stands still."""
+    before = turn(trainer, steps)
+    stood = timed(lambda: carry_out(trainer, operation))
+    first, after = timed(trainer.step), turn(trainer, steps)
+    return (stood + max(0.0, first - after)) / before
+
+
+def folded(plan: Plan, quick: bool) -> list[Case]:
+    """Steps of a model whose mask is folded away, against those of one born that size."""
+    ratios = []
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, ExitStack() as stack:
+        grown = trainer_of(plan.size, Path(folder), quick)
+        stack.enter_context(closing(grown))
+        timed(grown.step)
+        carry_out(grown, MASKED)
+        timed(grown.step)
+        carry_out(grown, FOLD)
+        wide = grown.in_force.architecture.n_mlp
+        size = Size("born", (*plan.size.overrides, f"model.n_mlp={wide}"), plan.size.steps, 1)
+        born = trainer_of(size, Path(folder), quick)
+        stack.enter_context(closing(born))
+        for trainer in (grown, born):
+            turn(trainer, plan.steps)
+        chance = random.Random(0)
+        for _ in range(plan.rounds):
+            order = [grown, born]
+            chance.shuffle(order)
+            seconds = {id(trainer): turn(trainer, plan.steps) for trainer in order}
+            ratios.append(seconds[id(born)] / seconds[id(grown)])
+    name = f"{plan.size.name}: tokens/s with the mask folded away / born that size"
+    return [case(name, ratios, "ratio", least=0.99)]
+
+
+def turn(trainer: Trainer, steps: int) -> float:
+    return statistics.median(timed(trainer.step) for _ in range(steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Training as segments: each goes on from another, is done once, and remembers how it came out.
+
+A study is many runs that share their beginnings. A *segment* is a stretch of training at fixed
+settings, from the end of its parent (perhaps grown in between) to a step; its folder is a run of its
+own, begun by `instar train`, `instar grow` or a copy, and gone on with by `instar resume`. What a
+segment came to stands in a file; a study that is broken off goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from instar.checkpoint.store import newest_whole
+from instar.cli.main import main
+from report import parser
+
+_FORKS = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of training."""
+
+    name: str
+    until: int
+    """steps of the whole run at its end"""
+    settings: tuple[str, ...]
+    """`key=value`, from here on"""
+    parent: Segment | None = None
+    operations: tuple[str, ...] = ()
+    """as `instar grow --op` takes them, made of the parent's last checkpoint"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the run stood at the end of a segment, everything before it included."""
+
+    step: int
+    loss: float
+    """on the whole validation split, nats"""
+    tokens: int
+    flops: float
+    active_s: float
+    """seconds in training steps"""
+
+
+class Workshop:
+    """The folder where segments are made, several at a time."""
+
+    def __init__(
+        self, folder: Path, base: Sequence[str], workers: int, kept: Path | None = None
+    ) -> None:
+        """
+        Args:
+            base: settings of every segment that has no parent.
+            kept: a file with what segments came to, also where their folders are gone; every
+                result is added to it.
+        """
+        self.folder, self.base, self.workers, self.kept = folder, tuple(base), workers, kept
+        there = kept is not None and kept.exists()
+        self.known: dict[str, Result] = (
+            {name: Result(**values) for name, values in json.loads(kept.read_text()).items()}
+            if kept is not None and there
+            else {}
+        )
+        # segments share the machine by being several, not by having threads
+        os.environ["OMP_NUM_THREADS"] = "1"
+        _FORKS.set_forkserver_preload(["instar.run.rank", "instar.run.grow"])
+
+    def results(self, segments: Sequence[Segment]) -> dict[str, Result]:
+        """What every segment, and those that it goes on from, came to, by name.
+
+        Those that are ready to begin are begun in the order in which they are given.
+        """
+        found = {one.name: done for one in segments if (done := self._done(one.name)) is not None}
+        todo = self._missing([segment for segment in segments if segment.name not in found])
+        found |= {
+            parent.name: done
+            for segment in todo
+            if (parent := segment.parent) is not None
+            and parent not in todo
+            and (done := self._done(parent.name)) is not None
+        }
+        under_way: dict[Future[Result], str] = {}
+        with ThreadPoolExecutor(self.workers) as threads:
+            while todo or under_way:
+                for segment in list(todo):
+                    ready = segment.parent is None or segment.parent.name in found
+                    if ready and len(under_way) < self.workers:
+                        todo.remove(segment)
+                        under_way[threads.submit(self._make, segment)] = segment.name
+                over, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                for future in over:
+                    name = under_way.pop(future)
+                    found[name] = future.result()
+                    self._keep(name, found[name])
+                    told = f"{name}: {found[name].loss:.4f} at step {found[name].step:,}"
+                    print(f"{told}, {len(todo) + len(under_way)} to go", file=sys.stderr)
+        return found
+
+    def _missing(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Segments to be made for these, parents before their children: also a parent whose result
+        is known, if its folder is gone."""
+        return list(_with_parents(segments, until=self._stands).values())
+
+    def _stands(self, segment: Segment) -> bool:
+        """Whether another can go on from it."""
+        return (self.folder / f"{segment.name}.json").exists()
+
+    def _done(self, name: str) -> Result | None:
+        file = self.folder / f"{name}.json"
+        return Result(**json.loads(file.read_text())) if file.exists() else self.known.get(name)
+
+    def _keep(self, name: str, result: Result) -> None:
+        self.known[name] = result
+        if self.kept is not None:
+            every = {name: asdict(self.known[name]) for name in sorted(self.known)}
+            aside = self.kept.with_suffix(".new")
+            aside.write_text(json.dumps(every, indent=1) + "\n")
+            aside.rename(self.kept)
+
+    def _make(self, segment: Segment) -> Result:
+        run = self.folder / segment.name
+        shutil.rmtree(run, ignore_errors=True)  # of a segment that was broken off
+        log = self.folder / f"{segment.name}.log"
+        log.unlink(missing_ok=True)
+        until = ["--until", f"{segment.until}it"]
+        if segment.parent is None:
+            settings = (*self.base, *segment.settings, f"record.run_dir={run}")
+            _instar(log, "train", *until, *_sets(settings))
+        else:
+            parent = self.folder / segment.parent.name
+            if segment.operations:
+                chosen = [word for text in segment.operations for word in ("--op", text)]
+                _instar(log, "grow", str(parent), str(run), *chosen)
+            else:
+                shutil.copytree(parent, run, ignore=shutil.ignore_patterns("events.jsonl"))
+            _instar(log, "resume", str(run), *until, *_sets(segment.settings))
+        checkpoint, _ = newest_whole(run)
+        said, progress = checkpoint.manifest, checkpoint.manifest.progress
+        if said.loss is None or said.step != segment.until:
+            sys.exit(f"{segment.name}: ended at step {said.step:,} without an evaluation")
+        result = Result(
+            said.step,
+            said.loss,
+            round(progress["tokens"]),
+            progress["flops"],
+            progress["active_s"],
+        )
+        aside = self.folder / f".{segment.name}.json"
+        aside.write_text(json.dumps(asdict(result)) + "\n")
+        aside.rename(self.folder / f"{segment.name}.json")
+        return result
+
+
+def study_parser(about: str | None) -> argparse.ArgumentParser:
+    """A command line with what every study of segments takes."""
+    made = parser(about)
+    made.add_argument("--work", type=Path, help="where runs are kept; default: thrown away")
+    made.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
+    return made
+
+
+@contextmanager
+def place_of(parsed: argparse.Namespace) -> Iterator[Path]:
+    """The folder of --work, or one that is thrown away."""
+    with tempfile.TemporaryDirectory() as scratch:
+        work: Path = parsed.work or Path(scratch)
+        work.mkdir(parents=True, exist_ok=True)
+        yield work
+
+
+def _with_parents(
+    segments: Sequence[Segment], until: Callable[[Segment], bool]
+) -> dict[str, Segment]:
+    """By name, parents before their children, up to those of which `until` is true.
+
+    Raises:
+        ValueError: two segments have one name.
+    """
+    every: dict[str, Segment] = {}
+    for segment in segments:
+        line = [segment]
+        while (parent := line[-1].parent) is not None and not until(parent):
+            line.append(parent)
+        for each in reversed(line):
+            if every.setdefault(each.name, each) != each:
+                raise ValueError(f"two segments are called {each.name}")
+    return every
+
+
+def _sets(settings: Sequence[str]) -> list[str]:
+    return [word for text in settings for word in ("--set", text)]
+
+
+def _instar(log: Path, *words: str) -> None:
+    """One command in a process of its own, which finds torch imported."""
+    process = _FORKS.Process(target=_command, args=(log, words))
+    process.start()
+    process.join()
+    if process.exitcode:
+        sys.exit(f"instar {' '.join(words)} failed:\n{log.read_text()}")
+
+
+def _command(log: Path, words: Sequence[str]) -> None:
+    with log.open("a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.exit(main(words))

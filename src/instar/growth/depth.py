@@ -1,0 +1,151 @@
+"""Deeper: blocks put in between, and whole copies of the model on top of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, TypeVar
+
+from instar.growth.axes import Growable, Use, born, streams_of
+from instar.growth.lora import relayered
+from instar.growth.masks import enter
+from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, TensorPlan
+from instar.growth.values import grown_size, listed
+from instar.models.architecture import Architecture, Parameter, layer_of
+
+G = TypeVar("G", bound=Growable)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of the new model: the old one that it is, or that it is made from."""
+
+    source: int
+    inserted: bool = False
+
+
+def stack_layers(
+    arch: G, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[G, GrowthPlan]:
+    """The whole stack of blocks again and again (G_stack, arXiv 2405.15319), or a map of each new
+    block to the old one that it is a copy of; lossy."""
+    del options, step
+    layers = _layers(arch)
+    grown_size(len(value) if isinstance(value, list | tuple) else value * layers, layers, "layers")
+    order = list(range(layers)) * value if isinstance(value, int) else list(value)
+    if beyond := [layer for layer in order if layer >= layers]:
+        raise GrowthError(f"there is no layer {beyond[0]}: layers are 0 to {layers - 1}")
+    if lost := sorted(set(range(layers)) - set(order)):
+        raise GrowthError(f"layer {listed(lost)} would be lost: the map must have every layer")
+    blocks = [_Block(layer) for layer in order]
+    grown = _deeper(arch, blocks, "neighbour")
+    return grown, GrowthPlan(_tensors(grown, blocks, (), "neighbour"), "lossy")
+
+
+def insert_layers(
+    arch: G, value: int, options: Mapping[str, Any], step: int
+) -> tuple[G, GrowthPlan]:
+    """So many new blocks, which write nothing to the stream yet (LLaMA Pro, arXiv
+    2401.02415); exact. All else in them is copied from the block below, or drawn."""
+    layers = _layers(arch)
+    grown_size(layers + value, layers, "layers")
+    streams = streams_of(arch)
+    if not streams:
+        raise GrowthError(
+            "the model names no stream that its blocks add to, so a new block cannot leave the "
+            "others' values as they are: give it `streams`, or use stack_layers"
+        )
+    positions = _positions(options.get("where", "end"), value, layers)
+    blocks: list[_Block] = []
+    for layer in range(layers + 1):
+        below = max(layer - 1, 0)
+        blocks += [_Block(below, inserted=True)] * positions.count(layer)
+        blocks += [_Block(layer)] if layer < layers else []
+    origin = options.get("from", "neighbour")
+    grown = _deeper(arch, blocks, origin)
+    new = [at for at, block in enumerate(blocks) if block.inserted]
+    if steps := options.get("mask"):
+        grown = _masked(grown, _ranges(new), step, steps)
+        streams = ()  # the mask is the zero factor
+    tensors = _tensors(grown, blocks, streams, origin)
+    return grown, GrowthPlan(tensors, "exact", notes=(f"new: {listed(new)}",))
+
+
+def _layers(arch: Growable) -> int:
+    sizes = arch.sizes()
+    if "layers" not in sizes:
+        raise GrowthError("this model has no axis called layers, so no blocks that could be added")
+    return sizes["layers"]
+
+
+def _positions(where: Any, count: int, layers: int) -> list[int]:
+    """Old layers before which the new ones come, `layers` for the end."""
+    if where == "even":
+        return [(number + 1) * layers // count for number in range(count)]
+    if isinstance(where, str):
+        return [layers if where == "end" else 0] * count
+    if len(where) != count:
+        raise GrowthError(f"{len(where)} positions for {count} new layers; give one for each")
+    if max(where) > layers:
+        raise GrowthError(
+            f"no layer can come before layer {max(where)}; positions are 0 to {layers}"
+        )
+    return list(where)
+
+
+def _deeper(arch: Any, blocks: Sequence[_Block], origin: str) -> Any:
+    """The architecture with these blocks; adapters go with their blocks, whatever their number."""
+    if not (isinstance(arch, Architecture) and arch.lora):
+        return arch.resized(layers=len(blocks))
+    drawn = origin == "normal"
+    sources = [None if block.inserted and drawn else block.source for block in blocks]
+    return replace(arch, n_layer=len(blocks), lora=relayered(arch, sources))
+
+
+def _masked(grown: Any, ranges: list[tuple[int, int]], step: int, steps: int) -> Any:
+    if not isinstance(grown, Architecture):
+        raise GrowthError("only a GPT has masks; new blocks of this model begin at zero")
+    return enter(grown, "layers", ranges, step, steps)
+
+
+def _tensors(
+    grown: Growable, blocks: Sequence[_Block], streams: tuple[str, ...], origin: str
+) -> dict[str, TensorPlan]:
+    """Each old block stands where it is named first; every other mention is a copy."""
+    named_first = {
+        block.source: at for at, block in reversed([*enumerate(blocks)]) if not block.inserted
+    }
+    kept = set(named_first.values())
+    tensors: dict[str, TensorPlan] = {}
+    for name, entry in grown.parameters().items():
+        layer, source = layer_of(name), _in_old(name, blocks)
+        if layer is None or layer in kept:
+            tensors[name] = Grown(source)
+        elif blocks[layer].inserted and entry.writes in streams:
+            tensors[name] = Fresh(entry.shape, "zero")
+        elif blocks[layer].inserted and origin == "normal":
+            tensors[name] = _drawn(name, entry)
+        else:
+            tensors[name] = Grown(source, copied=True)
+    return tensors
+
+
+def _drawn(name: str, entry: Parameter) -> Fresh:
+    new = born(Use(name, entry, 0), entry.shape[0])
+    return Fresh(entry.shape, new.fill, new.std)
+
+
+def _in_old(name: str, blocks: Sequence[_Block]) -> str:
+    """What the old model calls the tensor that a new one's is made from."""
+    layer = layer_of(name)
+    if layer is None:
+        return name
+    first, _, rest = name.split(".", 2)
+    return f"{first}.{blocks[layer].source}.{rest}"
+
+
+def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of neighbouring indices as start … stop-1."""
+    runs = groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
+    return [(run[0], run[-1] + 1) for run in ([index for _, index in g] for _, g in runs)]

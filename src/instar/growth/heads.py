@@ -1,0 +1,133 @@
+"""More of attention: query heads, key and value heads, channels of a head.
+
+Query head h reads key and value head ``h // (n_head / n_kv_head)``: heads that are put in the
+wrong place silently read another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from instar.growth.axes import Use, born, laid_out, relaid, zero_read
+from instar.growth.masks import enter
+from instar.growth.plan import GrowthError, GrowthPlan, New, Old, Piece
+from instar.growth.values import grown_size, listed
+from instar.models.architecture import Architecture
+
+
+def add_heads(
+    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[Architecture, GrowthPlan]:
+    """So many more query heads, which `attn.output` does not read yet; exact.
+
+    Whole groups, with key and value heads of their own, come at the end; or every group gets the
+    same number of query heads, at its own end.
+    """
+    per_group = arch.n_head // arch.n_kv_head
+    grown_size(arch.n_head + value, arch.n_head, "heads")
+    whole, even = value % per_group == 0, value % arch.n_kv_head == 0
+    where = options.get("where", "groups" if whole else "inside")
+    if not (whole if where == "groups" else even):
+        raise GrowthError(
+            f"{value} query heads cannot be added to {arch.n_kv_head} groups of {per_group}: "
+            f"whole groups need a multiple of {per_group}, heads inside every group a multiple of "
+            f"{arch.n_kv_head}"
+        )
+    heads: list[Old | int]
+    kv_heads: list[Old | int] = [Old(0, arch.n_kv_head)]
+    if where == "groups":
+        heads = [Old(0, arch.n_head), value]
+        kv_heads.append(value // per_group)
+        note = f"{value // per_group} more groups of {per_group}"
+    else:
+        more, starts = value // arch.n_kv_head, range(0, arch.n_head, per_group)
+        heads = [part for start in starts for part in (Old(start, start + per_group), more)]
+        note = f"{more} more in each of {arch.n_kv_head} groups"
+    grown = arch.resized(heads=_length(heads), kv_heads=_length(kv_heads))
+    fill = zero_read
+    if steps := options.get("mask"):
+        fill = born
+        grown = enter(grown, "heads", _new_ranges(heads), step, steps)
+    layouts = {"heads": laid_out(heads, fill), "kv_heads": laid_out(kv_heads, fill)}
+    return grown, GrowthPlan(relaid(arch, grown, layouts), "exact", notes=(note,))
+
+
+def split_kv_heads(
+    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[Architecture, GrowthPlan]:
+    """So many copies of every key and value head, each for its part of the group; exact.
+
+    A copy's gradient is that of its own query heads: their sum is the old one, so each counts
+    with an equal share of it. Its mean square comes out too small, by about 2 (measured: four copies
+    in a GPT of 3 × 64 at four ages).
+    """
+    del options, step
+    per_group = arch.n_head // arch.n_kv_head
+    if per_group % value:
+        possible = [factor for factor in range(2, per_group + 1) if per_group % factor == 0]
+        raise GrowthError(
+            f"{per_group} query heads for each key and value head cannot be split by {value}; "
+            + (f"choose {listed(possible)}" if possible else "every one has its own already")
+        )
+    grown = arch.resized(kv_heads=arch.n_kv_head * value)
+    copies = tuple(
+        Old(head, head + 1, gradient=1 / value, copied=copy > 0)
+        for head in range(arch.n_kv_head)
+        for copy in range(value)
+    )
+    return grown, GrowthPlan(relaid(arch, grown, {"kv_heads": lambda _: copies}), "exact")
+
+
+def grow_head_dim(
+    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[Architecture, GrowthPlan]:
+    """More channels in every head; exact.
+
+    New channels of keys are zero and those of values are not read yet; queries times √(d′ / d)
+    make up for the scores' division by √d′. RoPE pairs channel i with i + d / 2, so new pairs come
+    at the end of each half, and ``rope_base ** (d′ / d)`` leaves the old pairs their frequencies.
+    """
+    del options, step
+    now = arch.head_dim
+    size = grown_size(value, now, "head_dim")
+    if arch.qk_norm:
+        raise GrowthError(
+            "with qk_norm queries and keys are divided by their own size, so a new channel is "
+            "either zero in both, and stays so, or changes the old ones; add_heads is possible"
+        )
+    grown = arch.resized(head_dim=size)
+    parts: list[Old | int] = [Old(0, now), size - now]
+    if arch.positions == "rope":
+        grown = replace(grown, rope_base=arch.rope_base ** (size / now))
+        half, more = now // 2, (size - now) // 2
+        parts = [Old(0, half), more, Old(half, now), more]
+    scale = math.sqrt(size / now)
+    scaled = [
+        replace(p, value=scale, gradient=1 / scale) if isinstance(p, Old) else p for p in parts
+    ]
+
+    def pieces(use: Use) -> tuple[Piece, ...]:
+        if ".attn.query." in use.name:
+            return laid_out(scaled, born)(use)
+        if ".attn.key." in use.name:
+            return laid_out(parts, lambda _, count: New(count, "zero"))(use)
+        return laid_out(parts, zero_read)(use)
+
+    return grown, GrowthPlan(relaid(arch, grown, {"head_dim": pieces}), "exact")
+
+
+def _length(parts: list[Old | int]) -> int:
+    return sum(len(part) if isinstance(part, Old) else part for part in parts)
+
+
+def _new_ranges(parts: list[Old | int]) -> list[tuple[int, int]]:
+    ranges, at = [], 0
+    for part in parts:
+        size = _length([part])
+        if not isinstance(part, Old):
+            ranges.append((at, at + size))
+        at += size
+    return ranges

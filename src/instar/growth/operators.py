@@ -1,0 +1,182 @@
+"""Every operation that changes a model's shape, in one table; and the two things done with it.
+
+A planner is a pure function of a shape and an operation; it makes the shape grown and the plan for
+its tensors. What it says of mistakes has no operation's name in it: that is put before it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from instar.config.explain import nearest
+from instar.config.operation import Operation
+from instar.growth import values
+from instar.growth.axes import Growable
+from instar.growth.depth import insert_layers, stack_layers
+from instar.growth.heads import add_heads, grow_head_dim, split_kv_heads
+from instar.growth.lora import (
+    change_lora_rank,
+    is_rank,
+    merge_lora,
+    set_lora_alpha,
+    set_lora_rank,
+)
+from instar.growth.masks import fold_masks, refuse_open
+from instar.growth.plan import GrowthError, GrowthPlan
+from instar.growth.values import Check
+from instar.growth.vocab import extend_context, resize_vocab
+from instar.growth.width import widen, widen_hidden, widen_mlp
+from instar.models.architecture import Architecture, ArchitectureError
+
+G = TypeVar("G", bound=Growable)
+
+Planner = Callable[[Any, Any, Mapping[str, Any], int], tuple[Any, GrowthPlan]]
+"""(shape, value, options, step) → (grown shape, plan)."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operation: how it is planned, and the form of its value and of its own options."""
+
+    plan: Planner
+    value: Check
+    options: Mapping[str, Check] = field(default_factory=dict)
+    any_model: bool = False
+    """made of everything `Growable`; otherwise of a GPT"""
+
+
+def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan]:
+    """The grown shape, and what becomes of every tensor.
+
+    Args:
+        step: of the run, from which masks count.
+
+    Raises:
+        GrowthError: the operation cannot be made of this model; says what would be possible.
+    """
+    check(operation)
+    operator = OPERATORS[operation.name]
+    with _named(operation.name):
+        if not (operator.any_model or isinstance(arch, Architecture)):
+            every = ", ".join(name for name, other in OPERATORS.items() if other.any_model)
+            raise GrowthError(f"is made of a GPT only; of every model that names its axes: {every}")
+        if isinstance(arch, Architecture) and operator.plan is not fold_masks:
+            refuse_open(arch)
+        grown, made = operator.plan(arch, operation.value, operation.options, step)
+    return grown, made
+
+
+def check(operation: Operation) -> None:
+    """Raises GrowthError unless the operation is known and its value and options have the form
+    that it wants."""
+    if operation.name not in OPERATORS:
+        meant = nearest(operation.name, OPERATORS)
+        hint = f"did you mean {meant!r}?" if meant else f"there are {', '.join(OPERATORS)}"
+        raise GrowthError(f"no growth operation is called {operation.name!r}; {hint}")
+    operator = OPERATORS[operation.name]
+    with _named(operation.name):
+        operator.value(operation.value)
+        values.check_each(operation.options, {**operator.options, **_EVERYWHERE})
+
+
+def is_growth(name: str) -> bool:
+    """Whether an operation of this name changes the model's shape."""
+    return name in OPERATORS
+
+
+@contextmanager
+def _named(operation: str) -> Iterator[None]:
+    try:
+        yield
+    except GrowthError as error:
+        raise GrowthError(f"{operation}: {error}") from None
+    except ArchitectureError as error:
+        told = (f"{m.message}; {m.hint}" if m.hint else m.message for m in error.mistakes)
+        raise GrowthError(f"{operation}: {'. '.join(told)}") from None
+
+
+def _widen(
+    arch: Any, value: Mapping[str, Any], options: Mapping[str, Any], step: int
+) -> tuple[Any, GrowthPlan]:
+    """A GPT's axes grow by the operations that know its norms, groups and pairs."""
+    if not isinstance(arch, Architecture):
+        return widen(arch, value, options, step)
+    axis = value["axis"]
+    if axis not in _OF_GPT:
+        raise GrowthError(
+            f"a GPT has no axis {axis!r} to widen; there are {', '.join(_OF_GPT)}, and add_heads, "
+            "split_kv_heads, insert_layers for the others"
+        )
+    return plan(arch, Operation(_OF_GPT[axis], value["size"], options), step=step)
+
+
+_OF_GPT = {
+    "mlp": "widen_mlp",
+    "embed": "widen_hidden",
+    "head_dim": "grow_head_dim",
+    "vocab": "resize_vocab",
+    "context": "extend_context",
+}
+
+_EVERYWHERE: Mapping[str, Check] = {
+    "lr": values.is_lr,
+    "moments": values.one_of("asymmetric", "mapped", "reset"),
+}
+"""Options of every operation here: what follows it, and what of the optimizer's memory is kept."""
+
+_MASK: Mapping[str, Check] = {"mask": values.is_count}
+
+_ADAPTER: Mapping[str, Check] = {
+    "alpha": values.is_positive,
+    "rank_stabilized": values.is_flag,
+    "hold": values.is_flag,
+}
+
+OPERATORS: Mapping[str, Operator] = {
+    "stack_layers": Operator(stack_layers, values.is_layer_map, any_model=True),
+    "insert_layers": Operator(
+        insert_layers,
+        values.is_count,
+        {"where": values.is_positions, "from": values.one_of("neighbour", "normal"), **_MASK},
+        any_model=True,
+    ),
+    "widen_mlp": Operator(
+        widen_mlp,
+        values.is_size,
+        {"how": values.one_of("zero", "split"), "share": values.is_share, **_MASK},
+    ),
+    "widen_hidden": Operator(
+        widen_hidden,
+        values.is_size,
+        {"how": values.one_of("zero", "average", "duplicate"), **_MASK},
+    ),
+    "add_heads": Operator(
+        add_heads, values.is_count, {"where": values.one_of("groups", "inside"), **_MASK}
+    ),
+    "split_kv_heads": Operator(split_kv_heads, values.is_multiple),
+    "grow_head_dim": Operator(grow_head_dim, values.is_size),
+    "resize_vocab": Operator(resize_vocab, values.is_size),
+    "extend_context": Operator(extend_context, values.is_size),
+    "set_lora_rank": Operator(
+        set_lora_rank, values.has(target=values.is_text, rank=is_rank), _ADAPTER
+    ),
+    "change_lora_rank": Operator(
+        change_lora_rank,
+        values.has(target=values.is_text, factor=values.is_positive),
+        {"hold": values.is_flag},
+    ),
+    "set_lora_alpha": Operator(
+        set_lora_alpha, values.has(target=values.is_text, alpha=values.is_positive)
+    ),
+    "merge_lora": Operator(merge_lora, values.is_text_or_nothing),
+    "widen": Operator(
+        _widen,
+        values.has(axis=values.is_text, size=values.is_size),
+        {"how": values.is_text, "share": values.is_share, **_MASK},
+        any_model=True,
+    ),
+    "fold_masks": Operator(fold_masks, values.is_nothing),
+}

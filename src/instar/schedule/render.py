@@ -1,0 +1,170 @@
+"""A forecast as text: what each stage of a run is, and what changes from one to the next."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields
+
+from instar.record.amounts import bytes_text, count_text, flops_text
+from instar.schedule.forecast import Forecast, Stage, Totals
+from instar.schedule.settings import Settings
+
+_LABEL = 12
+"""columns of a row's label"""
+
+Row = tuple[str, Sequence[str]]
+"""a label and its lines"""
+
+
+def render(told: Forecast) -> str:
+    """The forecast as lines of at most 80 columns; what an operation leaves as it was is not
+    repeated."""
+    rows: list[Row] = []
+    before: Stage | None = None
+    for number, stage in enumerate(told.stages, 1):
+        known = [] if before is None else _rows(before, told.world_size)
+        if len(told.stages) > 1:
+            rows += _opening(number, stage, told)
+        if before is not None and (changed := _changed(before.settings, stage.settings)):
+            rows.append(("settings", [", ".join(changed)]))
+        rows += [row for row in _rows(stage, told.world_size) if row not in known]
+        if len(told.stages) > 1:
+            rows.append(("", [""]))
+        before = stage
+    rows += _whole(told)
+    return "\n".join(line for label, texts in rows for line in _wrapped(label, texts))
+
+
+def _wrapped(label: str, texts: Sequence[str]) -> list[str]:
+    lines = [line for text in texts for line in textwrap.wrap(text, 80 - _LABEL) or [""]]
+    return [f"{'' if n else label:<{_LABEL}}{line}".rstrip() for n, line in enumerate(lines)]
+
+
+def _opening(number: int, stage: Stage, told: Forecast) -> list[Row]:
+    label = f" ({stage.label})" if stage.label else ""
+    rows: list[Row] = [
+        (f"stage {number}", [f"{stage.operation}{label}" or "as the config says"]),
+        ("trigger", [stage.when]),
+        ("begins", [_steps(stage, told)]),
+        ("skipped", [stage.skipped]),
+    ]
+    return [row for row in rows if row[1] != [""]]
+
+
+def _steps(stage: Stage, told: Forecast) -> str:
+    first, latest = stage.first_step, stage.latest_step
+    if first is None:
+        return "not reached" + (f" within {told.steps:,} steps" if told.steps else "")
+    if latest is None:
+        return f"at step {first:,} at the earliest, perhaps never"
+    at = f"at step {first:,}"
+    return at if first == latest else f"{at} at the earliest, {latest:,} at the latest"
+
+
+_WORDS = {
+    "lr": "lr",
+    "warmup_iters": "warm-up",
+    "lr_decay_iters": "decay ends after",
+    "batch_size": "batch_size",
+    "grad_accum": "gradient accumulation",
+    "eval_interval": "eval_interval",
+    "eval_iters": "eval_iters",
+    "context": "context",
+    "frozen": "frozen",
+}
+
+
+def _changed(before: Settings, after: Settings) -> list[str]:
+    """What an operation does to the settings."""
+    found = [
+        f"{_WORDS[name]} {_short(getattr(before, name))} → {_short(getattr(after, name))}"
+        for name in (field.name for field in fields(Settings))
+        if name in _WORDS and getattr(before, name) != getattr(after, name)
+    ]
+    if after.rewarm_iters and before.rewarm_iters != after.rewarm_iters:
+        found.append(f"lr rises from 0 again over {after.rewarm_iters:,} steps")
+    return found
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "nothing"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _rows(stage: Stage, world_size: int) -> list[Row]:
+    arch, count, memory = stage.architecture, stage.parameters, stage.memory_bytes
+    heads = f"{arch.n_head} heads"
+    if arch.n_kv_head < arch.n_head:
+        heads += f" ({arch.n_kv_head} for keys and values)"
+    style = [arch.norm, arch.activation, f"{arch.positions} positions"]
+    style += ["biases"] * arch.bias + ["QK-norm"] * arch.qk_norm
+    style += ["tied head" if arch.tied else "untied head"]
+    style += [f"dropout {arch.dropout:g}"] * (arch.dropout > 0)
+    parts = [f"{name} {bytes_text(size)}" for name, size in memory.items() if size]
+    adapters = [f"{each.target} of rank {each.rank}, alpha {each.alpha:g}" for each in arch.lora]
+    settings = stage.settings
+    tokens = settings.global_batch * settings.context
+    ranks = f"{world_size} rank" + "s" * (world_size > 1)
+    rows: list[Row] = [
+        (
+            "shape",
+            [
+                f"{arch.n_layer} layers × {arch.n_embd} wide, {heads} of {arch.head_dim}",
+                f"MLP {arch.n_mlp:,}, context {arch.context:,}, vocabulary {arch.vocab_size:,}",
+            ],
+        ),
+        ("style", [", ".join(style)]),
+        ("adapters", adapters),
+        (
+            "parameters",
+            [f"{count_text(count.total)}, {count_text(count.non_embedding)} without embeddings"],
+        ),
+        ("compute", [f"{flops_text(stage.flops_per_token)} FLOPs per token, forward and backward"]),
+        (
+            "memory",
+            [
+                f"about {bytes_text(sum(memory.values()))} of tensors on each rank:",
+                ", ".join(parts),
+            ],
+        ),
+        (
+            "step",
+            [
+                f"{settings.global_batch:,} samples, {count_text(tokens)} tokens, on {ranks}, "
+                f"at most {stage.batch_size:,} samples at once"
+            ],
+        ),
+    ]
+    if stage.steps_per_epoch is not None:
+        rows.append(("epoch", [f"{stage.steps_per_epoch:,} steps"]))
+    return [row for row in rows if row[1]]
+
+
+def _whole(told: Forecast) -> list[Row]:
+    """What is of the run as a whole."""
+    data = "not prepared yet: epochs are not known"
+    if told.dataset_tokens is not None:
+        data = f"{count_text(told.dataset_tokens)} tokens, {told.samples_per_epoch:,} samples"
+    rows: list[Row] = [("data", [data]), ("until", [" or ".join(told.until)])]
+    if told.early is None or told.late is None:
+        said = ["open: only the clock or the loss ends this run"]
+        if any("ep" in text for text in told.until) and told.dataset_tokens is None:
+            said = ["open: how many steps an epoch has is not known yet"]
+    elif told.early == told.late:
+        said = [_total(told.early)]
+    else:
+        said = [
+            f"{_total(told.early)} if every operation comes at its earliest;",
+            f"{_total(told.late)} at its latest",
+        ]
+    return [*rows, ("total", said)]
+
+
+def _total(totals: Totals) -> str:
+    epochs = "" if totals.epochs is None else f"{totals.epochs:.2f} epochs, "
+    return (
+        f"{totals.steps:,} steps, {count_text(totals.tokens)} tokens, {epochs}"
+        f"{flops_text(totals.flops)} FLOPs"
+    )

@@ -1,0 +1,75 @@
+"""Files of tensors written one by one are those of the format's own writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.stream import DTYPES, Outline, outlines, reading, write_tensors
+
+TENSORS = {
+    "weight/exp_avg": torch.arange(6.0).view(2, 3),
+    "weight/step": torch.tensor(20.0),
+    "Ümläut \"quoted\"": torch.ones(3, dtype=torch.uint8),
+    "empty": torch.zeros(0, 4),
+    "odd": torch.zeros(5, dtype=torch.bfloat16),
+    **{f"of {word}": torch.ones(3, 1, dtype=dtype) for word, dtype in DTYPES.items()},
+}  # fmt: skip
+SHAPES = {name: Outline(tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()}
+
+
+def test_every_byte_is_that_of_save_file(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "whole")
+
+    write_tensors(tmp_path / "streamed", SHAPES, TENSORS.__getitem__)
+
+    assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_view_is_written_as_what_it_shows(tmp_path: Path) -> None:
+    view = torch.arange(12.0).view(3, 4).T[1:]
+    write_tensors(tmp_path / "file", {"view": Outline(view.dtype, (3, 3))}, lambda _: view)
+    assert torch.equal(load_file(tmp_path / "file")["view"], view)
+
+
+def test_every_tensor_is_asked_for_once(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def read(name: str) -> torch.Tensor:
+        asked.append(name)
+        return TENSORS[name]
+
+    write_tensors(tmp_path / "file", SHAPES, read)
+
+    assert sorted(asked) == sorted(TENSORS)
+
+
+def test_outlines_and_tensors_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_tensors(path, SHAPES, TENSORS.__getitem__)
+
+    assert outlines(path) == SHAPES
+    with reading(path) as read:
+        assert all(torch.equal(read(name), tensor) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3), torch.zeros(2, dtype=torch.int64)])
+def test_a_tensor_that_is_not_as_announced_is_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="w: "):
+        write_tensors(tmp_path / "file", {"w": Outline(torch.float32, (2,))}, lambda _: tensor)
+
+
+def test_a_type_that_no_run_saves_is_named(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2, dtype=torch.int16)}, tmp_path / "file")
+    with pytest.raises(CheckpointError, match="w is of the type I16"):
+        outlines(tmp_path / "file")
+
+
+def test_what_is_no_file_of_tensors_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"nothing of the kind")
+    with pytest.raises(CheckpointError, match="file"), reading(tmp_path / "file"):
+        pass

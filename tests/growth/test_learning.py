@@ -1,0 +1,136 @@
+"""What is new learns: gradients reach it, and copies become different from each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from growing import KEY, batch, grown, operation, random_gpt, values
+from shapes import gpt2, llama
+
+from instar.config.operation import Operation
+from instar.growth.moments import Mode, grow_optimizer
+from instar.growth.proof import split_norms
+from instar.models.architecture import Architecture
+from instar.models.gpt import GPT
+from instar.models.lora import Lora
+
+SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
+GPT2 = gpt2(**SIZES)
+LLAMA = llama(**SIZES)
+STYLES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "relu2": replace(LLAMA, activation="relu2", qk_norm=True),
+    "adapters": replace(GPT2, lora=(Lora("all", 2, 3.0),)),
+}
+OPERATIONS = [
+    operation("stack_layers", 2),
+    operation("insert_layers", 1),
+    operation("insert_layers", 1, where="start", **{"from": "normal"}),
+    operation("widen_mlp", 19),
+    operation("widen_mlp", 19, how="split"),
+    operation("widen_hidden", 24),
+    operation("widen_hidden", 32, how="duplicate"),
+    operation("add_heads", 2),
+    operation("resize_vocab", 14),
+    operation("extend_context", 8),
+]
+GROWN = [
+    pytest.param(arch, op, id=f"{style}: {op.name} {op.value} {dict(op.options)}")
+    for style, arch in STYLES.items()
+    for op in OPERATIONS
+]
+GROWN.append(pytest.param(LLAMA, operation("split_kv_heads", 2), id="llama: split_kv_heads"))
+GROWN += [
+    pytest.param(STYLES[style], operation("grow_head_dim", 6), id=f"{style}: grow_head_dim")
+    for style in ("gpt2", "llama", "adapters")
+]
+
+
+def adamw(model: GPT) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+
+
+def gradients(model: GPT) -> dict[str, torch.Tensor]:
+    inputs, targets = batch(model.arch, samples=4)
+    model.zero_grad()
+    (model(inputs, targets) / targets.numel()).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("arch", "op"), GROWN)
+def test_gradients_reach_all_that_is_new_within_two_steps(
+    arch: Architecture, op: Operation
+) -> None:
+    model, plan = grown(random_gpt(arch), op)
+    optimizer = adamw(model)
+    reached: set[str] = set()
+    with_new: set[str] = set()
+    for _ in range(3):
+        for name, gradient in gradients(model).items():
+            # where there is something new, ones are split into two parts
+            if split_norms(plan, {name: torch.ones_like(gradient)})[1] > 0:
+                with_new.add(name)
+            if split_norms(plan, {name: gradient})[1] > 1e-12:
+                reached.add(name)
+        optimizer.step()
+    # a shift of all keys moves no attention weight (softmax), unless the keys are normalised
+    assert {name for name in with_new - reached if not name.endswith("attn.key.bias")} == set()
+    assert with_new or op.name == "extend_context"
+
+
+def remembered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}/{key}": tensor
+        for parameter, state in optimizer.state.items()
+        for key, tensor in state.items()
+    }
+
+
+def trained_before_and_after(op: Operation, mode: Mode, arch: Architecture = LLAMA) -> GPT:
+    """Ten steps, the operation, and ten more with what the optimizer is to remember."""
+    old = random_gpt(arch)
+    before = adamw(old)
+    for _ in range(10):
+        gradients(old)
+        before.step()
+    new, plan = grown(old, op)
+    memory = grow_optimizer(plan, remembered(old, before), KEY, mode)
+    after = adamw(new)
+    for name, parameter in new.named_parameters():
+        state = {
+            key.rpartition("/")[2]: t for key, t in memory.items() if key.startswith(f"{name}/")
+        }
+        after.state[parameter] = {key: tensor.clone() for key, tensor in state.items()}
+    for _ in range(10):
+        gradients(new)
+        after.step()
+    return new
+
+
+def apart(model: GPT, name: str, count: int) -> float:
+    """The largest difference between a tensor's first `count` rows and its last."""
+    rows = values(model)[name]
+    return (rows[:count] - rows[-count:]).abs().max().item()
+
+
+def test_copied_units_part_when_only_the_source_remembers() -> None:
+    op = operation("widen_mlp", "x2", how="split")
+    assert apart(trained_before_and_after(op, "asymmetric"), "blocks.0.mlp.up.weight", 12) > 1e-4
+    assert apart(trained_before_and_after(op, "mapped"), "blocks.0.mlp.up.weight", 12) < 1e-12
+
+
+def test_a_duplicated_stream_parts_when_only_the_source_remembers() -> None:
+    op = operation("widen_hidden", "x2", how="duplicate")
+    name = "blocks.0.mlp.down.weight"
+    assert apart(trained_before_and_after(op, "asymmetric"), name, 16) > 1e-4
+    assert apart(trained_before_and_after(op, "mapped"), name, 16) < 1e-12
+
+
+def test_split_key_heads_part_by_themselves() -> None:
+    new = trained_before_and_after(operation("split_kv_heads", 2), "mapped")
+    heads = values(new)["blocks.0.attn.key.weight"].unflatten(0, (4, 4))
+    assert (heads[0] - heads[1]).abs().max() > 1e-4

@@ -1,0 +1,88 @@
+"""Proofs: what holds and what does not, and whose gradients are whose."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from growing import operation
+from shapes import gpt2
+
+from instar.growth.operators import plan
+from instar.growth.plan import Edit, Grown, GrowthPlan, Label, New, Old
+from instar.growth.proof import Probe, compare, split_norms
+
+LOGITS = torch.tensor([[2.0, -4.0], [1.0, 3.0]], dtype=torch.float64)
+BEFORE = Probe(LOGITS, 1.0)
+
+
+def planned(label: Label, bound: float | None = None) -> GrowthPlan:
+    return GrowthPlan({}, label, bound)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moved", "holds"),
+    [
+        (torch.float64, 3.9e-10, True),
+        (torch.float64, 4.1e-10, False),
+        (torch.float32, 3.9e-5, True),
+        (torch.float32, 4.1e-5, False),
+        (torch.bfloat16, 0.19, True),
+        (torch.bfloat16, 0.21, False),
+    ],
+)
+def test_an_exact_one_may_move_logits_by_rounding_alone(
+    dtype: torch.dtype, moved: float, holds: bool
+) -> None:
+    after = Probe(LOGITS + torch.tensor([0.0, moved]), 1.0)
+    proof = compare(planned("exact"), BEFORE, after, dtype)
+    assert proof.holds is holds
+    assert proof.max_logit_diff == pytest.approx(moved, rel=1e-4)
+    assert proof.max_logit_diff_relative == pytest.approx(moved / 4, rel=1e-4)
+
+
+def test_an_exact_one_may_not_move_the_loss() -> None:
+    assert not compare(planned("exact"), BEFORE, Probe(LOGITS, 1.001)).holds
+
+
+@pytest.mark.parametrize(("loss", "holds"), [(1.09, True), (0.1, True), (1.11, False)])
+def test_a_bounded_one_may_raise_the_loss_by_its_bound(loss: float, holds: bool) -> None:
+    wider = torch.cat((LOGITS, torch.full((2, 3), 9.0)), 1)
+    proof = compare(planned("bounded", 0.1), BEFORE, Probe(wider, loss))
+    assert proof.holds is holds
+    assert proof.max_logit_diff == 0.0
+    assert proof.delta_loss == pytest.approx(loss - 1.0)
+
+
+@pytest.mark.parametrize("label", ["exact", "bounded", "lossy"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_never_holds(label: Label, bad: float) -> None:
+    assert not compare(planned(label, 9.0), BEFORE, Probe(LOGITS * bad, 1.0)).holds
+    assert not compare(planned(label, 9.0), BEFORE, Probe(LOGITS, bad)).holds
+
+
+def test_a_lossy_one_may_do_anything_else() -> None:
+    proof = compare(planned("lossy"), BEFORE, Probe(-LOGITS, 7.0))
+    assert proof.holds
+    assert json.loads(json.dumps(proof.to_dict()))["max_logit_diff"] == 8.0
+
+
+def test_gradients_are_split_into_those_of_old_and_of_new_elements() -> None:
+    edits = (
+        Edit(0, (Old(0, 2), New(1, "normal", 0.02))),
+        Edit(1, (Old(0, 1), New(1, "zero"), Old(0, 1, copied=True))),
+    )
+    made = GrowthPlan({"w": Grown("w", edits)}, "exact")
+    gradient = torch.tensor([[3.0, 1.0, 1.0], [4.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    assert split_norms(made, {"w": gradient}) == pytest.approx((5.0, math.sqrt(7.0)))
+    old_alone = torch.tensor([[3.0, 0.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    assert split_norms(made, {"w": old_alone}) == (5.0, 0.0)
+
+
+def test_whole_tensors_are_old_or_new() -> None:
+    _, made = plan(gpt2(), operation("insert_layers", 1))
+    ones = {name: torch.ones(1, 1) for name in made.tensors}
+    kept = sum(not name.startswith("blocks.2.") for name in ones)
+    assert split_norms(made, ones) == pytest.approx((math.sqrt(kept), math.sqrt(len(ones) - kept)))

@@ -1,0 +1,422 @@
+"""A run changes while it runs: its schedule, carried out on the live model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instar.checkpoint.store import latest, load
+from instar.distributed.failure import RunFailed
+from instar.growth.proof import TOLERANCE
+from instar.record.events import (
+    Analysis,
+    Eval,
+    NewGradients,
+    Operation,
+    Saved,
+    Train,
+    Warn,
+    read_events,
+)
+from instar.run.optimizer import group_parameters
+from instar.run.snapshot import take_up
+from instar.run.state import optimizer_tensors
+from instar.run.trainer import Trainer
+
+Make = Callable[..., Trainer]
+Entry = Mapping[str, Any]
+
+LLAMA = ["model.norm=rmsnorm", "model.activation=swiglu", "model.positions=rope"]
+LLAMA += ["model.bias=false", "model.tied=false", "model.n_kv_head=1"]
+STYLES = {"gpt2": [], "llama": LLAMA}
+
+
+def schedule(*entries: Entry) -> str:
+    """Entries as a `--set` text."""
+    return f"schedule={json.dumps(entries)}"
+
+
+def at(step: int, name: str, value: Any = None, **more: Any) -> Entry:
+    given = {} if value is None else {"value": value}
+    return {"name": name, **given, "when": {"at_step": step}, **more}
+
+
+def events(path: Path, kind: type[Any]) -> list[Any]:
+    return [event for event in read_events(path) if isinstance(event, kind)]
+
+
+GROWN = [
+    at(4, "insert_layers", 1),
+    at(6, "widen_mlp", 192, reevaluate=True),
+    at(8, "widen_hidden", 48, reevaluate=True),
+    at(10, "add_heads", 2),
+]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_model_grows_and_computes_what_it_did(
+    make_grown: Make, style: str, tmp_path: Path
+) -> None:
+    run = make_grown(*STYLES[style], schedule(*GROWN))
+    outcome = run.train()
+    assert outcome.progress.step == 14
+    shape = run.in_force.architecture
+    assert (shape.n_layer, shape.n_mlp, shape.n_embd, shape.n_head) == (3, 192, 48, 4)
+    told = events(tmp_path / "events.jsonl", Operation)
+    assert [(one.name, one.step) for one in told] == [
+        ("insert_layers", 4),
+        ("widen_mlp", 6),
+        ("widen_hidden", 8),
+        ("add_heads", 10),
+    ]
+    for one in told:
+        assert (one.verb, one.preserves) == ("GROW", "exact")
+        assert one.proof["max_logit_diff"] < 1e-4
+        assert one.proof["parameters_after"] > one.proof["parameters_before"]
+    evals = {event.step: event.loss for event in events(tmp_path / "events.jsonl", Eval)}
+    assert evals.keys() >= {6, 8}
+
+
+def test_the_loss_on_held_out_samples_is_what_it_was(make_grown: Make) -> None:
+    run = make_grown(schedule(*(replace_reevaluate(entry, False) for entry in GROWN)))
+    before, after = [], []
+    original = run.evaluate
+
+    from instar.run import changes
+
+    while run.progress.step < 12:
+        run.step()
+        run.evaluated_at = -1
+        original()
+        before.append(run.evaluated.loss if run.evaluated else 0.0)
+        grown = len(run.history)
+        changes.change_if_due(run)
+        if len(run.history) > grown:
+            original()
+            after.append((before[-1], run.evaluated.loss if run.evaluated else 0.0))
+    assert len(after) == 4
+    for was, now in after:
+        assert now == pytest.approx(was, abs=1e-5)
+
+
+def replace_reevaluate(entry: Entry, reevaluate: bool) -> Entry:
+    return {**entry, "reevaluate": reevaluate}
+
+
+def test_everything_is_that_of_the_new_model(make_grown: Make) -> None:
+    """Names, shapes, tying, the optimizer's groups, memory and moving average."""
+    run = make_grown(schedule(*GROWN), "train.ema=0.9", "optimizer.name=muon", "model.qk_norm=true")
+    run.train()
+    table = run.in_force.architecture.parameters()
+    shapes = {name: tuple(p.shape) for name, p in run.stepper.parameters.items()}
+    assert shapes == {name: entry.shape for name, entry in table.items()}
+    assert run.stepper.ema is not None
+    assert {name: tuple(t.shape) for name, t in run.stepper.ema.items()} == shapes
+    dimensions = {name: p.ndim for name, p in run.stepper.parameters.items()}
+    wanted = group_parameters(dimensions, run.config.optimizer)
+    groups = [group for one in run.stepper.optimizers for group in one.param_groups]
+    assert sorted(len(group["params"]) for group in groups) == sorted(
+        len(group.names) for group in wanted
+    )
+    memory = optimizer_tensors(run.stepper.optimizers, run.stepper.parameters)
+    for name, tensor in memory.items():
+        if tensor.ndim:
+            assert tensor.shape == run.stepper.parameters[name.rpartition("/")[0]].shape
+    assert {name.rpartition("/")[0] for name in memory} == set(shapes)
+
+
+def test_what_the_optimizer_knew_is_kept(make_grown: Make) -> None:
+    run = make_grown(schedule(at(4, "widen_mlp", 192)))
+    while run.progress.step < 4:
+        run.step()
+    name = "blocks.0.mlp.up.weight"
+    before = optimizer_tensors(run.stepper.optimizers, run.stepper.parameters)
+    kept = {key: tensor.clone() for key, tensor in before.items() if key.startswith(name)}
+    from instar.run.changes import change_if_due
+
+    change_if_due(run)
+    after = optimizer_tensors(run.stepper.optimizers, run.stepper.parameters)
+    assert kept[f"{name}/exp_avg"].count_nonzero()
+    for field in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(after[f"{name}/{field}"][:128], kept[f"{name}/{field}"])
+    assert after[f"{name}/step"] == 4
+
+
+def test_gradients_reach_what_is_new_and_it_is_recorded(make_grown: Make, tmp_path: Path) -> None:
+    make_grown(schedule(at(4, "widen_mlp", 192))).train()
+    told = events(tmp_path / "events.jsonl", NewGradients)
+    assert [one.step for one in told] == [5, 6, 7]
+    assert all(one.grad_norm_new > 0 for one in told)
+    assert not events(tmp_path / "events.jsonl", Warn)
+
+
+def test_settings_change_at_the_next_step(make_grown: Make, tmp_path: Path) -> None:
+    run = make_grown(
+        schedule(
+            at(3, "change_lr", 0.5),
+            at(3, "set_batch_size", 2),
+            at(5, "set_grad_accum", 3),
+            at(7, "set_eval_interval", 2),
+        ),
+        "learning_rate.shape=constant",
+        "learning_rate.warmup_iters=0",
+        "optimizer.lr=4e-3",
+    )
+    run.train()
+    train = events(tmp_path / "events.jsonl", Train)
+    rates = {event.step: event.lr for event in train}
+    assert (rates[3], rates[4]) == (pytest.approx(4e-3), pytest.approx(2e-3))
+    samples = [event.samples for event in train]
+    sizes = [after - before for before, after in zip([0, *samples], samples, strict=False)]
+    assert sizes == [8] * 3 + [4] * 2 + [6] * 9
+    assert [event.step for event in events(tmp_path / "events.jsonl", Eval)] == [8, 10, 12, 14]
+
+
+def test_the_log_has_the_block_that_tools_look_for(
+    make_grown: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    make_grown(schedule(at(3, "change_lr", 0.5), at(4, "widen_mlp", 192))).train()
+    blocks = [r.getMessage() for r in caplog.records if "SCALING OPERATION" in r.getMessage()]
+    assert len(blocks) == 2
+    for block, name in zip(blocks, ("change_lr", "widen_mlp"), strict=True):
+        lines = block.splitlines()
+        assert lines[0] == "=== SCALING OPERATION TRIGGERED ==="
+        assert lines[-1] == "=== SCALING OPERATION COMPLETE ==="
+        assert f"Operation: {name}" in lines[1]
+        assert any(line.startswith("Trigger reason: ") for line in lines)
+
+
+def test_frozen_parameters_stand_still_and_go_on_later(make_grown: Make) -> None:
+    run = make_grown(
+        schedule(at(3, "freeze", "blocks.0.*"), at(6, "unfreeze", "blocks.0.*")),
+        "train.ema=0.9",
+    )
+    from instar.run.changes import change_if_due
+
+    seen = {}
+    while run.progress.step < 8:
+        seen[run.progress.step] = {
+            name: p.detach().clone() for name, p in run.stepper.parameters.items()
+        }
+        run.step()
+        change_if_due(run)
+    name, other = "blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight"
+    assert not torch.equal(seen[2][name], seen[3][name])
+    assert torch.equal(seen[3][name], seen[6][name])
+    assert not torch.equal(seen[3][other], seen[6][other])
+    assert not torch.equal(seen[6][name], seen[7][name])
+
+
+def test_samples_get_another_length_and_the_cursor_goes_on(
+    make_grown: Make, tmp_path: Path
+) -> None:
+    run = make_grown(
+        schedule(at(3, "set_context", 8), at(6, "set_context", 16)), "train.until=[2ep]"
+    )
+    first = run.course.samples_per_epoch
+    outcome = run.train()
+    assert run.course.number == 2
+    assert outcome.progress.samples >= 2 * first
+    train = events(tmp_path / "events.jsonl", Train)
+    tokens = [event.tokens for event in train]
+    assert tokens[3] - tokens[2] == 8 * 8
+    assert tokens[6] - tokens[5] == 8 * 16
+    epochs = [event.epoch for event in train]
+    assert epochs == sorted(epochs)
+    assert epochs[-1] == pytest.approx(2.0, abs=0.05)
+
+
+def test_a_mask_opens_and_is_folded_away(make_grown: Make, tmp_path: Path) -> None:
+    run = make_grown(
+        schedule(at(2, "widen_mlp", 192, mask=4), at(3, "insert_layers", 1)),
+    )
+    run.train()
+    told = events(tmp_path / "events.jsonl", Operation)
+    assert [(one.name, one.step) for one in told] == [
+        ("widen_mlp", 2),
+        ("fold_masks", 6),
+        ("insert_layers", 6),
+    ]
+    assert run.in_force.architecture.mask is None
+    assert all(one.preserves == "exact" for one in told)
+
+
+def test_an_operation_that_fails_leaves_the_run_as_it_was(make_grown: Make, tmp_path: Path) -> None:
+    """Mended in the middle of a run, as no forecast could have seen it."""
+    run = make_grown(schedule(at(3, "widen_mlp", 192)))
+    shrinking = replace(run.entries[0], operation=replace(run.entries[0].operation, value=16))
+    run.entries = (shrinking,)
+    with pytest.raises(RunFailed, match="widen_mlp after step 3 failed"):
+        run.train()
+    assert run.history == ()
+    assert load(latest(tmp_path / "events")).manifest.step == 3
+    assert not events(tmp_path / "events.jsonl", Operation)
+
+
+def test_an_operation_that_fails_may_be_passed_over(make_grown: Make, tmp_path: Path) -> None:
+    run = make_grown(schedule(at(3, "widen_mlp", 192, on_failure="skip"), at(5, "change_lr", 0.5)))
+    shrinking = replace(run.entries[0], operation=replace(run.entries[0].operation, value=16))
+    run.entries = (shrinking, *run.entries[1:])
+    run.train()
+    assert [bool(change.skipped) for change in run.history] == [True, False]
+    (warning,) = events(tmp_path / "events.jsonl", Warn)
+    assert "skipped, the run is as it was" in warning.message
+    assert [one.name for one in events(tmp_path / "events.jsonl", Operation)] == ["change_lr"]
+
+
+def test_a_checkpoint_follows_growth(make_grown: Make, tmp_path: Path) -> None:
+    make_grown(schedule(at(4, "widen_mlp", 192)), "checkpoint.asynchronous=false").train()
+    saved = events(tmp_path / "events.jsonl", Saved)
+    assert [(one.step, one.reason) for one in saved] == [(4, "after growth")]
+
+
+def test_what_only_rounding_moves_is_proved_without_rounding(
+    make_grown: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a deep model, where float32 rounds by more than is allowed."""
+    monkeypatch.setitem(TOLERANCE, torch.float32, 0.0)
+    make_grown(schedule(at(4, "widen_hidden", 48))).train()
+    (told,) = events(tmp_path / "events.jsonl", Operation)
+    assert 0.0 < told.proof["max_logit_diff_relative"] < 1e-10
+
+
+def test_a_model_that_is_not_what_it_was_meant_to_be_is_not_used(
+    make_grown: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (torch.float32, torch.float64):
+        monkeypatch.setitem(TOLERANCE, kind, 0.0)
+    run = make_grown(schedule(at(4, "widen_hidden", 48)))
+    with pytest.raises(RunFailed, match="is not what it was meant to be"):
+        run.train()
+    assert run.in_force.architecture.n_embd == 32
+    monkeypatch.undo()
+    tolerant = make_grown(schedule(at(4, "widen_hidden", 48, allow_inexact=True)), name="tolerant")
+    tolerant.train()
+    assert tolerant.in_force.architecture.n_embd == 48
+
+
+def test_a_lossy_operation_says_what_it_did(make_grown: Make, tmp_path: Path) -> None:
+    make_grown(schedule(at(4, "stack_layers", 2)), "optimizer.lr=1e-2").train()
+    (told,) = events(tmp_path / "events.jsonl", Operation)
+    assert told.preserves == "lossy"
+    assert told.proof["max_logit_diff"] > 1e-3
+
+
+@pytest.fixture
+def make_grown(trainer: Make) -> Make:
+    def made(*overrides: str, **options: Any) -> Trainer:
+        common: Sequence[str] = ("train.until=[14it]", "checkpoint.every_minutes=null")
+        return trainer(*common, *overrides, **options)
+
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import of inductor
+@pytest.mark.timeout(600)
+def test_a_compiled_model_grows_like_an_eager_one(make_grown: Make, losses: Any) -> None:
+    grows = schedule(at(2, "widen_mlp", 192))
+    few = ("train.until=[4it]", "learning_rate.lr_decay_iters=14")
+    make_grown(grows, *few, name="eager").train()
+    make_grown(grows, *few, "compile=true", name="compiled").train()
+    assert losses("compiled") == pytest.approx(losses("eager"), rel=1e-4)
+
+
+def test_a_schedule_for_earlier_orchestrators_runs_as_it_stands(
+    make_grown: Make, tmp_path: Path
+) -> None:
+    """Every evaluation is below its thresholds, so that all four fire at the first one."""
+    sample = Path(__file__).parents[2] / "configs" / "test_scaling_schedule.yaml"
+    run = make_grown(f"schedule={sample}", "eval.eval_interval=5")
+    before = run.settings
+    run.train()
+    told = events(tmp_path / "events.jsonl", Operation)
+    names = ["change_lr", "change_batch_size", "change_grad_accum", "reset_lr_schedule"]
+    assert [(one.name, one.step) for one in told] == [(name, 5) for name in names]
+    after = run.settings
+    assert after.lr == pytest.approx(0.5 * before.lr)
+    assert (after.batch_size, after.grad_accum) == (2 * before.batch_size, 2 * before.grad_accum)
+    assert after.lr_start == 5
+    evaluated = [event.step for event in events(tmp_path / "events.jsonl", Eval)]
+    assert evaluated == [5, 5, 10, 14]
+
+
+def test_an_analysis_runs_beside_training(make_grown: Make, tmp_path: Path) -> None:
+    make_grown("record.analyze_every=5", schedule(at(7, "widen_mlp", 192))).train()
+    told = events(tmp_path / "events.jsonl", Analysis)
+    assert [one.step for one in told] == [5, 10]
+    first, second = (one.findings for one in told)
+    assert {"ranks", "heads", "changes"} <= first.keys()
+    assert not first["changes"]
+    compared = {change["name"] for change in second["changes"]}
+    # the widened tensors have nothing to be compared with
+    assert "blocks.0.attn.query.weight" in compared
+    assert "blocks.0.mlp.up.weight" not in compared
+
+
+def test_a_model_that_would_be_too_large_is_not_made(make_grown: Make, tmp_path: Path) -> None:
+    entry = at(3, "widen_mlp", 4096, max_params=50_000, on_failure="skip")
+    run = make_grown(schedule(entry))
+    run.train()
+    assert run.in_force.architecture.n_mlp == 128
+    (warning,) = events(tmp_path / "events.jsonl", Warn)
+    assert "more than max_params 50.0k" in warning.message
+
+
+def test_a_run_does_not_grow_at_its_end(make_grown: Make) -> None:
+    """What nobody would train any more; a run that goes on does it then."""
+    run = make_grown(schedule(at(14, "widen_mlp", 192)))
+    run.train()
+    assert run.history == ()
+
+
+def test_an_evaluation_interval_changed_at_a_step_does_not_reach_back_to_it(
+    make_grown: Make, tmp_path: Path
+) -> None:
+    """A run that goes on from the step must not evaluate where the undisturbed one did not."""
+    entries = schedule(at(6, "set_eval_interval", 3), at(7, "change_lr", 0.5))
+    run = make_grown(entries, "eval.eval_interval=5", "checkpoint.every_steps=6")
+    run.train()
+    evaluated = [event.step for event in events(tmp_path / "events.jsonl", Eval)]
+    assert evaluated == [5, 9, 12, 14]
+    again = make_grown(entries, "eval.eval_interval=5", name="again")
+    assert not take_up(again, load(tmp_path / "events" / "checkpoints" / "step-6"))
+    again.train()
+    evaluated = [event.step for event in events(tmp_path / "again.jsonl", Eval)]
+    assert evaluated == [9, 12, 14]
+
+
+def test_the_best_model_is_saved_before_a_lossy_operation(make_grown: Make, tmp_path: Path) -> None:
+    run = make_grown(
+        schedule(at(5, "stack_layers", 2)),
+        "eval.eval_interval=5",
+        "checkpoint.on_best=true",
+        "checkpoint.keep_last=9",
+        "optimizer.lr=1e-2",
+    )
+    run.train()
+    saved = events(tmp_path / "events.jsonl", Saved)
+    assert [(one.step, one.reason) for one in saved[:2]] == [
+        (5, "best so far"),
+        (5, "after growth"),
+    ]
+    layers = [load(Path(one.path)).manifest.architecture["n_layer"] for one in saved[:2]]
+    losses = [load(Path(one.path)).manifest.loss for one in saved[:2]]
+    assert layers == [2, 4]
+    assert losses[0] is not None
+    assert losses[1] is None
+
+
+def test_no_more_losses_are_remembered_than_the_schedule_asks_for(make_grown: Make) -> None:
+    flat = {"plateau": {"window": 3, "slope": 0.0, "patience": 2}}
+    run = make_grown(
+        schedule({"name": "change_lr", "value": 0.5, "when": flat}), "eval.eval_interval=1"
+    )
+    run.train()
+    assert len(run.losses) <= 4

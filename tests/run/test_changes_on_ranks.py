@@ -1,0 +1,136 @@
+"""One schedule on one, two and four ranks: the same changes at the same steps, and one curve."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from started import start_instar
+
+from instar.checkpoint.store import latest, load
+from instar.config.load import Loaded
+from instar.config.operation import Operation as Change
+from instar.record.events import Eval, Operation, Train, read_events
+from instar.run.grow import grow
+
+SCHEDULE = [
+    {"name": "change_lr", "value": 1.5, "trigger_loss": 99.0, "max_wait_iters": 50},
+    {"name": "insert_layers", "value": 1, "trigger_loss": 99.0, "max_wait_iters": 1},
+    {"name": "set_batch_size", "value": 5, "when": {"at_step": 8}},
+    {"name": "widen_mlp", "value": 192, "when": {"at_step": 12}, "reevaluate": True},
+    {"name": "freeze", "value": "blocks.0.*", "when": {"at_step": 15}},
+    {"name": "widen_hidden", "value": 48, "when": {"waited": 3}, "mask": 4},
+    {"name": "unfreeze", "value": "blocks.0.*", "when": {"waited": 2}},
+    {"name": "set_context", "value": 8, "when": {"at_step": 24}},
+    {"name": "stack_layers", "value": [0, 1, 2, 2], "when": {"at_step": 27}, "moments": "mapped"},
+    {"name": "change_grad_accum", "value": 2, "when": {"all": [{"waited": 2}, {"at_step": 20}]}},
+]
+FIRED = [
+    ("change_lr", 5),
+    ("insert_layers", 5),
+    ("set_batch_size", 8),
+    ("widen_mlp", 12),
+    ("freeze", 15),
+    ("widen_hidden", 18),
+    ("unfreeze", 20),
+    ("fold_masks", 22),
+    ("set_context", 24),
+    ("stack_layers", 27),
+    ("change_grad_accum", 29),
+]
+
+
+@pytest.fixture
+def cfg(config: Callable[..., Loaded], tmp_path: Path) -> Path:
+    loaded = config(
+        f"schedule={json.dumps(SCHEDULE)}",
+        "train.until=[32it]",
+        "train.batch_size=7",
+        "train.ema=0.9",
+        "eval.eval_interval=5",
+        "learning_rate.lr_decay_iters=32",
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+    return path
+
+
+def test_any_number_of_ranks_changes_alike(cfg: Path, tmp_path: Path) -> None:
+    curves = {}
+    for ranks in (1, 2, 4):
+        run_dir = tmp_path / f"w{ranks}"
+        start_instar(cfg, "--nproc", str(ranks), run_dir=run_dir).finish(0)
+        events = list(read_events(run_dir / "events.jsonl"))
+        changes = [event for event in events if isinstance(event, Operation)]
+        assert [(change.name, change.step) for change in changes] == FIRED
+        log = (run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8")
+        sync = r" \(DDP SYNC\)" if ranks > 1 else ""
+        assert len(re.findall(f"=== SCALING OPERATION TRIGGERED{sync} ===", log)) == len(FIRED)
+        history = load(latest(run_dir)).manifest.history
+        assert [change["operation"]["name"] for change in history] == [name for name, _ in FIRED]
+        curves[ranks] = (
+            [event.loss for event in events if isinstance(event, Train)],
+            [event.loss for event in events if isinstance(event, Eval)],
+        )
+    train, validation = curves[1]
+    assert len(train) == 32
+    for ranks in (2, 4):
+        assert curves[ranks][0] == pytest.approx(train, rel=1e-4)
+        assert curves[ranks][1] == pytest.approx(validation, rel=1e-4)
+
+
+def test_a_run_goes_on_with_other_ranks_after_it_grew(cfg: Path, tmp_path: Path) -> None:
+    """Saved at W = 2 in the middle of a mask, resumed at W = 1: the curve of an unbroken run."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    start_instar(cfg, "--nproc", "1", run_dir=whole).finish(0)
+    start_instar(cfg, "--nproc", "2", "--until", "20it", run_dir=parts).finish(0)
+    resumed = ["-m", "instar.cli.main", "resume", str(parts), "--until", "32it"]
+    start_instar(command=[sys.executable, *resumed]).finish(0)
+    found, wanted = (
+        [event.loss for event in read_events(run / "events.jsonl") if isinstance(event, Train)]
+        for run in (parts, whole)
+    )
+    assert found == pytest.approx(wanted, rel=1e-4)
+    shapes = [load(latest(run)).manifest.architecture for run in (parts, whole)]
+    assert shapes[0] == shapes[1]
+
+
+GROWTH = [
+    ("insert_layers", 1, {}),
+    ("widen_mlp", 192, {"how": "split"}),
+    ("widen_hidden", 48, {}),
+    ("set_lora_rank", {"target": "attn", "rank": 2}, {}),
+]
+
+
+def test_a_live_run_and_its_checkpoint_grow_into_the_same(
+    config: Callable[..., Loaded], tmp_path: Path
+) -> None:
+    """Bit for bit, weights, moments and moving average, after a step on two ranks."""
+    common = ["train.ema=0.9", "learning_rate.lr_decay_iters=9"]
+    entries = [
+        {"name": name, "value": value, "when": {"at_step": 6}, **options}
+        for name, value, options in GROWTH
+    ]
+    operations = [Change(name, value, options) for name, value, options in GROWTH]
+    saved = {}
+    for kind, schedule, steps in (("plain", [], 6), ("live", entries, 7)):
+        loaded = config(*common, f"schedule={json.dumps(schedule)}", f"train.until=[{steps}it]")
+        path = tmp_path / f"{kind}.yaml"
+        path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
+        start_instar(path, "--nproc", "2", run_dir=tmp_path / kind).finish(0)
+        saved[kind] = load(tmp_path / kind / "checkpoints" / "step-6")
+    grow(saved["plain"], tmp_path / "offline", operations)
+    offline = load(latest(tmp_path / "offline"))
+    assert offline.manifest.architecture == saved["live"].manifest.architecture
+    for component in ("model", "optimizer", "ema"):
+        live, grown = saved["live"].tensors(component), offline.tensors(component)
+        assert live.keys() == grown.keys()
+        assert all(torch.equal(live[name], grown[name]) for name in live)
+    more = [sys.executable, "-m", "instar.cli.main", "resume"]
+    start_instar(str(tmp_path / "offline"), "--until", "8it", command=more).finish(0)

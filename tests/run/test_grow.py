@@ -1,0 +1,289 @@
+"""A checkpoint grown on the disk is what the same operations make of the run under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from instar.checkpoint.manifest import CheckpointError, Facts
+from instar.checkpoint.store import Checkpoint, load, newest_whole, publish
+from instar.config.errors import ConfigError
+from instar.config.load import load as load_config
+from instar.config.operation import Operation
+from instar.growth import operators
+from instar.growth.apply import Role, apply
+from instar.growth.moments import grow_optimizer, moments_mode
+from instar.models.architecture import Architecture, resolve
+from instar.models.gpt import GPT
+from instar.run.grow import NotProven, grow
+from instar.run.state import history_from_json
+
+SEED, STEP, CURSOR = 7, 20, 320
+GPT2 = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32"]
+LLAMA = ["preset=llama", *GPT2, "model.n_head=4", "model.n_kv_head=2"]
+
+EVERYTHING = (
+    Operation("widen_mlp", "x2"),
+    Operation("insert_layers", 1, {"where": "start"}),
+    Operation("widen_hidden", 48),
+    Operation("set_lora_rank", {"target": "attn", "rank": 2}),
+    Operation("add_heads", 4, {"moments": "mapped"}),
+    Operation("set_lr", 1e-4),
+    Operation("merge_lora"),
+    Operation("stack_layers", [0, 1, 2, 1]),
+    Operation("resize_vocab", 64),
+)
+
+
+def saved(folder: Path, settings: Sequence[str] = GPT2, *, spoilt: bool = False) -> Checkpoint:
+    """A checkpoint of a run, with an optimizer that remembers much, an average, and generators."""
+    folder.mkdir()
+    vocabulary = ("model.vocab_size=50", "model.context=16", f"seed={SEED}")
+    loaded = load_config(None, [*settings, *vocabulary])
+    (folder / "run.yaml").write_text(loaded.to_yaml())
+    arch = resolve(loaded.config.model, 50)
+    model = GPT(arch)
+    model.init_weights(3)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    generator = torch.Generator().manual_seed(5)
+    for weight in weights.values():
+        weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+    if spoilt:
+        weights["final_norm.weight"][0] = torch.nan
+    moments = {}
+    for name, weight in weights.items():
+        moments[f"{name}/exp_avg"] = torch.randn(weight.shape, generator=generator)
+        moments[f"{name}/exp_avg_sq"] = torch.rand(weight.shape, generator=generator)
+        moments[f"{name}/step"] = torch.tensor(float(STEP))
+    path = publish(
+        folder,
+        STEP,
+        {
+            "model": weights,
+            "optimizer": moments,
+            "ema": {name: 0.9 * weight for name, weight in weights.items()},
+            "rng": {"torch": torch.get_rng_state()},
+        },
+        {"progress": {"step": STEP, "samples": CURSOR}, "evaluated_at": STEP},
+        architecture=arch.to_dict(),
+        facts=Facts(data="f00d", loss=3.0, progress={"step": STEP}),
+    )
+    return load(path)
+
+
+def grown_in_memory(source: Checkpoint, operations: Sequence[Operation]) -> dict[str, Any]:
+    """What the operations make of a whole model at once: its architecture and components."""
+    arch = Architecture.from_dict(source.manifest.architecture)
+    parts = {name: source.tensors(name) for name in ("model", "ema", "optimizer")}
+    for number, operation in enumerate(operations):
+        if operators.is_growth(operation.name):
+            key = (SEED, number)
+            arch, plan = operators.plan(arch, operation, step=STEP)
+            parts["optimizer"] = grow_optimizer(
+                plan, parts["optimizer"], key, moments_mode(operation)
+            )
+            for name in ("model", "ema"):
+                parts[name] = apply(plan, parts[name], Role.PARAMETER, key)
+    return {"architecture": arch.to_dict(), **parts}
+
+
+def bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("settings", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_every_file_is_that_of_a_model_grown_in_memory(settings: list[str], tmp_path: Path) -> None:
+    source = saved(tmp_path / "run", settings)
+
+    made = load(grow(source, tmp_path / "out", EVERYTHING).path)
+
+    wanted = grown_in_memory(source, EVERYTHING)
+    assert made.manifest.architecture == wanted["architecture"]
+    for component in ("model", "ema", "optimizer"):
+        file = made.path / f"{component}.safetensors"
+        assert file.read_bytes() == bytes_of(wanted[component]), component
+    assert set(wanted["optimizer"]) < {
+        f"{name}/{state}" for name in wanted["model"] for state in ("exp_avg", "exp_avg_sq", "step")
+    }
+
+
+def test_what_has_no_part_in_growth_stays_as_it_was(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run")
+
+    made = load(grow(source, tmp_path / "out", [Operation("widen_mlp", 256)]).path)
+
+    assert made.state == source.state
+    for name in ("rng/rank-0.safetensors",):
+        assert (made.path / name).read_bytes() == (source.path / name).read_bytes()
+    assert (tmp_path / "out/run.yaml").read_bytes() == (tmp_path / "run/run.yaml").read_bytes()
+    for fact in ("data", "loss", "progress", "step", "world_size"):
+        assert getattr(made.manifest, fact) == getattr(source.manifest, fact), fact
+
+
+def test_an_operation_that_changes_the_function_forgets_its_loss(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run")
+
+    made = load(grow(source, tmp_path / "out", [Operation("stack_layers", 2)]).path)
+
+    assert made.manifest.loss is None
+    assert made.state["evaluated_at"] == -1
+
+
+def test_operations_become_history_in_their_order(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run")
+
+    made = load(grow(source, tmp_path / "out", EVERYTHING[:2]).path)
+
+    history = history_from_json(made.manifest.history)
+    assert [change.operation for change in history] == list(EVERYTHING[:2])
+    assert {(change.step, change.cursor, change.entry) for change in history} == {
+        (STEP, CURSOR, None)
+    }
+
+
+def test_growing_twice_is_growing_by_both_at_once(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run")
+    at_once = grow(source, tmp_path / "at-once", EVERYTHING).path
+
+    first = grow(source, tmp_path / "first", EVERYTHING[:4]).path
+    second = grow(load(first), tmp_path / "second", EVERYTHING[4:]).path
+
+    for file in ("model", "ema", "optimizer"):
+        name = f"{file}.safetensors"
+        assert (second / name).read_bytes() == (at_once / name).read_bytes(), file
+
+
+def test_a_mask_opens_from_the_step_of_the_checkpoint_on(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run")
+    masked = Operation("insert_layers", 1, {"mask": 10})
+
+    made = grow(source, tmp_path / "out", [masked], check=True)
+
+    mask = load(made.path).manifest.architecture["mask"]
+    assert (mask["begin"], mask["steps"]) == (STEP, 10)
+    assert made.proof is not None
+    assert made.proof.label == "exact"
+    with pytest.raises(ConfigError, match=f"until step {STEP + 10}"):
+        grow(load(made.path), tmp_path / "again", [Operation("widen_mlp", 256)])
+
+
+def test_labels_are_proven_and_add_up(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run", LLAMA)
+    exact = grow(source, tmp_path / "exact", EVERYTHING[:7], check=True).proof
+    bounded = grow(source, tmp_path / "bounded", [EVERYTHING[0], EVERYTHING[-1]], check=True).proof
+    lossy = grow(source, tmp_path / "lossy", EVERYTHING, check=True).proof
+
+    assert exact is not None
+    assert bounded is not None
+    assert lossy is not None
+    assert (exact.label, bounded.label, lossy.label) == ("exact", "bounded", "lossy")
+    assert 0 < exact.max_logit_diff_relative < 1e-5 < lossy.max_logit_diff_relative
+
+
+def test_what_is_not_proven_is_not_made(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run", spoilt=True)
+
+    with pytest.raises(NotProven, match="widen_mlp: not exact"):
+        grow(source, tmp_path / "out", [Operation("widen_mlp", 256)], check=True)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "said"),
+    [
+        (Operation("widen_mlp", 64), "only grows"),
+        (Operation("widen_mpl", 256), "widen_mlp"),
+        (Operation("freeze", "nothing.*"), "no parameter matches"),
+    ],
+)
+def test_an_impossible_operation_makes_nothing(
+    operation: Operation, said: str, tmp_path: Path
+) -> None:
+    source = saved(tmp_path / "run")
+
+    with pytest.raises(ConfigError, match=said):
+        grow(source, tmp_path / "out", [Operation("widen_mlp", 256), operation])
+
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("mine")
+
+    with pytest.raises(CheckpointError, match="not empty, it holds mine"):
+        grow(source, tmp_path / "out", [Operation("widen_mlp", 256)])
+
+
+def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run")
+    (tmp_path / "run/run.yaml").write_text("model: {n_layer: 3, vocab_size: 50}\n")
+
+    with pytest.raises(CheckpointError, match="another architecture"):
+        grow(source, tmp_path / "out", [Operation("widen_mlp", 256)])
+
+
+MEMORY = """
+import json, sys, threading
+from pathlib import Path
+import torch
+from instar.checkpoint.store import newest_whole
+from instar.config.operation import Operation
+from instar.run.grow import grow
+
+def own_bytes():
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+torch.set_num_threads(1)
+source, _ = newest_whole(Path("run"))
+grow(source, Path("warm-up"), [Operation("set_lr", 1e-3)])
+before, peak, done = own_bytes(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, own_bytes())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+operations = [Operation("widen_mlp", "x2"), Operation("insert_layers", 16, {"where": "even"})]
+grow(source, Path("out"), operations)
+done.set()
+watcher.join()
+print(json.dumps(max(peak, own_bytes()) - before))
+"""
+
+
+def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
+    many = ["model.n_layer=16", "model.n_head=4", "model.n_embd=128"]
+    source = saved(tmp_path / "run", many)
+
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    grown, _ = newest_whole(tmp_path / "out")
+    largest = max(tensor.nbytes for tensor in grown.tensors("model").values())
+    whole = sum(path.stat().st_size for path in grown.path.glob("*.safetensors"))
+    assert whole > 200 * largest
+    assert json.loads(done.stdout) < 20 * largest
+    assert source.path.is_dir()

@@ -1,0 +1,110 @@
+"""Steps into samples, tokens and epochs, and back."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instar.config.budget import Budget, parse_budget
+from instar.schedule.pace import Pace, Spot, samples_per_epoch
+
+
+def steps(
+    *budgets: str, samples: int | None = 100, batch: int = 8, context: int = 10
+) -> int | None:
+    pace = Pace(batch, context, samples, flops_per_token=1)
+    return Spot().step_of_first(pace, [parse_budget(text) for text in budgets])
+
+
+def test_steps_are_themselves() -> None:
+    assert steps("2000it") == 2000
+
+
+def test_an_epoch_ends_with_a_smaller_step() -> None:
+    assert steps("1ep") == 13
+    assert steps("2ep") == 26
+    assert steps("0.5ep") == 7
+
+
+def test_a_part_of_an_epoch_is_exact_in_decimals() -> None:
+    assert steps("0.1ep", samples=30, batch=1) == 3
+
+
+def test_samples_and_tokens_count_over_smaller_steps() -> None:
+    assert steps("100samples") == 13
+    assert steps("108samples") == 14
+    assert steps("1000tok") == 13
+    assert steps("1001tok") == 14
+
+
+def test_the_tightest_budget_counts() -> None:
+    assert steps("2000it", "1ep", "10min") == 13
+
+
+def test_time_and_loss_say_nothing_about_steps() -> None:
+    assert steps("10min", "loss<3.0") is None
+
+
+def test_epochs_say_nothing_where_nobody_knows_how_long_they_are() -> None:
+    assert steps("1ep", samples=None) is None
+    assert steps("1ep", "108samples", samples=None) == 14
+
+
+def test_a_batch_larger_than_the_data_makes_one_step_an_epoch() -> None:
+    assert steps("3ep", samples=5, batch=8) == 3
+
+
+def test_a_share_of_a_budget() -> None:
+    pace = Pace(8, 10, 100, 1)
+    budgets = [parse_budget("1000it"), parse_budget("4ep")]
+    assert Spot().step_of_first(pace, budgets, Fraction("0.5")) == 26
+
+
+def test_windows_cover_all_tokens_but_the_first() -> None:
+    assert samples_per_epoch(1001, 10) == 100
+    assert samples_per_epoch(1002, 10) == 101
+    assert samples_per_epoch(None, 10) is None
+
+
+def test_samples_of_another_length_begin_a_new_order() -> None:
+    long, short = Pace(8, 10, 100, 1), Pace(8, 5, 200, 1)
+    half = Spot().after(long, 7).new_order(long)
+    assert (half.tokens, half.in_order) == (560, 0)
+    assert half.epochs(short) == Fraction(56, 100)
+    later = half.after(short, 26)
+    assert later.tokens == 560 + 200 * 5 + 8 * 5
+    assert later.epochs(short) == Fraction(56, 100) + Fraction(208, 200)
+    assert half.step_of(short, Budget("epochs", 1)) == 7 + 11
+
+
+SIZES = st.integers(1, 200)
+
+
+@given(SIZES, st.integers(1, 60), st.lists(st.integers(0, 40), min_size=1, max_size=4), SIZES)
+def test_any_stride_through_the_epochs_ends_at_the_same_place(
+    size: int, batch: int, strides: list[int], context: int
+) -> None:
+    """A step takes a whole batch, or what is left of its epoch."""
+    pace = Pace(batch, context, size, flops_per_token=3)
+    counted, spot = 0, Spot()
+    for _ in range(sum(strides)):
+        counted += min(batch, size - counted % size)
+    for stride in strides:
+        spot = spot.after(pace, stride)
+    assert (spot.step, spot.samples) == (sum(strides), counted)
+    assert (spot.tokens, spot.flops) == (counted * context, counted * context * 3)
+
+
+@given(SIZES, st.integers(1, 60), st.integers(0, 40), st.integers(1, 3000), SIZES)
+def test_the_steps_of_an_amount_are_the_fewest_that_reach_it(
+    size: int, batch: int, before: int, amount: int, context: int
+) -> None:
+    pace = Pace(batch, context, size, flops_per_token=1)
+    spot = Spot().after(pace, before)
+    step = spot.step_of(pace, Budget("samples", spot.samples + amount))
+    assert step is not None
+    assert spot.after(pace, step - before).samples >= spot.samples + amount
+    assert spot.after(pace, step - before - 1).samples < spot.samples + amount
+    assert spot.step_of_tokens(pace, spot.tokens) == before

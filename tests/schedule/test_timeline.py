@@ -1,0 +1,263 @@
+"""When operations fire, foretold, is when a run's loop would make them fire."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import figures
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instar.config.budget import parse_budget
+from instar.config.operation import Operation
+from instar.config.schema import RunConfig
+from instar.models.architecture import flops_per_token, resolve
+from instar.schedule.entries import due, entries, next_entry
+from instar.schedule.forecast import forecast
+from instar.schedule.operations import Change, History, carried_out, fold
+from instar.schedule.pace import Pace, Spot, samples_per_epoch
+from instar.schedule.triggers import Moment
+
+TOKENS = 4001
+VOCABULARY = 64
+SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 8, "context": 10}
+
+
+def config(schedule: list[dict[str, Any]], **changes: Any) -> RunConfig:
+    given = {
+        "model": SMALL,
+        "schedule": schedule,
+        "train": {"until": ["300it"], "batch_size": 4},
+        "eval": {"eval_interval": 20},
+    }
+    return RunConfig.model_validate(given | changes)
+
+
+def foretold(run: RunConfig) -> tuple[list[int | None], list[int | None]]:
+    """First and last steps of the operations."""
+    stages = forecast(run, TOKENS, VOCABULARY, world_size=1).stages[1:]
+    return [stage.first_step for stage in stages], [stage.latest_step for stage in stages]
+
+
+def played(run: RunConfig, *, hopeful: bool) -> list[int | None]:
+    """The steps of a loop that asks between all of them, as a trainer does."""
+    schedule, budgets = entries(run), [parse_budget(text) for text in run.train.until]
+    state = fold(run, resolve(run.model, VOCABULARY), ())
+    history: History = ()
+    spot, losses = Spot(), []
+    evaluated = run.eval.at_start
+    while True:
+        context = state.settings.context
+        pace = Pace(
+            state.settings.global_batch,
+            context,
+            samples_per_epoch(TOKENS, context),
+            flops_per_token(state.architecture, context),
+        )
+        if spot.step_of_first(pace, budgets) == spot.step:
+            break
+        # what is hoped for is below any bound and flat; what is feared is above and falls
+        loss = -1e9 if hopeful else 1e9 - 1e6 * spot.step
+        if evaluated:
+            losses.append((spot.step, loss))
+        mask = state.architecture.mask
+        if mask is not None and spot.step >= mask.end:
+            state = carried_out(state, Operation("fold_masks"), spot.step)
+        while (entry := next_entry(schedule, history)) is not None:
+            last = max((change.step for change in history), default=0)
+            used = [_used(spot, pace, budget.kind) / budget.amount for budget in budgets]
+            now = Moment(
+                step=spot.step,
+                tokens=spot.tokens,
+                fraction=max(used),
+                since_last=spot.step - last,
+                loss=loss if evaluated else None,
+                losses=tuple(losses),
+            )
+            if due(entry, now, state) is None:
+                break
+            state = carried_out(state, entry.operation, spot.step)
+            history = (*history, Change(entry.operation, spot.step, 0, entry.number))
+            evaluated = evaluated or entry.reevaluate
+        if state.settings.context != context:
+            spot = spot.new_order(pace)
+            pace = dataclasses.replace(
+                pace,
+                context=state.settings.context,
+                samples_per_epoch=samples_per_epoch(TOKENS, state.settings.context),
+            )
+        pace = dataclasses.replace(pace, global_batch=state.settings.global_batch)
+        spot = spot.after(pace, 1)
+        evaluated = spot.step % state.settings.eval_interval == 0
+    steps = [change.step for change in history]
+    return [*steps, *([None] * (len(schedule) - len(steps)))]
+
+
+def _used(spot: Spot, pace: Pace, kind: str) -> float:
+    counted = {"steps": spot.step, "tokens": spot.tokens, "samples": spot.samples}
+    return float(counted.get(kind, spot.epochs(pace)))
+
+
+SEEDS = [
+    {"name": "change_lr", "value": 2.0, "trigger_loss": 6.0, "max_wait_iters": 50_000},
+    {"name": "change_batch_size", "value": 1.5, "trigger_loss": 5.5, "max_wait_iters": 75_000},
+    {"name": "change_eval_interval", "value": 2.0, "trigger_loss": 5.0, "max_wait_iters": 100_000},
+    {
+        "name": "change_eval_iters",
+        "value": 1.5,
+        "trigger_loss": 4.5,
+        "max_wait_iters": 125_000,
+        "reevaluate": True,
+    },
+    {"name": "change_warmup_iters", "value": 0.8, "trigger_loss": 4.0, "max_wait_iters": 150_000},
+]
+
+
+@pytest.mark.parametrize(
+    ("interval", "at_start", "early", "late"),
+    [
+        # waits add up: 50, 125, 225, 350 and 500 thousand steps
+        (250, False, [250] * 5, [50_000, 125_000, 225_000, 350_000, 500_000]),
+        # an evaluation before the first step is asked too
+        (250, True, [0] * 5, [50_000, 125_000, 225_000, 350_000, 500_000]),
+        # 50,000 is no multiple of 2,000 × 3: the next evaluation is asked; from the third operation
+        # on every 12,000 steps: 54,000 + 75,000 → 132,000, + 100,000 → 234,000 …
+        (6000, False, [6000] * 5, [54_000, 132_000, 234_000, 360_000, 516_000]),
+    ],
+)
+def test_the_seed_s_schedule_fires_where_a_hand_calculation_says(
+    interval: int, at_start: bool, early: list[int], late: list[int]
+) -> None:
+    run = config(
+        SEEDS,
+        train={"until": ["600kit"], "batch_size": 4},
+        eval={"eval_interval": interval, "at_start": at_start},
+    )
+    assert foretold(run) == (early, late)
+
+
+@pytest.mark.parametrize(
+    ("given", "early", "late"),
+    [
+        ([{"when": {"at_step": 0}}], [0], [0]),
+        ([{"when": {"at_step": 33}}], [33], [33]),
+        ([{"when": {"at_step": 300}}], [None], [None]),  # the run ends there
+        ([{"when": {"loss_below": 3}}], [20], [None]),
+        ([{"when": {"loss_below": 3, "at_step": 33}}], [40], [None]),
+        ([{"trigger_loss": 3, "max_wait_iters": 33}], [20], [40]),
+        # counts alone are asked after every step, and wait for nobody's evaluation
+        ([{"max_wait_iters": 33}, {"max_wait_iters": 33}], [33, 66], [33, 66]),
+        # two at one evaluation, on the same loss
+        ([{"trigger_loss": 3}, {"trigger_loss": 2}], [20, 20], [None, None]),
+        # after a step without an evaluation the next one is waited for …
+        ([{"max_wait_iters": 33}, {"trigger_loss": 3}], [33, 40], [33, None]),
+        # … unless one is made at once
+        ([{"max_wait_iters": 33, "reevaluate": True}, {"trigger_loss": 3}], [33, 33], [33, None]),
+        ([{"trigger_loss": 3}, {"trigger_loss": 2, "min_steps": 50}], [20, 80], [None, None]),
+        ([{"when": {"plateau": {"window": 3, "slope": 0.1, "patience": 2}}}], [80], [None]),
+        (
+            [{"max_wait_iters": 30}, {"when": {"plateau": {"window": 3, "slope": 0.1}}}],
+            [30, 80],
+            [30, None],
+        ),
+        ([{"when": {"at_fraction": 0.5}}], [150], [150]),
+        ([{"when": {"at_tokens": 4000}}], [100], [100]),
+        ([{"when": {"at_tokens": 4001}}], [101], [101]),
+        ([{"when": {"any": [{"at_step": 70}, {"waited": 50}]}}], [50], [50]),
+    ],
+)
+def test_the_steps_of_a_schedule(
+    given: list[dict[str, Any]], early: list[int | None], late: list[int | None]
+) -> None:
+    run = config([{"name": "change_lr", "value": 1.0, **each} for each in given])
+    assert foretold(run) == (early, late)
+    assert (played(run, hopeful=True), played(run, hopeful=False)) == (early, late)
+
+
+def test_growth_waits_until_a_mask_is_open_in_full() -> None:
+    soon = {"max_wait_iters": 10}
+    run = config(
+        [
+            {"name": "insert_layers", "value": 1, "mask": 100, **soon},
+            {"name": "change_lr", "value": 2.0, **soon},
+            {"name": "widen_mlp", "value": "x2", **soon},
+        ]
+    )
+    assert foretold(run)[0] == [10, 20, 110]
+
+
+def test_a_larger_batch_brings_a_token_budget_s_end_nearer() -> None:
+    schedule = [{"name": "change_batch_size", "value": 2, "when": {"at_fraction": 0.5}}]
+    run = config(schedule, train={"until": ["3200tok"], "batch_size": 4})
+    told = forecast(run, TOKENS, VOCABULARY, world_size=1)
+    assert told.stages[1].first_step == 40
+    assert told.early is not None
+    assert (told.early.steps, told.early.tokens) == (60, 3200)
+
+
+COUNTED = st.one_of(
+    st.builds(lambda n: {"waited": n}, st.integers(1, 90)),
+    st.builds(lambda n: {"at_step": n}, st.integers(0, 320)),
+    st.builds(lambda n: {"at_tokens": n}, st.integers(1, 14_000)),
+    st.builds(lambda n: {"at_fraction": n / 100}, st.integers(0, 99)),
+)
+LOSSES = st.one_of(
+    st.just({"loss_below": 3.0}),
+    st.builds(
+        lambda w, p: {"plateau": {"window": w, "slope": 0.1, "patience": p}},
+        st.integers(2, 4),
+        st.integers(1, 3),
+    ),
+)
+WHEN = st.recursive(
+    COUNTED | LOSSES,
+    lambda inner: st.builds(
+        lambda kind, parts: {kind: parts},
+        st.sampled_from(["any", "all"]),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=4,
+)
+OPERATION = st.sampled_from(
+    [
+        {"name": "change_lr", "value": 1.1},
+        {"name": "change_batch_size", "value": 1.5},
+        {"name": "set_grad_accum", "value": 2},
+        {"name": "set_eval_interval", "value": 7},
+        {"name": "change_eval_interval", "value": 3.0},
+        {"name": "set_context", "value": 5},
+        {"name": "set_context", "value": 10},
+        {"name": "insert_layers", "value": 1, "mask": 60},
+        {"name": "widen_mlp", "value": "x1.5"},
+    ]
+)
+ENTRY = st.builds(
+    lambda operation, when, least, again: {
+        **operation,
+        "when": when,
+        "reevaluate": again,
+        **({"min_steps": least} if least else {}),
+    },
+    OPERATION,
+    WHEN,
+    st.integers(0, 60),
+    st.booleans(),
+)
+UNTIL = st.sampled_from([["300it"], ["9ktok"], ["3ep"], ["1100samples", "290it"]])
+
+
+@settings(max_examples=figures.times(60, 2000), deadline=None)
+@given(st.lists(ENTRY, min_size=1, max_size=5), UNTIL, st.booleans())
+def test_any_schedule_fires_where_a_loop_makes_it_fire(
+    schedule: list[dict[str, Any]], until: list[str], at_start: bool
+) -> None:
+    run = config(
+        schedule,
+        train={"until": until, "batch_size": 4},
+        eval={"eval_interval": 20, "at_start": at_start},
+    )
+    early, late = foretold(run)
+    assert early == played(run, hopeful=True)
+    assert late == played(run, hopeful=False)
