@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import safetensors.torch
 
 from instar.checkpoint.disk import DELETER
 
@@ -158,8 +159,12 @@ def recording(base: Path) -> Iterator[Recorder]:
     settled = [Synced(node) for node in range(_count(recorder.operations) + 1)]
     recorder.operations += settled
     with pytest.MonkeyPatch.context() as patch:
+        turn = threading.RLock()  # threads that write side by side are heard one after the other
         for name, replacement in _watched(recorder).items():
-            patch.setattr(os, name, replacement)
+            patch.setattr(os, name, _in_turn(turn, replacement))
+        # it makes and renames a file of its own that no call of `os` tells of: nobody looks meanwhile
+        save_file = safetensors.torch.save_file
+        patch.setattr(safetensors.torch, "save_file", _in_turn(turn, save_file))
         yield recorder
         for thread in threading.enumerate():
             if thread.name == DELETER:
@@ -198,16 +203,7 @@ def _watched(recorder: Recorder) -> dict[str, Callable[..., Any]]:
     def unknown(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError("the recorder cannot replay this operation")
 
-    turn = threading.RLock()
-
-    def one_by_one(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def when_it_is_its_turn(*given: Any, **named: Any) -> Any:
-            with turn:
-                return operation(*given, **named)
-
-        return when_it_is_its_turn
-
-    operations = {
+    return {
         "fsync": fsync,
         "fdatasync": unknown,
         "mkdir": mkdir,
@@ -219,8 +215,14 @@ def _watched(recorder: Recorder) -> dict[str, Callable[..., Any]]:
         "link": unknown,
         "symlink": unknown,
     }
-    # threads that write side by side are heard one after the other
-    return {name: one_by_one(operation) for name, operation in operations.items()}
+
+
+def _in_turn(turn: threading.RLock, operation: Callable[..., Any]) -> Callable[..., Any]:
+    def when_it_is_its_turn(*given: Any, **named: Any) -> Any:
+        with turn:
+            return operation(*given, **named)
+
+    return when_it_is_its_turn
 
 
 @dataclass(frozen=True)
