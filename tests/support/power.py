@@ -81,11 +81,22 @@ class Recorder:
         self._nodes: dict[str, Node] = {".": ROOT}
         self._contents: dict[Node, bytes] = {}
         self._next = itertools.count(1)
+        self._turn = threading.RLock()
         self.notice()
 
     def say(self, word: int) -> None:
-        self.notice()
-        self.operations.append(Said(word))
+        with self._turn:
+            self.notice()
+            self.operations.append(Said(word))
+
+    def in_turn(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """The operation, heard as a whole: threads that work side by side are heard in turn."""
+
+        def when_it_is_its_turn(*given: Any, **named: Any) -> Any:
+            with self._turn:
+                return operation(*given, **named)
+
+        return when_it_is_its_turn
 
     def notice(self) -> None:
         """Write down what happened since the last operation that was seen."""
@@ -159,12 +170,11 @@ def recording(base: Path) -> Iterator[Recorder]:
     settled = [Synced(node) for node in range(_count(recorder.operations) + 1)]
     recorder.operations += settled
     with pytest.MonkeyPatch.context() as patch:
-        turn = threading.RLock()  # threads that write side by side are heard one after the other
         for name, replacement in _watched(recorder).items():
-            patch.setattr(os, name, _in_turn(turn, replacement))
+            patch.setattr(os, name, recorder.in_turn(replacement))
         # it makes and renames a file of its own that no call of `os` tells of: nobody looks meanwhile
         save_file = safetensors.torch.save_file
-        patch.setattr(safetensors.torch, "save_file", _in_turn(turn, save_file))
+        patch.setattr(safetensors.torch, "save_file", recorder.in_turn(save_file))
         yield recorder
         for thread in threading.enumerate():
             if thread.name == DELETER:
@@ -215,14 +225,6 @@ def _watched(recorder: Recorder) -> dict[str, Callable[..., Any]]:
         "link": unknown,
         "symlink": unknown,
     }
-
-
-def _in_turn(turn: threading.RLock, operation: Callable[..., Any]) -> Callable[..., Any]:
-    def when_it_is_its_turn(*given: Any, **named: Any) -> Any:
-        with turn:
-            return operation(*given, **named)
-
-    return when_it_is_its_turn
 
 
 @dataclass(frozen=True)
