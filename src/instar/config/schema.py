@@ -46,28 +46,95 @@ class ModelConfig(Section):
     dropout: Fraction = Field(0.0, description="dropout probability")
 
 
-class DataConfig(Section):
-    """Where the samples are and in which order they come."""
+class MixturePart(Section):
+    """One of several sources that are mixed."""
 
+    source: str = Field(description="as data.source")
+    weight: PositiveFloat | None = Field(
+        None,
+        description="share of the samples that are drawn from it, relative to the other weights; "
+        "all parts have one, or none: then each sample comes once an epoch",
+    )
+    text_field: str | None = Field(None, description="default: data.text_field")
+    tokens_field: str | None = Field(None, description="default: data.tokens_field")
+
+
+class DataConfig(Section):
+    """Where the samples are, in which order they come, and how they reach the ranks."""
+
+    kind: Literal["tokens", "rows", "stream", "python"] = Field(
+        "tokens",
+        description="tokens: `source` is prepared once into token shards; rows: a Hugging Face data "
+        "set, read at any place, tokenised on the way; stream: a Hugging Face IterableDataset, read "
+        "from its beginning; python: any iterable, made by a function",
+    )
+    strategy: Literal["sharded", "dispatched"] = Field(
+        "sharded",
+        description="sharded: each rank reads its own samples; dispatched: rank 0 reads and sends",
+    )
     path: str | None = Field(
         None,
         description="folder of token shards; made from `source` if it is not there yet "
-        "(default: data/<source>-<tokenizer>, named from the fields below)",
+        "(default: data/<source>-<tokenizer>, named from the fields below); for other kinds it "
+        "holds the tokenizer, what is held out and what was counted",
     )
     source: str = Field(
         "stdlib",
         description="text to prepare: stdlib (the Python standard library's own source), or a "
-        "file, folder or glob of .txt, .py, .md, .jsonl, .parquet …",
+        "file, folder or glob of .txt, .py, .md, .jsonl, .parquet …; rows and stream: files that "
+        "`datasets` loads, a folder of `save_to_disk`, or a name on the hub; python: module:function",
     )
-    text_field: str = Field("text", description="column or key of the text in JSONL and Parquet")
-    tokenizer: Literal["byte", "char", "bpe"] = Field("byte", description="how text becomes tokens")
+    subset: str | None = Field(None, description="rows, stream: configuration of a hub data set")
+    source_split: str = Field("train", description="rows, stream: the data set's split to train on")
+    mixture: Annotated[tuple[MixturePart, ...], Strict(False)] = Field(
+        (), description="tokens, rows: several sources in place of `source`"
+    )
+    val_source: str | None = Field(
+        None,
+        description="text that is held out, in place of a share of `source`: a file, folder or "
+        "glob; stream and python need one",
+    )
+    text_field: str = Field("text", description="column or key of the text in rows")
+    tokens_field: str | None = Field(
+        None, description="rows, stream, python: column of token ids, in place of text"
+    )
+    tokenizer: str = Field(
+        "byte",
+        description="how text becomes tokens: byte, char, bpe (trained), or a tokenizer.json",
+    )
     vocab_size: PositiveInt = Field(4096, description="vocabulary of a trained BPE tokenizer")
     max_bytes: PositiveInt | None = Field(None, description="use only about so much of the source")
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.05, description="share held out")
     test_fraction: Fraction = Field(0.05, description="share kept for a final test")
-    order: Literal["shuffled", "sequential", "random"] = Field(
+    order: Literal["shuffled", "sequential", "random", "blocks"] = Field(
         "shuffled",
-        description="shuffled without replacement, sequential, or random windows with replacement",
+        description="shuffled without replacement, sequential, random windows with replacement, or "
+        "blocks: shuffled so that what is read together lies together; a stream is shuffled within "
+        "shuffle_window",
+    )
+    block_samples: PositiveInt = Field(
+        256, description="order blocks: neighbouring samples that are read together"
+    )
+    shuffle_window: PositiveInt = Field(
+        4096, description="order blocks, and streams: samples that are shuffled among each other"
+    )
+    packing: bool = Field(
+        True,
+        description="rows, stream, python: documents end to end, cut into samples; false: a sample "
+        "is one document, cut off after the context",
+    )
+    lanes: PositiveInt = Field(
+        8,
+        description="stream: parts of it that are read side by side, as many as the data set has "
+        "shards at most; sharded ranks share them, and the order does not depend on how",
+    )
+    workers: Annotated[int, Field(ge=0)] = Field(
+        0, description="processes of each reading rank that read and tokenise; 0: the rank itself"
+    )
+    transform: str | None = Field(
+        None,
+        description="module:function(sample, generator) → sample, applied to every training sample; "
+        "the generator comes from (seed, epoch, sample)",
     )
     prefetch: bool = Field(True, description="prepare the next steps' batches in the background")
 

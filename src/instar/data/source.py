@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
+from instar.data.columns import Columns
 from instar.data.order import Int64Array
-from instar.data.tokens import TokenSplit
+from instar.data.shards import TokenArray
 
 IGNORED = -1
 """The target of a position that has none."""
@@ -25,12 +26,39 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: Int64Array) -> dict[str, NDArray[Any]]:
-        """Arrays whose first axis is the samples', in the order of `indices`."""
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """Columns with the samples in the order of `indices`.
+
+        Args:
+            epoch: counts passes through the data; only a source that draws something of its own for
+                every sample asks for it.
+        """
         ...
 
     def weights(self, indices: Int64Array) -> float:
         """The sum of the samples' loss weights, without reading them."""
+        ...
+
+
+class TokenSequence(Protocol):
+    """One split as one flat sequence of tokens, wherever they are."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> TokenArray:
+        """Tokens start … stop-1, copied. Raises IndexError outside the split."""
+        ...
+
+    def windows(self, starts: Int64Array, length: int) -> TokenArray:
+        """Tokens start … start+length-1 for each start, [len(starts), length].
+
+        Raises IndexError where a window leaves the split.
+        """
         ...
 
 
@@ -45,7 +73,7 @@ class TokenWindows:
     tokens, held-out splits 2.
     """
 
-    def __init__(self, split: TokenSplit, context: int, stride: int | None = None) -> None:
+    def __init__(self, split: TokenSequence, context: int, stride: int | None = None) -> None:
         needed = context + 1 if split.name == "train" or stride is not None else 2
         if len(split) < needed:
             raise ConfigError.one(
@@ -77,7 +105,7 @@ class TokenWindows:
             missing = self._missing_in_last * last
         return float(indices.size * self.context - missing)
 
-    def read(self, indices: Int64Array) -> dict[str, NDArray[Any]]:
+    def read(self, indices: Int64Array, epoch: int = 0) -> dict[str, NDArray[Any]]:  # noqa: ARG002
         """`inputs` and `targets`, int64 [len(indices), context], contiguous.
 
         Raises IndexError outside 0 … len-1.

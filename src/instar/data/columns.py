@@ -1,0 +1,170 @@
+"""Samples side by side: named columns, dense or ragged, nested as a task likes.
+
+A column's first axis counts samples. Slices are views; nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instar.data.order import Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Arrays of different lengths: sample i is values[offsets[i] : offsets[i + 1]].
+
+    `values` is [total, ...], `offsets` int64 [samples + 1], which may begin anywhere in `values`.
+    """
+
+    values: NDArray[Any]
+    offsets: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, samples: slice) -> Ragged:
+        begin, end, _ = samples.indices(len(self))
+        return Ragged(self.values, self.offsets[begin : max(begin, end) + 1])
+
+    @property
+    def sizes(self) -> Int64Array:
+        """How long each sample's array is, int64 [samples]."""
+        sizes: Int64Array = np.diff(self.offsets)
+        return sizes
+
+    @property
+    def flat(self) -> NDArray[Any]:
+        """The samples' arrays end to end."""
+        flat: NDArray[Any] = self.values[self.offsets[0] : self.offsets[-1]]
+        return flat
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.nbytes + self.offsets.nbytes
+
+
+Column: TypeAlias = "NDArray[Any] | Ragged | Columns"
+Columns: TypeAlias = Mapping[str, Column]
+
+
+def leaves(columns: Columns, path: str = "") -> Iterator[tuple[str, NDArray[Any] | Ragged]]:
+    """Every array by its name; those of nested columns joined by dots."""
+    for name, column in columns.items():
+        if isinstance(column, Mapping):
+            yield from leaves(column, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", column
+
+
+def each(
+    columns: Columns, do: Callable[[NDArray[Any] | Ragged], NDArray[Any] | Ragged]
+) -> dict[str, Column]:
+    """The same columns with something done to every array."""
+    return {
+        name: each(column, do) if isinstance(column, Mapping) else do(column)
+        for name, column in columns.items()
+    }
+
+
+def cut(columns: Columns, begin: int, end: int) -> dict[str, Column]:
+    """Samples begin … end-1, as views."""
+    return each(columns, lambda column: column[begin:end])
+
+
+def nbytes(columns: Columns) -> int:
+    return sum(column.nbytes for _, column in leaves(columns))
+
+
+def stack(samples: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+    """Samples given one by one as columns: dense where their arrays are alike, else ragged.
+
+    Raises:
+        ValueError: a sample, named by its place, has other keys, types or trailing axes than the
+            first, or is nothing that can be an array.
+    """
+    if not samples:
+        raise ValueError("there are no samples to stack")
+    first = samples[0]
+    for number, sample in enumerate(samples):
+        if not isinstance(sample, Mapping):
+            kind = type(sample).__name__
+            raise ValueError(f"sample {number} is a {kind}, where named arrays are expected")
+        if sample.keys() != first.keys():
+            raise ValueError(
+                f"sample {number} has {', '.join(map(str, sample)) or 'nothing'}, "
+                f"the first one {', '.join(map(str, first)) or 'nothing'}"
+            )
+    return {str(name): _column(str(name), [sample[name] for sample in samples]) for name in first}
+
+
+def join(parts: Sequence[Columns]) -> dict[str, Column]:
+    """The samples of several parts, one after the other; all have the same columns."""
+    return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def pick(columns: Columns, samples: Int64Array) -> dict[str, Column]:
+    """Chosen samples in a chosen order, copied."""
+    return each(columns, lambda column: _picked(column, samples))
+
+
+def _picked(column: NDArray[Any] | Ragged, samples: Int64Array) -> NDArray[Any] | Ragged:
+    if not isinstance(column, Ragged):
+        return column[samples]
+    sizes = column.sizes[samples]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    # where each value of the result stands in the old ones
+    shift = np.repeat(column.offsets[samples] - offsets[:-1], sizes)
+    return Ragged(column.values[np.arange(offsets[-1]) + shift], offsets)
+
+
+def _joined(columns: Sequence[Any]) -> Column:
+    if isinstance(columns[0], Mapping):
+        return join(columns)
+    if not any(isinstance(column, Ragged) for column in columns):
+        if len({column.shape[1:] for column in columns}) == 1:
+            return np.concatenate(columns)
+    ragged = [column if isinstance(column, Ragged) else _as_ragged(column) for column in columns]
+    sizes = np.concatenate([column.sizes for column in ragged])
+    values = np.concatenate([column.flat for column in ragged])
+    return Ragged(values, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+
+
+def _as_ragged(column: NDArray[Any]) -> Ragged:
+    samples, size = column.shape[:2]
+    return Ragged(
+        column.reshape(samples * size, *column.shape[2:]),
+        np.arange(samples + 1, dtype=np.int64) * size,
+    )
+
+
+def _column(name: str, values: Sequence[Any]) -> Column:
+    if isinstance(values[0], Mapping):
+        try:
+            return stack(values)
+        except ValueError as error:
+            raise ValueError(f"in {name}: {error}") from None
+    arrays = []
+    for number, value in enumerate(values):
+        array = np.asarray(value)
+        if array.dtype == object:
+            raise ValueError(
+                f"sample {number}: {name} is {value!r:.60}, which is no array of numbers"
+            )
+        arrays.append(array)
+    head = arrays[0]
+    for number, array in enumerate(arrays):
+        if array.dtype != head.dtype or array.ndim != head.ndim or array.shape[1:] != head.shape[1:]:
+            raise ValueError(
+                f"sample {number}: {name} is {array.dtype}{list(array.shape)}, "
+                f"in the first sample {head.dtype}{list(head.shape)}"
+            )
+    if all(array.shape == head.shape for array in arrays):
+        return np.stack(arrays)
+    sizes = np.array([0, *(len(array) for array in arrays)], dtype=np.int64)
+    return Ragged(np.concatenate(arrays), np.cumsum(sizes))
