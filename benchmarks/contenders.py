@@ -29,6 +29,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
 
 from instar.config.load import load
+from instar.data.tokens import open_dataset
 from instar.distributed.ranklog import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import join
@@ -137,7 +138,7 @@ class Work:
         wanted = self.steps * self.batch_size
         if wanted > order.samples_per_epoch:
             raise ValueError(f"{wanted} samples wanted, {order.samples_per_epoch} in an epoch")
-        (tokens,) = self.prepared.dataset.split("train").arrays
+        (tokens,) = open_dataset(self.prepared.dataset.path).split("train").arrays
         return Windows(tokens, order.indices(0, 0, wanted), self.prepared.architecture.context)
 
     @property
@@ -295,7 +296,7 @@ def main(name: str, asked: str) -> None:
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     words = json.loads(asked)
     loaded = load(None, words["overrides"])
-    prepare_data(loaded, lambda _: None)
+    prepare_data(loaded, 1, lambda _: None)
     work = Work(preflight(loaded, world_size=1), words["steps"])
     pace = Pace(told, sys.stdin, words["warmup"], words["round"], work.device.type == "cuda")
     pace.wait()

@@ -124,7 +124,7 @@ def trainer_of(size: Size, folder: Path, quick: bool) -> Trainer:
             "checkpoint.keep_last=1",
         ],
     )
-    prepare_data(loaded, lambda _: None)
+    prepare_data(loaded, 1, lambda _: None)
     prepared = preflight(loaded, 1)
     run_dir.mkdir()
     world = World(0, 0, 1, torch.device("cpu"), "none")

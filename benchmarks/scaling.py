@@ -1,17 +1,24 @@
 """How much of W processes' speed W ranks keep: `instar train --nproc W`, one thread per rank.
 
-    python benchmarks/scaling.py [--quick] [--ranks W] [--set KEY=VALUE …]
+    python benchmarks/scaling.py [--quick] [--ranks W] [--strategy NAME …] [--set KEY=VALUE …]
 
 Efficiency is T(W) / (W · T(1)), T in tokens per second of training steps, with the same batch per
 rank. T(1) is measured with W − 1 independent copies beside it, so that sharing the machine's caches
 and memory bus costs both sides alike and only communication is left; the ratio to a lone process is
-shown too. The three arrangements take turns. Speeds come from the runs' own records, without the
+shown too. T(1) is that of token shards, so that what another way of loading costs shows as well.
+All arrangements take turns, in random order. Speeds come from the runs' own records, without the
 first steps.
+
+The strategies are the ways in which samples reach ranks: token shards, and the same text as an Arrow
+data set, read at any place (rows) or from its beginning (stream); sharded, each rank reading its
+own, or dispatched, rank 0 reading for all.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +28,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import datasets
+import numpy as np
+
 from instar.config.load import load
+from instar.data.corpus import STDLIB, open_corpus
 from instar.data.prepare import prepare
 from instar.record.events import Train, read_events
 from report import Case, case, options, parser, publish
@@ -44,6 +55,35 @@ class Size:
     repeats: int
 
 
+@dataclass(frozen=True)
+class Strategy:
+    """A way in which samples reach the ranks."""
+
+    name: str
+    overrides: tuple[str, ...]
+    least: float | None = None
+    """of W times T(1)"""
+    least_of_first: float | None = None
+    """of what the first strategy reaches"""
+
+    data: str = "tokens"
+    """the folder: of token shards, or of what is kept beside the Arrow data"""
+
+
+SHARDED = Strategy("sharded", (), least=0.95)
+ROWS, STREAM = "data.kind=rows", "data.kind=stream"
+DISPATCHED = "data.strategy=dispatched"
+STRATEGIES = (
+    SHARDED,
+    Strategy("dispatched", (DISPATCHED,), least=0.92, least_of_first=0.97),
+    Strategy("sharded rows", (ROWS,), least_of_first=0.95, data="rows"),
+    Strategy(
+        "sharded rows in blocks", (ROWS, "data.order=blocks"), least_of_first=0.95, data="rows"
+    ),
+    Strategy("sharded stream", (STREAM,), least_of_first=0.95, data="stream"),
+    Strategy("dispatched stream", (STREAM, DISPATCHED), least_of_first=0.95, data="stream"),
+)
+
 ONE_M = ("model.n_layer=5", "model.n_head=4", "model.n_embd=128")
 SIZES = (Size("1 M, 32×128 tokens", ONE_M, batch=32, context=128, warmup=10, steps=30, repeats=7),)
 QUICK = Size(
@@ -57,75 +97,147 @@ QUICK = Size(
 )
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How fast runs went after their warm-up."""
+
+    rate: float
+    """tokens per active second; of several runs the mean"""
+    wait: float
+    """share of the steps' time in which ranks waited for samples"""
+
+
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--ranks", type=int, default=2, metavar="W", help="default: 2")
+    words.add_argument(
+        "--strategy",
+        action="append",
+        choices=[strategy.name for strategy in STRATEGIES],
+        help=f"beside {SHARDED.name}; default: all, --quick: none",
+    )
     words.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's config"
     )
     parsed = words.parse_args()
     chosen = options(parsed)
+    others = parsed.strategy or ([] if chosen.quick else [s.name for s in STRATEGIES])
+    strategies = [s for s in STRATEGIES if s is SHARDED or s.name in others]
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         for size in (QUICK,) if chosen.quick else SIZES:
-            cases += measure(size, parsed.ranks, parsed.set, Path(folder))
+            cases += measure(size, parsed.ranks, strategies, parsed.set, Path(folder))
     publish("scaling", cases, chosen, threads_per_rank=1)
 
 
-def measure(size: Size, ranks: int, extra: Sequence[str], folder: Path) -> list[Case]:
-    base = overrides(size, extra, folder)
-    arrangements = {"alone": (1, 1), "beside": (ranks, 1), "together": (1, ranks)}
-    rates: dict[str, list[float]] = {name: [] for name in arrangements}
+def measure(
+    size: Size, ranks: int, strategies: Sequence[Strategy], extra: Sequence[str], folder: Path
+) -> list[Case]:
+    base = {strategy: overrides(size, strategy, extra, folder) for strategy in strategies}
+    arrangements = {"alone": (SHARDED, 1, 1), "beside": (SHARDED, ranks, 1)}
+    arrangements |= {strategy.name: (strategy, 1, ranks) for strategy in strategies}
+    paces: dict[str, list[Pace]] = {name: [] for name in arrangements}
     for repeat in range(size.repeats):
-        turns = list(arrangements.items())
-        for name, (copies, world) in turns[repeat % 3 :] + turns[: repeat % 3]:
-            rates[name].append(rate(size, base, folder, copies=copies, ranks=world))
-        efficiency = rates["together"][-1] / (ranks * rates["beside"][-1])
+        for name in random.Random(repeat).sample(list(arrangements), len(arrangements)):
+            strategy, copies, world = arrangements[name]
+            paces[name].append(pace(size, base[strategy], folder, copies=copies, ranks=world))
+        efficiency = paces[SHARDED.name][-1].rate / (ranks * paces["beside"][-1].rate)
         said = f"{size.name}: {repeat + 1} of {size.repeats}, efficiency {efficiency:.3f}"
         print(said, file=sys.stderr)
-    alone, beside, together = rates.values()
+    rates = {name: [pace.rate for pace in of_name] for name, of_name in paces.items()}
     title = f"{size.name} per rank"
-    return [
-        case(f"{title}: T(1), alone", alone, "tokens/s"),
-        case(f"{title}: T(1), beside {ranks - 1} independent", beside, "tokens/s"),
-        case(f"{title}: T({ranks})", together, "tokens/s"),
+    cases = [
+        case(f"{title}: T(1), alone", rates["alone"], "tokens/s"),
+        case(f"{title}: T(1), beside {ranks - 1} independent", rates["beside"], "tokens/s"),
+        case(f"{title}: T({ranks})", rates[SHARDED.name], "tokens/s"),
         case(
             f"{title}: T({ranks}) / {ranks} T(1), beside",
-            [w / (ranks * one) for w, one in zip(together, beside, strict=True)],
+            ratios(rates[SHARDED.name], rates["beside"], ranks),
             "ratio",
-            least=0.95,
+            least=SHARDED.least,
         ),
         case(
             f"{title}: T({ranks}) / {ranks} T(1), alone",
-            [w / (ranks * one) for w, one in zip(together, alone, strict=True)],
+            ratios(rates[SHARDED.name], rates["alone"], ranks),
             "ratio",
         ),
     ]
+    for strategy in strategies:
+        together = rates[strategy.name]
+        name = f"{title}, {strategy.name}"
+        waits = [pace.wait for pace in paces[strategy.name]]
+        cases += [
+            case(f"{name}: T({ranks})", [rate / size.context for rate in together], "samples/s"),
+            case(f"{name}: waiting for samples, of a step", waits, "ratio", most=0.01),
+        ]
+        if strategy is SHARDED:
+            continue
+        cases += [
+            case(
+                f"{name}: T({ranks}) / {ranks} T(1), beside",
+                ratios(together, rates["beside"], ranks),
+                "ratio",
+                least=strategy.least,
+            ),
+            case(
+                f"{name}: T({ranks}) / that of {SHARDED.name}",
+                ratios(together, rates[SHARDED.name]),
+                "ratio",
+                least=strategy.least_of_first,
+            ),
+        ]
+    return cases
 
 
-def overrides(size: Size, extra: Sequence[str], folder: Path) -> list[str]:
+def ratios(rates: Sequence[float], others: Sequence[float], times: int = 1) -> list[float]:
+    """Repeat by repeat."""
+    return [rate / (times * other) for rate, other in zip(rates, others, strict=True)]
+
+
+def overrides(size: Size, strategy: Strategy, extra: Sequence[str], folder: Path) -> list[str]:
     """The config of every run of a size; its data set is made."""
+    max_bytes = 200_000 if size is QUICK else 16_000_000
     base = [
         *size.model,
         f"model.context={size.context}",
-        f"data.path={folder / 'tokens'}",
-        f"data.max_bytes={200_000 if size is QUICK else 16_000_000}",
+        f"data.path={folder / strategy.data}",
         "device=cpu",
         f"train.batch_size={size.batch}",
         f"train.until=[{size.warmup + size.steps}it]",
         "eval.eval_interval=1000000",
         "eval.eval_iters=1",
+        *strategy.overrides,
         *extra,
     ]
-    loaded = load(None, base)
-    prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
+    if strategy.data == "tokens":
+        base += [f"data.max_bytes={max_bytes}"]
+        loaded = load(None, base)
+        prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
+    else:
+        source, held_out = arrow_text(folder, max_bytes)
+        base += [f"data.source={source}", f"data.val_source={held_out}"]
+        pace(size, base, folder)
     return base
 
 
-def rate(
-    size: Size, base: Sequence[str], folder: Path, *, copies: int = 1, ranks: int = 1
-) -> float:
-    """Tokens per second of a run of `ranks` ranks; of `copies` side by side the mean.
+def arrow_text(folder: Path, max_bytes: int) -> tuple[Path, Path]:
+    """The standard library's source as an Arrow data set of 8 files, and a text that it lacks."""
+    rows, held_out = folder / "text", folder / "held-out.txt"
+    if not rows.exists():
+        corpus = open_corpus(STDLIB, "text")
+        number = int(np.searchsorted(np.cumsum(corpus.sizes), max_bytes)) + 1
+        sizes = corpus.sizes[:number]
+        parts = np.stack([np.arange(sizes.size), np.zeros_like(sizes), sizes], axis=1)
+        texts = ["".join(pieces) for pieces in corpus.texts(parts)]
+        held_out.write_text("\n".join(texts[::20]), encoding="utf-8")
+        del texts[::20]
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(rows, num_shards=8)
+    return rows, held_out
+
+
+def pace(size: Size, base: Sequence[str], folder: Path, *, copies: int = 1, ranks: int = 1) -> Pace:
+    """Of a run of `ranks` ranks; of `copies` side by side the mean.
 
     Raises:
         SystemExit: a run failed, or took longer than anybody would wait.
@@ -138,7 +250,7 @@ def rate(
             _, said = process.communicate(timeout=deadline - time.monotonic())
             if process.returncode:
                 sys.exit(f"instar train failed:\n{said}")
-        return mean_rate([trained(run) for run in runs], size.warmup)
+        return mean_pace([trained(run) for run in runs], size.warmup)
 
 
 def start(base: Sequence[str], run: Path, ranks: int) -> subprocess.Popen[str]:
@@ -159,15 +271,15 @@ def trained(run: Path) -> Mapping[int, Train]:
     return {event.step: event for event in events if isinstance(event, Train)}
 
 
-def mean_rate(runs: Sequence[Mapping[int, Train]], warmup: int) -> float:
-    """Mean of the runs' tokens per active second, over the time in which all were training.
+def mean_pace(runs: Sequence[Mapping[int, Train]], warmup: int) -> Pace:
+    """Over the time in which all runs were training.
 
     Copies that did not train at the same time are counted whole, with a warning: T(1) is then
     rather too high than too low.
     """
     begin = max(run[warmup].time for run in runs)
     end = min(run[max(run)].time for run in runs)
-    rates = []
+    rates, waits = list[float](), list[float]()
     for run in runs:
         seen = [event for event in run.values() if begin <= event.time <= end]
         if len(seen) < 2:
@@ -175,7 +287,8 @@ def mean_rate(runs: Sequence[Mapping[int, Train]], warmup: int) -> float:
             seen = [event for event in run.values() if event.step >= warmup]
         first, last = seen[0], seen[-1]
         rates.append((last.tokens - first.tokens) / (last.active_s - first.active_s))
-    return sum(rates) / len(rates)
+        waits += [event.data_wait for event in seen[1:]]
+    return Pace(statistics.mean(rates), statistics.mean(waits))
 
 
 if __name__ == "__main__":

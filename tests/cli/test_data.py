@@ -74,7 +74,7 @@ def test_verify_finds_a_flipped_bit(text: Path, capsys: pytest.CaptureFixture[st
     ("arguments", "says"),
     [
         (["prepare", "--source", "nowhere.txt"], "no file or folder nowhere.txt"),
-        (["prepare", "--tokenizer", "word"], "data.tokenizer must be one of"),
+        (["prepare", "--tokenizer", "word"], "data.tokenizer: no tokenizer: 'word'"),
         (["prepare", "nowhere.yaml"], "nowhere.yaml"),
         (["inspect", "nowhere"], "is not there"),
     ],

@@ -1,47 +1,29 @@
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+from feeds import Numbers, local_feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instar.data.feed import Feed, StepBatch, StepPlan, micro_slices, plan_step, rank_slice
-from instar.data.order import Int64Array, Sequential, Shuffled, make_order
+from instar.data.order import Int64Array, Order, Sequential, Shuffled, make_order
+from instar.data.plan import StepPlan, micro_slices, plan_step, shares
+from instar.data.reader import StepBatch
 from instar.data.source import TokenWindows
-
-
-class Numbers:
-    """Sample i holds the number i and weighs i % 3; reading `broken` fails."""
-
-    fingerprint = "numbers"
-
-    def __init__(self, count: int, broken: int | None = None) -> None:
-        self.count = count
-        self.broken = broken
-        self.reads: list[tuple[str, int]] = []
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, indices: Int64Array) -> dict[str, np.ndarray]:
-        self.reads.append((threading.current_thread().name, indices.size))
-        if self.broken in indices:
-            raise OSError(f"sample {self.broken} cannot be read")
-        return {"number": indices.copy(), "twice": np.stack([indices, 2 * indices], axis=1)}
-
-    def weights(self, indices: Int64Array) -> float:
-        return float((indices % 3).sum())
 
 
 def numbers_of(batch: StepBatch) -> list[int]:
     return [
         int(n) for micro in batch.micro_batches if micro.samples for n in micro.arrays["number"]
     ]
+
+
+def ids(order: Order, plan: StepPlan) -> list[int]:
+    return order.indices(plan.epoch, plan.start, plan.start + plan.count).tolist()
 
 
 def steps(cursor: int, end: int, samples: int, global_batch: int) -> list[StepPlan]:
@@ -62,22 +44,19 @@ def test_a_step_never_crosses_the_end_of_an_epoch() -> None:
 @settings(deadline=None)
 @given(count=st.integers(1, 100), start=st.integers(0, 1000), world=st.integers(1, 17))
 def test_ranks_share_a_step_evenly_and_without_gaps(count: int, start: int, world: int) -> None:
-    slices = [rank_slice(StepPlan(start, 0, start, count), rank, world) for rank in range(world)]
-    assert slices[0][0] == start
-    assert slices[-1][1] == start + count
-    assert all(one[1] == other[0] for one, other in itertools.pairwise(slices))
-    sizes = [end - begin for begin, end in slices]
+    places = shares(StepPlan(start, 0, start, count), Sequential(10_000), world)
+    assert len(places) == world
+    assert np.concatenate(places).tolist() == list(range(count))
+    sizes = [one.size for one in places]
     assert max(sizes) - min(sizes) <= 1
 
 
 @settings(deadline=None)
-@given(begin=st.integers(0, 50), size=st.integers(0, 200), batch_size=st.integers(1, 40))
-def test_micro_batches_are_few_even_and_small_enough(
-    begin: int, size: int, batch_size: int
-) -> None:
-    slices = micro_slices(begin, begin + size, batch_size)
+@given(size=st.integers(0, 200), batch_size=st.integers(1, 40))
+def test_micro_batches_are_few_even_and_small_enough(size: int, batch_size: int) -> None:
+    slices = micro_slices(size, batch_size)
     positions = [at for first, end in slices for at in range(first, end)]
-    assert positions == list(range(begin, begin + size))
+    assert positions == list(range(size))
     assert len(slices) == -(-size // batch_size)
     sizes = {end - first for first, end in slices}
     assert not sizes or (max(sizes) <= batch_size and max(sizes) - min(sizes) <= 1)
@@ -111,14 +90,15 @@ def test_epochs_are_the_data_set_whatever_batch_accumulation_and_world_size_do(
     while cursor < samples * epochs:
         world, batch_size, accumulation = stretches[stretch % len(stretches)]
         stretch += 1
-        feeds = [Feed(source, order, rank, world, prefetch) for rank in range(world)]
+        feeds = [local_feed(source, order, rank, world, prefetch) for rank in range(world)]
         for _ in range(3):
             if cursor == samples * epochs:
                 break
             plan = plan_step(cursor, samples, batch_size * accumulation)
-            batches = [feed.take(plan, batch_size) for feed in feeds]
+            batches = [feed.take(cursor, batch_size * accumulation, batch_size) for feed in feeds]
+            assert all(batch.plan == plan for batch in batches)
             taken = [number for batch in batches for number in numbers_of(batch)]
-            assert taken == feeds[0].sample_ids(plan).tolist()
+            assert taken == ids(order, plan)
             assert all(batch.weight == sum(n % 3 for n in taken) for batch in batches)
             micros = [micro for batch in batches for micro in batch.micro_batches]
             assert sum(micro.weight for micro in micros) == batches[0].weight
@@ -141,22 +121,24 @@ def test_virtual_ranks_have_the_same_micro_batches_whoever_runs_them(
     samples: int, batch_size: int, accumulation: int, world: int
 ) -> None:
     source, order = Numbers(samples), Shuffled(samples, seed=4)
-    alone = Feed(source, order, 0, 1, virtual_ranks=4)
-    shared = [Feed(source, order, rank, world, virtual_ranks=4) for rank in range(world)]
-    each = [Feed(source, order, rank, 4) for rank in range(4)]
+    alone = local_feed(source, order, 0, 1, virtual_ranks=4)
+    shared = [local_feed(source, order, rank, world, virtual_ranks=4) for rank in range(world)]
+    each = [local_feed(source, order, rank, 4) for rank in range(4)]
     for plan in steps(0, 2 * samples, samples, batch_size * accumulation):
         cut = [
             [
                 (micro.rank, micro.first, micro.samples, micro.arrays["number"].tolist())
                 for feed in feeds
-                for micro in feed.take(plan, batch_size).micro_batches
+                for micro in feed.take(
+                    plan.cursor, batch_size * accumulation, batch_size
+                ).micro_batches
             ]
             for feeds in ([alone], shared, each)
         ]
         assert cut[0] == cut[1] == cut[2]
         assert {rank for rank, *_ in cut[0]} == {0, 1, 2, 3}
         assert all(
-            numbers[:count] == alone.sample_ids(plan)[first : first + count].tolist()
+            numbers[:count] == ids(order, plan)[first : first + count]
             for _, first, count, numbers in cut[0]
         )
     for feed in (alone, *shared, *each):
@@ -164,9 +146,8 @@ def test_virtual_ranks_have_the_same_micro_batches_whoever_runs_them(
 
 
 def test_a_rank_without_samples_gets_a_stand_in_of_no_weight() -> None:
-    with Feed(Numbers(10), Sequential(10), rank=0, world_size=4) as feed:
-        batch = feed.take(plan_step(4, 10, 2), batch_size=8)
-    assert rank_slice(batch.plan, 0, 4) == (4, 4)
+    with local_feed(Numbers(10), Sequential(10), rank=0, world_size=4) as feed:
+        batch = feed.take(4, 2, batch_size=8)
     (stand_in,) = batch.micro_batches
     assert stand_in.arrays["number"].tolist() == [4]
     assert (stand_in.weight, stand_in.samples) == (0.0, 0)
@@ -177,11 +158,11 @@ def test_prefetching_changes_nothing_but_the_time(make_split: Any) -> None:
     windows = TokenWindows(make_split(700, 333), context=8)
     order = Shuffled(len(windows), seed=2)
     with (
-        Feed(windows, order, 1, 3, prefetch=True) as ahead,
-        Feed(windows, order, 1, 3, prefetch=False) as direct,
+        local_feed(windows, order, 1, 3, prefetch=True) as ahead,
+        local_feed(windows, order, 1, 3, prefetch=False) as direct,
     ):
         for plan in steps(0, 3 * len(windows), len(windows), 7):
-            one, other = ahead.take(plan, 2), direct.take(plan, 2)
+            one, other = ahead.take(plan.cursor, 7, 2), direct.take(plan.cursor, 7, 2)
             assert one.weight == other.weight
             for left, right in zip(one.micro_batches, other.micro_batches, strict=True):
                 assert (left.weight, left.samples) == (right.weight, right.samples)
@@ -192,58 +173,58 @@ def test_prefetching_changes_nothing_but_the_time(make_split: Any) -> None:
 
 def test_steps_are_read_ahead_in_blocks_by_another_thread() -> None:
     source = Numbers(1000)
-    with Feed(source, Shuffled(1000, seed=1)) as feed:
+    with local_feed(source, Shuffled(1000, seed=1)) as feed:
         for plan in steps(0, 1000, 1000, 8):
-            feed.take(plan, 4)
-    by_caller = [size for thread, size in source.reads if thread != "instar-feed"]
-    assert by_caller == [8]
+            feed.take(plan.cursor, 8, 4)
+    assert {thread for thread, _ in source.reads} == {"instar-feed"}
+    assert source.reads[0][1] == 8
     assert max(size for _, size in source.reads) == 64 * 8
 
 
 def test_what_was_read_ahead_is_dropped_when_the_batch_changes() -> None:
-    with Feed(Numbers(100), Sequential(100)) as feed:
-        assert numbers_of(feed.take(plan_step(0, 100, 4), 4)) == [0, 1, 2, 3]
-        assert numbers_of(feed.take(plan_step(4, 100, 6), 3)) == [4, 5, 6, 7, 8, 9]
-        assert numbers_of(feed.take(plan_step(10, 100, 4), 4)) == [10, 11, 12, 13]
+    with local_feed(Numbers(100), Sequential(100)) as feed:
+        assert numbers_of(feed.take(0, 4, 4)) == [0, 1, 2, 3]
+        assert numbers_of(feed.take(4, 6, 3)) == [4, 5, 6, 7, 8, 9]
+        assert numbers_of(feed.take(10, 4, 4)) == [10, 11, 12, 13]
 
 
 def test_a_step_may_be_taken_again_or_out_of_order() -> None:
-    with Feed(Numbers(30), Sequential(30)) as feed:
+    with local_feed(Numbers(30), Sequential(30)) as feed:
         for cursor in (0, 4, 4, 20, 0, 28, 30):
             expected = [position % 30 for position in range(cursor, cursor + 4)]
             plan = plan_step(cursor, 30, 4)
-            assert numbers_of(feed.take(plan, 4)) == expected[: plan.count]
+            assert numbers_of(feed.take(cursor, 4, 4)) == expected[: plan.count]
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_an_error_is_raised_at_its_own_step_and_names_the_positions(prefetch: bool) -> None:
     source = Numbers(100, broken=42)
-    with Feed(source, Sequential(100), prefetch=prefetch) as feed:
+    with local_feed(source, Sequential(100), prefetch=prefetch) as feed:
         for plan in steps(0, 40, 100, 8):
-            feed.take(plan, 8)
+            feed.take(plan.cursor, 8, 8)
         with pytest.raises(OSError, match="sample 42 cannot be read") as caught:
-            feed.take(plan_step(40, 100, 8), 8)
+            feed.take(40, 8, 8)
     assert "positions 40..47 of epoch 0" in caught.value.__notes__[0]
     assert "read" in [entry.name for entry in caught.traceback]
 
 
 def test_a_source_that_gives_too_few_samples_is_an_error() -> None:
     class Short(Numbers):
-        def read(self, indices: Int64Array) -> dict[str, np.ndarray]:
+        def read(self, indices: Int64Array, epoch: int = 0) -> dict[str, np.ndarray]:  # noqa: ARG002
             return {"number": indices[:-1]}
 
     with (
-        Feed(Short(10), Sequential(10)) as feed,
+        local_feed(Short(10), Sequential(10)) as feed,
         pytest.raises(ValueError, match="3 samples of 'number', asked for 4"),
     ):
-        feed.take(plan_step(0, 10, 4), 4)
+        feed.take(0, 4, 4)
 
 
 def test_closing_ends_the_thread() -> None:
-    feed = Feed(Numbers(10), Sequential(10))
-    feed.take(plan_step(0, 10, 2), 2)
+    feed = local_feed(Numbers(10), Sequential(10))
+    feed.take(0, 2, 2)
     feed.close()
     feed.close()
     assert "instar-feed" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(RuntimeError, match="closed"):
-        feed.take(plan_step(2, 10, 2), 2)
+        feed.take(2, 2, 2)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from instar.config.errors import ConfigError
 from instar.config.schema import DataConfig
 from instar.data import prepare as preparing
-from instar.data.prepare import default_path, divide, ensure_dataset, prepare
-from instar.data.tokenizer import load_tokenizer
+from instar.data.prepare import default_path, ensure_dataset, prepare
+from instar.data.split import divide
+from instar.data.tokenizer import load_tokenizer, train_bpe, train_char
 from instar.data.tokens import open_dataset, verify_tokens
 
 
@@ -274,3 +275,95 @@ def test_two_processes_at_once_end_with_one_valid_set(tmp_path: Path, rows: Path
     assert [racer.returncode for racer in racers] == [0, 0]
     assert said[0] == said[1] == open_dataset(tmp_path / "set").fingerprint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "set"]
+
+
+def test_a_saved_tokenizer_is_used_as_it_is(tmp_path: Path, rows: Path) -> None:
+    saved = train_bpe(["word000 word001"] * 20, 270)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tokenizer.json").write_text(saved.to_json())
+    data = DataConfig(source=str(rows), tokenizer=str(tmp_path / "mine"), vocab_size=9999)
+    folder = prepare(data, 1, tmp_path / "set")
+    dataset = open_dataset(folder)
+    assert dataset.tokenizer_fingerprint == saved.fingerprint
+    assert dataset.vocab_size == saved.vocab_size
+    assert sum(text.count("word") for text in texts_of(folder).values()) == 100
+    assert default_path(data, 1).startswith("data/rows-mine-")
+    assert default_path(data.model_copy(update={"tokenizer": "a/b.json"}), 1)[:12] == "data/rows-b-"
+
+
+def test_a_tokenizer_that_changed_since_is_refused_and_one_that_is_gone_is_not(
+    tmp_path: Path, rows: Path
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(train_char(["word0123456789"]).to_json())
+    data = DataConfig(source=str(rows), tokenizer=str(file), path=str(tmp_path / "set"))
+    prepare(data, 1)
+    file.write_text(train_char(["word"]).to_json())
+    with pytest.raises(ConfigError, match=r"mine\.json is not the tokenizer that made"):
+        prepare(data, 1)
+    file.unlink()
+    assert ensure_dataset(data, 1).tokenizer == "char"
+
+
+def test_a_tokenizer_that_is_not_there_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    data = DataConfig(source="nothing", tokenizer="gpt2")
+    with pytest.raises(ConfigError, match="no tokenizer: 'gpt2'"):
+        prepare(data, 1, tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("val", "test", "sizes"),
+    [(0.05, 0.05, [20, 20]), (0.3, 0.1, [30, 10]), (0.2, 0.0, [40])],
+)
+def test_what_is_held_out_may_have_a_source_of_its_own(
+    tmp_path: Path, rows: Path, val: float, test: float, sizes: list[int]
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"text": f"held{n:02d}"}) + "\n" for n in range(40)))
+    data = DataConfig(source=str(rows), val_source=str(other), val_fraction=val, test_fraction=test)
+    words = {
+        name: text.split("\n")
+        for name, text in texts_of(prepare(data, 5, tmp_path / "set")).items()
+    }
+    assert words.pop("train") == [f"word{n:03d}" for n in range(100)]
+    assert [len(found) for found in words.values()] == sizes
+    held_out = [word for found in words.values() for word in found]
+    assert sorted(held_out) == [f"held{n:02d}" for n in range(40)]
+
+
+def test_a_set_with_another_val_source_is_refused_by_name(tmp_path: Path, rows: Path) -> None:
+    data = DataConfig(source=str(rows), val_source=str(rows), path=str(tmp_path / "set"))
+    prepare(data, 1)
+    for val_source in (None, "other.txt"):
+        with pytest.raises(ConfigError, match=r"val_source='.*rows\.jsonl', not "):
+            prepare(data.model_copy(update={"val_source": val_source}), 1)
+
+
+def test_a_val_source_too_short_is_named(tmp_path: Path, rows: Path) -> None:
+    (tmp_path / "val.txt").write_text("x")
+    data = DataConfig(source=str(rows), val_source=str(tmp_path / "val.txt"), test_fraction=0.0)
+    with pytest.raises(ConfigError, match=r"data\.val_source: .*val\.txt is too short: its val"):
+        prepare(data, 1, tmp_path / "set")
+
+
+def test_a_long_document_is_the_same_tokens_wherever_it_is_read_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instar.data.tokenizer._PIECE_CHARACTERS", 50)
+    monkeypatch.setattr("instar.data.corpus._PIECE_BYTES", 64)
+    text = "def one():\n\n    return  'naïve'\n\n" * 30 + "        last"
+    saved = train_bpe([text], 300)
+    (tmp_path / "bpe.json").write_text(saved.to_json())
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    found = []
+    for name in ("a.txt", "a.jsonl"):
+        data = DataConfig(
+            source=str(tmp_path / name),
+            val_source=str(tmp_path / "a.txt"),
+            tokenizer=str(tmp_path / "bpe.json"),
+        )
+        dataset = open_dataset(prepare(data, 1, tmp_path / f"set-{name}"))
+        found.append(dataset.split("train").read(0, len(dataset.split("train"))).tolist())
+    assert found[0] == found[1]
+    assert saved.decode(found[0]) == text

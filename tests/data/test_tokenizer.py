@@ -1,19 +1,26 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
+from instar.data import tokenizer as module
 from instar.data.tokenizer import (
     END,
     BPETokenizer,
     ByteTokenizer,
     Tokenizer,
+    from_json,
+    in_pieces,
     load_tokenizer,
+    named_tokenizer,
+    separator_of,
     train_bpe,
     train_char,
 )
@@ -146,3 +153,97 @@ def test_distinct_tokenizers_have_distinct_fingerprints() -> None:
     made: list[Tokenizer] = [*all_kinds(), train_char(["ab"]), train_bpe(TEXTS, 270)]
     assert len({one.fingerprint for one in made}) == len(made)
     assert isinstance(made[2], BPETokenizer)
+
+
+def foreign(*ends: str) -> tokenizers.Tokenizer:
+    """A tokenizer as others save it, with names of their own for the end of a document."""
+    model = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3}, [("a", "b")])
+    )
+    model.add_special_tokens(list(ends))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("ends", "end"),
+    [
+        (["<|endoftext|>"], "<|endoftext|>"),
+        (["<s>", "</s>"], "</s>"),
+        (["<eos>", "<pad>", "<|end_of_text|>"], "<|end_of_text|>"),
+        (["</s>", END], END),
+        (["<pad>"], None),
+        ([], None),
+    ],
+)
+def test_the_end_of_a_document_has_many_names(ends: list[str], end: str | None) -> None:
+    model = foreign(*ends)
+    tokenizer = from_json(model.to_str())
+    assert tokenizer.end_id == (None if end is None else model.token_to_id(end))
+    assert tokenizer.vocab_size == 4 + len(ends)
+    assert tokenizer.encode("abc").tolist() == [3, 2]
+    if end is not None:
+        assert separator_of(tokenizer).tolist() == [tokenizer.end_id]
+        assert tokenizer.end_id not in tokenizer.encode(f"a{end}b").tolist()
+
+
+def test_ids_may_have_gaps() -> None:
+    saved = json.loads(foreign().to_str())
+    saved["model"]["vocab"]["ab"] = 9
+    tokenizer = from_json(json.dumps(saved))
+    assert tokenizer.encode("ab").tolist() == [9]
+    assert tokenizer.vocab_size == 10
+
+
+def test_a_text_is_encoded_whole_whatever_the_file_says_of_truncation() -> None:
+    model = foreign("<pad>")
+    model.enable_truncation(2)
+    model.enable_padding(pad_id=4, pad_token="<pad>")
+    texts = ["abcabc", "a"]
+    encoded = from_json(model.to_str()).encode_batch(texts)
+    assert [ids.tolist() for ids in encoded] == [[3, 2, 3, 2], [0]]
+
+
+@settings(deadline=None)
+@given(text=st.text("ab\n", max_size=40), cuts=st.lists(st.integers(0, 40), max_size=5))
+def test_pieces_depend_on_the_text_alone(text: str, cuts: list[int]) -> None:
+    given_as = [text[i:j] for i, j in itertools.pairwise([0, *sorted(cuts), len(text)])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PIECE_CHARACTERS", 7)
+        pieces = list(in_pieces(given_as))
+        assert pieces == list(in_pieces([text]))
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= 7 for piece in pieces)
+    for piece, following in itertools.pairwise(pieces):
+        assert piece.endswith("\n") or "\n" not in (piece + following)[:7]
+
+
+def test_a_short_document_is_one_piece() -> None:
+    assert list(in_pieces(["one\n", "  two\n", "three"])) == ["one\n  two\nthree"]
+    assert list(in_pieces([])) == list(in_pieces([""])) == []
+
+
+def test_a_file_and_its_folder_name_the_same_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(BPE.to_json())
+    (tmp_path / "chars.json").write_text(train_char(["ab"]).to_json())
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        named = named_tokenizer(str(name))
+        assert named is not None
+        assert named.fingerprint == BPE.fingerprint
+    chars = named_tokenizer(str(tmp_path / "chars.json"))
+    assert chars is not None
+    assert chars.kind == "char"
+
+
+def test_only_what_needs_no_training_is_there_at_once() -> None:
+    assert isinstance(named_tokenizer("byte"), ByteTokenizer)
+    assert named_tokenizer("char") is named_tokenizer("bpe") is None
+
+
+def test_a_name_that_names_no_tokenizer_is_told_what_may_be_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer: 'gpt2'; give byte, char, bpe, the path"):
+        named_tokenizer("gpt2")
+    with pytest.raises(ConfigError, match=r"no tokenizer: the folder .* has no tokenizer\.json"):
+        named_tokenizer(str(tmp_path))
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"a\.json: not a saved tokenizer"):
+        named_tokenizer(str(tmp_path / "a.json"))

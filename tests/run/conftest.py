@@ -63,7 +63,7 @@ def config(corpus: Path, tmp_path: Path) -> Callable[..., Loaded]:
                 *overrides,
             ],
         )
-        prepare_data(found, lambda _: None)
+        prepare_data(found, 1, lambda _: None)
         return found
 
     return loaded

@@ -13,7 +13,7 @@ from started import start_instar
 
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
-from instar.data.feed import plan_step
+from instar.data.plan import plan_step
 from instar.run.preflight import Prepared, preflight
 from instar.run.trainer import Trainer
 

@@ -11,7 +11,7 @@ import pytest
 from started import start_instar
 
 from instar.config.load import Loaded
-from instar.data.feed import plan_step
+from instar.data.plan import plan_step
 from instar.record.events import Eval, Stop, Train, read_events
 from instar.run.preflight import preflight
 from instar.tasks.language import LanguageTask

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from instar.checkpoint import disk
 from instar.cli.main import main
-from instar.data.feed import Feed, StepBatch, StepPlan
+from instar.data.columns import Columns
+from instar.data.feed import Feed
 from instar.data.order import Int64Array, Order
+from instar.data.reader import StepBatch
 from instar.data.source import Source
 from instar.run.trainer import Trainer
 from instar.tasks.language import LanguageTask
@@ -78,10 +79,10 @@ def rank_1_cannot_read(argv: Sequence[str]) -> int:
     """On rank 1, the samples of step 8 cannot be read."""
     take = Feed.take
 
-    def failing(self: Feed, plan: StepPlan, *arguments: Any, **named: Any) -> StepBatch:
-        if plan.cursor == (FAILING_STEP - 1) * GLOBAL_BATCH:
+    def failing(self: Feed, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
+        if cursor == (FAILING_STEP - 1) * GLOBAL_BATCH:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return take(self, plan, *arguments, **named)
+        return take(self, cursor, *arguments, **named)
 
     if is_rank(1):
         Feed.take = failing  # type: ignore[method-assign]
@@ -129,16 +130,18 @@ def data_block_in_epoch_2(argv: Sequence[str]) -> int:
     It says so on the terminal that it was started on, once it waits.
     """
     train_samples, take = LanguageTask.train_samples, Feed.take
-    terminal = os.dup(1)
+    terminal, epoch_samples = os.dup(1), 0
 
     def blocking(self: LanguageTask, course: int = 0) -> tuple[Source, Order]:
+        nonlocal epoch_samples
         source, order = train_samples(self, course)
+        epoch_samples = order.samples_per_epoch
         return _NeverTwice(source), order
 
-    def telling(self: Feed, plan: StepPlan, *arguments: Any, **named: Any) -> StepBatch:
-        if plan.epoch == 1:
+    def telling(self: Feed, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
+        if cursor == epoch_samples:
             os.write(terminal, b"waiting for data\n")
-        return take(self, plan, *arguments, **named)
+        return take(self, cursor, *arguments, **named)
 
     if is_rank(-1):
         LanguageTask.train_samples = blocking  # type: ignore[method-assign]
@@ -160,12 +163,12 @@ class _NeverTwice:
     def weights(self, indices: Int64Array) -> float:
         return self._source.weights(indices)
 
-    def read(self, indices: Int64Array) -> dict[str, NDArray[Any]]:
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
         asked = set(indices.tolist())
         if asked & self._read:
             threading.Event().wait()
         self._read |= asked
-        return self._source.read(indices)
+        return self._source.read(indices, epoch)
 
 
 def _limit_files(room_bytes: int) -> None:

@@ -8,18 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from instar.cli.main import main
-from instar.data.feed import Feed, StepBatch, StepPlan
+from instar.data.feed import Feed
+from instar.data.reader import StepBatch
 from instar.distributed.launch import launch
 
 take = Feed.take
 
 
 def take_until_the_disk_is_gone(
-    self: Feed, plan: StepPlan, batch_size: int, give_up: Callable[[], bool]
+    self: Feed, cursor: int, global_batch: int, batch_size: int, give_up: Callable[[], bool]
 ) -> StepBatch:
-    if plan.cursor == 5 * 8 and os.environ["RANK"] == "1":
+    if cursor == 5 * 8 and os.environ["RANK"] == "1":
         raise OSError("the disk is gone")
-    return take(self, plan, batch_size, give_up)
+    return take(self, cursor, global_batch, batch_size, give_up)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from numpy.typing import NDArray
-
 from instar.cli.main import main
-from instar.data.feed import Feed, StepBatch, StepPlan
+from instar.data.columns import Columns
+from instar.data.feed import Feed
 from instar.data.order import Int64Array, Order
+from instar.data.reader import StepBatch
 from instar.data.source import Source
 from instar.tasks.language import LanguageTask
 
@@ -29,8 +29,8 @@ class _Numbered:
     def weights(self, indices: Int64Array) -> float:
         return self._source.weights(indices)
 
-    def read(self, indices: Int64Array) -> dict[str, NDArray[Any]]:
-        return {**self._source.read(indices), "number": indices.copy()}
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        return {**self._source.read(indices, epoch), "number": indices.copy()}
 
 
 def told(argv: Sequence[str]) -> int:
@@ -42,11 +42,11 @@ def told(argv: Sequence[str]) -> int:
         source, order = train_samples(self, course)
         return _Numbered(source), order
 
-    def telling(self: Feed, plan: StepPlan, *arguments: Any, **named: Any) -> StepBatch:
-        batch = take(self, plan, *arguments, **named)
+    def telling(self: Feed, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
+        batch = take(self, cursor, *arguments, **named)
         handed_out = [micro for micro in batch.micro_batches if micro.samples]
         numbers = [int(n) for micro in handed_out for n in micro.arrays["number"]]
-        line = {"epoch": plan.epoch, "start": plan.start, "samples": numbers}
+        line = {"epoch": batch.plan.epoch, "start": batch.plan.start, "samples": numbers}
         os.write(terminal, json.dumps(line).encode() + b"\n")
         return batch
 

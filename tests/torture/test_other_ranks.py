@@ -13,37 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import figures
-import numpy as np
 import pytest
+from feeds import Numbers, local_feed
 from forks import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from tiny_run import Place, codes, said
 
-from instar.data.feed import Feed, StepBatch, plan_step
-from instar.data.order import Int64Array, Order, make_order
+from instar.data.order import Order, make_order
+from instar.data.plan import plan_step
+from instar.data.reader import StepBatch
 
 CUTS = figures.times(60, 3000)
 CASES = figures.times(1, 12)
-
-
-class Numbers:
-    """Sample i holds the number i."""
-
-    fingerprint = "numbers"
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def read(self, indices: Int64Array) -> dict[str, NDArray[np.int64]]:
-        return {"number": indices.copy()}
-
-    def weights(self, indices: Int64Array) -> float:
-        return float(indices.size)
 
 
 @dataclass(frozen=True)
@@ -80,14 +62,14 @@ def train(order: Order, cursor: int, part: Part) -> tuple[int, list[int]]:
     """The samples that the ranks' feeds hand out, and the cursor then. What they read ahead and
     did not hand out is dropped, as it is when a run ends."""
     feeds = [
-        Feed(Numbers(order.samples_per_epoch), order, rank, part.world_size)
+        local_feed(Numbers(order.samples_per_epoch), order, rank, part.world_size)
         for rank in range(part.world_size)
     ]
     taken = []
     for _ in range(part.steps):
         plan = plan_step(cursor, order.samples_per_epoch, part.global_batch)
         for feed in feeds:
-            taken += numbers_of(feed.take(plan, part.batch_size))
+            taken += numbers_of(feed.take(cursor, part.global_batch, part.batch_size))
         cursor += plan.count
     for feed in feeds:
         feed.close()

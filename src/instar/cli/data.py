@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DATA_KEYS = (
     "source",
+    "val_source",
     "text_field",
     "tokenizer",
     "vocab_size",
@@ -34,8 +35,11 @@ def data() -> None:
 @click.argument("cfg", required=False)
 @set_option
 @click.option("--source", metavar="TEXT", help="stdlib, or a file, folder or glob.")
+@click.option("--val-source", metavar="TEXT", help="Held out in place of a share of the source.")
 @click.option("--text-field", metavar="NAME", help="Key or column of the text in rows.")
-@click.option("--tokenizer", metavar="KIND", help="byte, char or bpe.")
+@click.option(
+    "--tokenizer", metavar="KIND", help="byte, char, bpe, or the path of a tokenizer.json."
+)
 @click.option("--vocab-size", metavar="N", help="Vocabulary of a trained BPE tokenizer.")
 @click.option("--max-bytes", metavar="N", help="Use only about so much of the source.")
 @click.option("--val-fraction", metavar="SHARE", help="Share held out.")
@@ -76,7 +80,9 @@ def prepare(
         click.echo(str(folder))
 
 
-_TEXTS = frozenset({"data.source", "data.text_field", "data.tokenizer", "data.path"})
+_TEXTS = frozenset(
+    {"data.source", "data.val_source", "data.text_field", "data.tokenizer", "data.path"}
+)
 
 
 @data.command()

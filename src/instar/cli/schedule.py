@@ -52,17 +52,19 @@ def _data(config: RunConfig) -> tuple[int | None, int]:
 
     Raises ConfigError for a data set that is damaged.
     """
-    from pathlib import Path
+    from instar.data.dataset import folders, open_data
 
-    from instar.data.prepare import default_path
-    from instar.data.tokens import open_dataset
+    missing = [str(path) for path in folders(config.data, config.seed) if not path.exists()]
+    if not missing:
+        dataset = open_data(config.data, config.seed)
+        return dataset.train_tokens(config.model.context), dataset.vocab_size
+    from instar.data.tokenizer import named_tokenizer
 
-    path = config.data.path or default_path(config.data, config.seed)
-    if Path(path).exists():
-        dataset = open_dataset(path)
-        return len(dataset.split("train")), dataset.vocab_size
-    vocabulary = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
-    click.echo(f"no data in {path} yet: a vocabulary of {vocabulary:,} is assumed", err=True)
+    named = named_tokenizer(config.data.tokenizer)
+    trained = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
+    vocabulary = trained if named is None else named.vocab_size
+    where = ", ".join(missing)
+    click.echo(f"no data in {where} yet: a vocabulary of {vocabulary:,} is assumed", err=True)
     return None, vocabulary
 
 

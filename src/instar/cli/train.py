@@ -113,7 +113,7 @@ def _from_the_shell(
     from instar.run.resume import automatic, choose, overridden
 
     try:
-        prepare_data(loaded, lambda text: click.echo(text, err=True))
+        prepare_data(loaded, ranks, lambda text: click.echo(text, err=True))
         going_on = resume or automatic(loaded.config)
         prepared = preflight(loaded, ranks, new=going_on is None)
         if going_on is not None:
@@ -158,7 +158,7 @@ def _forecast(
     from instar.run.preflight import preflight, prepare_data
     from instar.schedule.render import render
 
-    prepare_data(loaded, lambda text: click.echo(text, err=True))
+    prepare_data(loaded, ranks, lambda text: click.echo(text, err=True))
     prepared = preflight(loaded, ranks)
     line = torchrun_line(argv, ranks, devices)
     if as_json:

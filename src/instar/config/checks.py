@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from instar.config.budget import Budget, parse_budget
+from instar.config.clash import Clash
+from instar.config.data_checks import data_checks, data_rank_checks
 from instar.config.schema import RunConfig
-
-
-class Clash(NamedTuple):
-    """Keys that do not fit each other, the likeliest culprit first."""
-
-    keys: tuple[str, ...]
-    message: str
-    hint: str = ""
 
 
 def cross_checks(config: RunConfig) -> list[Clash]:
     """Everything in the config that contradicts itself."""
-    return [*_shape(config), *_data(config), *_course(config), *_elastic(config)]
+    return [*_shape(config), *data_checks(config.data), *_course(config), *_elastic(config)]
 
 
 def rank_checks(config: RunConfig, world_size: int) -> list[Clash]:
     """Everything in the config that so many ranks contradict."""
+    return [*_virtual_ranks(config, world_size), *data_rank_checks(config.data, world_size)]
+
+
+def _virtual_ranks(config: RunConfig, world_size: int) -> list[Clash]:
     slices = config.distributed.elastic.virtual_ranks
     if config.reproducible == "fixed" or slices % world_size == 0:
         return []
@@ -66,19 +62,6 @@ def _shape(config: RunConfig) -> list[Clash]:
             )
         )
     return found
-
-
-def _data(config: RunConfig) -> list[Clash]:
-    share = config.data.val_fraction + config.data.test_fraction
-    if share < 1:
-        return []
-    return [
-        Clash(
-            ("data.val_fraction", "data.test_fraction"),
-            f"data.val_fraction + data.test_fraction must be less than 1, got {share:g}: "
-            "nothing would be left to train on",
-        )
-    ]
 
 
 def _course(config: RunConfig) -> list[Clash]:

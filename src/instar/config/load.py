@@ -16,7 +16,8 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from instar.config import explain, presets
-from instar.config.checks import Clash, cross_checks
+from instar.config.checks import cross_checks
+from instar.config.clash import Clash
 from instar.config.document import UNREADABLE, KeyPath, Mistake, Place, Value, parse, show
 from instar.config.dump import resolved
 from instar.config.errors import ConfigError, Problem

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from instar.data.order import Int64Array
 
+NUMBERS = "biufc"
+"""The kinds of numpy's types that a column may have: booleans and numbers."""
+
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -81,17 +84,21 @@ def nbytes(columns: Columns) -> int:
     return sum(column.nbytes for _, column in leaves(columns))
 
 
-def stack(samples: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> dict[str, Column]:
     """Samples given one by one as columns: dense where their arrays are alike, else ragged.
 
+    Args:
+        numbers: what errors call the samples, by default their places.
+
     Raises:
-        ValueError: a sample, named by its place, has other keys, types or trailing axes than the
-            first, or is nothing that can be an array.
+        ValueError: a sample, named by its number, has other keys, types or trailing axes than the
+            first, or something that is no array of numbers.
     """
     if not samples:
         raise ValueError("there are no samples to stack")
+    numbers = range(len(samples)) if numbers is None else numbers
     first = samples[0]
-    for number, sample in enumerate(samples):
+    for number, sample in zip(numbers, samples, strict=True):
         if not isinstance(sample, Mapping):
             kind = type(sample).__name__
             raise ValueError(f"sample {number} is a {kind}, where named arrays are expected")
@@ -100,12 +107,36 @@ def stack(samples: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
                 f"sample {number} has {', '.join(map(str, sample)) or 'nothing'}, "
                 f"the first one {', '.join(map(str, first)) or 'nothing'}"
             )
-    return {str(name): _column(str(name), [sample[name] for sample in samples]) for name in first}
+    return {
+        str(name): _column(str(name), [sample[name] for sample in samples], numbers)
+        for name in first
+    }
+
+
+def difference(one: Columns, other: Columns) -> str:
+    """What keeps two parts from being joined, e.g. "x as int64[*], not float32[*, 3]", or "".
+
+    A star stands for a sample's first axis, which may have any size.
+    """
+    theirs, ours = dict(leaves(other)), dict(leaves(one))
+    if theirs.keys() != ours.keys():
+        return f"{', '.join(theirs) or 'nothing'}, not {', '.join(ours) or 'nothing'}"
+    for name, column in theirs.items():
+        if _kind(column) != _kind(ours[name]):
+            return f"{name} as {_kind(column)}, not {_kind(ours[name])}"
+    return ""
 
 
 def join(parts: Sequence[Columns]) -> dict[str, Column]:
-    """The samples of several parts, one after the other; all have the same columns."""
-    return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+    """The samples of several parts, one after the other.
+
+    Raises:
+        ValueError: a part, named by its place, has other columns than the first.
+    """
+    for number, part in enumerate(parts):
+        if found := difference(parts[0], part):
+            raise ValueError(f"part {number} has {found}")
+    return _join(parts)
 
 
 def pick(columns: Columns, samples: Int64Array) -> dict[str, Column]:
@@ -123,12 +154,25 @@ def _picked(column: NDArray[Any] | Ragged, samples: Int64Array) -> NDArray[Any] 
     return Ragged(column.values[np.arange(offsets[-1]) + shift], offsets)
 
 
+def _kind(column: NDArray[Any] | Ragged) -> str:
+    """Type and shape of a column's samples but for their first axis."""
+    if isinstance(column, Ragged):
+        return f"{column.values.dtype}[{', '.join(map(str, ('*', *column.values.shape[1:])))}]"
+    if column.ndim == 1:
+        return str(column.dtype)
+    return f"{column.dtype}[{', '.join(map(str, ('*', *column.shape[2:])))}]"
+
+
+def _join(parts: Sequence[Columns]) -> dict[str, Column]:
+    return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+
 def _joined(columns: Sequence[Any]) -> Column:
     if isinstance(columns[0], Mapping):
-        return join(columns)
-    if not any(isinstance(column, Ragged) for column in columns):
-        if len({column.shape[1:] for column in columns}) == 1:
-            return np.concatenate(columns)
+        return _join(columns)
+    none_ragged = not any(isinstance(column, Ragged) for column in columns)
+    if none_ragged and len({column.shape[1:] for column in columns}) == 1:
+        return np.concatenate(columns)
     ragged = [column if isinstance(column, Ragged) else _as_ragged(column) for column in columns]
     sizes = np.concatenate([column.sizes for column in ragged])
     values = np.concatenate([column.flat for column in ragged])
@@ -143,23 +187,20 @@ def _as_ragged(column: NDArray[Any]) -> Ragged:
     )
 
 
-def _column(name: str, values: Sequence[Any]) -> Column:
+def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
     if isinstance(values[0], Mapping):
         try:
-            return stack(values)
+            return stack(values, numbers)
         except ValueError as error:
             raise ValueError(f"in {name}: {error}") from None
-    arrays = []
-    for number, value in enumerate(values):
-        array = np.asarray(value)
-        if array.dtype == object:
-            raise ValueError(
-                f"sample {number}: {name} is {value!r:.60}, which is no array of numbers"
-            )
-        arrays.append(array)
+    arrays = [_array(name, value, number) for number, value in zip(numbers, values, strict=True)]
     head = arrays[0]
-    for number, array in enumerate(arrays):
-        if array.dtype != head.dtype or array.ndim != head.ndim or array.shape[1:] != head.shape[1:]:
+    for number, array in zip(numbers, arrays, strict=True):
+        if (
+            array.dtype != head.dtype
+            or array.ndim != head.ndim
+            or array.shape[1:] != head.shape[1:]
+        ):
             raise ValueError(
                 f"sample {number}: {name} is {array.dtype}{list(array.shape)}, "
                 f"in the first sample {head.dtype}{list(head.shape)}"
@@ -168,3 +209,13 @@ def _column(name: str, values: Sequence[Any]) -> Column:
         return np.stack(arrays)
     sizes = np.array([0, *(len(array) for array in arrays)], dtype=np.int64)
     return Ragged(np.concatenate(arrays), np.cumsum(sizes))
+
+
+def _array(name: str, value: Any, number: int) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind not in NUMBERS:
+        raise ValueError(f"sample {number}: {name} is {value!r:.60}, which is no array of numbers")
+    return array

@@ -208,7 +208,7 @@ class _JSONLines:
         part = next(wanted, None)
         for document, (number, line) in enumerate(self._lines()):
             while part is not None and part[0] == document:
-                yield iter([_clip(self._text(number, line), part)])
+                yield iter([clip(self._text(number, line), part)])
                 part = next(wanted, None)
             if part is None:
                 return
@@ -258,7 +258,7 @@ class _Parquet:
         first = 0
         for texts in self._batches():
             while part is not None and part[0] < first + len(texts):
-                yield iter([_clip(texts[part[0] - first], part)])
+                yield iter([clip(texts[part[0] - first], part)])
                 part = next(wanted, None)
             if part is None:
                 return
@@ -325,7 +325,7 @@ def _continuation_bytes(content: bytes) -> int:
     return next((i for i, byte in enumerate(content) if byte & 0xC0 != 0x80), len(content))
 
 
-def _clip(text: str, part: Part) -> str:
+def clip(text: str, part: Part) -> str:
     _, begin, end = part
     content = text.encode()
     if begin:

@@ -47,7 +47,7 @@ class Sequential:
         return self.n
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        _check(self, epoch, start, stop)
+        check(self, epoch, start, stop)
         return np.arange(start, stop, dtype=np.int64)
 
 
@@ -68,13 +68,14 @@ class Shuffled:
         return self.n
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        _check(self, epoch, start, stop)
-        keys = _round_keys(self.seed, epoch, rounds=8 if self.n > 1024 else 24)
+        check(self, epoch, start, stop)
+        drawn = key_bytes("shuffled", self.seed, epoch, 4 * rounds_for(self.n))
+        keys = np.frombuffer(drawn, dtype="<u4")[:, None]
         samples = np.empty(stop - start, dtype=np.int64)
         for begin in range(start, stop, _BLOCK):
             end = min(begin + _BLOCK, stop)
             positions = np.arange(begin, end, dtype=np.uint64)
-            samples[begin - start : end - start] = _permute(positions, self.n, keys)
+            samples[begin - start : end - start] = permute(positions, self.n, keys)
         return samples
 
 
@@ -90,12 +91,12 @@ class RandomWindows:
     seed: int
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        _check(self, epoch, start, stop)
-        key = np.uint64(int.from_bytes(_key_bytes("random", self.seed, epoch, 8), "little"))
+        check(self, epoch, start, stop)
+        key = np.uint64(int.from_bytes(key_bytes("random", self.seed, epoch, 8), "little"))
         samples = np.empty(stop - start, dtype=np.int64)
         for begin in range(start, stop, _BLOCK):
             end = min(begin + _BLOCK, stop)
-            drawn = _mix64(np.arange(begin, end, dtype=np.uint64), key) % np.uint64(self.n)
+            drawn = mix64(np.arange(begin, end, dtype=np.uint64), key) % np.uint64(self.n)
             samples[begin - start : end - start] = drawn
         return samples
 
@@ -120,7 +121,8 @@ def make_order(
             return RandomWindows(n, draws, seed)
 
 
-def _check(order: Order, epoch: int, start: int, stop: int) -> None:
+def check(order: Order, epoch: int, start: int, stop: int) -> None:
+    """Raises IndexError where positions start … stop-1 are not within the epoch."""
     if epoch < 0 or not 0 <= start <= stop <= order.samples_per_epoch:
         raise IndexError(
             f"positions {start}..{stop} of epoch {epoch} are not within an epoch of "
@@ -128,27 +130,34 @@ def _check(order: Order, epoch: int, start: int, stop: int) -> None:
         )
 
 
-def _key_bytes(purpose: str, seed: int, epoch: int, count: int) -> bytes:
+def key_bytes(purpose: str, seed: int, epoch: int, count: int) -> bytes:
+    """Bytes that look drawn at random, the same on every machine."""
     return hashlib.shake_256(f"instar/{purpose}/{seed}/{epoch}".encode()).digest(count)
 
 
-def _round_keys(seed: int, epoch: int, *, rounds: int) -> list[np.uint32]:
+def rounds_for(n: int) -> int:
     """Few bits mix slowly: a small domain needs more rounds to reach every permutation alike."""
-    return list(np.frombuffer(_key_bytes("shuffled", seed, epoch, 4 * rounds), dtype="<u4"))
+    return 8 if n > 1024 else 24
 
 
-def _permute(positions: UInt64Array, n: int, keys: list[np.uint32]) -> UInt64Array:
+def permute(positions: UInt64Array, n: int, keys: UInt32Array) -> UInt64Array:
+    """Where a keyed permutation of [0, n) sends each position.
+
+    Args:
+        keys: [rounds, 1], or [rounds, len(positions)] where each position has keys of its own.
+    """
     bits = (n - 1).bit_length()
     samples = _feistel(positions, bits, keys)
     outside = np.flatnonzero(samples >= n)
     while outside.size:
-        walked = _feistel(samples[outside], bits, keys)
+        of_outside = keys if keys.shape[1] == 1 else keys[:, outside]
+        walked = _feistel(samples[outside], bits, of_outside)
         samples[outside] = walked
         outside = outside[walked >= n]
     return samples
 
 
-def _feistel(values: UInt64Array, bits: int, keys: list[np.uint32]) -> UInt64Array:
+def _feistel(values: UInt64Array, bits: int, keys: UInt32Array) -> UInt64Array:
     """A keyed bijection of [0, 2**bits): the halves take turns at being masked by the other."""
     low_bits = (bits + 1) // 2
     masks = np.uint32((1 << (bits - low_bits)) - 1), np.uint32((1 << low_bits) - 1)
@@ -180,7 +189,7 @@ def _mix32(x: UInt32Array, scratch: UInt32Array) -> None:
     x ^= scratch
 
 
-def _mix64(x: UInt64Array, key: np.uint64) -> UInt64Array:
+def mix64(x: UInt64Array, key: np.uint64) -> UInt64Array:
     """SplitMix64 (Steele, Lea and Flood, 2014) with its counter starting at the key."""
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,19 @@ class Source(Protocol):
     def weights(self, indices: Int64Array) -> float:
         """The sum of the samples' loss weights, without reading them."""
         ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A source that holds processes or files."""
+
+    def close(self) -> None: ...
+
+
+def close(source: Source) -> None:
+    """Let a source give back what it holds."""
+    if isinstance(source, Closable):
+        source.close()
 
 
 class TokenSequence(Protocol):

@@ -1,9 +1,9 @@
-"""How text becomes tokens: bytes, characters, or byte-pair encoding trained on the spot."""
+"""How text becomes tokens: bytes, characters, byte-pair encoding trained here, or a saved file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,14 @@ TOKENIZER_FILE = "tokenizer.json"
 FORMAT = "instar-tokenizer/1"
 END = "<|end|>"
 UNKNOWN = "<unk>"
+SEPARATOR = "\n"
+"""The text between two documents where no token ends one."""
+
+TRAINED = ("byte", "char", "bpe")
+"""What `data.tokenizer` may be beside a file."""
+
+_ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_PIECE_CHARACTERS = 1 << 20
 
 TokenIds = NDArray[np.uint32]
 
@@ -29,7 +37,7 @@ class Tokenizer(Protocol):
     """Text to tokens and back.
 
     `kind` is byte, char or bpe; `fingerprint` the xxh3-128 of what it is saved as;
-    `end_id` the token that ends a document, if there is one.
+    `end_id` and `end_token` the token that ends a document, if there is one.
     """
 
     @property
@@ -40,6 +48,8 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str: ...
     @property
     def end_id(self) -> int | None: ...
+    @property
+    def end_token(self) -> str | None: ...
 
     def encode(self, text: str) -> TokenIds: ...
 
@@ -57,6 +67,7 @@ class ByteTokenizer:
     kind = "byte"
     vocab_size = 256
     end_id = None
+    end_token = None
 
     @property
     def fingerprint(self) -> str:
@@ -83,6 +94,7 @@ class CharTokenizer:
 
     kind = "char"
     end_id = None
+    end_token = None
 
     @property
     def vocab_size(self) -> int:
@@ -117,9 +129,10 @@ class CharTokenizer:
 
 
 class BPETokenizer:
-    """Byte-level byte-pair encoding; saved in the `tokenizers` library's own JSON.
+    """Byte-level byte-pair encoding, or whatever else the `tokenizers` library saves as JSON.
 
-    Text is never taken for a special token: "<|end|>" in a document is seven characters.
+    Text is never taken for a special token: "<|end|>" in a document is seven characters. A text is
+    encoded whole and alone, whatever the file says of truncation and padding.
     """
 
     kind = "bpe"
@@ -128,19 +141,29 @@ class BPETokenizer:
         self._saved = saved
         self._model = tokenizers.Tokenizer.from_str(saved)
         self._model.encode_special_tokens = True
+        self._model.no_truncation()
+        self._model.no_padding()
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        return int(self._model.get_vocab_size())
+        """One more than the largest id: there may be gaps."""
+        return max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def fingerprint(self) -> str:
         return xxhash.xxh3_128_hexdigest(self._saved.encode())
 
     @property
+    def end_token(self) -> str | None:
+        """Ours, or the name that others give to the end of a document."""
+        return next((end for end in _ENDS if self._model.token_to_id(end) is not None), None)
+
+    @property
     def end_id(self) -> int | None:
-        end: int | None = self._model.token_to_id(END)
-        return end
+        if (end := self.end_token) is None:
+            return None
+        found: int | None = self._model.token_to_id(end)
+        return found
 
     def encode(self, text: str) -> TokenIds:
         return self.encode_batch([text])[0]
@@ -156,6 +179,31 @@ class BPETokenizer:
 
     def to_json(self) -> str:
         return self._saved
+
+
+def separator_of(tokenizer: Tokenizer) -> TokenIds:
+    """The tokens between two documents: the one that ends a document, or those of a new line."""
+    end = tokenizer.end_id
+    return tokenizer.encode(SEPARATOR) if end is None else np.array([end], dtype=np.uint32)
+
+
+def in_pieces(texts: Iterable[str]) -> Iterator[str]:
+    """A document, given in any pieces, in those that are encoded alone.
+
+    They are of 2^20 characters at most and end after a line where there is one. So a document
+    becomes the same tokens wherever it is read from, and a large one takes little memory.
+    """
+    held = ""
+    for text in texts:
+        held, begin = held + text, 0
+        while len(held) - begin > _PIECE_CHARACTERS:
+            end = begin + _PIECE_CHARACTERS
+            cut = held.rfind("\n", begin, end) + 1 or end
+            yield held[begin:cut]
+            begin = cut
+        held = held[begin:]
+    if held:
+        yield held
 
 
 def train_char(texts: Iterable[str]) -> CharTokenizer:
@@ -199,16 +247,7 @@ def load_tokenizer(folder: str | Path, *, fingerprint: str | None = None) -> Tok
     Raises ConfigError where it is missing, unreadable, or not the one with that fingerprint.
     """
     file = Path(folder) / TOKENIZER_FILE
-    try:
-        saved = file.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError.one("there is no tokenizer here", where=str(file)) from None
-    except OSError as error:
-        raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from error
-    try:
-        tokenizer = _from_json(saved.decode("utf-8"))
-    except Exception as error:  # the tokenizers library raises plain Exception
-        raise ConfigError.one(f"not a saved tokenizer: {error}", where=str(file)) from None
+    tokenizer = _read(file)
     if fingerprint is not None and tokenizer.fingerprint != fingerprint:
         raise ConfigError.one(
             f"this is not the tokenizer that made the tokens: fingerprint "
@@ -218,7 +257,52 @@ def load_tokenizer(folder: str | Path, *, fingerprint: str | None = None) -> Tok
     return tokenizer
 
 
-def _from_json(saved: str) -> Tokenizer:
+def named_file(name: str) -> Path | None:
+    """The file that `data.tokenizer` names, which may be a folder's; None for one made here.
+
+    Raises ConfigError where it names nothing: neither byte, char or bpe nor a file.
+    """
+    if name in TRAINED:
+        return None
+    path = Path(name)
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        missing = f"the folder {name} has no {TOKENIZER_FILE}" if path.is_dir() else repr(name)
+        raise ConfigError.one(
+            f"no tokenizer: {missing}",
+            where="data.tokenizer",
+            hint=f"give {', '.join(TRAINED)}, the path of a {TOKENIZER_FILE} or a folder with one",
+            key="data.tokenizer",
+        )
+    return file
+
+
+def named_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer that `data.tokenizer` names, if nothing has to be trained for it.
+
+    Raises ConfigError where it names nothing, or a file that is no tokenizer.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    file = named_file(name)
+    return None if file is None else _read(file)
+
+
+def _read(file: Path) -> Tokenizer:
+    try:
+        saved = file.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError.one("there is no tokenizer here", where=str(file)) from None
+    except OSError as error:
+        raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from error
+    try:
+        return from_json(saved.decode("utf-8"))
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ConfigError.one(f"not a saved tokenizer: {error}", where=str(file)) from None
+
+
+def from_json(saved: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json. Raises what parsing raises, which may be anything."""
     match json.loads(saved):
         case {"model": dict()}:
             return BPETokenizer(saved)

@@ -96,7 +96,9 @@ def together(world: World, what: str) -> Iterator[None]:
     alike = len({fault["message"] for fault in failed.values()}) == 1
     if mine is not None and alike and len(failed) == world.size:
         raise mine
-    blamed = min(failed, key=lambda rank: (bool(failed[rank]["secondary"]), rank))
+    # whoever failed only because another did is not named beside it
+    failed = {rank: fault for rank, fault in failed.items() if not fault["secondary"]} or failed
+    blamed = min(failed)
     fault = failed[blamed]
     ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
     of = f"rank {blamed}: " if len(failed) > 1 else ""

@@ -48,6 +48,13 @@ class Position:
         self.waits_for, self.doing = number, what
         self.moves += 1
 
+    def expect(self, what: str) -> None:
+        """It waits for something that another rank does on its way to the next exchange."""
+        if threading.get_ident() != self.thread:
+            return
+        self.waits_for, self.doing = self.arrived + 1, what
+        self.moves += 1
+
     def go_on(self) -> None:
         """The exchange is over, or under way without this thread."""
         if threading.get_ident() != self.thread:
@@ -161,7 +168,11 @@ def _late(seen: Mapping[int, Seen], patient: int) -> Verdict:
     """Of those who waited as long as they may, `patient` waits in the earliest exchange."""
     beats = {rank: one.beat for rank, one in seen.items() if one.beat is not None}
     host = beats[patient]
-    missing = [rank for rank, beat in beats.items() if beat.arrived < host.waits_for]
+    missing = [
+        rank
+        for rank, beat in beats.items()
+        if beat.arrived < host.waits_for and beat.waits_for < host.waits_for
+    ]
     if not missing:
         return _stuck(seen, host.still_s)
     told = [

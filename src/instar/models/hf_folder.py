@@ -30,7 +30,6 @@ from instar.checkpoint.store import Checkpoint, publish
 from instar.config.dump import resolved
 from instar.config.schema import DataConfig, ModelConfig, RunConfig
 from instar.data.tokenizer import (
-    END,
     TOKENIZER_FILE,
     UNKNOWN,
     BPETokenizer,
@@ -154,7 +153,8 @@ def _letter(byte: int) -> str:
 
 
 def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any]:
-    end = {} if tokenizer.end_id is None else {"bos_token": END, "eos_token": END}
+    token = tokenizer.end_token
+    end = {} if token is None else {"bos_token": token, "eos_token": token}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": arch.context,

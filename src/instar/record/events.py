@@ -92,6 +92,8 @@ class Train(Placed, tag="train", frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     mfu: float | None = None
     """Model FLOPs per second as a share of the measured peak, 0 to 1."""
+    data_wait: float | None = None
+    """Share of the time in which rank 0 waited for samples, 0 to 1."""
     memory_bytes: int | None = None
     extra: dict[str, float] = {}
 

@@ -16,7 +16,7 @@ from instar.models.gpt import GPT
 from instar.run.background import in_background
 from instar.run.progress import Progress
 from instar.run.state import copy_tensors
-from instar.run.step import enter
+from instar.run.step import enter, to_device
 
 if TYPE_CHECKING:
     from instar.run.trainer import Trainer
@@ -62,7 +62,7 @@ class Analyst:
             )
             enter(model, step)
             indices = np.arange(min(SAMPLES, len(trainer.validation)))
-            tokens_BT = torch.from_numpy(trainer.validation.read(indices)["inputs"])
+            tokens_BT = to_device(trainer.validation.read(indices), torch.device("cpu"))["inputs"]
             progress, before = trainer.progress, self.before
             self.before = step, {name: p.detach() for name, p in model.named_parameters()}
             self.pending = in_background(

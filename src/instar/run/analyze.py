@@ -14,11 +14,11 @@ from instar.checkpoint.manifest import Manifest, read_manifest
 from instar.checkpoint.store import checkpoints, load
 from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
-from instar.data.source import TokenWindows
-from instar.data.tokens import open_dataset
+from instar.data.dataset import open_data
 from instar.growth.analysis import Analysis, analyze
 from instar.models.saved import load_gpt
 from instar.record.rundir import RunDir
+from instar.run.step import to_device
 
 SAMPLES = 8
 """held-out samples that heads attend over"""
@@ -75,15 +75,13 @@ def _held_out(path: Path, manifest: Manifest, context: int) -> tuple[Tensor | No
     if not config.is_file():
         return None, "the checkpoint lies in no run"
     try:
-        data = load_config(str(config)).config.data.path
-        if data is None:
-            return None, "the run's config names no prepared data"
-        dataset = open_dataset(data)
+        run = load_config(str(config)).config
+        dataset = open_data(run.data, run.seed)
         if manifest.data and dataset.fingerprint != manifest.data:
-            return None, f"{data} is not what the run was trained on"
-        windows = TokenWindows(dataset.split("val"), context)
+            return None, f"{dataset.path} is not what the run was trained on"
+        windows = dataset.held_out("val", context)
     except ConfigError as error:
         return None, str(error.problems[0])
     whole = max(1, len(windows) - 1)  # the last may be ragged
     chosen = np.linspace(0, whole - 1, min(SAMPLES, whole)).astype(np.int64)
-    return torch.from_numpy(windows.read(chosen)["inputs"]), ""
+    return to_device(windows.read(chosen), torch.device("cpu"))["inputs"], ""

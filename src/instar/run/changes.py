@@ -163,7 +163,8 @@ def _settle(trainer: Trainer, before: State, after: State) -> None:
     was, now = before.settings, after.settings
     if now.context != was.context:
         trainer.task = trainer.stepper.task = trainer.task.at(after.architecture, now.context)
-        trainer.read(trainer.course.next(trainer.task, now.context, trainer.progress.samples))
+        cursor = trainer.progress.samples
+        trainer.read(trainer.supply.next(trainer.course, trainer.task, now.context, cursor))
     if now.frozen != was.frozen:
         freeze(trainer.stepper, trainer.config, now.frozen)
 

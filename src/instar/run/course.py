@@ -6,10 +6,21 @@ order; a *course* is a stretch of the run in which it stays the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
 
 from instar.config.schema import RunConfig
-from instar.data.feed import Feed, StepPlan, plan_step
+from instar.data.dispatch import Receiver, Sender
+from instar.data.feed import Feed
+from instar.data.order import Order
+from instar.data.plan import UNKNOWN
+from instar.data.reader import LocalReader, Reader
+from instar.data.source import Source
+from instar.distributed.agree import agree, together
+from instar.distributed.parcels import Parcels
 from instar.distributed.world import World
 from instar.tasks.task import Task
 
@@ -20,42 +31,97 @@ class Course:
 
     context: int
     samples_per_epoch: int
+    """UNKNOWN until the end of a stream is met"""
     number: int = 0
     since: int = 0
     epochs_before: float = 0.0
-
-    def next(self, task: Task, context: int, cursor: int) -> Course:
-        """The course that begins where this one is left; `task` has its samples."""
-        number = self.number + 1
-        return Course(context, _per_epoch(task, number), number, cursor, self.epochs(cursor))
 
     def epochs(self, cursor: int) -> float:
         """Passes through the data, since the run began."""
         return self.epochs_before + (cursor - self.since) / self.samples_per_epoch
 
-    def plan(self, cursor: int, global_batch: int) -> StepPlan:
-        """The step at a cursor; the plan's own counts from the beginning of the course."""
-        return plan_step(cursor - self.since, self.samples_per_epoch, global_batch)
+    def place(self, cursor: int) -> int:
+        """Samples consumed since the course began."""
+        return cursor - self.since
+
+    def learnt(self, samples_per_epoch: int) -> Course:
+        """The same, now that somebody knows how long an epoch is."""
+        return replace(self, samples_per_epoch=samples_per_epoch)
+
+    def state(self) -> dict[str, Any]:
+        """What config and history do not tell, as JSON."""
+        return {"samples_per_epoch": self.samples_per_epoch, "epochs_before": self.epochs_before}
+
+    def restored(self, state: Mapping[str, Any]) -> Course:
+        """The same with what `state` gave."""
+        return replace(
+            self,
+            samples_per_epoch=msgspec.convert(state["samples_per_epoch"], int),
+            epochs_before=msgspec.convert(state["epochs_before"], float),
+        )
 
 
-def first_course(task: Task, context: int) -> Course:
-    """The course in which a run begins."""
-    return Course(context, _per_epoch(task, 0))
+class Supply:
+    """How this rank comes by its samples: it reads them, or rank 0 sends them.
 
+    All ranks use it together, in the same order.
+    """
 
-def _per_epoch(task: Task, number: int) -> int:
-    return task.train_samples(number)[1].samples_per_epoch
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self._config, self._world = config, world
+        dispatched = config.data.strategy == "dispatched" and world.size > 1
+        self._parcels = Parcels(world) if dispatched else None
+        self._feeds = 0
+        elastic = config.reproducible == "elastic"
+        self._slices = config.distributed.elastic.virtual_ranks if elastic else world.size
+        self._opened: tuple[Task, int, Source, Order] | None = None
 
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads samples itself."""
+        return self._parcels is None or self._world.is_main
 
-def open_feed(config: RunConfig, world: World, task: Task, course: Course) -> Feed:
-    """This rank's feed of the task's training samples, in the course's order; to be closed."""
-    source, order = task.train_samples(course.number)
-    elastic = config.reproducible == "elastic"
-    return Feed(
-        source,
-        order,
-        world.rank,
-        world.size,
-        prefetch=config.data.prefetch,
-        virtual_ranks=config.distributed.elastic.virtual_ranks if elastic else None,
-    )
+    def first(self, task: Task, context: int) -> Course:
+        """The course in which a run begins."""
+        return Course(context, self._per_epoch(task, 0))
+
+    def next(self, course: Course, task: Task, context: int, cursor: int) -> Course:
+        """The course that begins where one is left; `task` has its samples."""
+        number = course.number + 1
+        return Course(context, self._per_epoch(task, number), number, cursor, course.epochs(cursor))
+
+    def open(self, task: Task, course: Course) -> Feed:
+        """This rank's feed of the task's training samples, in the course's order; to be closed."""
+        return Feed(self._reader(task, course), self._config.data.prefetch)
+
+    def _reader(self, task: Task, course: Course) -> Reader:
+        size, rank = self._world.size, self._world.rank
+        each = self._slices // size
+        own = [range(one * each, (one + 1) * each) for one in range(size)]
+        self._feeds += 1
+        if self._parcels is None:
+            return LocalReader(
+                *self._samples(task, course), self._slices, own[rank], f"rank {rank}"
+            )
+        if not self._world.is_main:
+            return Receiver(self._parcels, self._feeds)
+        everyones = range(self._slices)
+        reader = LocalReader(*self._samples(task, course), self._slices, everyones, "rank 0")
+        return Sender(reader, own, self._parcels, self._feeds)
+
+    def _per_epoch(self, task: Task, number: int) -> int:
+        known = UNKNOWN
+        with together(self._world, "opening the data"):
+            if self.reads:
+                source, order = task.train_samples(number)
+                self._opened = task, number, source, order
+                known = order.samples_per_epoch
+        return int(str(agree(self._world, known)))
+
+    def _samples(self, task: Task, course: Course) -> tuple[Source, Order]:
+        if self._opened is not None and self._opened[:2] == (task, course.number):
+            _, _, source, order = self._opened
+        else:
+            source, order = task.train_samples(course.number)
+        self._opened = None
+        return source, order

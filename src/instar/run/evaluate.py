@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import Module
 
+from instar.data.columns import Columns
 from instar.data.order import Int64Array, Shuffled
 from instar.data.source import Source
 from instar.distributed.tree import exact_sum
@@ -109,5 +108,5 @@ def _share(batches: Sequence[Int64Array], world: World) -> Sequence[Int64Array]:
     return batches[number * world.rank // world.size : number * (world.rank + 1) // world.size]
 
 
-def _read(source: Source, indices: Int64Array | None) -> dict[str, NDArray[Any]] | None:
+def _read(source: Source, indices: Int64Array | None) -> Columns | None:
     return None if indices is None else source.read(indices)

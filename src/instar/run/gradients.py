@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from instar.data.feed import MicroBatch, StepBatch
+from instar.data.reader import MicroBatch, StepBatch
 from instar.distributed.parallel import meets_in_forward, sync
 from instar.distributed.tree import Tree
 from instar.distributed.world import World

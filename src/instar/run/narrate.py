@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from instar.config.budget import Budget
-from instar.data.feed import StepBatch
+from instar.data.reader import StepBatch
 from instar.distributed.agree import reduce_sums
 from instar.distributed.world import World
 from instar.growth.moments import moments_mode
@@ -94,11 +94,16 @@ class Narrator:
         self.since = progress
         self.loss_sum: torch.Tensor | None = None
         self.weight = 0.0
+        self.waited_s = 0.0
 
     def opened(self, event: RunStarted, where: Path) -> None:
         """The run begins; its clock too."""
         self.sink.write(event)
         self.console.header(event, where)
+
+    def waited(self, seconds: float) -> None:
+        """Samples were so long in coming."""
+        self.waited_s += seconds
 
     def stepped(self, progress: Progress, batch: StepBatch, result: StepResult, lr: float) -> None:
         """Take in one step; speak at the first step and at every `log_interval`-th."""
@@ -131,6 +136,7 @@ class Narrator:
             lr=lr,
             tokens_per_s=(progress.tokens - self.since.tokens) / seconds,
             mfu=(progress.flops - self.since.flops) / seconds / self.peak_flops,
+            data_wait=self.waited_s / seconds,
             memory_bytes=memory_bytes(str(self.world.device)),
         )
 

@@ -18,9 +18,8 @@ from instar.config.checks import rank_checks
 from instar.config.errors import ConfigError, Problem
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.data.prepare import default_path, prepare
-from instar.data.source import TokenWindows
-from instar.data.tokens import TokenDataset, open_dataset
+from instar.data import dataset as data
+from instar.data.dataset import DataSet
 from instar.models.architecture import Architecture, ArchitectureError, resolve
 from instar.record.rundir import check_run_dir
 from instar.schedule.forecast import Forecast, checked_forecast
@@ -36,19 +35,21 @@ class Prepared:
     config: RunConfig
     """with nothing left to derive"""
     architecture: Architecture
-    dataset: TokenDataset
+    dataset: DataSet
     forecast: Forecast
     derived: Mapping[str, object]
     """the config's dotted keys that were filled in"""
 
 
-def prepare_data(loaded: Loaded, say: Callable[[str], None]) -> None:
+def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) -> None:
     """Make the data set if it is not there; one process does this for all.
 
     Raises:
         ConfigError: it cannot be made, or was made otherwise than the config says.
     """
-    prepare(loaded.config.data, loaded.config.seed, say=say)
+    config = loaded.config
+    _check_ranks(loaded, world_size)
+    data.prepare_data(config.data, config.seed, world_size, say)
 
 
 def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
@@ -63,14 +64,13 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
         ConfigError: all the mistakes found.
     """
     config = loaded.config
-    path = config.data.path or default_path(config.data, config.seed)
     problems: list[Problem] = []
     if new:
         with _collecting(problems):
             check_run_dir(config.record, config.name)
     dataset = architecture = None
     with _collecting(problems):
-        dataset = open_dataset(path)
+        dataset = data.open_data(config.data, config.seed, world_size)
     if dataset is not None:
         try:
             architecture = resolve(config.model, dataset.vocab_size)
@@ -79,17 +79,17 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
     if dataset is None or architecture is None:
         raise ConfigError(*problems)
     with _collecting(problems):
-        for name in ("train", "val"):
-            samples = len(TokenWindows(dataset.split(name), architecture.context))
-            if name == "train" and samples < world_size:
-                problems.append(
-                    loaded.problem(
-                        "data.source",
-                        f"{world_size} ranks, but only {samples} training samples of "
-                        f"{architecture.context} tokens",
-                        "use fewer ranks, a smaller model.context or more text",
-                    )
+        dataset.held_out("val", architecture.context)
+        samples = dataset.train_samples(architecture.context)
+        if samples is not None and samples < world_size:
+            problems.append(
+                loaded.problem(
+                    "data.source",
+                    f"{world_size} ranks, but only {samples} training samples of "
+                    f"{architecture.context} tokens",
+                    "use fewer ranks, a smaller model.context or more text",
                 )
+            )
     global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
     if global_batch < world_size:
         problems.append(
@@ -100,24 +100,35 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
                 f"make batch_size × gradient_accumulation_steps at least {world_size}",
             )
         )
-    problems += [
-        loaded.problem(clash.keys[0], clash.message, clash.hint)
-        for clash in rank_checks(config, world_size)
-    ]
+    with _collecting(problems):
+        _check_ranks(loaded, world_size)
     if problems:
         raise ConfigError(*problems)
     if not new:
         # what its schedule has come to is in its history, which is looked at when it goes on
         without = config.model_copy(update={"schedule": ()})
         loaded = dataclasses.replace(loaded, config=without)
-    told = checked_forecast(loaded, len(dataset.split("train")), dataset.vocab_size, world_size)
+    tokens = dataset.train_tokens(architecture.context)
+    told = checked_forecast(loaded, tokens, dataset.vocab_size, world_size)
+    course = config.learning_rate
+    if told.steps is None and course.lr_decay_iters is None and course.shape != "constant":
+        raise ConfigError(
+            loaded.problem(
+                "learning_rate.lr_decay_iters",
+                f"learning_rate.lr_decay_iters is needed: a {course.shape} course must know its "
+                "last step, and nobody knows how many samples this source has",
+                "give it, or a budget such as 2000it",
+            )
+        )
     return _resolved(config, architecture, dataset, told)
 
 
 def _resolved(
-    config: RunConfig, architecture: Architecture, dataset: TokenDataset, told: Forecast
+    config: RunConfig, architecture: Architecture, dataset: DataSet, told: Forecast
 ) -> Prepared:
-    derived: dict[str, object] = {"data.path": str(dataset.path)}
+    derived: dict[str, object] = {}
+    if not config.data.mixture:  # whose parts each have a folder
+        derived["data.path"] = str(dataset.path)
     for field in ("n_kv_head", "n_mlp", "vocab_size"):
         derived[f"model.{field}"] = getattr(architecture, field)
     if told.steps is not None:
@@ -128,6 +139,15 @@ def _resolved(
     derived["eval.batch_size"] = max(1, EVAL_TOKENS // architecture.context)
     derived = {key: value for key, value in derived.items() if _value(config, key) is None}
     return Prepared(_with(config, derived), architecture, dataset, told, derived)
+
+
+def _check_ranks(loaded: Loaded, world_size: int) -> None:
+    """Raises ConfigError for what so many ranks contradict."""
+    clashes = rank_checks(loaded.config, world_size)
+    if clashes:
+        raise ConfigError(
+            *(loaded.problem(clash.keys[0], clash.message, clash.hint) for clash in clashes)
+        )
 
 
 def _value(config: RunConfig, key: str) -> object:

@@ -56,7 +56,7 @@ def run(loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None 
         world.at("preparing data")
         with together(world, "preparing data"):
             if world.is_main:
-                prepare_data(loaded, console.say)
+                prepare_data(loaded, world.size, console.say)
         resume = resume or _agree_to_resume(loaded, world)
         with together(world, "checking the config"):
             prepared = preflight(loaded, world.size, new=resume is None)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from numpy.typing import NDArray
 from torch.nn import Module, Parameter
 
 from instar.config.schema import RunConfig
-from instar.data.feed import MicroBatch, StepBatch
+from instar.data.columns import Columns, Ragged, leaves
+from instar.data.reader import MicroBatch, StepBatch
 from instar.distributed.parallel import unwrap
 from instar.distributed.world import World
 from instar.run.alarm import GradientWatch
@@ -55,9 +55,18 @@ def enter(model: Module, step: int) -> None:
         model.set_step(step)
 
 
-def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> Batch:
-    """A micro-batch's arrays as tensors on the device."""
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+def to_device(arrays: Columns, device: torch.device) -> Batch:
+    """A micro-batch's arrays as tensors on the device, by name; nested names are joined by dots.
+
+    A ragged column becomes its values end to end, and beside them `<name>.offsets`.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, column in leaves(arrays):
+        if isinstance(column, Ragged):
+            tensors[name] = torch.from_numpy(column.flat)
+            tensors[f"{name}.offsets"] = torch.from_numpy(column.offsets - column.offsets[0])
+        else:
+            tensors[name] = torch.from_numpy(column)
     if device.type == "cpu":
         return tensors
     return {

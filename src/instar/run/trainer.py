@@ -13,13 +13,14 @@ import msgspec
 
 from instar.config.budget import Budget, parse_budget
 from instar.config.schema import RunConfig
-from instar.data.feed import GaveUp, StepBatch
+from instar.data.feed import GaveUp
+from instar.data.reader import StepBatch
 from instar.distributed.agree import agree
 from instar.distributed.ranklog import RankLog
 from instar.distributed.world import RunFailed, World
 from instar.run.analyst import Analyst
 from instar.run.changes import change_if_due
-from instar.run.course import Course, first_course, open_feed
+from instar.run.course import Course, Supply
 from instar.run.evaluate import Evaluation, evaluate
 from instar.run.narrate import Narrator
 from instar.run.progress import Progress
@@ -80,7 +81,8 @@ class Trainer:
         self.analyst = Analyst(config.record.analyze_every if world.is_main else None)
         self.in_force = self.initial = State(initial_settings(config), task.architecture)
         self.task = task
-        self.read(first_course(task, self.settings.context))
+        self.supply = Supply(config, world)
+        self.read(self.supply.first(task, self.settings.context))
 
     @property
     def settings(self) -> Settings:
@@ -89,16 +91,17 @@ class Trainer:
 
     def read(self, course: Course) -> None:
         """Take samples from a course on; the task has samples of that length already."""
-        self.close()
+        # what one feed sends is all received before the next one sends
+        self.close(self.config.distributed.timeout_s)
         self.course = course
-        self.feed = open_feed(self.config, self.world, self.task, course)
+        self.feed = self.supply.open(self.task, course)
         self.validation = self.task.held_out("val")
         self.narrator.epochs = course.epochs
 
-    def close(self) -> None:
-        """Read no more; closing twice is allowed."""
+    def close(self, limit_s: float = 0.2) -> None:
+        """Read no more; wait for a read under way for `limit_s` seconds at most."""
         if (feed := getattr(self, "feed", None)) is not None:
-            feed.close()
+            feed.close(limit_s)
 
     def train(self) -> Outcome:
         """Run until a budget is met or somebody asks to stop.
@@ -143,15 +146,27 @@ class Trainer:
 
     def next_batch(self) -> StepBatch:
         """This rank's share of the next samples; a rank that cannot read ends all."""
-        plan = self.course.plan(self.progress.samples, self.settings.global_batch)
-        take = partial(self.feed.take, plan, self.settings.batch_size, self.safe.wants_to_stop)
+        take = partial(
+            self.feed.take,
+            self.course.place(self.progress.samples),
+            self.settings.global_batch,
+            self.settings.batch_size,
+            self.safe.wants_to_stop,
+        )
+        if not self.supply.reads:
+            self.world.position.expect("the samples that rank 0 sends")
+        begun = time.perf_counter()
         batch, failure = self.safe.attempt(take)
+        self.narrator.waited(time.perf_counter() - begun)
         gave_up = isinstance(failure, GaveUp)
         failure = None if gave_up else failure
         self.beat = self.safe.post(failure, giving_up=gave_up)
         if batch is None:
             self.safe.settle(self.beat, failure)
             raise RunFailed(f"{self.safe.where}: no batch, and no rank said why")
+        if batch.epoch_samples != self.course.samples_per_epoch:
+            self.course = self.course.learnt(batch.epoch_samples)
+            self.narrator.epochs = self.course.epochs
         return batch
 
     def heard(self) -> None:
@@ -285,6 +300,7 @@ class Trainer:
         """What a checkpoint remembers beside tensors and history, as JSON."""
         return {
             "progress": dataclasses.asdict(self.progress),
+            "course": self.course.state(),
             "best": self.best and dataclasses.asdict(self.best),
             "story": self.narrator.state(),
             "evaluated_at": self.evaluated_at,
@@ -303,6 +319,9 @@ class Trainer:
             LookupError, TypeError, ValueError: `state` never gave that.
         """
         self.follow(history)
+        if "course" in state:
+            self.course = self.course.restored(state["course"])
+            self.narrator.epochs = self.course.epochs
         self.progress = self.looked_at = msgspec.convert(state["progress"], Progress)
         self.best = msgspec.convert(state["best"], Best | None)
         self.evaluated_at = msgspec.convert(state["evaluated_at"], int)
@@ -320,7 +339,7 @@ class Trainer:
                 state = carried_out(state, change.operation, change.step)
                 task = task.at(state.architecture, state.settings.context)
                 if state.settings.context != course.context:
-                    course = course.next(task, state.settings.context, change.cursor)
+                    course = self.supply.next(course, task, state.settings.context, change.cursor)
         before = self.in_force
         self.history, self.in_force, self.task = history, state, task
         if state.architecture != before.architecture:

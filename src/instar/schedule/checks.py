@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from instar.config.budget import parse_budget
-from instar.config.checks import Clash, cross_checks
+from instar.config.checks import cross_checks
+from instar.config.clash import Clash
 from instar.config.explain import nearest
 from instar.config.load import SCHEDULE, Loaded, load
 from instar.config.operation import Operation

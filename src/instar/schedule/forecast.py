@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from instar.config.budget import parse_budget
-from instar.config.checks import Clash
+from instar.config.clash import Clash
 from instar.config.dump import in_yaml
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded

@@ -1,4 +1,4 @@
-"""Language modelling: predict each next token of windows cut from a token sequence."""
+"""Language modelling: predict each next token of a sample."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import torch
 
 from instar.config.schema import RunConfig
-from instar.data.order import Order, make_order
-from instar.data.source import Source, TokenWindows
-from instar.data.tokens import TokenDataset
+from instar.data.dataset import DataSet
+from instar.data.order import Order
+from instar.data.source import Source
 from instar.models.architecture import Architecture, flops_per_token
 from instar.models.gpt import GPT
 from instar.tasks.task import Batch
 
 
 class LanguageTask:
-    """A GPT on a prepared token data set. A sample is one window, its weight its target tokens."""
+    """A GPT on text. A sample is one window or document, its weight its target tokens."""
 
     def __init__(
         self,
         config: RunConfig,
         architecture: Architecture,
-        dataset: TokenDataset,
+        dataset: DataSet,
         context: int | None = None,
     ) -> None:
         """`context`: tokens of a sample, at most what the model looks back on; None: that."""
@@ -48,15 +48,10 @@ class LanguageTask:
 
     def train_samples(self, course: int = 0) -> tuple[Source, Order]:
         # seeds are below 2^63, so that no two courses of any two runs share an order
-        split, seed = self.dataset.split("train"), self.config.seed + (course << 63)
-        windows = TokenWindows(split, self.context)
-        if self.config.data.order != "random":
-            return windows, make_order(self.config.data.order, len(windows), seed)
-        starts = TokenWindows(split, self.context, stride=1)
-        return starts, make_order("random", len(starts), seed, samples_per_epoch=len(windows))
+        return self.dataset.train(self.context, self.config.seed + (course << 63))
 
     def held_out(self, split: str) -> Source:
-        return TokenWindows(self.dataset.split(split), self.context)
+        return self.dataset.held_out(split, self.context)
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = model(batch["inputs"], batch["targets"])

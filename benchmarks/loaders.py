@@ -1,0 +1,324 @@
+"""The loaders that compete in `loading.py`, one process each.
+
+    python benchmarks/loaders.py JSON
+
+`Asked` as JSON says which, and how long. The process says on its standard output, again as JSON,
+one pair for each turn: million tokens per second of plain copying, and of the loader.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+
+from instar.data.blocks import BlockShuffled
+from instar.data.feed import Feed
+from instar.data.order import Order, Sequential, Shuffled
+from instar.data.reader import LocalReader
+from instar.data.shards import ShardWriter
+from instar.data.source import TokenWindows
+from instar.data.tokens import TokenizerRecord, open_dataset, publishing, write_record
+from instar.run.step import to_device
+
+VOCABULARY = 1 << 16
+TOKEN_BYTES = 16
+"""of an int64 input and an int64 target"""
+WARM_UP_BATCHES = 16
+CPU = torch.device("cpu")
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets, int64 [batch, context]."""
+Pairs = Iterator[Pair]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One loader's work."""
+
+    loader: str
+    folder: str
+    """what `make_data` made"""
+    batch: int
+    context: int
+    turns: int
+    seconds: float
+    """of a turn; of copying as well"""
+    copy_bytes: int
+    workers: int = 0
+
+
+def make_data(folder: Path, tokens: int, context: int) -> None:
+    """The same random tokens as token shards, and as Arrow rows of context + 1, the last one twice.
+
+    A row begins where the one before it has its last target, so that rows and windows agree.
+    """
+    import datasets
+    import pyarrow
+
+    drawn = np.random.default_rng(1).integers(VOCABULARY, size=tokens, dtype=np.uint16)
+    with publishing(folder / "shards") as aside:
+        writer = ShardWriter(aside, "train", tokenizer="random", vocab_size=VOCABULARY)
+        writer.append(drawn)
+        write_record(
+            aside,
+            tokenizer=TokenizerRecord("random", "random"),
+            vocab_size=VOCABULARY,
+            splits={"train": writer.close()},
+            source={},
+        )
+    starts = np.arange((tokens - 1) // context) * context
+    rows = np.lib.stride_tricks.sliding_window_view(drawn, context + 1)[starts]
+    column = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.reshape(-1)), context + 1)
+    features = datasets.Features(
+        {"tokens": datasets.List(datasets.Value("uint16"), length=context + 1)}
+    )
+    table = pyarrow.table({"tokens": column}).cast(features.arrow_schema)
+    datasets.disable_progress_bars()
+    datasets.Dataset(table).save_to_disk(folder / "rows", num_shards=8)
+
+
+class Windows(Dataset[Pair]):
+    """One window of a memory-mapped file of tokens, made when it is asked for."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.tokens, self.context = flat_tokens(asked), asked.context
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.context
+
+    def __getitem__(self, index: int) -> Pair:
+        window = self.tokens[index * self.context : (index + 1) * self.context + 1]
+        tokens = torch.from_numpy(window.astype(np.int64))
+        return tokens[:-1], tokens[1:]
+
+
+def flat_tokens(asked: Asked) -> NDArray[np.uint16]:
+    """All tokens as a file without shards, which is what the others' recipes read."""
+    return np.memmap(flat_file(Path(asked.folder)), dtype=np.uint16, mode="r")
+
+
+def flat_file(folder: Path) -> Path:
+    """Written once."""
+    file = folder / "tokens.bin"
+    if not file.exists():
+        split = open_dataset(folder / "shards").split("train")
+        split.read(0, len(split)).tofile(file)
+    return file
+
+
+def instar_feed(asked: Asked, order: Callable[[int], Order], *, prefetch: bool = False) -> Pairs:
+    """Steps of one micro-batch, as a run on one rank takes them."""
+    windows = TokenWindows(
+        open_dataset(Path(asked.folder) / "shards").split("train"), asked.context
+    )
+    cursor = 0
+    with lone_feed(windows, order(len(windows)), prefetch=prefetch) as feed:
+        while True:
+            step = feed.take(cursor, asked.batch, asked.batch)
+            (micro,) = step.micro_batches
+            tensors: Any = to_device(micro.arrays, CPU)
+            yield tensors["inputs"], tensors["targets"]
+            cursor += step.plan.count
+
+
+def shuffled(n: int) -> Order:
+    return Shuffled(n, seed=1)
+
+
+def in_blocks(n: int) -> Order:
+    return BlockShuffled(n, seed=1, block=256, window=4096)
+
+
+def lone_feed(windows: TokenWindows, order: Order, *, prefetch: bool) -> Feed:
+    """As of a run on one rank."""
+    return Feed(LocalReader(windows, order, 1, range(1), "rank 0"), prefetch)
+
+
+def epochs_of(loader: Any, take: Callable[[Any], Pair]) -> Pairs:
+    while True:
+        yield from map(take, loader)
+
+
+def of_workers(asked: Asked) -> dict[str, Any]:
+    return {"num_workers": asked.workers, "persistent_workers": asked.workers > 0}
+
+
+def one_batch(asked: Asked) -> Pairs:
+    """One batch, copied over and over: what could be done if nothing had to be found or widened."""
+    inputs, targets = (
+        torch.stack(part) for part in zip(*islice(Windows(asked), asked.batch), strict=True)
+    )
+    copies = torch.empty_like(inputs), torch.empty_like(targets)
+    while True:
+        np.copyto(copies[0].numpy(), inputs.numpy())
+        np.copyto(copies[1].numpy(), targets.numpy())
+        yield copies
+
+
+def per_item(asked: Asked) -> Pairs:
+    loader = DataLoader(Windows(asked), batch_size=asked.batch, shuffle=True, **of_workers(asked))
+    return epochs_of(loader, tuple)
+
+
+def stateful(asked: Asked) -> Pairs:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader: Any = StatefulDataLoader(
+        Windows(asked), batch_size=asked.batch, shuffle=True, **of_workers(asked)
+    )
+    return epochs_of(loader, tuple)
+
+
+def hf_map(asked: Asked) -> Pairs:
+    """Whole batches are asked of the data set, which its documentation calls the faster way."""
+    rows: Any = hf_rows(asked)
+    sampler = BatchSampler(RandomSampler(rows), asked.batch, drop_last=False)
+    loader: Any = DataLoader(rows, sampler=sampler, batch_size=None, **of_workers(asked))
+    return epochs_of(loader, shifted)
+
+
+def hf_iterable(asked: Asked) -> Pairs:
+    """Not shuffled, which would cost it more."""
+    rows = hf_rows(asked).to_iterable_dataset(num_shards=8)
+    loader: Any = DataLoader(rows, batch_size=asked.batch, **of_workers(asked))
+    return epochs_of(loader, shifted)
+
+
+def hf_rows(asked: Asked) -> Any:
+    import datasets
+
+    return datasets.load_from_disk(Path(asked.folder) / "rows").with_format("torch")
+
+
+def shifted(batch: dict[str, torch.Tensor]) -> Pair:
+    return batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+
+
+def grain_map(asked: Asked, *, threads: int | None) -> Pairs:
+    """With None for the threads, as many as grain takes of itself."""
+    import grain
+
+    options = grain.ReadOptions() if threads is None else grain.ReadOptions(threads, threads)
+    taken: Any = grain.MapDataset.source(GrainWindows(asked)).seed(1).shuffle().repeat()
+    taken = taken.batch(asked.batch).to_iter_dataset(options)
+    if asked.workers:
+        taken = taken.mp_prefetch(grain.MultiprocessingOptions(num_workers=asked.workers))
+    return (
+        (torch.from_numpy(batch["inputs"]), torch.from_numpy(batch["targets"])) for batch in taken
+    )
+
+
+class GrainWindows:
+    """What grain calls a random access data source, of numpy arrays."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.tokens = flat_tokens(asked)
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.asked.context
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[np.int64]]:
+        context = self.asked.context
+        window = self.tokens[index * context : (index + 1) * context + 1].astype(np.int64)
+        return {"inputs": window[:-1], "targets": window[1:]}
+
+    def __getstate__(self) -> Asked:
+        return self.asked
+
+    def __setstate__(self, asked: Asked) -> None:
+        self.__init__(asked)  # type: ignore[misc]
+
+
+ONE_BATCH = "one batch copied, in the cache"
+LOADERS: dict[str, Callable[[Asked], Pairs]] = {
+    ONE_BATCH: one_batch,
+    "Instar, shuffled": lambda asked: instar_feed(asked, shuffled),
+    "Instar, shuffled in blocks": lambda asked: instar_feed(asked, in_blocks),
+    "Instar, sequential": lambda asked: instar_feed(asked, Sequential),
+    "Instar, shuffled, read ahead": lambda asked: instar_feed(asked, shuffled, prefetch=True),
+    "Instar, sequential, read ahead": lambda asked: instar_feed(asked, Sequential, prefetch=True),
+    "DataLoader, memmap by item": per_item,
+    "DataLoader, HF data set": hf_map,
+    "DataLoader, HF iterable": hf_iterable,
+    "StatefulDataLoader, memmap by item": stateful,
+    "grain, its own threads": lambda asked: grain_map(asked, threads=None),
+    "grain, no threads": lambda asked: grain_map(asked, threads=0),
+}
+
+
+def main() -> None:
+    asked = Asked(**json.loads(sys.argv[1]))
+    source, copy = (np.ones(asked.copy_bytes // 8, dtype=np.int64) for _ in range(2))
+    check(asked)
+    found = []
+    for _ in range(asked.turns):
+        copied = copying(source, copy, asked.seconds)
+        found.append((copied, loading(asked)))
+    print(json.dumps(found))
+
+
+def copying(source: NDArray[np.int64], copy: NDArray[np.int64], seconds: float) -> float:
+    """Million tokens per second whose inputs and targets a plain copy would write."""
+    begin, copies = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        np.copyto(copy, source)
+        copies += 1
+    return copies * copy.nbytes / TOKEN_BYTES / (time.perf_counter() - begin) / 1e6
+
+
+def loading(asked: Asked) -> float:
+    """Million tokens per second that a loader gives, once it runs."""
+    with closing(as_generator(LOADERS[asked.loader](asked))) as pairs:
+        for _ in range(WARM_UP_BATCHES):
+            next(pairs)
+        tokens, begin = 0, time.perf_counter()
+        while (taken := time.perf_counter() - begin) < asked.seconds:
+            tokens += next(pairs)[0].numel()
+        return tokens / taken / 1e6
+
+
+def as_generator(pairs: Pairs) -> Generator[Pair]:
+    yield from pairs
+
+
+def check(asked: Asked) -> None:
+    """Raises SystemExit unless what comes are windows of the data, ready to train on."""
+    tokens = torch.from_numpy(flat_tokens(asked).astype(np.int64))
+    starts = torch.arange((len(tokens) - 1) // asked.context) * asked.context
+    with closing(as_generator(LOADERS[asked.loader](asked))) as pairs:
+        for inputs, targets in islice(pairs, 2):
+            typed = inputs.dtype == targets.dtype == torch.int64
+            shaped = inputs.shape == targets.shape == (asked.batch, asked.context)
+            if not (
+                typed and shaped and all(map(partial(stands, tokens, starts), inputs, targets))
+            ):
+                sys.exit(f"{asked.loader} gave something that is no batch of windows of the data")
+
+
+def stands(
+    tokens: torch.Tensor, starts: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor
+) -> bool:
+    """Whether inputs and targets are those at one of the starts."""
+    return any(
+        torch.equal(tokens[start : start + len(inputs)], inputs)
+        and torch.equal(tokens[start + 1 : start + 1 + len(inputs)], targets)
+        for start in starts[tokens[starts] == inputs[0]].tolist()
+    )
+
+
+if __name__ == "__main__":
+    main()

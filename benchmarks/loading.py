@@ -1,0 +1,241 @@
+"""How fast samples become tensors, how soon at any place, and in how much memory.
+
+    python benchmarks/loading.py [--quick]
+
+Speed is million tokens per second that come as int64 inputs and targets, 32 × 1024 each, of 200 MB
+of random uint16 tokens that lie in the page cache. Beside it stands what a plain copy writes of such
+arrays (`numpy.copyto` of 512 MiB, 16 bytes a token), measured in the same process in turns with the
+loader; a loader's share of it is taken within a turn. Each round starts every loader in a process of
+its own, in random order.
+
+Seeking is timed from opening the data to the first batch, at 90 % of an epoch of 10⁹ samples; the
+data is a file of 2 TB made of holes, so that a disk has no part in it. The other loaders seek in an
+epoch of 10⁶. Memory is what a process grows by that reads random batches of 50 GB, again of holes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import loaders
+import seeking
+from loaders import Asked
+from report import Case, case, options, parser, publish
+from sparse import make_sparse
+
+NEEDS = ("datasets", "torchdata", "grain")
+FOR_US = "Instar, shuffled"
+EACH_ITEM = "DataLoader, memmap by item"
+LEAST_SHARE = 0.4
+WORKERS = 2
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is read, how often."""
+
+    tokens: int
+    batch: int
+    context: int
+    rounds: int
+    turns: int
+    """of every loader in a round"""
+    seconds: float
+    """of a turn"""
+    copy_bytes: int
+    """with what is copied, more than CPUs keep in their caches"""
+    epoch: int
+    """samples of the epoch that Instar seeks in"""
+    others_epoch: int
+    seeks: int
+    loaders: tuple[str, ...]
+    seekers: tuple[str, ...]
+    """that compete with Instar in seeking"""
+    sparse_gb: int
+    sparse_batches: int
+
+
+FULL = Size(
+    tokens=100_000_000,
+    batch=32,
+    context=1024,
+    rounds=3,
+    turns=3,
+    seconds=0.3,
+    copy_bytes=1 << 29,
+    epoch=10**9,
+    others_epoch=10**6,
+    seeks=9,
+    loaders=tuple(loaders.LOADERS),
+    seekers=tuple(seeking.SEEKS),
+    sparse_gb=50,
+    sparse_batches=2000,
+)
+QUICK = Size(
+    tokens=200_000,
+    batch=4,
+    context=64,
+    rounds=1,
+    turns=1,
+    seconds=0.01,
+    copy_bytes=1 << 20,
+    epoch=10**6,
+    others_epoch=1000,
+    seeks=1,
+    loaders=(FOR_US, EACH_ITEM),
+    seekers=("grain, by position",),
+    sparse_gb=1,
+    sparse_batches=20,
+)
+
+
+def main() -> None:
+    words = parser(__doc__)
+    words.add_argument(
+        "--work", type=Path, help="where the data is made; default: a temporary folder"
+    )
+    parsed = words.parse_args()
+    chosen = options(parsed)
+    size = QUICK if chosen.quick else FULL
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"not installed: {', '.join(missing)}; pip install -c constraints.txt -e '.[bench]'"
+        )
+    with tempfile.TemporaryDirectory(dir=parsed.work) as place:
+        folder = Path(place)
+        cases = [*speeds(size, folder), *seeks(size, folder), *memory(size, folder)]
+    publish("loading", cases, chosen, libraries=NEEDS)
+
+
+def speeds(size: Size, folder: Path) -> list[Case]:
+    """All loaders in their own process, and then with worker processes those that have them."""
+    loaders.make_data(folder, size.tokens, size.context)
+    loaders.flat_file(folder)
+    ours = [name for name in size.loaders if name.startswith("Instar")]
+    theirs = [name for name in size.loaders if name not in (*ours, loaders.ONE_BATCH)]
+    alone = compete(size, folder, size.loaders, workers=0)
+    helped = compete(size, folder, theirs, workers=WORKERS)
+    copies = [copied for turns in alone.values() for copied, _ in turns]
+    rates = {name: [loaded for _, loaded in turns] for name, turns in alone.items()}
+    shares = {name: [loaded / copied for copied, loaded in turns] for name, turns in alone.items()}
+    best = max(theirs, key=lambda name: statistics.median(rates[name]))
+    title = f"{size.batch}×{size.context}"
+    return [
+        case(f"{title}: a plain copy of inputs and targets", copies, "Mtok/s"),
+        *(case(f"{title}: {name}", rate, "Mtok/s") for name, rate in rates.items()),
+        *(
+            case(f"{title}: {name} / copy", shares[name], "ratio", least=LEAST_SHARE)
+            for name in ours
+        ),
+        *(case(f"{title}: {name} / copy", shares[name], "ratio") for name in theirs),
+        case(
+            f"{title}: {FOR_US} / {best}",
+            [us / them for us, them in zip(shares[FOR_US], shares[best], strict=True)],
+            "ratio",
+            above=1.0,
+        ),
+        *(
+            case(
+                f"{title}, {WORKERS} worker processes: {name}",
+                [loaded for _, loaded in turns],
+                "Mtok/s",
+            )
+            for name, turns in helped.items()
+        ),
+    ]
+
+
+def compete(
+    size: Size, folder: Path, names: Sequence[str], workers: int
+) -> Mapping[str, list[tuple[float, float]]]:
+    """For each turn of each loader: Mtok/s of copying, and of the loader."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for number in range(size.rounds):
+        for name in random.Random(number).sample(names, len(names)):
+            asked = Asked(
+                loader=name,
+                folder=str(folder),
+                batch=size.batch,
+                context=size.context,
+                turns=size.turns,
+                seconds=size.seconds,
+                copy_bytes=size.copy_bytes,
+                workers=workers,
+            )
+            found[name] += [(copy, load) for copy, load in said_by(loaders.__file__, asked)]
+        print(f"round {number + 1} of {size.rounds}, {workers} workers", file=sys.stderr)
+    return found
+
+
+def seeks(size: Size, folder: Path) -> list[Case]:
+    """What coming to 90 % of an epoch takes, of time and of memory."""
+    huge, small = folder / "huge", folder / "small"
+    make_sparse(huge, size.epoch * size.context + 1)
+    make_sparse(small, size.epoch // 1000 * size.context + 1)
+    rows = folder / "others"
+    loaders.make_data(rows, size.others_epoch * 16 + 1, 16)
+    cases = []
+    for order in ("shuffled", "sequential", "random"):
+        seek, little = (
+            seeking.instar_seek(place, order, size.batch, size.context) for place in (huge, small)
+        )
+        taken = [seeking.milliseconds(seek) for _ in range(size.seeks)]
+        more = [seeking.traced_mb(seek) - seeking.traced_mb(little) for _ in range(size.seeks)]
+        title = f"{order}: 90 % of an epoch of {size.epoch:,}"
+        cases += [
+            case(f"{title}: first batch", taken, "ms", most=50),
+            case(
+                f"{title}: memory, over that of a 1000th",
+                [max(0.0, mb) for mb in more],
+                "MB",
+                most=1,
+            ),
+        ]
+    for name in size.seekers:
+        asked = Asked(name, str(rows), size.batch, 16, turns=size.seeks, seconds=0, copy_bytes=0)
+        taken = said_by(seeking.__file__, asked)
+        title = f"{name}: 90 % of an epoch of {size.others_epoch:,}"
+        cases.append(case(f"{title}: first batch", taken, "ms"))
+    return cases
+
+
+def memory(size: Size, folder: Path) -> list[Case]:
+    """What a process holds that reads at random from more than fits into memory."""
+    place = folder / "sparse"
+    make_sparse(place, size.sparse_gb * GB // 2)
+    words = [place, size.sparse_batches, size.batch, size.context]
+    script = Path(__file__).with_name("sparse.py")
+    grown = said_by(str(script), *words)
+    title = f"{size.sparse_batches:,} random batches of {size.sparse_gb} GB: growth of"
+    return [
+        case(f"{title} anonymous memory", [grown["anonymous"]], "MB"),
+        case(f"{title} mapped pages", [grown["file"]], "MB"),
+        case(f"{title} resident memory", [grown["all"]], "MB", most=200),
+    ]
+
+
+def said_by(script: str, *words: object) -> Any:
+    """What a script prints as JSON. Raises SystemExit where it fails."""
+    texts = [json.dumps(asdict(word)) if isinstance(word, Asked) else str(word) for word in words]
+    done = subprocess.run(
+        [sys.executable, script, *texts], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"{Path(script).name} {' '.join(texts)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""How soon a loader that starts anew gives the first batch at 90 % of an epoch.
+
+    python benchmarks/seeking.py JSON
+
+for one of the loaders that compete; `Asked` as JSON. It says the milliseconds of each turn.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from instar.data.order import OrderKind, make_order
+from instar.data.source import TokenWindows
+from instar.data.tokens import open_dataset
+from loaders import Asked, GrainWindows, Windows, hf_rows, lone_feed
+
+Seek = Callable[[Asked], Callable[[], object]]
+"""What need not be done at a start is done at once; the rest is what is timed."""
+
+
+def instar_seek(folder: Path, order: OrderKind, batch: int, context: int) -> Callable[[], object]:
+    """Opens the data set, makes the order, and takes the step at 90 % of its second epoch."""
+
+    def seek() -> object:
+        windows = TokenWindows(open_dataset(folder).split("train"), context)
+        made = make_order(order, len(windows), seed=1)
+        cursor = made.samples_per_epoch + made.samples_per_epoch * 9 // 10
+        with lone_feed(windows, made, prefetch=False) as feed:
+            return feed.take(cursor, batch, batch)
+
+    return seek
+
+
+def stateful(asked: Asked) -> Callable[[], object]:
+    """Its state is that of a run that came so far."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    windows = Windows(asked)
+
+    def loader() -> Any:
+        return StatefulDataLoader(windows, batch_size=asked.batch, shuffle=True)
+
+    running = loader()
+    for number, _ in enumerate(running, start=1):
+        if number == ninety_percent(len(windows)) // asked.batch:
+            break
+    state = running.state_dict()
+
+    def seek() -> object:
+        again = loader()
+        again.load_state_dict(state)
+        return next(iter(again))
+
+    return seek
+
+
+def hf_map(asked: Asked) -> Callable[[], object]:
+    rows = hf_rows(asked)
+
+    def seek() -> object:
+        begin = ninety_percent(len(rows))
+        return rows.shuffle(seed=1, keep_in_memory=True)[begin : begin + asked.batch]
+
+    return seek
+
+
+def hf_iterable(asked: Asked) -> Callable[[], object]:
+    rows = hf_rows(asked)
+
+    def seek() -> object:
+        stream = rows.to_iterable_dataset(num_shards=8).skip(ninety_percent(len(rows)))
+        return next(iter(stream.iter(asked.batch)))
+
+    return seek
+
+
+def grain_map(asked: Asked) -> Callable[[], object]:
+    import grain
+
+    windows = GrainWindows(asked)
+
+    def seek() -> object:
+        taken = grain.MapDataset.source(windows).seed(1).shuffle().batch(asked.batch)
+        return taken[ninety_percent(len(windows)) // asked.batch]
+
+    return seek
+
+
+def ninety_percent(samples: int) -> int:
+    return samples * 9 // 10
+
+
+SEEKS: dict[str, Seek] = {
+    "StatefulDataLoader, by its state": stateful,
+    "HF data set, shuffled": hf_map,
+    "HF iterable, by skip": hf_iterable,
+    "grain, by position": grain_map,
+}
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def traced_mb(work: Callable[[], object]) -> float:
+    """The most memory that is held at once meanwhile, in MB, as Python and numpy count it."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1] / 1e6
+    finally:
+        tracemalloc.stop()
+
+
+if __name__ == "__main__":
+    asked = Asked(**json.loads(sys.argv[1]))
+    work = SEEKS[asked.loader](asked)
+    print(json.dumps([milliseconds(work) for _ in range(asked.turns)]))

@@ -1,0 +1,301 @@
+"""Streams of items: a Hugging Face IterableDataset, or what a Python function returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from instar.config.errors import ConfigError
+from instar.config.schema import DataConfig
+from instar.data.columns import Ragged
+from instar.data.hf import is_ids, is_text, load_stream
+from instar.data.stream import TokenLanes
+from instar.data.tokenizer import Tokenizer
+from instar.data.transform import load_function
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+_ROWS = 256
+_VALUES = 1 << 18
+
+
+def open_lanes(data: DataConfig, tokenizer: Tokenizer) -> TokenLanes:
+    """The lanes of `data.source` (kind stream or python) as tokens.
+
+    Raises ConfigError where it cannot be opened, lacks the field, or is shuffled already.
+    """
+    ids = data.tokens_field is not None
+    field = data.tokens_field or data.text_field
+    items: RowLanes | FunctionLane
+    if data.kind == "python":
+        function = load_function(data.source, key="data.source")
+        items = FunctionLane(function, data.source, field, ids=ids)
+    else:
+        name = "/".join(filter(None, (data.source, data.subset, data.source_split)))
+        items = RowLanes(load_stream(data), name, field, ids=ids, lanes=data.lanes)
+    return TokenLanes(items, tokenizer, ids=ids)
+
+
+class RowLanes:
+    """The rows of a Hugging Face stream, a lane being some of its shards one after the other.
+
+    `IterableDataset.shard` gives lane k neighbouring shards, the first lanes one more than the
+    others where they cannot be shared evenly, so that the lanes end to end are the stream.
+    """
+
+    def __init__(
+        self, rows: datasets.IterableDataset, name: str, field: str, *, ids: bool, lanes: int
+    ) -> None:
+        """Args:
+        lanes: at most so many, and at most as many as there are shards.
+        """
+        if rows.column_names is not None and field not in rows.column_names:
+            raise _no_field(name, field, rows.column_names)
+        _check_unshuffled(rows, name)
+        self._rows, self._name, self._field, self._ids = rows, name, field, ids
+        self.lanes = min(lanes, rows.num_shards)
+        files = [[Path(file).name, _size(file)] for file in _files(rows)]
+        self.fingerprint = _fingerprint("rows", name, files, field, ids, self.lanes)
+
+    def open(self, lane: int) -> Iterator[list[str] | Ragged]:
+        rows = self._rows.shard(num_shards=self.lanes, index=lane)
+        if rows._ex_iterable.iter_arrow is not None:
+            return self._of_tables(lane, rows.with_format("arrow").iter(batch_size=_ROWS))
+        return collected(self._values(lane, rows), ids=self._ids)
+
+    def place(self, lane: int, item: int) -> str:
+        rows = self._rows.shard(num_shards=self.lanes, index=lane)
+        files = [Path(file).name for file in _files(rows)]
+        within = f" ({files[0]})" if len(files) == 1 else ""
+        within = f" ({files[0]} … {files[-1]})" if len(files) > 1 else within
+        return f"{self._name}, lane {lane}{within}, item {item}"
+
+    def _values(self, lane: int, rows: Iterable[Any]) -> Iterator[str | NDArray[np.int64]]:
+        for item, row in enumerate(rows):
+            yield value_of(row, self._field, partial(self.place, lane, item), ids=self._ids)
+
+    def _of_tables(self, lane: int, tables: Iterator[pa.Table]) -> Iterator[list[str] | Ragged]:
+        item = 0
+        try:
+            for table in tables:
+                if self._field not in table.column_names:
+                    raise _no_field(self.place(lane, item), self._field, table.column_names)
+                for column in table.column(self._field).chunks:
+                    yield from self._of_column(lane, item, column)
+                    item += len(column)
+        except ConfigError:
+            raise
+        except Exception as error:
+            error.add_note(f"while reading {self.place(lane, item)} and what follows")
+            raise
+
+    def _of_column(self, lane: int, first: int, column: pa.Array) -> Iterator[list[str] | Ragged]:
+        whole = _before_null(column)
+        if whole:
+            if not (is_ids if self._ids else is_text)(column.type):
+                raise _strange(self.place(lane, first), self._field, str(column.type), self._ids)
+            values = column.slice(0, whole)
+            if not self._ids:
+                yield values.to_pylist()
+            else:
+                ids = _ragged(values)
+                whole = len(ids)
+                yield ids
+        if whole < len(column):
+            found = "nothing" if column[whole].as_py() is None else "a list with nothing in it"
+            raise _strange(self.place(lane, first + whole), self._field, found, self._ids)
+
+
+class FunctionLane:
+    """What a function returns, called anew for each pass: any iterable of texts, of arrays of token
+    ids, or of mappings with a field of them. One lane.
+    """
+
+    lanes = 1
+
+    def __init__(
+        self, function: Callable[[], Iterable[Any]], name: str, field: str, *, ids: bool
+    ) -> None:
+        self._function, self._name, self._field, self._ids = function, name, field, ids
+        self._last: object = None
+        self.fingerprint = _fingerprint("python", name, [], field, ids, 1)
+
+    def open(self, lane: int) -> Iterator[list[str] | Ragged]:
+        made = self._function()
+        try:
+            iterator = iter(made)
+        except TypeError:
+            raise self._unfit(
+                f"returned something of type {type(made).__name__}, which cannot be iterated over"
+            ) from None
+        if iterator is made and made is self._last:
+            raise self._unfit("returned the same iterator again, which is used up")
+        self._last = made
+        try:
+            yield from collected(self._values(lane, iterator), ids=self._ids)
+        finally:
+            if iterator is made and hasattr(made, "close"):
+                made.close()
+
+    def place(self, lane: int, item: int) -> str:  # noqa: ARG002
+        return f"{self._name}, item {item}"
+
+    def _values(self, lane: int, items: Iterator[Any]) -> Iterator[str | NDArray[np.int64]]:
+        for item, found in enumerate(items):
+            yield value_of(found, self._field, partial(self.place, lane, item), ids=self._ids)
+
+    def _unfit(self, what: str) -> ConfigError:
+        return ConfigError.one(
+            f"{self._name} {what}",
+            where="data.source",
+            hint="return a new iterable each time: it is called for every pass through the data",
+            key="data.source",
+        )
+
+
+def value_of(
+    item: Any, field: str, place: Callable[[], str], *, ids: bool
+) -> str | NDArray[np.int64]:
+    """An item's text or token ids. Raises ConfigError, naming the place, where it has none."""
+    if isinstance(item, Mapping):
+        if field not in item:
+            raise _no_field(place(), field, item)
+        item = item[field]
+    if not ids:
+        if isinstance(item, str):
+            return item
+    elif item is not None and not isinstance(item, str):
+        try:
+            values = np.asarray(item)
+        except ValueError:  # lists of different lengths
+            values = np.array(item, dtype=object)
+        if values.ndim == 1 and (values.dtype.kind in "iu" or not values.size):
+            return values.astype(np.int64)
+    raise _strange(place(), field, "nothing" if item is None else type(item).__name__, ids)
+
+
+def collected(
+    values: Iterator[str | NDArray[np.int64]], *, ids: bool
+) -> Iterator[list[str] | Ragged]:
+    """Some at a time. What getting one raises is raised after those before it."""
+    failure: Exception | None = None
+    going_on = True
+    while going_on:
+        batch: list[Any] = []
+        size = 0
+        while size < _VALUES:
+            try:
+                batch.append(next(values))
+            except StopIteration:
+                going_on = False
+                break
+            except Exception as error:
+                failure, going_on = error, False
+                break
+            size += len(batch[-1])
+        if batch and ids:
+            ends = np.cumsum([0, *(len(one) for one in batch)], dtype=np.int64)
+            yield Ragged(np.concatenate(batch), ends)
+        elif batch:
+            yield batch
+    if failure is not None:
+        raise failure
+
+
+def _ragged(lists: pa.Array) -> Ragged:
+    """Lists without a copy; those before the first that holds a null."""
+    import pyarrow as pa
+
+    flat = lists.flatten()
+    if pa.types.is_fixed_size_list(lists.type):
+        offsets = np.arange(len(lists) + 1, dtype=np.int64) * lists.type.list_size
+    else:
+        offsets = lists.offsets.to_numpy().astype(np.int64)
+        offsets -= offsets[0]
+    whole = len(lists)
+    if flat.null_count:
+        whole = int(np.searchsorted(offsets, _before_null(flat), side="right")) - 1
+    count = int(offsets[whole])
+    return Ragged(flat.slice(0, count).to_numpy(zero_copy_only=True), offsets[: whole + 1])
+
+
+def _before_null(column: pa.Array) -> int:
+    """How many values stand before the first null."""
+    if not column.null_count:
+        return len(column)
+    return int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+
+
+def _check_unshuffled(rows: datasets.IterableDataset, name: str) -> None:
+    from datasets.iterable_dataset import BufferShuffledExamplesIterable
+
+    shuffled = any(isinstance(each, BufferShuffledExamplesIterable) for each in _within(rows))
+    if shuffled or rows.epoch or rows._distributed is not None:
+        what = "shuffled" if shuffled or rows.epoch else "shared out among nodes"
+        raise ConfigError.one(
+            f"{name} is {what} already; then a run that goes on would lose rows and repeat others",
+            where="data.source",
+            hint="give it as it is: data.order shuffles it, and ranks share its lanes",
+            key="data.source",
+        )
+
+
+def _within(rows: datasets.IterableDataset) -> Iterator[Any]:
+    """A stream's stages, and its beginnings."""
+    stages = [rows._ex_iterable]
+    while stages:
+        stage = stages.pop()
+        yield stage
+        stages += getattr(stage, "ex_iterables", None) or []
+        stages += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else []
+
+
+def _files(rows: datasets.IterableDataset) -> list[str]:
+    """The files that a stream is read from, as far as they can be seen."""
+    for stage in _within(rows):
+        sources = getattr(stage, "kwargs", {})
+        for name in ("base_files", "original_files", "files"):
+            files = [str(file) for file in sources.get(name) or () if isinstance(file, (str, Path))]
+            if files:
+                return files
+    return []
+
+
+def _size(file: str) -> int | None:
+    path = Path(file)
+    return path.stat().st_size if path.is_file() else None
+
+
+def _fingerprint(*identity: Any) -> str:
+    """Of where items come from and how they are read: what they are is not known before."""
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(identity))
+
+
+def _no_field(where: str, field: str, found: Iterable[Any]) -> ConfigError:
+    fields = ", ".join(map(str, found)) or "none"
+    return ConfigError.one(
+        f"there is no field {field!r} (fields: {fields})",
+        where=where,
+        hint="name that of the text in data.text_field, or that of token ids in data.tokens_field",
+        key="data.text_field",
+    )
+
+
+def _strange(where: str, field: str, found: str, ids: bool) -> ConfigError:
+    wanted = "a list of token ids" if ids else "text"
+    key = "data.tokens_field" if ids else "data.text_field"
+    return ConfigError.one(
+        f"{field!r} is {found}, not {wanted}",
+        where=where,
+        hint=f"{key} names the field of {'token ids' if ids else 'the text'}",
+        key=key,
+    )

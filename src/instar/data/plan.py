@@ -1,0 +1,68 @@
+"""Which samples a step takes, and which of them each rank takes. Plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from instar.data.order import Int64Array, Order
+
+UNKNOWN = 1 << 62
+"""Samples of an epoch whose end nobody has seen yet."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The samples of one step, over all ranks: positions start … start+count-1 of an epoch.
+
+    `cursor` counts the samples consumed before it, since the order began.
+    """
+
+    cursor: int
+    epoch: int
+    start: int
+    count: int
+
+
+@runtime_checkable
+class Laned(Protocol):
+    """An order of samples that lie in lanes, each to be read by one rank only."""
+
+    @property
+    def lanes(self) -> int: ...
+
+    def lane_of(self, epoch: int, start: int, stop: int) -> Int64Array:
+        """The lanes of the samples at positions start … stop-1, int64 [stop - start]."""
+        ...
+
+
+def plan_step(cursor: int, samples_per_epoch: int, global_batch: int) -> StepPlan:
+    """The step at a cursor: global_batch samples, or what is left of the epoch if that is less."""
+    epoch, start = divmod(cursor, samples_per_epoch)
+    return StepPlan(cursor, epoch, start, min(global_batch, samples_per_epoch - start))
+
+
+def shares(plan: StepPlan, order: Order, slices: int) -> list[Int64Array]:
+    """The places within the global batch of each slice's samples, ascending.
+
+    Neighbours, in slices whose sizes differ by one at most; or, of an order with lanes enough, those
+    in the lanes of the slice: lane k of L belongs to slice k · slices // L.
+    """
+    if isinstance(order, Laned) and order.lanes >= slices:
+        lanes = order.lane_of(plan.epoch, plan.start, plan.start + plan.count)
+        owner = lanes * slices // order.lanes
+        return [np.flatnonzero(owner == one) for one in range(slices)]
+    ends = [plan.count * one // slices for one in range(slices + 1)]
+    return [
+        np.arange(begin, end, dtype=np.int64)
+        for begin, end in pairwise(ends)
+    ]
+
+
+def micro_slices(size: int, batch_size: int) -> list[tuple[int, int]]:
+    """The fewest slices of at most batch_size samples; their sizes differ by one at most."""
+    parts = -(-size // batch_size)
+    return [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]

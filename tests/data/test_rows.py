@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from instar.config.errors import ConfigError
+from instar.config.schema import DataConfig
+from instar.data import rows as module
+from instar.data.prepare import default_path, prepare
+from instar.data.rows import RowsDataset, open_rows, prepare_rows
+from instar.data.source import TokenWindows
+from instar.data.tokenizer import load_tokenizer, train_bpe
+from instar.data.tokens import TokenDataset, open_dataset
+
+TEXTS = [
+    f"Document {number}: "
+    + "some words, "
+    + "and more  of them\n    indented\n" * (number % 7)
+    + ("naïve café 再见" if number % 3 else "null")
+    for number in range(80)
+]
+TEXTS[5], TEXTS[30] = "", "\n".join(f"a line of a long document, {n}" for n in range(400))
+HELD_OUT = {"val_fraction": 0.15, "test_fraction": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def ensure_rows(data: DataConfig, seed: int) -> RowsDataset:
+    prepare_rows(data, seed)
+    return open_rows(data, seed)
+
+
+def write(kind: str, folder: Path, columns: dict[str, Any]) -> str:
+    """Columns in one of the ways to keep rows."""
+    path = folder / f"rows.{kind}"
+    match kind:
+        case "jsonl":
+            rows = pa.table(columns).to_pylist()
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case "parquet":
+            pq.write_table(pa.table(columns), path, row_group_size=17)
+        case "csv":
+            quoted = ('"' + text.replace('"', '""') + '"' for text in columns["text"])
+            path.write_text("text\n" + "".join(f"{text}\n" for text in quoted))
+        case "text":
+            path.mkdir()
+            for number, text in enumerate(columns["text"]):
+                (path / f"{number:03d}.txt").write_text(text)
+        case "saved":
+            datasets.Dataset.from_dict(columns).save_to_disk(
+                path, num_shards=min(3, *map(len, columns.values()))
+            )
+    return str(path)
+
+
+def windows(dataset: Any, split: str, context: int = 16) -> list[list[int]]:
+    found = TokenWindows(dataset.split(split), context)
+    return found.read(np.arange(len(found)))["targets"].tolist()
+
+
+def shards(folder: Path, data: DataConfig) -> TokenDataset:
+    """The token shards of the same documents, prepared from JSON lines."""
+    if not data.source.endswith(".text"):
+        source = write("jsonl", folder, {"text": TEXTS})
+        data = data.model_copy(update={"source": source})
+    return open_dataset(prepare(data.model_copy(update={"kind": "tokens"}), 3, folder / "shards"))
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "text", "saved"])
+def test_packed_rows_are_the_token_shards_of_the_same_documents(
+    tmp_path: Path, kind: str, tokenizer: str
+) -> None:
+    data = DataConfig(
+        kind="rows",
+        source=write(kind, tmp_path, {"text": TEXTS}),
+        path=str(tmp_path / "set"),
+        tokenizer=tokenizer,
+        vocab_size=300,
+        **HELD_OUT,
+    )
+    rows = ensure_rows(data, 3)
+    other = shards(tmp_path, data)
+    assert rows.tokenizer_fingerprint == other.tokenizer_fingerprint
+    assert rows.vocab_size == other.vocab_size
+    for split in ("train", "val", "test"):
+        assert windows(rows, split) == windows(other, split)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_packed_ids_are_the_token_shards_of_the_same_documents(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "val.txt").write_text("held out " * 50)
+    bpe = train_bpe(TEXTS, 300)
+    (tmp_path / "bpe.json").write_text(bpe.to_json())
+    texts = DataConfig(
+        source=write("jsonl", tmp_path, {"text": TEXTS}),
+        tokenizer=str(tmp_path / "bpe.json"),
+        val_source=str(tmp_path / "val.txt"),
+    )
+    other = open_dataset(prepare(texts, 3, tmp_path / "shards"))
+    ids = [[*bpe.encode(text).tolist(), bpe.end_id] if text else [] for text in TEXTS]
+    held_out = [bpe.encode("held out " * 50).tolist()]
+    (tmp_path / "v").mkdir()
+    data = texts.model_copy(
+        update={
+            "kind": "rows",
+            "source": write(kind, tmp_path, {"ids": ids}),
+            "val_source": write(kind, tmp_path / "v", {"ids": held_out}),
+            "tokens_field": "ids",
+            "path": str(tmp_path / "set"),
+        }
+    )
+    rows = ensure_rows(data, 3)
+    train, expected = rows.split("train"), other.split("train")
+    assert len(train) == len(expected) + 1  # the user ended the last document too
+    assert np.array_equal(train.read(0, len(expected)), expected.read(0, len(expected)))
+    assert np.array_equal(
+        rows.split("val").read(0, len(rows.split("val"))),
+        other.split("val").read(0, len(other.split("val"))),
+    )
+
+
+def test_ids_are_held_out_by_whole_documents(tmp_path: Path) -> None:
+    ids = [[number % 250] * (number % 5 + 1) for number in range(200)]
+    data = DataConfig(
+        kind="rows",
+        source=write("parquet", tmp_path, {"ids": ids}),
+        tokens_field="ids",
+        path=str(tmp_path / "set"),
+        **HELD_OUT,
+    )
+    rows = ensure_rows(data, 3)
+    splits = {
+        name: rows.split(name).read(0, len(rows.split(name))).tolist()
+        for name in ("train", "val", "test")
+    }
+    assert sorted(itertools.chain(*splits.values())) == sorted(itertools.chain(*ids))
+    assert 0.1 < len(splits["val"]) / sum(map(len, ids)) < 0.2
+    chosen = [token for number in rows.chosen.tolist() for token in ids[number]]
+    assert splits["train"] == chosen
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    return DataConfig(
+        kind="rows",
+        source=write("jsonl", tmp_path, {"text": TEXTS}),
+        path=str(tmp_path / "set"),
+        tokenizer="bpe",
+        vocab_size=300,
+        **HELD_OUT,
+    )
+
+
+def test_worker_processes_count_the_same(
+    tmp_path: Path, config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = ensure_rows(config, 3)
+    monkeypatch.setattr(module, "_COUNTED_AT_ONCE", 9)
+    several = config.model_copy(update={"workers": 2, "path": str(tmp_path / "other")})
+    assert ensure_rows(several, 3).fingerprint == alone.fingerprint
+
+
+def test_opening_tokenises_and_hashes_nothing(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_rows(config, 3)
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("the rows were read")
+
+    for name in ("content_fingerprint", "check_ids", "text_bytes"):
+        monkeypatch.setattr(module, name, never)
+    monkeypatch.setattr(module.TextDocuments, "_tokens", never)
+    monkeypatch.setattr(module.TextDocuments, "counts", never)
+    rows = open_rows(config, 3)
+    assert len(rows.split("train")) > 1000
+
+
+def test_what_is_prepared_is_left_as_it_is(config: DataConfig) -> None:
+    first = ensure_rows(config, 3)
+    made = {path.name: path.stat().st_mtime_ns for path in first.path.iterdir()}
+    assert ensure_rows(config, 3).fingerprint == first.fingerprint
+    assert {path.name: path.stat().st_mtime_ns for path in first.path.iterdir()} == made
+    assert set(made) >= {"dataset.json", "tokenizer.json", "index-train.safetensors"}
+
+
+def test_copied_rows_are_the_same_rows(config: DataConfig) -> None:
+    before = ensure_rows(config, 3)
+    os.utime(config.source, (1, 1))
+    after = open_rows(config, 3)
+    assert after.fingerprint == before.fingerprint
+    assert windows(after, "train") == windows(before, "train")
+
+
+@pytest.mark.parametrize("field", [None, "ids"])
+@pytest.mark.parametrize(
+    "change", [lambda rows: rows[:-1], lambda rows: [*rows, rows[0]], lambda rows: rows[::-1]]
+)
+def test_other_rows_are_refused(
+    tmp_path: Path, field: str | None, change: Callable[[list[Any]], list[Any]]
+) -> None:
+    ids = [[number % 256] * 5 for number in range(100)]
+    columns = {"text": [f"word {number}" for number in range(100)], "ids": ids}
+    data = DataConfig(
+        kind="rows",
+        source=write("parquet", tmp_path, columns),
+        path=str(tmp_path / "set"),
+        tokens_field=field,
+    )
+    prepare_rows(data, 3)
+    write("parquet", tmp_path, {name: change(rows) for name, rows in columns.items()})
+    os.utime(data.source, (1, 1))
+    with pytest.raises(ConfigError, match=r"are not those that .*set was made from"):
+        open_rows(data, 3)
+
+
+def test_the_fingerprint_tells_rows_tokenizer_and_seed(tmp_path: Path, config: DataConfig) -> None:
+    def found(seed: int, **change: Any) -> str:
+        path = str(tmp_path / f"set-{seed}-{len(change)}-{change}"[:60])
+        return ensure_rows(config.model_copy(update=change | {"path": path}), seed).fingerprint
+
+    first = found(1)
+    others = [found(2), found(1, tokenizer="byte"), found(1, vocab_size=310)]
+    assert len({first, *others}) == 4
+    assert found(1, text_field="text") == first
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "foreign"])
+def test_a_damaged_index_is_named(config: DataConfig, damage: str) -> None:
+    file = prepare_rows(config, 3) / "index-train.safetensors"
+    content = bytearray(file.read_bytes())
+    file.unlink()
+    if damage == "truncated":
+        file.write_bytes(content[:-5])
+    elif damage == "flipped":
+        content[-20] ^= 1
+        file.write_bytes(content)
+    elif damage == "foreign":
+        shutil.copy(file.parent / "val-00000.safetensors", file)
+    with pytest.raises(ConfigError, match=r"index-train\.safetensors: "):
+        open_rows(config, 3)
+
+
+def test_a_folder_made_otherwise_is_refused(config: DataConfig) -> None:
+    prepare_rows(config, 3)
+    for change, says in (
+        ({"kind": "tokens"}, "kind='rows', not 'tokens'"),
+        ({"text_field": "body"}, "text_field='text', not 'body'"),
+        ({"source_split": "test"}, "source_split='train', not 'test'"),
+        ({"val_source": "x.txt"}, "val_source=None, not 'x.txt'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            prepare_rows(config.model_copy(update=change), 3)
+
+
+def test_too_few_documents_to_hold_some_out_ask_for_a_val_source(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("only one document " * 20)
+    data = DataConfig(kind="rows", source=str(tmp_path / "one.txt"), path=str(tmp_path / "set"))
+    with pytest.raises(ConfigError, match=r"data\.val_source: .* too few or too unequal"):
+        prepare_rows(data, 3)
+    assert not (tmp_path / "set").exists()
+    data = data.model_copy(update={"val_source": data.source})
+    rows = ensure_rows(data, 3)
+    assert bytes(rows.split("train").read(0, 8).tolist()) == b"only one"
+    total = sum(len(rows.split(name)) for name in ("val", "test"))
+    assert total == len(rows.split("train")) == 360
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokenizer": "bpe", "tokens_field": "ids"}, "bpe tokenizer cannot be trained on token"),
+        ({"tokenizer": "nothing.json"}, r"no tokenizer: 'nothing\.json'; give byte, char, bpe, "),
+        ({"tokens_field": "ids"}, "row 3 of .*: the token 999 .* has 256 tokens"),
+        ({"text_field": "blank"}, "the rows of .* are all empty"),
+    ],
+)
+def test_what_cannot_be_prepared_is_said(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    columns = {"text": ["a"] * 5, "ids": [[1], [2], [3], [999], [5]], "blank": [""] * 5}
+    data = DataConfig(kind="rows", source=write("parquet", tmp_path, columns))
+    with pytest.raises(ConfigError, match=says):
+        prepare_rows(data.model_copy(update=change), 3, tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+
+
+def test_what_it_costs_is_said_first(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COUNTED_AT_ONCE", 20)
+    monkeypatch.setattr(module, "_TELL_EVERY_S", 0.0)
+    said: list[str] = []
+    prepare_rows(config, 3, say=said.append)
+    assert "79 documents" in said[0]
+    assert said[1].startswith("counting the tokens of ")
+    assert said[2].startswith("counted 20 of ")
+    assert said[-1].startswith("tokens: train ")
+
+
+def test_some_bytes_are_whole_documents(tmp_path: Path, config: DataConfig) -> None:
+    write("jsonl", tmp_path, {"text": [f"word {number:03d}" for number in range(200)]})
+    rows = ensure_rows(config.model_copy(update={"max_bytes": 300, "tokenizer": "byte"}), 3)
+    words = [
+        bytes(rows.split(name).read(0, len(rows.split(name))).tolist()).split(b"\n")
+        for name in ("train", "val", "test")
+    ]
+    assert len({*itertools.chain(*words)}) == 38  # of eight bytes each
+    assert {*map(len, itertools.chain(*words))} == {8}
+
+
+def test_documents_are_samples_without_packing(config: DataConfig) -> None:
+    rows = ensure_rows(config, 3)
+    samples = rows.samples(32)
+    tokenizer = load_tokenizer(rows.path)
+    assert len(samples) == rows.chosen.size
+    batch = samples.read(np.arange(len(samples)))
+    for row, number in enumerate(rows.chosen.tolist()):
+        expected = [*tokenizer.encode(TEXTS[number]).tolist(), tokenizer.end_id][:33]
+        valid = batch["targets"][row] >= 0
+        assert batch["targets"][row][valid].tolist() == expected[1:]
+
+
+def test_the_default_folder_tells_kinds_apart() -> None:
+    ways = [
+        DataConfig(source="a.jsonl"),
+        DataConfig(source="a.jsonl", kind="rows"),
+        DataConfig(source="a.jsonl", kind="rows", tokens_field="ids"),
+        DataConfig(source="a.jsonl", kind="rows", source_split="test"),
+        DataConfig(source="a.jsonl", kind="rows", subset="en"),
+        DataConfig(source="a.jsonl", val_source="b.jsonl"),
+    ]
+    assert len({default_path(data, 1) for data in ways}) == len(ways)
+
+
+def test_no_rank_needs_torch_to_open_rows(tmp_path: Path) -> None:
+    source = write("saved", tmp_path, {"text": TEXTS})
+    program = (
+        "import sys; from instar.config.schema import DataConfig\n"
+        "from instar.data.rows import open_rows, prepare_rows\n"
+        "data = DataConfig(kind='rows', source=sys.argv[1], path=sys.argv[2])\n"
+        "prepare_rows(data, 1)\n"
+        "open_rows(data, 1).split('train').read(0, 100)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run(
+        [sys.executable, "-c", program, source, tmp_path / "set"], env=environment, check=True
+    )

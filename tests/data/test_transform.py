@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hosted import Numbers
+from samples import same
+
+from instar.config.errors import ConfigError
+from instar.data.columns import Ragged
+from instar.data.transform import Transformed, load_function, sample_generator
+
+SOURCE = Numbers(40)
+Sample = dict[str, Any]
+
+
+def noisy(sample: Sample, generator: np.random.Generator) -> Sample:
+    nodes = sample["graph"]["nodes"]
+    nodes += generator.normal(size=nodes.shape).astype(np.float32)
+    return {"number": sample["number"], "noise": generator.random(), "nodes": nodes}
+
+
+def test_each_sample_is_transformed() -> None:
+    ids = np.array([3, 8, 7])
+    columns = Transformed(SOURCE, lambda sample, _: {"twice": 2 * sample["number"]}, 0).read(ids)
+    assert same(columns, {"twice": 2 * ids})
+
+
+def test_what_is_drawn_depends_on_the_sample_alone() -> None:
+    source = Transformed(SOURCE, noisy, seed=1)
+    together = source.read(np.array([5, 6, 7, 5]), epoch=2)
+    alone = source.read(np.array([7]), epoch=2)
+    nodes = together["nodes"]
+    assert isinstance(nodes, Ragged)
+    assert isinstance(together["noise"], np.ndarray)
+    assert isinstance(alone["noise"], np.ndarray)
+    assert together["noise"][2] == alone["noise"][0]
+    assert np.array_equal(nodes[2:3].flat, np.asarray(alone["nodes"])[0])
+    assert together["noise"][0] == together["noise"][3]
+    assert np.array_equal(nodes[0:1].flat, nodes[3:4].flat)
+    for other in (
+        source.read(np.array([7]), epoch=3),
+        Transformed(SOURCE, noisy, 2).read(np.array([7]), 2),
+    ):
+        assert np.asarray(other["noise"])[0] != alone["noise"][0]
+
+
+def test_the_source_is_asked_for_the_same_epoch() -> None:
+    columns = Transformed(SOURCE, lambda sample, _: sample, 0).read(np.array([4, 5]), epoch=9)
+    assert same(columns, SOURCE.read(np.array([4, 5]), epoch=9))
+
+
+def test_length_and_weights_are_the_sources() -> None:
+    source = Transformed(SOURCE, noisy, 0)
+    assert len(source) == 40
+    assert source.weights(np.array([1, 2, 7])) == SOURCE.weights(np.array([1, 2, 7]))
+    made = {each.fingerprint for each in (SOURCE, source, Transformed(SOURCE, noisy, 1))}
+    assert len(made) == 3
+
+
+def test_an_error_in_the_function_names_the_sample() -> None:
+    def picky(sample: Sample, _: object) -> Sample:
+        if sample["number"] == 17:
+            raise KeyError("nothing like it")
+        return sample
+
+    with pytest.raises(KeyError, match="nothing like it") as caught:
+        Transformed(SOURCE, picky, 0).read(np.array([3, 17]), epoch=2)
+    assert "picky, of sample 17 in epoch 2" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (None, "sample 17 is a NoneType"),
+        ({"y": 1}, "sample 17 has y, the first one x"),
+        ({"x": 1.5}, "sample 17: x is float64"),
+        ({"x": "text"}, "sample 17: x is 'text', which is no array of numbers"),
+    ],
+)
+def test_a_result_that_does_not_fit_names_the_sample(made: Any, message: str) -> None:
+    def odd(sample: Sample, _: object) -> Any:
+        return made if sample["number"] == 17 else {"x": 1}
+
+    with pytest.raises(ValueError, match=rf"odd made samples that do not fit: {message}"):
+        Transformed(SOURCE, odd, 0).read(np.array([3, 17]))
+
+
+def test_generators_are_the_same_again_and_unrelated_otherwise() -> None:
+    places = [(seed, epoch, index) for seed in (0, 1) for epoch in (0, 1) for index in range(500)]
+    drawn = np.array([sample_generator(*place).random(4) for place in places])
+    assert np.array_equal(drawn, [sample_generator(*place).random(4) for place in places])
+    assert np.unique(drawn).size == drawn.size
+    assert abs(float(drawn.mean()) - 0.5) < 5 * (1 / 12 / drawn.size) ** 0.5
+    neighbours = np.corrcoef(drawn[:-1, 0], drawn[1:, 0])[0, 1]
+    assert abs(float(neighbours)) < 5 / len(places) ** 0.5
+
+
+def test_generators_never_change_between_versions() -> None:
+    drawn = sample_generator(1337, 2, 10**12).integers(0, 2**63, 2)
+    assert drawn.tolist() == DRAWN
+
+
+DRAWN = [4689580259979330655, 1264415291177491213]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+def test_a_function_in_the_current_directory_is_found(here: Path) -> None:
+    (here / "my_data.py").write_text("def augment(sample, generator):\n    return 'augmented'\n")
+    (here / "my_package").mkdir()
+    (here / "my_package" / "inner.py").write_text("class Make:\n    pass\n")
+    assert load_function("my_data:augment", key="data.transform")(None, None) == "augmented"
+    assert load_function("my_package.inner:Make", key="data.source").__name__ == "Make"
+
+
+@pytest.mark.parametrize(
+    "name", ["augment", "my_data:", ":augment", "my data:augment", "a:b:c", ""]
+)
+def test_a_name_of_another_form_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not of the form module:function") as caught:
+        load_function(name, key="data.transform")
+    assert caught.value.problems[0].key == "data.transform"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_dat:augment", "there is no module 'my_dat'"),
+        ("my_dat.inner:augment", "there is no module 'my_dat'"),
+        ("my_data:augmnt", "my_data has no 'augmnt'; did you mean 'augment'"),
+        ("my_data:limit", "my_data:limit is no function but of type int"),
+        ("my_broken:augment", "my_broken cannot be imported: ZeroDivisionError: division by zero"),
+        ("my_typo:augment", "my_typo cannot be imported: SyntaxError"),
+        ("my_needy:augment", "my_needy cannot be imported: No module named 'not_there'"),
+    ],
+)
+def test_what_is_wrong_is_said(here: Path, name: str, message: str) -> None:
+    (here / "my_data.py").write_text(
+        "limit = 5\ndef augment(sample, generator):\n    return sample\n"
+    )
+    (here / "my_broken.py").write_text("1 / 0\n")
+    (here / "my_typo.py").write_text("def augment(:\n")
+    (here / "my_needy.py").write_text("import not_there\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_function(name, key="data.transform")
+    assert caught.value.problems[0].where == "data.transform"
