@@ -138,7 +138,8 @@ class Work:
         wanted = self.steps * self.batch_size
         if wanted > order.samples_per_epoch:
             raise ValueError(f"{wanted} samples wanted, {order.samples_per_epoch} in an epoch")
-        (tokens,) = open_dataset(self.prepared.dataset.path).split("train").arrays
+        split = open_dataset(self.prepared.dataset.path).split("train")
+        tokens = split.read(0, len(split))
         return Windows(tokens, order.indices(0, 0, wanted), self.prepared.architecture.context)
 
     @property

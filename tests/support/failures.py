@@ -124,6 +124,15 @@ def rank_1_has_nan_for_good(argv: Sequence[str]) -> int:
     return _with_nan(argv, 1, lambda step: step >= FAILING_STEP)
 
 
+def keeps_little(argv: Sequence[str]) -> int:
+    """Of a stream, only the newest samples stay in memory: each pass reads it again."""
+    from instar.data import counting, reader
+
+    counting._KEPT_BYTES = 300 * 34  # samples of 17 tokens
+    reader.BLOCK_STEPS = 2
+    return main(argv)
+
+
 def data_block_in_epoch_2(argv: Sequence[str]) -> int:
     """On the last rank, reading the second epoch never ends, as from a file server gone away.
 

@@ -1,8 +1,9 @@
-"""`instar data`: text into token shards, and a look at them."""
+"""`instar data`: what a run needs of its data, made ahead; and a look at it."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +11,8 @@ import click
 from instar.cli.config import json_option, set_option
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from instar.data.tokenizer import Tokenizer
     from instar.data.tokens import TokenDataset
 
@@ -46,17 +49,26 @@ def data() -> None:
 @click.option("--test-fraction", metavar="SHARE", help="Share kept for a final test.")
 @click.option("--path", metavar="FOLDER", help="Where the data set goes.")
 @click.option("--seed", metavar="N", help="Decides which documents are held out.")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Ranks of the run to come: several that share a stream need it counted.",
+)
 @json_option
 def prepare(
     cfg: str | None,
     overrides: tuple[str, ...],
     seed: str | None,
+    nproc: int,
     as_json: bool,
     **fields: str | None,
 ) -> None:
     """Make the data set that the file CFG, --set and the options below describe.
 
-    Its folder is printed, or with --json what `inspect --json` says of it.
+    Its folder is printed, a line for each part of a mixture, or with --json a list of what
+    `inspect --json` says of them; just that of the one where it is no mixture.
     """
     from instar.config.load import load
 
@@ -66,18 +78,18 @@ def prepare(
         for key, value in given.items()
         if value is not None
     ]
-    config = load(cfg, [*overrides, *options]).config
+    loaded = load(cfg, [*overrides, *options])
 
-    from instar.data import prepare as preparing
-    from instar.data.tokens import open_dataset
+    from instar.data.dataset import folders
+    from instar.run.preflight import prepare_data
 
-    folder = preparing.prepare(
-        config.data, config.seed, say=lambda line: click.echo(line, err=True)
-    )
-    if as_json:
-        _print_json(_summary(open_dataset(folder)))
-    else:
-        click.echo(str(folder))
+    prepare_data(loaded, nproc, lambda line: click.echo(line, err=True))
+    made = folders(loaded.config.data, loaded.config.seed)
+    if not as_json:
+        click.echo("\n".join(map(str, made)))
+        return
+    summaries = [_summary(*_open(str(folder))) for folder in made]
+    _print_json(summaries if loaded.config.data.mixture else summaries[0])
 
 
 _TEXTS = frozenset(
@@ -99,21 +111,21 @@ _TEXTS = frozenset(
 def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
     """Say what the data set in the folder PATH holds, and check that it is whole."""
     from instar.cli.table import print_table
-    from instar.data.tokenizer import load_tokenizer
-    from instar.data.tokens import open_dataset, verify_tokens
+    from instar.data.tokens import verify_tokens
 
-    dataset = open_dataset(path)
-    tokenizer = load_tokenizer(path, fingerprint=dataset.tokenizer_fingerprint)
+    dataset, tokenizer = _open(path)
     if verify:
         verify_tokens(dataset)
     beginnings = _beginnings(dataset, tokenizer, sample)
     if as_json:
-        _print_json(_summary(dataset) | {"verified": verify} | {"sample": beginnings})
+        summary = _summary(dataset, tokenizer)
+        _print_json(summary | {"verified": verify} | {"sample": beginnings})
         return
-    made_from = ", ".join(f"{key}={value}" for key, value in dataset.source.items())
+    told = _told(dataset.source)
+    click.echo(f"kind         {_kind(dataset, tokenizer)}")
     click.echo(f"tokenizer    {dataset.tokenizer}, vocabulary {dataset.vocab_size:,}")
     click.echo(f"fingerprint  {dataset.fingerprint}{'  verified' if verify else ''}")
-    click.echo(f"made from    {made_from}")
+    click.echo(f"made from    {', '.join(f'{key}={value}' for key, value in told.items())}")
     click.echo()
     rows = [
         [name, f"{len(split):,}", str(len(split.arrays))]
@@ -123,6 +135,70 @@ def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
     print_table(["split", "tokens", "shards", *(["begins"] if sample else [])], rows)
 
 
+def _open(path: str) -> tuple[TokenDataset, Tokenizer]:
+    """Raises ConfigError for whatever is not a whole data set."""
+    from instar.config.errors import ConfigError
+    from instar.data.tokenizer import load_tokenizer
+    from instar.data.tokens import DATASET_FILE, open_dataset
+
+    parts = sorted(str(file.parent) for file in Path(path).glob(f"*/{DATASET_FILE}"))
+    if parts and not Path(path, DATASET_FILE).exists():
+        raise ConfigError.one(
+            "a folder of several data sets", where=path, hint=f"name one: {', '.join(parts)}"
+        )
+    dataset = open_dataset(path)
+    return dataset, load_tokenizer(path, fingerprint=dataset.tokenizer_fingerprint)
+
+
+def _kind(dataset: TokenDataset, tokenizer: Tokenizer) -> str:
+    """What is trained on, in words."""
+    kind, source = _kind_of(dataset), dataset.source.get("source")
+    found = _elsewhere(dataset, tokenizer)
+    if kind == "tokens":
+        return "tokens: all of it as token shards"
+    if kind == "rows":
+        return (
+            f"rows: {found['documents']:,} documents of {source}, {found['tokens']:,} tokens, "
+            "read where they lie"
+        )
+    if not found:
+        return f"{kind}: {source}, not read to its end yet"
+    ((what, counts),) = found.items()
+    lanes = f"{len(counts)} lane{'' if len(counts) == 1 else 's'}"
+    return f"{kind}: {source}, counted: {sum(counts):,} {what} in {lanes}"
+
+
+def _kind_of(dataset: TokenDataset) -> str:
+    return str(dataset.source.get("kind", "tokens"))
+
+
+def _elsewhere(dataset: TokenDataset, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What is known of training data that is not in token shards: documents and tokens of rows, and
+    tokens or documents of each lane of a stream that was counted."""
+    from instar.data.counting import LANES_FILE, LanesRecord
+    from instar.data.index import INDEX_FILE, read_index
+    from instar.data.tokenizer import separator_of
+
+    kind = _kind_of(dataset)
+    if kind == "rows":
+        _, chosen, counts, _ = read_index(dataset.path / INDEX_FILE, tokenizer)
+        after_the_last = 0 if "tokens_field" in dataset.source else separator_of(tokenizer).size
+        return {"documents": chosen.size, "tokens": int(counts.sum()) - after_the_last}
+    lanes = dataset.path / LANES_FILE
+    if kind == "tokens" or not lanes.exists():
+        return {}
+    import msgspec
+
+    record = msgspec.json.decode(lanes.read_bytes(), type=LanesRecord)
+    return {"tokens" if record.packing else "documents": list(record.counts)}
+
+
+def _told(source: Mapping[str, Any]) -> dict[str, Any]:
+    """What a person is told of the parameters: those that are set."""
+    unread = {"documents", "bytes"} if source.get("kind") in ("stream", "python") else set()
+    return {key: value for key, value in source.items() if value is not None and key not in unread}
+
+
 def _beginnings(dataset: TokenDataset, tokenizer: Tokenizer, count: int) -> dict[str, str]:
     return {
         name: tokenizer.decode(split.read(0, min(count, len(split))).tolist())
@@ -130,9 +206,10 @@ def _beginnings(dataset: TokenDataset, tokenizer: Tokenizer, count: int) -> dict
     }
 
 
-def _summary(dataset: TokenDataset) -> dict[str, Any]:
+def _summary(dataset: TokenDataset, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "path": str(dataset.path),
+        "kind": _kind_of(dataset),
         "tokenizer": dataset.tokenizer,
         "vocab_size": dataset.vocab_size,
         "fingerprint": dataset.fingerprint,
@@ -145,6 +222,7 @@ def _summary(dataset: TokenDataset) -> dict[str, Any]:
             }
             for name, split in dataset.splits.items()
         },
+        "elsewhere": _elsewhere(dataset, tokenizer),
     }
 
 

@@ -115,6 +115,11 @@ class LaneCounter:
         return joined[joined > 1]
 
 
+def check_stream(data: DataConfig, folder: Path) -> None:
+    """Raises ConfigError where a stream cannot be opened; nothing of it is read."""
+    _open_tokens(data, folder)
+
+
 def count_lanes(
     data: DataConfig, folder: Path, say: Callable[[str], None] = lambda _: None
 ) -> None:

@@ -12,7 +12,7 @@ import xxhash
 
 from instar.config.schema import DataConfig
 from instar.data.blocks import BlockShuffled
-from instar.data.counting import count_lanes, open_stream
+from instar.data.counting import check_stream, count_lanes, open_stream
 from instar.data.heldout import prepare_held_out
 from instar.data.mixture import Concatenated, mixture_order
 from instar.data.order import Order, make_order
@@ -80,6 +80,10 @@ def prepare_data(
             folder = prepare_held_out(part, seed, say=say)
             if _counted(part, world_size):
                 count_lanes(part, folder, say)
+            else:
+                check_stream(part, folder)
+    if data.transform is not None:
+        load_function(data.transform, key="data.transform")
 
 
 def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from instar.config.errors import InstarError
 from instar.data.frames import decode, encode
 from instar.data.plan import StepPlan
 from instar.data.reader import Block, Key, MicroBatch, Reader, Request, StepBatch
+from instar.distributed.failure import RunFailed
 
 Bytes = NDArray[np.uint8]
 
@@ -26,7 +26,7 @@ class Carrier(Protocol):
     def receive(self) -> tuple[Sequence[int], Bytes]: ...
 
 
-class SourceFailed(InstarError):  # noqa: N818
+class SourceFailed(RunFailed):
     """Rank 0 could not read the samples that this rank waits for; its own error says why."""
 
     secondary = True

@@ -150,8 +150,16 @@ class FunctionLane:
         return f"{self._name}, item {item}"
 
     def _values(self, lane: int, items: Iterator[Any]) -> Iterator[str | NDArray[np.int64]]:
-        for item, found in enumerate(items):
-            yield value_of(found, self._field, partial(self.place, lane, item), ids=self._ids)
+        item = 0
+        try:
+            for found in items:
+                yield value_of(found, self._field, partial(self.place, lane, item), ids=self._ids)
+                item += 1
+        except ConfigError:
+            raise
+        except Exception as error:
+            error.add_note(f"while reading {self.place(lane, item)}")
+            raise
 
     def _unfit(self, what: str) -> ConfigError:
         return ConfigError.one(

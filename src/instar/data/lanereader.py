@@ -10,13 +10,23 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from instar.config.errors import InstarError
+from instar.config.errors import ConfigError
 from instar.data.columns import Ragged, leaves
 from instar.data.stream import Stream
+from instar.distributed.failure import RunFailed
 
 
-class StreamChanged(InstarError):  # noqa: N818
+class StreamChanged(RunFailed):
     """A stream did not give the same samples as before."""
+
+
+class StreamUnfit(RunFailed):
+    """A run met an item that cannot be trained on, or none at all."""
+
+    @classmethod
+    def of(cls, error: ConfigError) -> StreamUnfit:
+        """The same mistake, found when the run had started."""
+        return cls("; ".join(map(str, error.problems)))
 
 
 class Chunk(NamedTuple):
@@ -80,6 +90,8 @@ class LaneReader:
                     if reading.place < begin:
                         begin, samples = reading.place - len(reading.last), reading.last
                     return Chunk(begin, samples, ended=True)
+                except ConfigError as error:
+                    reading.failure = StreamUnfit.of(error)
                 except Exception as error:
                     reading.failure = error
             if reading.failure is not None:

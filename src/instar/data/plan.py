@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from instar.data.order import Int64Array, Order
+from instar.data.order import Int64Array
 
 UNKNOWN = 1 << 62
 """Samples of an epoch whose end nobody has seen yet."""
+
+
+Places = range | Int64Array
+"""Where samples stand within a global batch, ascending."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +50,25 @@ def plan_step(cursor: int, samples_per_epoch: int, global_batch: int) -> StepPla
     return StepPlan(cursor, epoch, start, min(global_batch, samples_per_epoch - start))
 
 
-def shares(plan: StepPlan, order: Order, slices: int) -> list[Int64Array]:
-    """The places within the global batch of each slice's samples, ascending.
+def shares(plan: StepPlan, slices: int, lanes: Laned | None = None) -> Sequence[Places]:
+    """The places of each slice's samples.
 
     Neighbours, in slices whose sizes differ by one at most; or, of an order with lanes enough, those
     in the lanes of the slice: lane k of L belongs to slice k · slices // L.
     """
-    if isinstance(order, Laned) and order.lanes >= slices:
-        lanes = order.lane_of(plan.epoch, plan.start, plan.start + plan.count)
-        owner = lanes * slices // order.lanes
+    if lanes is not None and lanes.lanes >= slices:
+        of_place = lanes.lane_of(plan.epoch, plan.start, plan.start + plan.count)
+        owner = of_place * slices // lanes.lanes
         return [np.flatnonzero(owner == one) for one in range(slices)]
     ends = [plan.count * one // slices for one in range(slices + 1)]
-    return [
-        np.arange(begin, end, dtype=np.int64)
-        for begin, end in pairwise(ends)
-    ]
+    return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def at(samples: Int64Array, places: Places) -> Int64Array:
+    """Those of a global batch's samples that stand at some places."""
+    if isinstance(places, range):
+        return samples[places.start : places.stop]
+    return samples[places]
 
 
 def micro_slices(size: int, batch_size: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from instar.data.columns import Columns, cut, leaves, nbytes
 from instar.data.order import Int64Array, Order
-from instar.data.plan import StepPlan, micro_slices, plan_step, shares
+from instar.data.plan import Laned, StepPlan, at, micro_slices, plan_step, shares
 from instar.data.source import Source, close
 
 BLOCK_BYTES = 4 << 20
@@ -100,6 +100,9 @@ class LocalReader:
 
     def __init__(self, source: Source, order: Order, slices: int, own: range, who: str) -> None:
         self._source, self._order = source, order
+        # asked once: asking a protocol takes as long as reading a sample
+        self._lanes = order if isinstance(order, Laned) else None
+        self._open_ended = order if isinstance(order, OpenEnded) else None
         self._slices, self._own = slices, own
         self._who = who
         self._sample_bytes = 1
@@ -142,8 +145,8 @@ class LocalReader:
         """Steps that follow each other, in one read; or the first's exception."""
         first, last = keys[0], keys[-1]
         try:
-            if isinstance(self._order, OpenEnded):
-                keys = self._within_reach(keys)
+            if self._open_ended is not None:
+                keys = self._within_reach(keys, self._open_ended)
             return self._cut(keys)
         except Exception as error:
             epoch, start = divmod(first.cursor, self._order.samples_per_epoch)
@@ -154,12 +157,11 @@ class LocalReader:
             )
             return {first: error}
 
-    def _within_reach(self, keys: list[Key]) -> list[Key]:
+    def _within_reach(self, keys: list[Key], order: OpenEnded) -> list[Key]:
         """Those steps that end before the epoch does, now that the source is asked for its end."""
-        assert isinstance(self._order, OpenEnded)
         epoch, start = divmod(keys[0].cursor, self._order.samples_per_epoch)
         stop = start + keys[-1].cursor - keys[0].cursor + keys[-1].global_batch
-        self._order.explore(epoch, stop)
+        order.explore(epoch, stop)
         end = self._order.samples_per_epoch
         return [keys[0], *(key for key in keys[1:] if key.cursor // end == keys[0].cursor // end)]
 
@@ -169,14 +171,15 @@ class LocalReader:
         begin, end = plans[0].start, plans[-1].start + plans[-1].count
         ids = self._ids(plans[0].epoch, begin, end)
         steps = [ids[plan.start - begin : plan.start - begin + plan.count] for plan in plans]
-        places = [shares(plan, self._order, self._slices) for plan in plans]
+        places = [shares(plan, self._slices, self._lanes) for plan in plans]
         own = [
-            one[places_of[rank] if places_of[rank].size else slice(1)]
+            at(one, places_of[rank]) if len(places_of[rank]) else one[:1]
             for one, places_of in zip(steps, places, strict=True)
             for rank in self._own
         ]
-        arrays = self._source.read(np.concatenate(own), plans[0].epoch)
-        rows = sum(part.size for part in own)
+        asked = own[0] if len(own) == 1 else np.concatenate(own)
+        arrays = self._source.read(asked, plans[0].epoch)
+        rows = asked.size
         _check_length(arrays, rows)
         self._sample_bytes = max(1, nbytes(arrays) // rows)
         block: Block = {}
@@ -185,15 +188,15 @@ class LocalReader:
             micro_batches = []
             for rank in self._own:
                 mine = places_of[rank]
-                for first, stop in micro_slices(mine.size, key.batch_size) or [(0, 0)]:
+                for first, stop in micro_slices(len(mine), key.batch_size) or [(0, 0)]:
                     rows = max(stop - first, 1)
                     micro_batches.append(
                         MicroBatch(
                             arrays=cut(arrays, row, row + rows),
-                            weight=self._source.weights(one[mine[first:stop]]),
+                            weight=self._source.weights(at(one, mine[first:stop])),
                             samples=stop - first,
                             rank=rank,
-                            first=int(mine[first]) if mine.size else 0,
+                            first=int(mine[first]) if len(mine) else 0,
                         )
                     )
                     row += rows
@@ -203,7 +206,7 @@ class LocalReader:
 
     def _ids(self, epoch: int, begin: int, end: int) -> Int64Array:
         """The samples at some positions; many are asked of the order at once, which is cheaper."""
-        if isinstance(self._order, OpenEnded):
+        if self._open_ended is not None:
             return self._order.indices(epoch, begin, end)
         known_epoch, first, ids = self._known_ids
         if epoch != known_epoch or begin < first or end > first + ids.size:

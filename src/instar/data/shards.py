@@ -1,14 +1,17 @@
 """One token shard on disk: a safetensors file with one tensor, `tokens`.
 
 The tokens are uint16 for vocabularies up to 65,536, else uint32; the metadata says what they are.
-Shards are written once and never changed: they are memory-mapped, and a file cut short under a
-reader is a SIGBUS, not an exception. Their sizes are checked when they are opened.
+Shards are written once and never changed; their sizes are checked when they are opened. They are
+read, not mapped: pages of a mapping that are touched at random count as memory of the process, with
+their neighbours, and a file cut short under a reader would be a SIGBUS, not an exception.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +105,44 @@ def write_synced(path: Path, content: bytes) -> None:
     path.chmod(0o444)
 
 
-def open_shard(path: Path, shard: Shard, *, tokenizer: str, vocab_size: int) -> TokenArray:
-    """Map a shard's tokens, [count], without reading them.
+class ShardFile:
+    """The tokens of a shard, [count], in its open file. Threads may read at the same time."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], first_byte: int, count: int) -> None:
+        self.path, self.dtype, self.size = path, dtype, count
+        self.first_byte = first_byte
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def read_bytes(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes of the tokens from one on."""
+        place = self.first_byte + start * self.dtype.itemsize
+        got = os.preadv(self.descriptor, (into,), place)
+        while got < len(into):
+            into, place = into[got:], place + got
+            got = os.preadv(self.descriptor, (into,), place)
+            if not got:
+                raise ConfigError.one(
+                    "this shard was cut short after it was opened", where=str(self.path)
+                )
+
+
+def read_rows(
+    files: Sequence[ShardFile], shards: Sequence[int], starts: Sequence[int], tokens: TokenArray
+) -> None:
+    """Fill each row of `tokens`, contiguous, from its start in its shard on."""
+    size, item, read = tokens.strides[0], tokens.itemsize, os.preadv
+    into = tokens.data.cast("B")
+    begin = 0
+    for shard, start in zip(shards, starts, strict=True):
+        file, row = files[shard], into[begin : begin + size]
+        if read(file.descriptor, (row,), file.first_byte + start * item) != size:
+            file.read_bytes(start, row)
+        begin += size
+
+
+def open_shard(path: Path, shard: Shard, *, tokenizer: str, vocab_size: int) -> ShardFile:
+    """Open a shard's tokens, [count], without reading them.
 
     Raises ConfigError, naming the file, where it is missing, truncated, foreign, or its metadata
     is not what `shard`, the tokenizer's fingerprint and the vocabulary ask for.
@@ -148,8 +187,7 @@ def open_shard(path: Path, shard: Shard, *, tokenizer: str, vocab_size: int) -> 
     _check_size(path, first_byte + data_bytes, size)
     if shard.count == 0:
         raise ConfigError.one("this shard holds no tokens", where=str(path))
-    mapped: TokenArray = np.memmap(path, dtype, mode="r", offset=first_byte, shape=(shard.count,))
-    return mapped
+    return ShardFile(path, dtype, first_byte, shard.count)
 
 
 def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:

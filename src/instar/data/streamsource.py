@@ -10,7 +10,7 @@ import numpy as np
 
 from instar.config.errors import ConfigError
 from instar.data.columns import Columns
-from instar.data.lanereader import Lanes, StreamChanged
+from instar.data.lanereader import Lanes, StreamChanged, StreamUnfit
 from instar.data.lanes import OpenOrder
 from instar.data.order import Int64Array
 from instar.data.plan import UNKNOWN
@@ -210,7 +210,7 @@ class OpenStreamSource:
         certain, stop + 1 at least.
 
         Raises:
-            ConfigError: the stream has no samples at all.
+            StreamUnfit: the stream has no samples at all.
         """
         order, samples = self._order, self._samples
         while order.samples_per_epoch == UNKNOWN and order.certain <= stop:
@@ -225,7 +225,7 @@ class OpenStreamSource:
             if order.samples_per_epoch != UNKNOWN:
                 self._ended([self._ends[lane] for lane in range(order.lanes)])
         if order.samples_per_epoch == 0:
-            raise no_samples()
+            raise StreamUnfit.of(no_samples())
         return min(order.samples_per_epoch, order.certain)
 
     def cost(self, indices: Int64Array) -> int:

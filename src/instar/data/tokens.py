@@ -15,17 +15,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
 import xxhash
-from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
 from instar.data.order import Int64Array
-from instar.data.shards import Shard, TokenArray, open_shard, write_synced
+from instar.data.shards import (
+    Shard,
+    ShardFile,
+    TokenArray,
+    open_shard,
+    read_rows,
+    write_synced,
+)
 
 DATASET_FORMAT = "instar-dataset/1"
 DATASET_FILE = "dataset.json"
@@ -53,11 +58,12 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
 class TokenSplit:
     """The shards of one split as one flat sequence of tokens.
 
-    `arrays` are the memory-mapped shards; shard k holds tokens offsets[k] … offsets[k+1]-1.
+    `arrays` are the shards, in files or in memory; shard k holds tokens offsets[k] …
+    offsets[k+1]-1.
     """
 
     name: str
-    arrays: tuple[TokenArray, ...]
+    arrays: tuple[ShardFile, ...] | tuple[TokenArray, ...]
     offsets: Int64Array
     fingerprint: str
 
@@ -77,12 +83,12 @@ class TokenSplit:
         at = start
         while at < stop:
             first, end = int(self.offsets[shard]), min(stop, int(self.offsets[shard + 1]))
-            tokens[at - start : end - start] = self.arrays[shard][at - first : end - first]
+            _read(self.arrays[shard], at - first, tokens[at - start : end - start])
             at, shard = end, shard + 1
         return tokens
 
     def windows(self, starts: Int64Array, length: int) -> TokenArray:
-        """Tokens start … start+length-1 for each start, [len(starts), length], in one gather.
+        """Tokens start … start+length-1 for each start, [len(starts), length].
 
         Raises IndexError where a window leaves the split.
         """
@@ -90,20 +96,15 @@ class TokenSplit:
             return np.empty((0, length), dtype=self.dtype)
         if starts.min() < 0 or starts.max() + length > len(self):
             raise IndexError(f"a window of {length} tokens leaves {self.name} ({len(self)} tokens)")
-        if len(self.arrays) == 1:
-            gathered: TokenArray = _all_windows(self.arrays[0], length)[starts]
-            return gathered
         tokens: TokenArray = np.empty((starts.size, length), dtype=self.dtype)
         shards = np.searchsorted(self.offsets, starts, side="right") - 1
-        inside = starts + length <= self.offsets[shards + 1]
-        for shard in np.unique(shards[inside]):
-            rows = np.flatnonzero(inside & (shards == shard))
-            tokens[rows] = _all_windows(self.arrays[shard], length)[
-                starts[rows] - self.offsets[shard]
-            ]
-        for row in np.flatnonzero(~inside):
-            start = int(starts[row])
-            tokens[row] = self.read(start, start + length)
+        inside = np.all(starts + length <= self.offsets[shards + 1])
+        if inside and _in_files(self.arrays):
+            begins = starts - self.offsets[shards]
+            read_rows(self.arrays, shards.tolist(), begins.tolist(), tokens)
+        else:
+            for row, start in zip(tokens, starts.tolist(), strict=True):
+                row[...] = self.read(start, start + length)
         return tokens
 
 
@@ -192,7 +193,7 @@ def open_dataset(path: str | Path) -> TokenDataset:
     folder = Path(path)
     record = _read_record(folder)
     problems: list[ConfigError] = []
-    arrays: dict[str, list[TokenArray]] = {name: [] for name in record.splits}
+    arrays: dict[str, list[ShardFile]] = {name: [] for name in record.splits}
     for name, shards in record.splits.items():
         for shard in shards:
             try:
@@ -233,7 +234,10 @@ def verify_tokens(dataset: TokenDataset) -> None:
     """Read every token: raises ConfigError for each shard that is not what was written."""
     problems: list[ConfigError] = []
     for name, split in dataset.splits.items():
-        for shard, tokens in zip(dataset.shards[name], split.arrays, strict=True):
+        for shard, begin, end in zip(
+            dataset.shards[name], split.offsets[:-1], split.offsets[1:], strict=True
+        ):
+            tokens = split.read(int(begin), int(end))
             file = str(dataset.path / shard.file)
             found = xxhash.xxh3_128_hexdigest(tokens.data)
             if found != shard.fingerprint:
@@ -257,9 +261,17 @@ def verify_tokens(dataset: TokenDataset) -> None:
         raise ConfigError(*(problem for error in problems for problem in error.problems))
 
 
-def _all_windows(tokens: TokenArray, length: int) -> NDArray[Any]:
-    """A view of every window of a shard, [starts, length]."""
-    return sliding_window_view(tokens, length)
+def _in_files(
+    arrays: tuple[ShardFile, ...] | tuple[TokenArray, ...],
+) -> TypeGuard[tuple[ShardFile, ...]]:
+    return isinstance(arrays[0], ShardFile)
+
+
+def _read(shard: ShardFile | TokenArray, start: int, tokens: TokenArray) -> None:
+    if isinstance(shard, ShardFile):
+        shard.read_bytes(start, tokens.data.cast("B"))
+    else:
+        tokens[...] = shard[start : start + tokens.size]
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import msgspec
 
+from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
+from instar.data.allocator import keep_freed_memory
 from instar.data.dispatch import Receiver, Sender
 from instar.data.feed import Feed
 from instar.data.order import Order
-from instar.data.plan import UNKNOWN
+from instar.data.plan import UNKNOWN, Laned
 from instar.data.reader import LocalReader, Reader
 from instar.data.source import Source
 from instar.distributed.agree import agree, together
@@ -68,6 +70,7 @@ class Supply:
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
+        keep_freed_memory()
         self._config, self._world = config, world
         dispatched = config.data.strategy == "dispatched" and world.size > 1
         self._parcels = Parcels(world) if dispatched else None
@@ -89,6 +92,13 @@ class Supply:
         """The course that begins where one is left; `task` has its samples."""
         number = course.number + 1
         return Course(context, self._per_epoch(task, number), number, cursor, course.epochs(cursor))
+
+    def to_read_again(self, course: Course, cursor: int) -> int:
+        """About how many samples some rank must read only to get to a place."""
+        if self._config.data.kind not in ("stream", "python"):
+            return 0
+        passed = course.place(cursor) % course.samples_per_epoch
+        return passed if self._parcels is not None else passed // self._world.size
 
     def open(self, task: Task, course: Course) -> Feed:
         """This rank's feed of the task's training samples, in the course's order; to be closed."""
@@ -114,9 +124,22 @@ class Supply:
         with together(self._world, "opening the data"):
             if self.reads:
                 source, order = task.train_samples(number)
+                self._check_lanes(order)
                 self._opened = task, number, source, order
                 known = order.samples_per_epoch
         return int(str(agree(self._world, known)))
+
+    def _check_lanes(self, order: Order) -> None:
+        """Raises ConfigError where some slices would have no lane to read."""
+        own = self._parcels is None and self._world.size > 1
+        if own and isinstance(order, Laned) and order.lanes < self._slices:
+            raise ConfigError.one(
+                f"this stream has {order.lanes} shard{'' if order.lanes == 1 else 's'}, too few for "
+                f"{self._slices} ranks to read their own",
+                where="data.strategy",
+                hint="say data.strategy: dispatched, or cut the data into more files",
+                key="data.strategy",
+            )
 
     def _samples(self, task: Task, course: Course) -> tuple[Source, Order]:
         if self._opened is not None and self._opened[:2] == (task, course.number):

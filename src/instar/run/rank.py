@@ -115,6 +115,12 @@ def go_on(trainer: Trainer, resume: Resume) -> Path | None:
             warnings += take_up(trainer, checkpoint, allow=resume.allow)
         with together(world, "looking at what is still to come"):
             check_ahead(trainer)
+    again = trainer.supply.to_read_again(trainer.course, trainer.progress.samples)
+    if again:
+        warnings.append(
+            f"the data is a stream, which is read from its beginning: about {again:,} samples are "
+            "read again before the first step"
+        )
     for warning in warnings:
         trainer.narrator.warn(warning, trainer.progress.step)
     return Path(path) if path else None

@@ -144,7 +144,7 @@ def _rows(stage: Stage, world_size: int) -> list[Row]:
 
 def _whole(told: Forecast) -> list[Row]:
     """What is of the run as a whole."""
-    data = "not prepared yet: epochs are not known"
+    data = "not prepared yet, or a stream: epochs are not known"
     if told.dataset_tokens is not None:
         data = f"{count_text(told.dataset_tokens)} tokens, {told.samples_per_epoch:,} samples"
     rows: list[Row] = [("data", [data]), ("until", [" or ".join(told.until)])]

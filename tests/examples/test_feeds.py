@@ -1,0 +1,115 @@
+"""Every config in examples/feeds runs as its first lines say, on real ranks, only shorter."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import INSTAR, Forks, children_as_ranks
+
+from instar.config.load import load
+
+FOLDER = Path(__file__).parents[2] / "examples/feeds"
+CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+PAIR = ("checkpoint_train", "checkpoint_resume")
+COMMAND = re.compile(r"instar train examples/feeds/(\w+)\.yaml(?: --nproc (\d))?$", re.MULTILINE)
+
+MODULES = ["instar.cli.main", "instar.run.rank", "datasets"]
+MODULES += ["torch._dynamo", "torch.distributed", "torch.nn.parallel"]
+"""what runs import; done once for all"""
+
+SHORT = ["train.until=3it", "learning_rate.warmup_iters=1", "learning_rate.lr_decay_iters=9"]
+SHORT += ["eval.eval_interval=3", "eval.eval_iters=2", "record.log_interval=1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with the rows in it."""
+    path = tmp_path_factory.mktemp("place")
+    before = Path.cwd()
+    os.chdir(path)
+    try:
+        runpy.run_path(str(FOLDER / "prepare.py"), run_name="__main__")
+    finally:
+        os.chdir(before)
+    return path
+
+
+@pytest.fixture(scope="module")
+def forks(place: Path) -> Iterator[Forks]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(place / "huggingface"))
+        with Forks(*MODULES) as server:
+            yield server
+
+
+def command(text: str, name: str) -> int:
+    """The number of ranks in the command that a text gives for a config."""
+    (ranks,) = {int(ranks or 1) for config, ranks in COMMAND.findall(text) if config == name}
+    return ranks
+
+
+def train(name: str, place: Path, forks: Forks, *more: str) -> list[dict[str, Any]]:
+    """Run a config, only shorter, in as many ranks as it says; its events."""
+    run = load(str(CONFIGS[name])).config.record.run_dir or f"runs/{name}"
+    overrides = [*SHORT, f"record.run_dir={run}", *more]
+    words = [word for text in overrides for word in ("--set", text)]
+    argv = ["train", str(CONFIGS[name]), *words]
+    ranks = command(CONFIGS[name].read_text("utf-8"), name)
+    children = children_as_ranks(forks, ranks, INSTAR, argv, place=place)
+    codes = [child.finish() for child in children]
+    assert codes == [0] * ranks, "\n".join(child.output() for child in children)
+    lines = (place / run / "events.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def told(events: list[dict[str, Any]], kind: str, field: str) -> list[Any]:
+    return [event.get(field) for event in events if event["kind"] == kind]
+
+
+def test_each_runs_and_those_of_the_same_samples_are_the_same_run(
+    place: Path, forks: Forks
+) -> None:
+    losses = {
+        name: told(train(name, place, forks), "train", "loss")
+        for name in CONFIGS
+        if name not in PAIR
+    }
+    assert {len(found) for found in losses.values()} == {3}
+    # 64 windows of the same text a step: whoever reads them, and however many ranks there are
+    for other in ("4cpu", "dispatched", "grad_accum", "sharded_dataset"):
+        assert losses[other] == pytest.approx(losses["2ranks"], rel=1e-4), other
+    dispatched, sharded = losses["iterable_dataset"], losses["sharded_iterable_dataset"]
+    assert sharded == pytest.approx(dispatched, rel=1e-4)
+    assert sharded[0] != pytest.approx(losses["2ranks"][0], rel=1e-6)
+
+
+def test_a_run_goes_on_where_it_was_saved(place: Path, forks: Forks) -> None:
+    first, second = PAIR
+    train(first, place, forks, "checkpoint.every_steps=2")
+    events = train(second, place, forks, "checkpoint.every_steps=2", "train.until=6it")
+    assert told(events, "run_started", "resumed_from") == [None, "step-3"]
+    assert told(events, "train", "step") == [1, 2, 3, 4, 5, 6]
+    assert told(events, "checkpoint", "step") == [2, 3, 4, 6]
+
+
+def test_the_second_of_the_pair_is_the_first_to_a_later_end() -> None:
+    first, second = (load(str(CONFIGS[name])).config for name in PAIR)
+    assert (first.train.until, second.train.until) == (("500it",), ("1000it",))
+    assert second.resume == "auto"
+    changed = {"name": first.name, "train": first.train, "resume": first.resume}
+    assert second.model_copy(update=changed) == first
+
+
+def test_the_page_has_every_config_with_its_command() -> None:
+    page = (FOLDER / "README.md").read_text("utf-8")
+    assert {name for name, _ in COMMAND.findall(page.replace("`", "\n"))} == {*CONFIGS}
+    for name, path in CONFIGS.items():
+        said = command(path.read_text("utf-8"), name)
+        assert command(page.replace("`", "\n"), name) == said

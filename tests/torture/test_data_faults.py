@@ -1,0 +1,277 @@
+"""What feeds a run fails, changes, blocks or is killed: all ranks end with that cause, by name."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import faulty
+import figures
+import psutil
+import pytest
+from forks import INSTAR
+from tiny_run import STEPS, Place, codes, events, said, weights
+
+REPEATS = figures.times(1, 10)
+TIMEOUT_S, SILENCE_S = 3.0, 2.0
+SOON_S = 2.0
+GRACE_S = 1.0
+DISPATCHED = (
+    "data.kind=python",
+    "data.strategy=dispatched",
+    "data.val_source=squares.txt",
+    "data.path=python",
+    "data.tokenizer=byte",
+    "data.order=sequential",
+    "eval.eval_interval=1000",
+    "checkpoint.every_steps=3",
+)
+LIMITS = (f"distributed.timeout_s={TIMEOUT_S}", f"distributed.silence_s={SILENCE_S}")
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What every rank says of a source, what rank 0's log says besides, and the step it ends at."""
+
+    source: str
+    says: str
+    step: int
+    where: str = ""
+    settings: tuple[str, ...] = ()
+    body: str = INSTAR
+
+
+ITEM = f"item {faulty.WRONG}"
+TROUBLES = (
+    Trouble("raises", "ConnectionError: the database is gone", 8, f"faulty:raises, {ITEM}"),
+    Trouble(
+        "ends_early",
+        "lane 0 ended after [0-9,]+ samples, when it was read before it had",
+        23,
+        body="failures:keeps_little",
+    ),
+    Trouble(
+        "ids",
+        f"faulty:ids, {ITEM}: token 1[0-9]+ is not in the vocabulary of 256",
+        8,
+        settings=("data.tokens_field=tokens", "data.val_source=ids.jsonl"),
+    ),
+    Trouble("lacks_a_field", rf"faulty:lacks_a_field, {ITEM}: there is no field 'text'", 8),
+    Trouble("holds_nothing", f"faulty:holds_nothing, {ITEM}: 'text' is nothing, not text", 8),
+    Trouble("holds_a_number", f"faulty:holds_a_number, {ITEM}: 'text' is int, not text", 8),
+    Trouble(
+        "begins_otherwise",
+        "lane 0 begins with another sample than when it was read before",
+        16,
+        body="failures:keeps_little",
+    ),
+)[: figures.times(3, 7)]
+SIZES = (2, 3)
+
+
+def source(name: str) -> tuple[str, ...]:
+    return (*DISPATCHED, f"data.source=faulty:{name}", "train.until=[40it]")
+
+
+def logs(run_dir: Path, ranks: Sequence[int]) -> list[str]:
+    return [(run_dir / "logs" / f"rank_{rank}.log").read_text("utf-8") for rank in ranks]
+
+
+def last_steps(logs: Sequence[str]) -> set[int]:
+    return {max(map(int, re.findall(r"step (\d+): loss", log)), default=0) for log in logs}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.source)
+def test_a_source_that_fails_ends_all_ranks_with_its_own_words(
+    place: Place, trouble: Trouble
+) -> None:
+    (place.path / "ids.jsonl").write_text('{"tokens": [1, 2, 3, 4, 5]}\n' * 30)
+    unlike, untold, seconds = [], [], []
+    sizes = SIZES * REPEATS if figures.FULL else SIZES[TROUBLES.index(trouble) % 2 :][:1]
+    for size in sizes:
+        run_dir = place.path / "run"
+        settings = (*source(trouble.source), *trouble.settings)
+        ranks = place.train(run_dir, *settings, ranks=size, body=trouble.body)
+        ranks[0].wait_for(rf"^ *{trouble.step - 1} .*loss")
+        begun = time.monotonic()
+        ended = codes(ranks)
+        seconds.append(time.monotonic() - begun)
+        told = logs(run_dir, range(size))
+        alike = last_steps(told) == {trouble.step - 1} and set(ended) == {4}
+        if not alike or not all(re.search(trouble.says, log) for log in told):
+            unlike.append(f"W={size}: {ended}\n{said(ranks)}\n{told[-1]}")
+        if complaints := unclear(ranks[0].output(), told, trouble):
+            untold.append(f"W={size}: {complaints}\n{said(ranks)}")
+        shutil.rmtree(run_dir)
+    name = trouble.source.replace("_", "-")
+    figures.write(
+        f"source-{name}",
+        [
+            figures.none_of(len(sizes), f"a source that {name}: not all ranks end alike", unlike),
+            figures.none_of(len(sizes), f"a source that {name}: not told clearly", untold),
+            figures.at_most(f"a source that {name}: all ended", seconds, "s", SOON_S),
+        ],
+    )
+
+
+def unclear(terminal: str, told: Sequence[str], trouble: Trouble) -> list[str]:
+    """What is wrong with what a person reads."""
+    complaints = []
+    if not re.search(rf"rank 0 failed at step {trouble.step}: .*{trouble.says}", terminal):
+        complaints.append("the terminal does not name rank, step and cause")
+    if "Traceback" in terminal or "Nothing was started" in terminal:
+        complaints.append("the terminal shows a traceback, or says that nothing was started")
+    if any("rank 0 failed while in step" not in log for log in told[1:]):
+        complaints.append("another rank's log does not name rank 0")
+    if trouble.where not in told[0] or "while reading samples at positions" not in told[0]:
+        complaints.append("rank 0's log does not say where in the data")
+    return complaints
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["blocks", "blocks_at_once"])
+def test_a_source_that_blocks_ends_all_ranks_at_the_limit(place: Place, name: str) -> None:
+    unnamed, seconds = [], []
+    sizes = SIZES * REPEATS if figures.FULL else SIZES[:1]
+    for size in sizes:
+        run_dir = place.path / "run"
+        ranks = place.train(run_dir, *source(name), *LIMITS, ranks=size)
+        assert ranks[0].wait_for(f"^{faulty.WAITING}"), said(ranks)
+        begun = time.monotonic()
+        ended = codes(ranks)
+        seconds.append(time.monotonic() - begun)
+        named = rf"rank 0 has not come for \d+ s to where others wait \(the samples that rank 0"
+        told = logs(run_dir, range(size))
+        if set(ended) != {4} or not all(re.search(named, text) for text in told):
+            unnamed.append(f"W={size}: {ended}\n{said(ranks)}\n{told[-1]}")
+        shutil.rmtree(run_dir)
+    what = f"a source that {name.replace('_', ' ')}"
+    figures.write(
+        f"source-{name.replace('_', '-')}",
+        [
+            figures.none_of(len(sizes), f"{what}: rank 0 not named on every rank", unnamed),
+            figures.at_most(f"{what}: all ended", seconds, "s", TIMEOUT_S + SILENCE_S),
+        ],
+    )
+
+
+STOPPED = ("blocks", "blocks_at_once", "blocks_when_called")
+
+
+@pytest.mark.timeout(3600)
+def test_sigterm_while_a_source_blocks_saves_leaves_and_loses_nothing(place: Place) -> None:
+    """Also while the very first sample does not come."""
+    wrong, different, seconds = [], [], []
+    wanted: dict[int, dict[str, bytes]] = {}
+    trials = [(name, size) for name in STOPPED for size in SIZES] * REPEATS
+    trials = trials if figures.FULL else [(STOPPED[0], 3), (STOPPED[2], 2)]
+    for number, (name, size) in enumerate(trials):
+        if size not in wanted:
+            wanted[size] = undisturbed(place, size)
+        run_dir = place.path / f"run-{number}"
+        ranks = place.train(run_dir, *source(name), f"train.until=[{STEPS}it]", ranks=size)
+        assert ranks[0].wait_for(f"^{faulty.WAITING}"), said(ranks)
+        begun = time.monotonic()
+        for rank in ranks:
+            rank.signal(signal.SIGTERM)
+        ended = [rank.finish(20) for rank in ranks]
+        saves = [event["seconds"] for event in events(run_dir, "checkpoint")]
+        seconds.append(time.monotonic() - begun - max(saves, default=0.0))
+        told = logs(run_dir, range(size))
+        if set(ended) != {75} or len(last_steps(told)) != 1 or "Traceback" in said(ranks):
+            wrong.append(f"{name}, W={size}: {ended}\n{said(ranks)}")
+        (place.path / faulty.ANSWERS).touch()
+        again = place.resume(run_dir, ranks=size)
+        if set(codes(again)) != {0} or weights(run_dir) != wanted[size]:
+            different.append(f"{name}, W={size}\n{said(again)}")
+        (place.path / faulty.ANSWERS).unlink()
+        shutil.rmtree(run_dir)
+    figures.write(
+        "sigterm-source",
+        [
+            figures.none_of(len(trials), "SIGTERM while a source blocks: no clean stop", wrong),
+            figures.none_of(len(trials), "SIGTERM while a source blocks: other weights", different),
+            figures.at_most(
+                "SIGTERM while a source blocks: to the end, beyond a save", seconds, "s", GRACE_S
+            ),
+        ],
+    )
+
+
+def undisturbed(place: Place, size: int) -> dict[str, bytes]:
+    (place.path / faulty.ANSWERS).touch()
+    run_dir = place.path / f"whole-{size}"
+    settings = (*source("blocks"), f"train.until=[{STEPS}it]")
+    ranks = place.train(run_dir, *settings, ranks=size)
+    assert set(codes(ranks)) == {0}, said(ranks)
+    (place.path / faulty.ANSWERS).unlink()
+    return weights(run_dir)
+
+
+@pytest.mark.timeout(3600)
+def test_a_killed_rank_is_named_by_all_that_were_sent_samples(place: Place) -> None:
+    """Whether it is the one that reads and sends, or one that receives."""
+    chance = random.Random(0)
+    unnamed, seconds = [], []
+    trials = [(size, victim) for size in SIZES for victim in (0, 1)] * REPEATS
+    trials = trials if figures.FULL else [(2, 1), (3, 0)]
+    for size, victim in trials:
+        run_dir = place.path / "run"
+        ranks = place.train(run_dir, *source("texts"), "train.until=[100000it]", ranks=size)
+        ranks[0].wait_for(rf"^ *{chance.randint(2, 20)} .*loss")
+        time.sleep(chance.uniform(0.0, 0.05))
+        ranks[victim].signal(signal.SIGKILL)
+        begun = time.monotonic()
+        ended = codes(ranks)
+        seconds.append(time.monotonic() - begun)
+        others = [rank for rank in range(size) if rank != victim]
+        told = logs(run_dir, others)
+        named = rf"rank {victim} (is gone|has left)"
+        good = all(ended[rank] == 4 for rank in others)
+        if not good or not all(re.search(named, log) for log in told):
+            unnamed.append(f"rank {victim} of {size}: {ended}\n{said(ranks)}\n{told[-1]}")
+        shutil.rmtree(run_dir)
+    what = "SIGKILL of a rank that sends or receives samples"
+    figures.write(
+        "killed-dispatched",
+        [
+            figures.none_of(len(trials), f"{what}: not named by all others", unnamed),
+            figures.at_most(f"{what}: the others ended", seconds, "s", SOON_S),
+        ],
+    )
+
+
+@pytest.mark.timeout(3600)
+def test_no_worker_outlives_a_killed_rank(place: Place) -> None:
+    left, seconds = [], []
+    settings = ("data.workers=2", "train.until=[100000it]")
+    for number in range(figures.times(1, 10)):
+        run_dir = place.path / "run"
+        ranks = place.train(run_dir, *settings, "data.path=tokens", ranks=2)
+        ranks[0].wait_for(r"^ *2 .*loss")
+        workers = [one for rank in ranks for one in psutil.Process(rank.pid).children()]
+        assert len(workers) == 4, workers
+        ranks[number % 2].signal(signal.SIGKILL)
+        begun = time.monotonic()
+        codes(ranks)
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        seconds.append(time.monotonic() - begun)
+        left += [f"W=2, rank {number % 2} killed: {one}" for one in alive]
+        shutil.rmtree(run_dir)
+    what = "SIGKILL of a rank with workers"
+    figures.write(
+        "killed-with-workers",
+        [
+            figures.none_of(len(seconds), f"{what}: a process is left", left),
+            figures.at_most(f"{what}: all processes gone", seconds, "s", SOON_S),
+        ],
+    )
+
+
