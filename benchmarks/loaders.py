@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
+from instar.data.allocator import keep_freed_memory
 from instar.data.blocks import BlockShuffled
 from instar.data.feed import Feed
 from instar.data.order import Order, Sequential, Shuffled
@@ -144,6 +145,7 @@ def in_blocks(n: int) -> Order:
 
 def lone_feed(windows: TokenWindows, order: Order, *, prefetch: bool) -> Feed:
     """As of a run on one rank."""
+    keep_freed_memory()
     return Feed(LocalReader(windows, order, 1, range(1), "rank 0"), prefetch)
 
 
