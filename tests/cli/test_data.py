@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 from instar.cli.main import main
@@ -68,6 +69,75 @@ def test_verify_finds_a_flipped_bit(text: Path, capsys: pytest.CaptureFixture[st
     assert main(["data", "inspect", "set"]) == 0
     assert main(["data", "inspect", "set", "--verify"]) == 2
     assert "val-00000.safetensors: the tokens are not those" in capsys.readouterr().err
+
+
+@pytest.fixture
+def rows(text: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Parts as a stream reads them, and a file that is held out."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", text.parent / "cache")
+    lines = [json.dumps({"text": line}) + "\n" for line in text.read_text().splitlines()]
+    for number in range(3):
+        Path(f"part-{number}.jsonl").write_text("".join(lines[number:180:3]))
+    Path("held_out.jsonl").write_text("".join(lines[180:]))
+    return text
+
+
+STREAM = """\
+data: {kind: stream, source: part-*.jsonl, val_source: held_out.jsonl, path: set, lanes: 3}
+"""
+
+
+def test_rows_are_counted_and_read_where_they_lie(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text("data: {kind: rows, source: part-*.jsonl, path: set}\n")
+    assert main(["data", "prepare", "run.yaml"]) == 0
+    assert capsys.readouterr().out == "set\n"
+    assert not list(Path("set").glob("train-*"))
+    assert main(["data", "inspect", "set", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    documents, tokens = shown["elsewhere"]["documents"], shown["elsewhere"]["tokens"]
+    assert (shown["kind"], set(shown["splits"])) == ("rows", {"val", "test"})
+    assert 150 < documents < 180
+    held_out = sum(split["tokens"] for split in shown["splits"].values())
+    # each document with a new line after it, but for the last of each split
+    assert tokens + held_out + 3 == len("".join(rows.read_text().splitlines(True)[:180]))
+    assert main(["data", "inspect", "set"]) == 0
+    said = f"rows: {documents} documents of part-*.jsonl, {tokens:,} tokens, read where they lie"
+    assert said in capsys.readouterr().out
+
+
+def test_a_stream_is_counted_for_ranks_that_share_it(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text(STREAM)
+    assert main(["data", "prepare", "run.yaml"]) == 0
+    assert main(["data", "inspect", "set"]) == 0
+    assert "stream: part-*.jsonl, not read to its end yet" in capsys.readouterr().out
+    assert main(["data", "prepare", "run.yaml", "--nproc", "3", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["elsewhere"]["tokens"]
+    assert len(counts) == 3
+    assert sum(counts) == len("".join(rows.read_text().splitlines(True)[:180])) - 3
+    assert main(["data", "inspect", "set"]) == 0
+    assert f"counted: {sum(counts):,} tokens in 3 lanes" in capsys.readouterr().out
+    assert main(["data", "prepare", "run.yaml", "--nproc", "4"]) == 2
+    assert "4 ranks cannot share 3 lanes" in capsys.readouterr().err
+
+
+def test_each_part_of_a_mixture_has_a_folder(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("other.txt").write_text(text.read_text().upper())
+    Path("run.yaml").write_text(
+        "data: {path: set, mixture: [{source: story.txt}, {source: other.txt}]}\n"
+    )
+    assert main(["data", "prepare", "run.yaml"]) == 0
+    assert capsys.readouterr().out == "set/0\nset/1\n"
+    assert main(["data", "prepare", "run.yaml", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [one["source"]["source"] for one in made] == ["story.txt", "other.txt"]
+    assert main(["data", "inspect", "set"]) == 2
+    assert "several data sets; name one: set/0, set/1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks/README.md"])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "benchmarks/README.md",
+        ROOT / "examples/feeds/README.md",
+    ]
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 
@@ -28,6 +35,7 @@ def test_the_commands_of_a_page_work_one_after_the_other(page: Path, tmp_path: P
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(tmp_path / "huggingface"),
     }
     for snippet in snippets(page, "bash"):
         done = subprocess.run(

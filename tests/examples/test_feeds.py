@@ -97,6 +97,10 @@ def test_a_run_goes_on_where_it_was_saved(place: Path, forks: Forks) -> None:
     assert told(events, "run_started", "resumed_from") == [None, "step-3"]
     assert told(events, "train", "step") == [1, 2, 3, 4, 5, 6]
     assert told(events, "checkpoint", "step") == [2, 3, 4, 6]
+    words = ["train", str(CONFIGS[second]), "--dry-run"]
+    (child,) = children_as_ranks(forks, 1, INSTAR, words, place=place)
+    assert child.finish() == 0, child.output()
+    assert "1,000 steps" in child.output()
 
 
 def test_the_second_of_the_pair_is_the_first_to_a_later_end() -> None:

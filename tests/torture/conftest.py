@@ -11,8 +11,8 @@ from forks import Forks
 from tiny_run import CONFIG, TEXT, Place
 
 MODULES = ["instar.cli.main", "instar.cli.resume", "instar.run.rank", "savers"]
-MODULES += ["torch._dynamo", "torch.distributed", "torch.nn.parallel"]
-"""what runs import; the last three come late in them, and take a second"""
+MODULES += ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "datasets"]
+"""what runs import; the last four come late in them, and take seconds"""
 
 
 @pytest.fixture(scope="session")

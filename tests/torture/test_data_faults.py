@@ -21,12 +21,12 @@ from tiny_run import STEPS, Place, codes, events, said, weights
 REPEATS = figures.times(1, 10)
 TIMEOUT_S, SILENCE_S = 3.0, 2.0
 SOON_S = 2.0
+PATIENCE_S = 15.0
 GRACE_S = 1.0
 DISPATCHED = (
     "data.kind=python",
     "data.strategy=dispatched",
     "data.val_source=squares.txt",
-    "data.path=python",
     "data.tokenizer=byte",
     "data.order=sequential",
     "eval.eval_interval=1000",
@@ -76,7 +76,8 @@ SIZES = (2, 3)
 
 
 def source(name: str) -> tuple[str, ...]:
-    return (*DISPATCHED, f"data.source=faulty:{name}", "train.until=[40it]")
+    places = f"data.source=faulty:{name}", f"data.path={name}"
+    return (*DISPATCHED, *places, "train.until=[40it]")
 
 
 def logs(run_dir: Path, ranks: Sequence[int]) -> list[str]:
@@ -136,7 +137,7 @@ def unclear(terminal: str, told: Sequence[str], trouble: Trouble) -> list[str]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["blocks", "blocks_at_once"])
+@pytest.mark.parametrize("name", ("blocks_at_once", "blocks")[: figures.times(1, 2)])
 def test_a_source_that_blocks_ends_all_ranks_at_the_limit(place: Place, name: str) -> None:
     unnamed, seconds = [], []
     sizes = SIZES * REPEATS if figures.FULL else SIZES[:1]
@@ -147,7 +148,7 @@ def test_a_source_that_blocks_ends_all_ranks_at_the_limit(place: Place, name: st
         begun = time.monotonic()
         ended = codes(ranks)
         seconds.append(time.monotonic() - begun)
-        named = rf"rank 0 has not come for \d+ s to where others wait \(the samples that rank 0"
+        named = r"rank 0 has not come for \d+ s to where others wait \(the samples that rank 0"
         told = logs(run_dir, range(size))
         if set(ended) != {4} or not all(re.search(named, text) for text in told):
             unnamed.append(f"W={size}: {ended}\n{said(ranks)}\n{told[-1]}")
@@ -171,7 +172,7 @@ def test_sigterm_while_a_source_blocks_saves_leaves_and_loses_nothing(place: Pla
     wrong, different, seconds = [], [], []
     wanted: dict[int, dict[str, bytes]] = {}
     trials = [(name, size) for name in STOPPED for size in SIZES] * REPEATS
-    trials = trials if figures.FULL else [(STOPPED[0], 3), (STOPPED[2], 2)]
+    trials = trials if figures.FULL else [(STOPPED[1], 2)]
     for number, (name, size) in enumerate(trials):
         if size not in wanted:
             wanted[size] = undisturbed(place, size)
@@ -181,7 +182,7 @@ def test_sigterm_while_a_source_blocks_saves_leaves_and_loses_nothing(place: Pla
         begun = time.monotonic()
         for rank in ranks:
             rank.signal(signal.SIGTERM)
-        ended = [rank.finish(20) for rank in ranks]
+        ended = [rank.finish(PATIENCE_S) for rank in ranks]
         saves = [event["seconds"] for event in events(run_dir, "checkpoint")]
         seconds.append(time.monotonic() - begun - max(saves, default=0.0))
         told = logs(run_dir, range(size))
@@ -248,6 +249,14 @@ def test_a_killed_rank_is_named_by_all_that_were_sent_samples(place: Place) -> N
     )
 
 
+def works(process: psutil.Process) -> bool:
+    """Whether it is there; one that has ended may wait long for its new parent to notice."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.timeout(3600)
 def test_no_worker_outlives_a_killed_rank(place: Place) -> None:
     left, seconds = [], []
@@ -261,9 +270,12 @@ def test_no_worker_outlives_a_killed_rank(place: Place) -> None:
         ranks[number % 2].signal(signal.SIGKILL)
         begun = time.monotonic()
         codes(ranks)
-        _, alive = psutil.wait_procs(workers, timeout=10)
+        while alive := [one for one in workers if works(one)]:
+            if time.monotonic() - begun > PATIENCE_S:
+                left.append(f"rank {number % 2} killed: {alive}")
+                break
+            time.sleep(0.01)
         seconds.append(time.monotonic() - begun)
-        left += [f"W=2, rank {number % 2} killed: {one}" for one in alive]
         shutil.rmtree(run_dir)
     what = "SIGKILL of a rank with workers"
     figures.write(
@@ -273,5 +285,3 @@ def test_no_worker_outlives_a_killed_rank(place: Place) -> None:
             figures.at_most(f"{what}: all processes gone", seconds, "s", SOON_S),
         ],
     )
-
-

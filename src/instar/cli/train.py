@@ -156,10 +156,11 @@ def _forecast(
 ) -> int:
     from instar.distributed.launch import torchrun_line
     from instar.run.preflight import preflight, prepare_data
+    from instar.run.resume import automatic
     from instar.schedule.render import render
 
     prepare_data(loaded, ranks, lambda text: click.echo(text, err=True))
-    prepared = preflight(loaded, ranks)
+    prepared = preflight(loaded, ranks, new=automatic(loaded.config) is None)
     line = torchrun_line(argv, ranks, devices)
     if as_json:
         click.echo(json.dumps({**prepared.forecast.to_dict(), "torchrun": line}, indent=2))

@@ -70,6 +70,19 @@ def _source(data: DataConfig) -> Iterator[Clash]:
             ("data.source", "data.kind"),
             f"data.source of kind {data.kind} must be given: files, a folder or a name on the hub",
         )
+    if data.mixture and data.source != "stdlib":
+        yield Clash(
+            ("data.source", "data.mixture"),
+            "data.source is not read where data.mixture says what is",
+            "name it as a part of data.mixture, or leave one of them out",
+        )
+    if data.kind in ("tokens", "python") and (data.subset or data.source_split != "train"):
+        key = "data.subset" if data.subset else "data.source_split"
+        yield Clash(
+            (key, "data.kind"),
+            f"{key} is of a Hugging Face data set, and kind {data.kind} reads none",
+            "use kind rows or stream, or leave it out",
+        )
     if data.kind == "tokens" and data.tokens_field is not None:
         yield Clash(
             ("data.tokens_field", "data.kind"),

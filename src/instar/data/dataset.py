@@ -199,7 +199,9 @@ class Mixture:
         return hosted(whole, self.data, self.parts[0].seed, context, seed), order
 
     def held_out(self, split: str, context: int) -> Source:
-        return Concatenated([part.held_out(split, context) for part in self.parts])
+        # a text of its own is the same for every part
+        parts = self.parts if self.data.val_source is None else self.parts[:1]
+        return Concatenated([part.held_out(split, context) for part in parts])
 
     def _weighed(self) -> zip[tuple[Tokens, float | None]]:
         return zip(self.parts, (part.weight for part in self.data.mixture), strict=True)

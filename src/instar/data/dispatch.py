@@ -142,7 +142,7 @@ def unpack(parcel: Bytes) -> Block:
 
 def _step(step: Mapping[str, Any], columns: Any) -> StepBatch | Exception:
     if "error" in step:
-        return SourceFailed(step["error"])
+        return SourceFailed(f"rank 0 could not read samples: {step['error']}")
     micro_batches = tuple(
         MicroBatch(next(columns), weight, samples, rank, first)
         for weight, samples, rank, first in step["micro_batches"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _ROWS = 256
 _VALUES = 1 << 18
+_LONGEST_S = 0.1
 
 
 def open_lanes(data: DataConfig, tokenizer: Tokenizer) -> TokenLanes:
@@ -194,13 +196,15 @@ def value_of(
 def collected(
     values: Iterator[str | NDArray[np.int64]], *, ids: bool
 ) -> Iterator[list[str] | Ragged]:
-    """Some at a time. What getting one raises is raised after those before it."""
+    """Some at a time; few of those that are slow in coming. What getting one raises is raised after
+    those before it."""
     failure: Exception | None = None
     going_on = True
     while going_on:
         batch: list[Any] = []
         size = 0
-        while size < _VALUES:
+        began = time.monotonic()
+        while size < _VALUES and time.monotonic() - began < _LONGEST_S:
             try:
                 batch.append(next(values))
             except StopIteration:

@@ -58,6 +58,8 @@ class _Reading:
     place: int = 0
     last: list[Any] = field(default_factory=list)
     failure: Exception | None = None
+    notes: list[str] = field(default_factory=list)
+    """of the failure, before those who pass it on add theirs"""
 
 
 class LaneReader:
@@ -90,13 +92,15 @@ class LaneReader:
                     if reading.place < begin:
                         begin, samples = reading.place - len(reading.last), reading.last
                     return Chunk(begin, samples, ended=True)
-                except ConfigError as error:
-                    reading.failure = StreamUnfit.of(error)
                 except Exception as error:
-                    reading.failure = error
+                    reading.failure = (
+                        StreamUnfit.of(error) if isinstance(error, ConfigError) else error
+                    )
+                    reading.notes = [*getattr(error, "__notes__", ())]
             if reading.failure is not None:
                 if samples:
                     break
+                reading.failure.__notes__ = [*reading.notes]
                 raise reading.failure
             reading.place += 1
             reading.last = [sample]

@@ -20,18 +20,14 @@ FIXED = (
     "reproducible",
     "distributed.elastic.",
     "model.",
-    "data.source",
-    "data.text_field",
-    "data.tokenizer",
-    "data.vocab_size",
-    "data.max_bytes",
-    "data.val_fraction",
-    "data.test_fraction",
-    "data.order",
+    "data.",
     "optimizer.name",
     "train.ema",
 )
 """Keys, or sections, of which everything that is saved is a consequence."""
+
+FREE = ("data.strategy", "data.workers", "data.prefetch")
+"""Of these, what changes nothing but the time: how samples are read, not which ones."""
 
 ALLOWED = {
     "architecture": ("model.",),
@@ -125,7 +121,7 @@ def overridden(resume: Resume, now: RunConfig) -> dict[str, tuple[object, object
             hint="start a new run for that",
         )
         for key, (was, new) in changed.items()
-        if key.startswith(FIXED) and not _allowed(key, resume.allow)
+        if key.startswith(FIXED) and key not in FREE and not _allowed(key, resume.allow)
     ]
     if problems:
         raise ConfigError(*problems)
