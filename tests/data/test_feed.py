@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from instar.data.order import Int64Array, Order, Sequential, Shuffled, make_order
 from instar.data.plan import StepPlan, micro_slices, plan_step, shares
-from instar.data.reader import StepBatch
+from instar.data.reader import BLOCK_S, StepBatch
 from instar.data.source import TokenWindows
 
 
@@ -172,13 +173,26 @@ def test_prefetching_changes_nothing_but_the_time(make_split: Any) -> None:
 
 
 def test_steps_are_read_ahead_in_blocks_by_another_thread() -> None:
-    source = Numbers(1000)
-    with local_feed(source, Shuffled(1000, seed=1)) as feed:
-        for plan in steps(0, 1000, 1000, 8):
+    source = Numbers(2000)
+    with local_feed(source, Shuffled(2000, seed=1)) as feed:
+        for plan in steps(0, 2000, 2000, 8):
             feed.take(plan.cursor, 8, 4)
     assert {thread for thread, _ in source.reads} == {"instar-feed"}
     assert source.reads[0][1] == 8
     assert max(size for _, size in source.reads) == 64 * 8
+
+
+def test_of_a_slow_source_few_steps_are_read_ahead() -> None:
+    class Slow(Numbers):
+        def read(self, indices: Int64Array, epoch: int = 0) -> dict[str, np.ndarray]:
+            time.sleep(indices.size / 100)
+            return super().read(indices, epoch)
+
+    source = Slow(1000)
+    with local_feed(source, Sequential(1000)) as feed:
+        for plan in steps(0, 64, 1000, 8):
+            feed.take(plan.cursor, 8, 8)
+    assert max(size for _, size in source.reads) <= 8 * BLOCK_S / 0.08
 
 
 def test_what_was_read_ahead_is_dropped_when_the_batch_changes() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from instar.config.errors import ConfigError
 from instar.config.schema import DataConfig
 from instar.data.columns import Ragged
-from instar.data.lanereader import Chunk, HostedLanes, LaneReader, StreamChanged
+from instar.data.lanereader import Chunk, HostedLanes, LaneReader, StreamChanged, StreamUnfit
 from instar.data.lanes import LaneOrder, OpenOrder
 from instar.data.prepare import prepare
 from instar.data.source import IGNORED, TokenWindows
@@ -404,5 +404,5 @@ def test_going_on_far_within_a_stream_holds_few_samples() -> None:
 
 def test_a_stream_without_samples_is_refused() -> None:
     source = OpenStreamSource(samples_of(Numbered((0, 0))), OpenOrder(2))
-    with pytest.raises(ConfigError, match="the stream has no samples"):
+    with pytest.raises(StreamUnfit, match="the stream has no samples"):
         source.explore(0, 4)

@@ -134,7 +134,17 @@ def count_lanes(
     workers = min(data.workers, tokens.lanes)
     how = f"in {workers} processes" if workers else "in this process; data.workers makes it faster"
     say(f"counting {data.source}: read once to the end, {tokens.lanes} lanes, {how}")
-    counts = _counted(tokens, data, folder, workers, say)
+    try:
+        counts = _counted(tokens, data, folder, workers, say)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the library's parsers raise
+        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        raise ConfigError.one(
+            f"{data.source} cannot be read to its end: {said}",
+            where="data.source",
+            key="data.source",
+        ) from error
     if not any(count > 1 if isinstance(count, int) else count.size for count in counts):
         raise no_samples()
     if not data.packing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from instar.data.frames import decode, encode
 from instar.data.plan import StepPlan
 from instar.data.reader import Block, Key, MicroBatch, Reader, Request, StepBatch
-from instar.distributed.failure import RunFailed
+from instar.distributed.failure import PeerLost, RunFailed
 
 Bytes = NDArray[np.uint8]
 
@@ -65,7 +66,8 @@ class Sender:
         """Say that nothing more is sent."""
         self._reader.close()
         for rank in range(1, len(self._own)):
-            self._carrier.send([self._feed, _END], np.empty(0, np.uint8), to=rank)
+            with suppress(PeerLost):
+                self._carrier.send([self._feed, _END], np.empty(0, np.uint8), to=rank)
 
 
 class Receiver:
@@ -98,8 +100,9 @@ class Receiver:
 
     def close(self) -> None:
         """Take what is still under way, so that the next feed begins with its own."""
-        while not self._ended:
-            self._next()
+        with suppress(PeerLost):
+            while not self._ended:
+                self._next()
 
     def _next(self) -> None:
         (feed, serial), parcel = self._carrier.receive()

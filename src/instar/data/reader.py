@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -15,6 +16,8 @@ from instar.data.source import Source, close
 
 BLOCK_BYTES = 4 << 20
 BLOCK_STEPS = 64
+BLOCK_S = 0.5
+"""A block is read in about so many seconds, or is one step: who waits for a step waits for its block."""
 _ORDER_SAMPLES = 1 << 13
 
 
@@ -106,6 +109,7 @@ class LocalReader:
         self._slices, self._own = slices, own
         self._who = who
         self._sample_bytes = 1
+        self._most_steps = 1
         self._known_ids = -1, 0, np.empty(0, dtype=np.int64)
 
     def read(self, request: Request) -> Block:
@@ -113,8 +117,10 @@ class LocalReader:
         if not request.ahead:
             return self._steps([first])
         keys = list(self._keys_ahead(first))
+        begun = time.perf_counter()
         block = self._steps(keys)
         if len(block) == len(keys):
+            self._size_next_block((time.perf_counter() - begun) / len(keys))
             return block
         # one of them is at fault: those before it are whole
         block = {}
@@ -133,13 +139,18 @@ class LocalReader:
         epoch_samples = self._order.samples_per_epoch
         plan = plan_step(first.cursor, epoch_samples, first.global_batch)
         epoch, each = plan.epoch, -(-plan.count * len(self._own) // self._slices)
-        for _ in range(BLOCK_STEPS):
+        for _ in range(self._most_steps):
             yield key
             samples += each
             key = key._replace(cursor=key.cursor + plan.count)
             plan = plan_step(key.cursor, epoch_samples, key.global_batch)
             if (samples + each) * self._sample_bytes > BLOCK_BYTES or plan.epoch != epoch:
                 return
+
+    def _size_next_block(self, seconds_a_step: float) -> None:
+        """Twice as many steps at most, as long as they are read soon."""
+        soon = int(BLOCK_S / seconds_a_step) if seconds_a_step > 0 else BLOCK_STEPS
+        self._most_steps = max(1, min(2 * self._most_steps, soon, BLOCK_STEPS))
 
     def _steps(self, keys: list[Key]) -> Block:
         """Steps that follow each other, in one read; or the first's exception."""

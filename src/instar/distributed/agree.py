@@ -29,6 +29,7 @@ from instar.distributed.failure import (
     RunFailed,
     exit_code_of,
     is_secondary,
+    told,
 )
 from instar.distributed.world import World
 
@@ -193,7 +194,7 @@ class Pulse:
 
 
 def _fault(error: BaseException) -> dict[str, Json]:
-    text = str(error)[:4000]
+    text = told(error)[:4000]
     if not isinstance(error, InstarError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return {

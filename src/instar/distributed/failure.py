@@ -119,6 +119,11 @@ def root_of(error: BaseException) -> BaseException:
     return error
 
 
+def told(error: BaseException) -> str:
+    """What an error says, and the notes on it."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def describe(error: BaseException, rank: int, step: int | None) -> Failure:
     """What there is to know of `error` on `rank` at `step`."""
     root = root_of(error)
@@ -127,7 +132,7 @@ def describe(error: BaseException, rank: int, step: int | None) -> Failure:
         rank=rank,
         step=step,
         kind=type(root).__name__,
-        message=f"{root}{doing}",
+        message=f"{told(root)}{doing}",
         exit_code=exit_code_of(error),
         secondary=is_secondary(error),
         time=time.time(),

@@ -34,7 +34,7 @@ class Parcels:
             if parcel.size:
                 dist.send(torch.from_numpy(parcel), to, group=self._world.group)
         except RuntimeError as error:
-            raise PeerLost(f"rank 0 lost rank {to} while sending samples: {error}") from error
+            raise PeerLost(f"rank 0 lost rank {to} while sending samples") from error
 
     def receive(self) -> tuple[list[int], NDArray[np.uint8]]:
         """Wait for the next parcel: its two numbers, and its bytes, which are the caller's.
@@ -51,5 +51,5 @@ class Parcels:
                 dist.recv(parcel, 0, group=self._world.group)
         except RuntimeError as error:
             rank = self._world.rank
-            raise PeerLost(f"rank {rank} lost rank 0 while receiving samples: {error}") from error
+            raise PeerLost(f"rank {rank} lost rank 0 while receiving samples") from error
         return label, parcel.numpy()
