@@ -104,3 +104,31 @@ def _elsewhere(loaded: Loaded, path: Path) -> list[str]:
     data = parameters(loaded.config.data, 0)
     kept = ("source", "tokenizer", "val_fraction", "test_fraction", "text_field")
     return [*(f"data.{key}={data[key]}" for key in kept), f"data.path={path}"]
+
+
+@pytest.fixture
+def stream(config: Config, corpus: Path, tmp_path: Path) -> Config:
+    """The config of an iterable whose length nobody knows."""
+
+    def loaded(*overrides: str) -> Loaded:
+        data = ("kind=python", "source=feeds:texts", f"val_source={corpus / 'squares.txt'}")
+        settings = (*data, "tokenizer=byte", f"path={tmp_path / 'stream'}")
+        return config(*(f"data.{setting}" for setting in settings), *overrides)
+
+    return loaded
+
+
+def test_a_course_over_epochs_of_unknown_length(stream: Config) -> None:
+    said = refused(stream("train.until=[3ep]"))
+    assert "learning_rate.lr_decay_iters is needed" in said
+    assert "nobody knows how many samples this source has" in said
+    assert preflight(stream("train.until=[3ep]", "learning_rate.lr_decay_iters=20"), 1)
+    assert preflight(stream("train.until=[20it]"), 1)
+
+
+def test_epochs_of_unknown_length_while_the_context_changes(stream: Config) -> None:
+    change = 'schedule=[{"name": "set_context", "value": 4, "max_wait_iters": 5}]'
+    settings = "learning_rate.lr_decay_iters=20", change
+    said = refused(stream("train.until=[3ep]", *settings))
+    assert "set_context begins a stream anew" in said
+    assert preflight(stream("train.until=[20it]", *settings), 1)

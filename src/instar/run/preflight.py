@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from instar.config.budget import parse_budget
 from instar.config.checks import rank_checks
 from instar.config.errors import ConfigError, Problem
 from instar.config.load import Loaded
@@ -120,7 +121,25 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
                 "give it, or a budget such as 2000it",
             )
         )
+    if tokens is None:
+        _check_epochs(loaded)
     return _resolved(config, architecture, dataset, told)
+
+
+def _check_epochs(loaded: Loaded) -> None:
+    """Raises ConfigError where epochs would have to be counted whose length nobody knows yet."""
+    config = loaded.config
+    counted = any(parse_budget(text).kind == "epochs" for text in config.train.until)
+    changes = [op.name for op in config.schedule if op.name in ("set_context", "extend_context")]
+    if counted and changes:
+        raise ConfigError(
+            loaded.problem(
+                "train.until",
+                f"{changes[0]} begins a stream anew, and how much of an epoch was done by then is "
+                "not known before its end was met",
+                "give train.until in steps or tokens, or use kind rows or tokens",
+            )
+        )
 
 
 def _resolved(
