@@ -85,7 +85,7 @@ STRATEGIES = (
 )
 
 ONE_M = ("model.n_layer=5", "model.n_head=4", "model.n_embd=128")
-SIZES = (Size("1 M, 32×128 tokens", ONE_M, batch=32, context=128, warmup=10, steps=30, repeats=7),)
+SIZES = (Size("1 M, 32×128 tokens", ONE_M, batch=32, context=128, warmup=10, steps=30, repeats=5),)
 QUICK = Size(
     "tiny, 4×32 tokens",
     ("model.n_layer=1", "model.n_head=2", "model.n_embd=32", "record.log_interval=2"),

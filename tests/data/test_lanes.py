@@ -149,9 +149,12 @@ def test_the_end_is_unknown_until_the_last_lane_has_ended() -> None:
     assert epoch_of(order) == round_robin((3, 2))
 
 
-def test_only_an_order_whose_lanes_may_be_read_by_several_ranks_says_where_samples_lie() -> None:
-    assert isinstance(LaneOrder((1,)), Laned)
-    assert not isinstance(OpenOrder(1), Laned)
+def test_samples_are_shared_out_alike_whether_the_ends_of_lanes_are_known_or_not() -> None:
+    """So that dispatched ranks train on the very parts of a step that sharded ones read."""
+    known, unknown = LaneOrder((5, 3, 4)), OpenOrder(3)
+    assert isinstance(known, Laned)
+    assert isinstance(unknown, Laned)
+    assert unknown.lane_of(0, 0, 9).tolist() == known.lane_of(0, 0, 9).tolist()
 
 
 FIVE_AND_THREE = [0, 5, 3, 2, 6, 8, 9, 12]
