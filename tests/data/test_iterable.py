@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from datasets.distributed import split_dataset_by_node
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -224,7 +225,6 @@ def test_a_function_may_return_token_ids() -> None:
 
 
 def test_a_torch_loader_is_an_iterable_too() -> None:
-    torch = pytest.importorskip("torch")
     samples = [{"text": text} for text in ("a", "b", "c")]
     items = function(lambda: torch.utils.data.DataLoader(samples, batch_size=None))
     assert lane(items) == ["a", "b", "c"]

@@ -105,11 +105,10 @@ def folders(data: DataConfig, seed: int) -> list[Path]:
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
-    """Token shards, or rows of a Hugging Face data set: what can be read at any place."""
+class Folder:
+    """What a folder of data says of itself: the tokenizer, and what is held out."""
 
     data: DataConfig
-    seed: int
     dataset: TokenDataset | RowsDataset
 
     @property
@@ -123,6 +122,16 @@ class Tokens:
     @property
     def tokenizer_fingerprint(self) -> str:
         return self.dataset.tokenizer_fingerprint
+
+    def held_out(self, split: str, context: int) -> Source:
+        return TokenWindows(self.dataset.split(split), context)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens(Folder):
+    """Token shards, or rows of a Hugging Face data set: what can be read at any place."""
+
+    seed: int
 
     @property
     def fingerprint(self) -> str:
@@ -141,9 +150,6 @@ class Tokens:
         return hosted(
             transformed(source, self.data, seed), self.data, self.seed, context, seed
         ), order
-
-    def held_out(self, split: str, context: int) -> Source:
-        return TokenWindows(self.dataset.split(split), context)
 
     def samples(self, context: int, seed: int) -> tuple[Source, Order]:
         """As they are, before anything is done to them."""
@@ -208,25 +214,11 @@ class Mixture:
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class Stream(Folder):
     """What is read from its beginning; what is held out are token shards."""
 
-    data: DataConfig
-    dataset: TokenDataset
     counted: bool
     """whether the lanes were counted, so that each rank can read its own"""
-
-    @property
-    def path(self) -> Path:
-        return self.dataset.path
-
-    @property
-    def vocab_size(self) -> int:
-        return self.dataset.vocab_size
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        return self.dataset.tokenizer_fingerprint
 
     @property
     def fingerprint(self) -> str:
@@ -243,9 +235,6 @@ class Stream:
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         source, order = open_stream(self.data, self.path, context, seed, counted=self.counted)
         return transformed(source, self.data, seed), order
-
-    def held_out(self, split: str, context: int) -> Source:
-        return TokenWindows(self.dataset.split(split), context)
 
 
 def order_of(data: DataConfig, n: int, seed: int) -> Order:
@@ -277,8 +266,8 @@ def _source(data: DataConfig, seed: int, context: int, order_seed: int) -> Sourc
 
 def _open_tokens(data: DataConfig, seed: int) -> Tokens:
     if data.kind == "rows":
-        return Tokens(data, seed, open_rows(data, seed))
-    return Tokens(data, seed, open_dataset(data.path or default_path(data, seed)))
+        return Tokens(data, open_rows(data, seed), seed)
+    return Tokens(data, open_dataset(data.path or default_path(data, seed)), seed)
 
 
 def _parts(data: DataConfig, seed: int) -> list[DataConfig]:

@@ -107,8 +107,8 @@ class TokenDocuments:
 class TextDocuments:
     """A column of text in Arrow, tokenised when it is read; a null is an empty document.
 
-    Each document is a source. The documents read last stay tokenised, about 2^24 tokens of them, and at least one: windows of
-    a long document do not tokenise it again and again.
+    Each document is a source. The documents read last stay tokenised, about 2^24 tokens of them, and
+    at least one: windows of a long document do not tokenise it again and again.
     """
 
     def __init__(self, column: pa.ChunkedArray, tokenizer: Tokenizer, fingerprint: str) -> None:
