@@ -138,13 +138,13 @@ class Work:
         wanted = self.steps * self.batch_size
         if wanted > order.samples_per_epoch:
             raise ValueError(f"{wanted} samples wanted, {order.samples_per_epoch} in an epoch")
-        split = open_dataset(self.prepared.dataset.path).split("train")
+        split = open_dataset(self.text.dataset.path).split("train")
         tokens = split.read(0, len(split))
-        return Windows(tokens, order.indices(0, 0, wanted), self.prepared.architecture.context)
+        return Windows(tokens, order.indices(0, 0, wanted), self.text.architecture.context)
 
     @property
     def _task(self) -> LanguageTask:
-        return LanguageTask(self.prepared.config, self.prepared.architecture, self.prepared.dataset)
+        return self.text.task(self.prepared.config)
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -175,7 +175,7 @@ def instar(work: Work, pace: Pace) -> None:
         tempfile.TemporaryDirectory() as folder,
         RankLog(0) as log,
         StopSignal() as signal,
-        join(work.prepared.config.distributed, work.prepared.config.device) as world,
+        join(work.prepared.config.parallel, work.prepared.config.device) as world,
         closing(open_console()) as console,
     ):
         log.open(Path(folder))

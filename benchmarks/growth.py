@@ -30,7 +30,7 @@ from typing import TypeVar
 from instar.config.load import load
 from instar.data.prepare import prepare
 from instar.data.tokens import open_dataset
-from instar.models.architecture import count_parameters
+from instar.models.shape import count_parameters
 from report import case, options, publish
 from segments import Result, Segment, Workshop, place_of, study_parser
 from study import Arm, Change, Growth, Rate, Shape, ends_of, last_step

@@ -161,8 +161,8 @@ def instar(*words: str) -> list[str]:
 def bare_loop(overrides: Sequence[str], steps: int) -> list[str]:
     """`bare.py` with the same model, tokens and batch."""
     prepared = preflight(load(None, overrides), 1)
-    shard = prepared.dataset.path / "train-00000.safetensors"
-    shape = json.dumps(prepared.architecture.to_dict())
+    shard = text_of(prepared).dataset.path / "train-00000.safetensors"
+    shape = json.dumps(prepared.blueprint.architecture.to_dict())
     script = Path(__file__).with_name("bare.py")
     batch = prepared.config.train.batch_size
     return [sys.executable, *map(str, (script, shard, shape, batch, steps))]

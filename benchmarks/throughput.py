@@ -28,7 +28,8 @@ import torch
 
 from instar.config.load import load
 from instar.data.prepare import prepare
-from instar.models.architecture import count_parameters, flops_per_token
+from instar.models.architecture import flops_per_token
+from instar.models.shape import count_parameters
 from instar.record.system import measure_peak_flops
 from instar.run.preflight import preflight
 from report import Case, case, options, parser, publish
@@ -142,7 +143,7 @@ def measure(
 ) -> list[Case]:
     """Speeds, Instar's ratio to each of the others, and its share of the peak."""
     prepared = preflight(load(None, overrides), 1)
-    arch, config = prepared.architecture, prepared.config
+    arch, config = prepared.blueprint.architecture, prepared.config
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     seconds: dict[str, list[float]] = {name: [] for name in names}
     peak = 0.0

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from instar.config.load import load
 from instar.data.prepare import prepare
-from instar.models.architecture import count_parameters
+from instar.models.shape import count_parameters
 from instar.record.events import Eval, read_events
 from instar.run.preflight import preflight
 from report import Case, case, options, parser, publish
@@ -114,7 +114,7 @@ def text_for(folder: Path, size: int) -> tuple[str, ...]:
 def parameters(name: str, data: Sequence[str]) -> int:
     preset = name.removeprefix("instar-")
     loaded = load(None, (f"preset={preset}", *SHAPE, *data))
-    return count_parameters(preflight(loaded, 1).architecture).total
+    return count_parameters(preflight(loaded, 1).blueprint.architecture).total
 
 
 def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path) -> Reached:

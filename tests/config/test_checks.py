@@ -3,11 +3,11 @@ from typing import Any
 import pytest
 
 from instar.config.checks import Clash, cross_checks, rank_checks
-from instar.config.schema import RunConfig
+from instar.config.language import LanguageConfig
 
 
 def clashes(**sections: Any) -> list[Clash]:
-    return cross_checks(RunConfig.model_validate(sections))
+    return cross_checks(LanguageConfig.model_validate(sections))
 
 
 def test_the_defaults_fit_each_other() -> None:
@@ -32,8 +32,28 @@ def test_the_defaults_fit_each_other() -> None:
             "warmup_iters (50) must be less than learning_rate.lr_decay_iters (50)",
         ),
         (
-            {"reproducible": "elastic", "distributed": {"elastic": {"virtual_ranks": 6}}},
-            "distributed.elastic.virtual_ranks",
+            {"learning_rate": {"shape": "step", "lr_decay_iters": 50}},
+            "learning_rate.decay_every",
+            "decay_every is needed: with shape step, the rate is multiplied by gamma (0.5)",
+        ),
+        (
+            {"learning_rate": {"shape": "exponential", "gamma": 0.95}},
+            "learning_rate.decay_every",
+            "with shape exponential, the rate is multiplied by gamma (0.95)",
+        ),
+        (
+            {"learning_rate": {"shape": "linear", "warmup_iters": 60, "lr_decay_iters": 50}},
+            "learning_rate.warmup_iters",
+            "warmup_iters (60) must be less than learning_rate.lr_decay_iters (50)",
+        ),
+        (
+            {"train": {"until": ["10min"]}, "learning_rate": {"shape": "linear"}},
+            "learning_rate.lr_decay_iters",
+            "a linear course must know its last step",
+        ),
+        (
+            {"reproducible": "elastic", "parallel": {"elastic": {"virtual_ranks": 6}}},
+            "parallel.elastic.virtual_ranks",
             "must be a power of two, got 6",
         ),
         ({"reproducible": "elastic", "compile": True}, "compile", "does not go with reproducible"),
@@ -58,9 +78,12 @@ def test_a_clash_names_its_likeliest_culprit(
         {"train": {"until": ["50it"]}},
         {"learning_rate": {"shape": "constant", "lr_decay_iters": 10}},
         {"learning_rate": {"shape": "wsd", "lr_decay_iters": 1000}},
+        {"learning_rate": {"shape": "linear", "lr_decay_iters": 101}},
+        {"train": {"until": ["10min"]}, "learning_rate": {"shape": "step", "decay_every": 500}},
+        {"learning_rate": {"shape": "exponential", "decay_every": 1, "lr_decay_iters": 10}},
         {"learning_rate": {"shape": "wsd", "lr_decay_iters": 110, "decay_fraction": 1.0}},
-        {"distributed": {"elastic": {"virtual_ranks": 6}}, "compile": True},
-        {"reproducible": "elastic", "distributed": {"elastic": {"virtual_ranks": 16}}},
+        {"parallel": {"elastic": {"virtual_ranks": 6}}, "compile": True},
+        {"reproducible": "elastic", "parallel": {"elastic": {"virtual_ranks": 16}}},
     ],
 )
 def test_what_fits_raises_no_alarm(sections: dict[str, Any]) -> None:
@@ -87,7 +110,7 @@ def test_all_clashes_are_found_at_once() -> None:
 )  # fmt: skip
 def test_elastic_ranks_share_the_slices_evenly(slices: int, refused: list[int], hint: str) -> None:
     elastic = {"elastic": {"virtual_ranks": slices}}
-    config = RunConfig.model_validate({"reproducible": "elastic", "distributed": elastic})
+    config = LanguageConfig.model_validate({"reproducible": "elastic", "parallel": elastic})
     found = {ranks: rank_checks(config, ranks) for ranks in range(1, 9)}
     for ranks in refused:
         (clash,) = found[ranks]
@@ -98,4 +121,4 @@ def test_elastic_ranks_share_the_slices_evenly(slices: int, refused: list[int], 
 
 
 def test_any_number_of_ranks_will_do_otherwise() -> None:
-    assert all(rank_checks(RunConfig(), ranks) == [] for ranks in range(1, 9))
+    assert all(rank_checks(LanguageConfig(), ranks) == [] for ranks in range(1, 9))

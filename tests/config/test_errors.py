@@ -22,10 +22,10 @@ def test_one_builds_an_error_of_one_problem() -> None:
 
 
 def test_the_last_line_names_the_section_whose_keys_help() -> None:
-    nested = ConfigError.one("bad", key="distributed.ddp.static_graph")
+    nested = ConfigError.one("bad", key="parallel.ddp.static_graph")
     top = ConfigError.one("bad", key="seed")
     listed = ConfigError.one("bad", key="schedule[3].when.waited")
-    assert str(nested).endswith("Keys: instar config schema distributed.ddp")
+    assert str(nested).endswith("Keys: instar config schema parallel.ddp")
     assert str(top).endswith("Keys: instar config schema")
     assert str(listed).endswith("Keys: instar config schema schedule")
 

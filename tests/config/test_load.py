@@ -10,8 +10,8 @@ from instar.config import presets
 from instar.config.checks import Clash
 from instar.config.errors import ConfigError
 from instar.config.fields import keys, sections
+from instar.config.language import LanguageConfig
 from instar.config.load import load
-from instar.config.schema import RunConfig
 
 
 def written(folder: Path, text: str) -> str:
@@ -22,8 +22,8 @@ def written(folder: Path, text: str) -> str:
 
 def test_nothing_given_is_all_defaults() -> None:
     loaded = load(None)
-    assert loaded.config == RunConfig.model_validate({})
-    assert set(loaded.origins) == set(keys())
+    assert loaded.config == LanguageConfig.model_validate({})
+    assert set(loaded.origins) == set(keys(LanguageConfig))
     assert set(loaded.origins.values()) == {"default"}
 
 
@@ -56,7 +56,7 @@ def test_an_option_can_choose_the_preset(tmp_path: Path) -> None:
         ("compile=true", True),
         ("data.source=a=b", "a=b"),
         (" seed =1_000", 1000),
-        ("distributed={ddp: {bucket_cap_mb: 5}}", 5.0),
+        ("parallel={ddp: {bucket_cap_mb: 5}}", 5.0),
     ],
 )
 def test_options_are_yaml(option: str, value: object) -> None:
@@ -68,7 +68,7 @@ def test_options_are_yaml(option: str, value: object) -> None:
         "compile": config.compile,
         "data.source": config.data.source,
         "seed": config.seed,
-        "distributed": config.distributed.ddp.bucket_cap_mb,
+        "parallel": config.parallel.ddp.bucket_cap_mb,
     }
     assert given[option.partition("=")[0].strip()] == value
 
@@ -76,7 +76,7 @@ def test_options_are_yaml(option: str, value: object) -> None:
 def test_an_empty_section_is_all_defaults(tmp_path: Path) -> None:
     assert (
         load(written(tmp_path, "name: a\nmodel:\ndata:\n")).config.model
-        == RunConfig.model_validate({}).model
+        == LanguageConfig.model_validate({}).model
     )
 
 
@@ -121,7 +121,7 @@ def test_the_resolved_config_is_read_back_equal(tmp_path: Path) -> None:
 
 
 def test_checks_of_higher_rooms_are_told_with_all_else(tmp_path: Path) -> None:
-    def check(config: RunConfig) -> list[Clash]:
+    def check(config: LanguageConfig) -> list[Clash]:
         return [Clash(("model.n_layer",), f"{config.model.n_layer} is too few", "more")]
 
     path = written(tmp_path, "model:\n  n_hed: 3\n  n_layer: 2\n")
@@ -162,8 +162,8 @@ def test_presets_of_architecture() -> None:
 
 WORDS = st.sampled_from(
     [
-        *[key.rpartition(".")[2] for key in keys()],
-        *[section.rpartition(".")[2] for section in sections() if section],
+        *[key.rpartition(".")[2] for key in keys(LanguageConfig)],
+        *[section.rpartition(".")[2] for section in sections(LanguageConfig) if section],
         *["0", "-3", "3e-4", ".nan", "0x1f", "null", "~", "true", "yes", "2000it", "llama", "rope"],
         *["'", '"', "[", "]", "{", "}", ",", "&a ", "*a", "<<: *a", "!!int ", "!x ", "|", "? ", "%Y"],
         *["\t", "#", "---", "...", "\x00", "\x85", "\u2028", "\ufeff", "é", "\\U0011FFFF", "@", "`"],
@@ -184,10 +184,10 @@ def test_junk_is_a_config_or_a_config_error_and_nothing_else(
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     for file, options in ((str(path), []), (None, [option]), (None, [f"train.until={option}"])):
         try:
-            outcome: RunConfig | str = load(file, options).config
+            outcome: LanguageConfig | str = load(file, options).config
         except ConfigError as error:
             outcome = str(error)
-        assert isinstance(outcome, RunConfig) or "Nothing was started." in outcome
+        assert isinstance(outcome, LanguageConfig) or "Nothing was started." in outcome
 
 
 def test_loading_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:

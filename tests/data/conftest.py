@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.prepare import prepare
 from instar.data.tokens import TokenSplit
 

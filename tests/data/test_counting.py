@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data import counting
 from instar.data.counting import DocumentLane, PackedLane, count_lanes, open_stream
 from instar.data.lanereader import StreamChanged
@@ -192,7 +192,7 @@ def test_a_worker_knows_no_torch(folder: Path) -> None:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from instar.config.schema import DataConfig\n"
+        "from instar.config.language import DataConfig\n"
         "from instar.data.counting import _reader\n"
         "data = DataConfig(kind='stream', source=sys.argv[1])\n"
         "assert _reader(data, Path(sys.argv[2]), 16).fetch(0, 0, 1).samples\n"

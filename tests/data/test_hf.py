@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.hf import column_of, load_rows, load_stream
 
 TEXTS = ["one\n  two\n", "", "null", "thrée"]

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.columns import Ragged
 from instar.data.iterable import FunctionLane, RowLanes, open_lanes
 from instar.data.tokenizer import ByteTokenizer

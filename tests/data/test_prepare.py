@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data import prepare as preparing
 from instar.data.prepare import default_path, ensure_dataset, prepare
 from instar.data.split import divide
@@ -250,7 +250,7 @@ def test_what_does_not_count_does_not_change_the_folder() -> None:
 
 def test_two_processes_at_once_end_with_one_valid_set(tmp_path: Path, rows: Path) -> None:
     program = (
-        "import sys; from instar.config.schema import DataConfig\n"
+        "import sys; from instar.config.language import DataConfig\n"
         "from instar.data.prepare import ensure_dataset\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "data = DataConfig(source=sys.argv[1], path=sys.argv[2])\n"

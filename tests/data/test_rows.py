@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data import rows as module
 from instar.data.prepare import default_path, prepare
 from instar.data.rows import RowsDataset, open_rows, prepare_rows
@@ -349,7 +349,7 @@ def test_the_default_folder_tells_kinds_apart() -> None:
 def test_no_rank_needs_torch_to_open_rows(tmp_path: Path) -> None:
     source = write("saved", tmp_path, {"text": TEXTS})
     program = (
-        "import sys; from instar.config.schema import DataConfig\n"
+        "import sys; from instar.config.language import DataConfig\n"
         "from instar.data.rows import open_rows, prepare_rows\n"
         "data = DataConfig(kind='rows', source=sys.argv[1], path=sys.argv[2])\n"
         "prepare_rows(data, 1)\n"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.columns import Ragged
 from instar.data.lanereader import Chunk, HostedLanes, LaneReader, StreamChanged, StreamUnfit
 from instar.data.lanes import LaneOrder, OpenOrder

@@ -10,8 +10,9 @@ from hosted import Numbers
 from samples import same
 
 from instar.config.errors import ConfigError
+from instar.config.named import load_named
 from instar.data.columns import Ragged
-from instar.data.transform import Transformed, load_function, sample_generator
+from instar.data.transform import Transformed, sample_generator
 
 SOURCE = Numbers(40)
 Sample = dict[str, Any]
@@ -119,8 +120,8 @@ def test_a_function_in_the_current_directory_is_found(here: Path) -> None:
     (here / "my_data.py").write_text("def augment(sample, generator):\n    return 'augmented'\n")
     (here / "my_package").mkdir()
     (here / "my_package" / "inner.py").write_text("class Make:\n    pass\n")
-    assert load_function("my_data:augment", key="data.transform")(None, None) == "augmented"
-    assert load_function("my_package.inner:Make", key="data.source").__name__ == "Make"
+    assert load_named("my_data:augment", key="data.transform")(None, None) == "augmented"
+    assert load_named("my_package.inner:Make", key="data.source").__name__ == "Make"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_function_in_the_current_directory_is_found(here: Path) -> None:
 )
 def test_a_name_of_another_form_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="is not of the form module:function") as caught:
-        load_function(name, key="data.transform")
+        load_named(name, key="data.transform")
     assert caught.value.problems[0].key == "data.transform"
 
 
@@ -152,5 +153,5 @@ def test_what_is_wrong_is_said(here: Path, name: str, message: str) -> None:
     (here / "my_typo.py").write_text("def augment(:\n")
     (here / "my_needy.py").write_text("import not_there\n")
     with pytest.raises(ConfigError, match=message) as caught:
-        load_function(name, key="data.transform")
+        load_named(name, key="data.transform")
     assert caught.value.problems[0].where == "data.transform"

@@ -22,7 +22,7 @@ LIMIT_S = 90
 PRELUDE = """
 import json, os
 from pathlib import Path
-from instar.config.schema import DDPConfig, DistributedConfig
+from instar.config.schema import DDPConfig, ParallelConfig
 from instar.distributed.world import join
 
 def answer(**facts):

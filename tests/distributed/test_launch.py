@@ -49,10 +49,10 @@ STEPPING = (
 def work(log):
     follow_launcher(os.environ)
     with StopSignal() as stop:
-        from instar.config.schema import DistributedConfig
+        from instar.config.schema import ParallelConfig
         from instar.distributed.agree import Pulse, Request
         from instar.distributed.world import Interrupted, join
-        with join(DistributedConfig(timeout_s=60), "cpu") as world:
+        with join(ParallelConfig(timeout_s=60), "cpu") as world:
             log.open(folder)
             pulse = Pulse(world)
             for log.step in range(10**9):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from instar.distributed.parallel import same_everywhere, sync, unwrap, wrap
 
-with join(DistributedConfig(timeout_s=30), "cpu") as world:
+with join(ParallelConfig(timeout_s=30), "cpu") as world:
     torch.manual_seed(world.rank)
     model = nn.Linear(3, 1)
     wrapped = wrap(model, world, DDPConfig())

@@ -30,7 +30,7 @@ def saver(world, root, background):
 """
 
 SAVE = """
-with join(DistributedConfig(timeout_s=30), "cpu") as world:
+with join(ParallelConfig(timeout_s=30), "cpu") as world:
     made, told = saver(world, ROOT, BACKGROUND)
     weight = torch.arange(4.0)
     made.save(snapshot(1, weight, torch.tensor([world.rank])))
@@ -40,7 +40,7 @@ with join(DistributedConfig(timeout_s=30), "cpu") as world:
 """
 
 DRIFT = """
-with join(DistributedConfig(timeout_s=30), "cpu") as world:
+with join(ParallelConfig(timeout_s=30), "cpu") as world:
     made, told = saver(world, ROOT, False)
     weight = torch.arange(4.0) + world.rank
     error = error_of(lambda: made.save(snapshot(1, weight, torch.tensor([world.rank]))))

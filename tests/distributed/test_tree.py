@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instar.distributed.tree import Tree, exact_sum
+from instar.distributed.tree import Tree, exact_sums
 from instar.distributed.world import World
 
 ALONE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="none")
@@ -86,15 +86,20 @@ def numbers() -> list[float]:
     return [1e16, 1.0, -1e16, 3e-9, 1e300, -1.0, -1e300, 7.0, *[0.1] * 4, -7.0, -0.1, -0.1, -0.1]
 
 
+def exact_sum(values: list[float]) -> float:
+    """Of one rank alone."""
+    return exact_sums(ALONE, {"x": values})["x"]
+
+
 PROGRAM = f"""
 import torch
-from instar.distributed.tree import Tree, exact_sum
+from instar.distributed.tree import Tree, exact_sums
 
 LENGTH = {LENGTH}
 {inspect.getsource(summands)}
 {inspect.getsource(tree_sum)}
 {inspect.getsource(numbers)}
-with join(DistributedConfig(timeout_s=30), "cpu") as world:
+with join(ParallelConfig(timeout_s=30), "cpu") as world:
     def own(things):
         each = len(things) // world.size
         return things[world.rank * each : (world.rank + 1) * each]
@@ -104,9 +109,9 @@ with join(DistributedConfig(timeout_s=30), "cpu") as world:
         tree = Tree(world, leaves, LENGTH, torch.float32)
         for _ in range(2):
             sums.append(tree_sum(tree, own(summands(leaves))).numpy().tobytes().hex())
-    exact = exact_sum(world, own(numbers()))
+    exact = exact_sums(world, dict(x=own(numbers())))["x"]
     odd = [[float(text)] if world.rank == 1 else [1.0] for text in ("inf", "nan")]
-    odd = [str(exact_sum(world, values)) for values in odd]
+    odd = list(map(str, exact_sums(world, dict(enumerate(odd))).values()))
     answer(sums=sums, exact=exact.hex(), odd=odd)
 """
 
@@ -118,7 +123,7 @@ def test_processes_find_the_bits_that_one_finds(
     wanted = [pairwise(summands(leaves)).numpy().tobytes().hex() for leaves in (4, 4, 8, 8)]
     for fact in ranks(PROGRAM, size):
         assert fact["sums"] == wanted
-        assert fact["exact"] == exact_sum(ALONE, numbers()).hex()
+        assert fact["exact"] == exact_sum(numbers()).hex()
         assert fact["odd"] == ["inf", "nan"]
 
 
@@ -127,7 +132,7 @@ import os
 from instar.distributed.tree import Tree
 import torch
 
-with join(DistributedConfig(timeout_s=30), "cpu") as world:
+with join(ParallelConfig(timeout_s=30), "cpu") as world:
     tree = Tree(world, 4, 1000, torch.float32)
     for _ in range(2):
         tree.add(tree.leaf())
@@ -150,11 +155,11 @@ def test_a_process_that_is_gone_is_noticed(
 def test_the_order_of_numbers_does_not_matter(values: list[float], chance: Any) -> None:
     shuffled = list(values)
     chance.shuffle(shuffled)
-    assert exact_sum(ALONE, shuffled) == exact_sum(ALONE, values) == math.fsum(values)
+    assert exact_sum(shuffled) == exact_sum(values) == math.fsum(values)
 
 
 def test_what_is_not_finite_stays_so() -> None:
-    assert exact_sum(ALONE, [1.0, math.inf]) == math.inf
-    assert math.isnan(exact_sum(ALONE, [math.inf, -math.inf]))
-    assert math.isnan(exact_sum(ALONE, [1.0, math.nan]))
-    assert exact_sum(ALONE, []) == 0.0
+    assert exact_sum([1.0, math.inf]) == math.inf
+    assert math.isnan(exact_sum([math.inf, -math.inf]))
+    assert math.isnan(exact_sum([1.0, math.nan]))
+    assert exact_sum([]) == 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DistributedConfig
+from instar.config.schema import ParallelConfig
 from instar.distributed.world import RunFailed, join
 
 
@@ -23,7 +23,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_one_process_needs_no_group() -> None:
-    with join(DistributedConfig(), "cpu") as world:
+    with join(ParallelConfig(), "cpu") as world:
         assert (world.rank, world.size, world.backend, world.is_main) == (0, 1, "none", True)
         assert not dist.is_initialized()
 
@@ -31,7 +31,7 @@ def test_one_process_needs_no_group() -> None:
 def test_a_device_that_is_not_there_is_named() -> None:
     with (
         pytest.raises(ConfigError, match="cuda:99 is not there"),
-        join(DistributedConfig(), "cuda:99"),
+        join(ParallelConfig(), "cuda:99"),
     ):
         pass
 
@@ -40,7 +40,7 @@ def test_a_device_that_is_not_there_is_named() -> None:
 def test_one_device_cannot_serve_two_ranks() -> None:
     with (
         pytest.raises(ConfigError, match="2 ranks run on this host"),
-        join(DistributedConfig(), "cuda:0"),
+        join(ParallelConfig(), "cuda:0"),
     ):
         pass
 
@@ -49,13 +49,13 @@ def test_every_rank_misses_a_device_that_only_the_last_needs(
     two_ranks: pytest.MonkeyPatch,
 ) -> None:
     two_ranks.setenv("INSTAR_DEVICES", "0,99")
-    with pytest.raises(ConfigError, match="is not there"), join(DistributedConfig(), "cuda"):
+    with pytest.raises(ConfigError, match="is not there"), join(ParallelConfig(), "cuda"):
         pass
 
 
 def test_devices_are_indices(two_ranks: pytest.MonkeyPatch) -> None:
     two_ranks.setenv("INSTAR_DEVICES", "0,first")
-    with pytest.raises(ConfigError, match="indices such as 0,1"), join(DistributedConfig(), "cuda"):
+    with pytest.raises(ConfigError, match="indices such as 0,1"), join(ParallelConfig(), "cuda"):
         pass
 
 
@@ -63,7 +63,7 @@ def test_devices_are_indices(two_ranks: pytest.MonkeyPatch) -> None:
 def test_nccl_needs_a_gpu() -> None:
     with (
         pytest.raises(ConfigError, match="nccl needs GPUs"),
-        join(DistributedConfig(backend="nccl"), "cpu"),
+        join(ParallelConfig(backend="nccl"), "cpu"),
     ):
         pass
 
@@ -74,7 +74,7 @@ def test_a_taken_port_is_named(two_ranks: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         two_ranks.setenv("MASTER_PORT", str(port))
-        with pytest.raises(RunFailed, match=f"127.0.0.1:{port}"), join(DistributedConfig(), "cpu"):
+        with pytest.raises(RunFailed, match=f"127.0.0.1:{port}"), join(ParallelConfig(), "cpu"):
             pass
 
 
@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_come_is_named(two_ranks: pytest.MonkeyPatch) -> No
     two_ranks.setenv("MASTER_PORT", "0")
     with (
         pytest.raises(RunFailed, match="rank 1 of 2 did not come"),
-        join(DistributedConfig(timeout_s=0.2), "cpu"),
+        join(ParallelConfig(timeout_s=0.2), "cpu"),
     ):
         pass
 
@@ -93,7 +93,7 @@ from instar.distributed.signals import leave
 
 before, hook = dict(os.environ), sys.excepthook
 try:
-    with join(DistributedConfig(timeout_s=60), "cpu") as world:
+    with join(ParallelConfig(timeout_s=60), "cpu") as world:
         store = dist.distributed_c10d._get_default_store()
         facts = {"rank": world.rank, "size": world.size, "backend": world.backend,
                  "gloo": os.environ["GLOO_SOCKET_IFNAME"]}

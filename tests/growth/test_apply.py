@@ -12,8 +12,9 @@ from shapes import gpt2, llama
 from instar.config.operation import Operation
 from instar.growth.apply import Role, apply, apply_one
 from instar.growth.operators import plan
-from instar.models.architecture import Architecture, count_parameters
+from instar.models.architecture import Architecture
 from instar.models.lora import Lora
+from instar.models.shape import count_parameters
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2 = gpt2(**SIZES)

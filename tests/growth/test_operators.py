@@ -14,8 +14,9 @@ from shapes import gpt2, llama
 
 from instar.config.operation import Operation
 from instar.growth.plan import Grown
-from instar.models.architecture import Architecture, layer_of
+from instar.models.architecture import Architecture
 from instar.models.lora import Lora
+from instar.models.shape import layer_of
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 ADAPTERS = (Lora("attn", 2, 3.0), Lora("mlp", 3, 4.0), Lora("embedding", 2, 1.0))

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from instar.config.operation import Operation
 from instar.growth.apply import Role, apply
-from instar.growth.axes import Growable
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.proof import Probe, Proof, compare, split_norms
-from instar.models.architecture import Parameter
 from instar.models.gpt import named_generator
+from instar.models.shape import Growable, Parameter
 
 Tensors = Mapping[str, Tensor]
 

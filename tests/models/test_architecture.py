@@ -3,16 +3,9 @@ import math
 
 import pytest
 
-from instar.config.schema import ModelConfig
-from instar.models.architecture import (
-    Architecture,
-    ArchitectureError,
-    axis_size,
-    count_parameters,
-    flops_per_token,
-    layer_of,
-    resolve,
-)
+from instar.config.language import ModelConfig
+from instar.models.architecture import Architecture, flops_per_token, resolve
+from instar.models.shape import ArchitectureError, axis_size, count_parameters, layer_of
 
 LLAMA = ModelConfig(
     norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=False, n_kv_head=2

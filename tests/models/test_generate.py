@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from instar.config.schema import ModelConfig
+from instar.config.language import ModelConfig
 from instar.models.architecture import resolve
 from instar.models.generate import generate
 from instar.models.gpt import GPT

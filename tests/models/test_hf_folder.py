@@ -25,8 +25,8 @@ from transformers import (
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load, publish
+from instar.config.language import ModelConfig
 from instar.config.load import load as load_config
-from instar.config.schema import ModelConfig
 from instar.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe, train_char
 from instar.models.architecture import Architecture, resolve
 from instar.models.gpt import GPT

@@ -15,14 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from instar.models.architecture import (
-    Architecture,
-    ArchitectureError,
-    count_parameters,
-    flops_per_token,
-)
+from instar.models.architecture import Architecture, flops_per_token
 from instar.models.gpt import GPT, named_generator
 from instar.models.lora import TARGETS, Lora, adapter_of, covering
+from instar.models.shape import ArchitectureError, count_parameters
 
 GPT2 = gpt2(vocab_size=40)
 LLAMA = llama(vocab_size=40)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from instar.checkpoint.store import latest, publish
-from instar.config.schema import ModelConfig
+from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
 from instar.models.architecture import resolve
 from instar.models.gpt import GPT

@@ -41,12 +41,12 @@ def test_a_step_is_the_same_step_up_to_rounding(trainer: Make, losses: Losses) -
 
 def test_more_virtual_ranks_are_another_run(trainer: Make, losses: Losses) -> None:
     trainer(*ELASTIC, name="four").train()
-    trainer(*ELASTIC, "distributed.elastic.virtual_ranks=8", name="eight").train()
+    trainer(*ELASTIC, "parallel.elastic.virtual_ranks=8", name="eight").train()
     assert losses("four") != losses("eight")
 
 
 def test_what_the_environment_says_of_threads_does_not_matter(trainer: Make) -> None:
-    trainer(*ELASTIC, "distributed.elastic.threads=2", name="two")
+    trainer(*ELASTIC, "parallel.elastic.threads=2", name="two")
     assert torch.get_num_threads() == 2
     trainer(*ELASTIC, name="one")
     assert torch.get_num_threads() == 1

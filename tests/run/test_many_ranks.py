@@ -14,7 +14,6 @@ from instar.config.load import Loaded
 from instar.data.plan import plan_step
 from instar.record.events import Eval, Stop, Train, read_events
 from instar.run.preflight import preflight
-from instar.tasks.language import LanguageTask
 
 Config = Callable[..., Loaded]
 """see conftest.py"""
@@ -50,8 +49,7 @@ def test_one_two_or_four_ranks_are_one_run(
     keys = ["model.context=64", "train.batch_size=13", "train.gradient_accumulation_steps=1"]
     keys += ["train.until=[50it]", "eval.eval_interval=25", "optimizer.lr=3e-3"]
     prepared = preflight(config(*keys), 4)
-    architecture = prepared.architecture
-    _, order = LanguageTask(prepared.config, architecture, prepared.dataset).train_samples()
+    _, order = prepared.blueprint.task(prepared.config).train_samples()
     cursor, counts = 0, []
     for _ in range(50):
         counts.append(plan_step(cursor, order.samples_per_epoch, 13).count)

@@ -27,7 +27,7 @@ def test_what_is_left_out_is_derived_once(config: Config) -> None:
     prepared = preflight(config(), 1)
     assert prepared.config.model.n_mlp == 128
     assert prepared.config.learning_rate.lr_decay_iters == 8
-    assert prepared.config.model.vocab_size == prepared.dataset.vocab_size
+    assert prepared.config.model.vocab_size == prepared.blueprint.dataset.vocab_size
     assert set(prepared.derived) == {
         "model.n_kv_head",
         "model.n_mlp",

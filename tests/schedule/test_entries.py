@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from shapes import gpt2
 
+from instar.config.language import LanguageConfig
 from instar.config.operation import Operation
-from instar.config.schema import RunConfig
 from instar.schedule.entries import Entry, due, entries, last_step, next_entry, too_large
 from instar.schedule.operations import Change, State, carried_out
 from instar.schedule.settings import initial_settings
@@ -26,12 +26,14 @@ from instar.schedule.triggers import (
     Waited,
 )
 
-STATE = State(initial_settings(RunConfig()), gpt2())
+STATE = State(initial_settings(LanguageConfig()), gpt2())
 GROW = Operation("widen_mlp", "x2")
 
 
 def entry(**given: Any) -> Entry:
-    (found,) = entries(RunConfig.model_validate({"schedule": [{"name": "change_lr", **given}]}))
+    (found,) = entries(
+        LanguageConfig.model_validate({"schedule": [{"name": "change_lr", **given}]})
+    )
     return found
 
 

@@ -5,20 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sized import sized
 
 from instar.config.checks import Clash
 from instar.config.errors import ConfigError
+from instar.config.language import LanguageConfig, ModelConfig
 from instar.config.load import load
-from instar.config.schema import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from instar.models.architecture import count_parameters, flops_per_token
+from instar.config.schema import OptimizerConfig, TrainConfig
+from instar.models.architecture import flops_per_token
+from instar.models.shape import count_parameters
 from instar.record.amounts import bytes_text, count_text, flops_text
 from instar.schedule.forecast import Forecast, ScheduleError, checked_forecast, forecast
 from instar.schedule.render import render
+from instar.tasks.language_blueprint import resolved
 
 
 def foretold(world_size: int = 1, samples: int | None = 1000, **settings: object) -> Forecast:
-    config = RunConfig.model_validate(settings)
-    return forecast(config, samples and samples * 128, vocab_size=256, world_size=world_size)
+    config = LanguageConfig.model_validate(settings)
+    return forecast(config, sized(config, samples and samples * 128, 256), world_size)
 
 
 def refused(*schedule: dict[str, Any], samples: int = 1000, world_size: int = 1) -> Clash:
@@ -222,12 +226,14 @@ def test_without_data_everything_but_epochs_is_known() -> None:
 def test_a_mistake_points_at_its_line(tmp_path: Path) -> None:
     path = tmp_path / "grow.yaml"
     path.write_text("schedule:\n  - {name: widen_mlp, value: 8, max_wait_iters: 9}\n")
+    loaded = load(str(path))
+    assert isinstance(loaded.config, LanguageConfig)
     with pytest.raises(ConfigError) as caught:
-        checked_forecast(load(str(path)), None, 256, 1)
+        checked_forecast(loaded, sized(loaded.config, None, 256), 1)
     (problem,) = caught.value.problems
     assert problem.where == f"{path}:2:30"
     with pytest.raises(ConfigError, match="too few for a tokenizer"):
-        checked_forecast(load(None, ["model.vocab_size=9"]), None, 256, 1)
+        resolved(load(None, ["model.vocab_size=9"]), 256)
 
 
 def test_what_stays_is_not_told_again() -> None:
@@ -296,8 +302,8 @@ def test_the_text_fits_80_columns_and_says_what_matters() -> None:
         dropout=0.1,
     )
     train = TrainConfig(until=("10Btok", "10min"), batch_size=32, gradient_accumulation_steps=16)
-    config = RunConfig(model=model, train=train)
-    text = render(forecast(config, 10**10, vocab_size=50_304, world_size=8))
+    config = LanguageConfig(model=model, train=train)
+    text = render(forecast(config, sized(config, 10**10, 50_304), world_size=8))
     assert max(map(len, text.splitlines())) <= 80
     for fact in ("12 layers × 768 wide", "114M", "19,074 steps", "10.0B tokens", "8.0e18 FLOPs"):
         assert fact in text

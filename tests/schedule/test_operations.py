@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import gpt2
 
+from instar.config.language import LanguageConfig
 from instar.config.operation import Operation
-from instar.config.schema import RunConfig
 from instar.growth.plan import GrowthError
 from instar.schedule.operations import (
     SETTINGS,
@@ -24,7 +24,7 @@ from instar.schedule.operations import (
 )
 from instar.schedule.settings import Settings, initial_settings, is_frozen, learning_rate
 
-CONFIG = RunConfig.model_validate(
+CONFIG = LanguageConfig.model_validate(
     {
         "optimizer": {"lr": 0.001},
         "learning_rate": {"warmup_iters": 100, "lr_decay_iters": 1000},

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instar.config.budget import Budget, parse_budget
-from instar.schedule.pace import Pace, Spot, samples_per_epoch
+from instar.data.source import windows_of
+from instar.schedule.pace import Pace, Spot
 
 
 def steps(
@@ -63,9 +64,8 @@ def test_a_share_of_a_budget() -> None:
 
 
 def test_windows_cover_all_tokens_but_the_first() -> None:
-    assert samples_per_epoch(1001, 10) == 100
-    assert samples_per_epoch(1002, 10) == 101
-    assert samples_per_epoch(None, 10) is None
+    assert windows_of(1001, 10) == 100
+    assert windows_of(1002, 10) == 101
 
 
 def test_samples_of_another_length_begin_a_new_order() -> None:

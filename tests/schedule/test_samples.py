@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from sized import sized
 
 from instar.config.schedule import Plateau, ScheduledOperation, When
 from instar.growth.operators import OPERATORS
-from instar.models.architecture import count_parameters
+from instar.models.shape import count_parameters
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import Forecast, checked_forecast
 from instar.schedule.operations import names
@@ -24,7 +25,7 @@ def told(config: Path | None, *options: str) -> Forecast:
     loaded = load_checked(config and str(config), options)
     data = loaded.config.data
     vocabulary = data.vocab_size if data.tokenizer == "bpe" else 256
-    return checked_forecast(loaded, 10**7, vocabulary, world_size=2)
+    return checked_forecast(loaded, sized(loaded.config, 10**7, vocabulary), world_size=2)
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)

@@ -9,15 +9,17 @@ import figures
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sized import sized
 
 from instar.config.budget import parse_budget
+from instar.config.language import LanguageConfig
 from instar.config.operation import Operation
-from instar.config.schema import RunConfig
+from instar.data.source import windows_of
 from instar.models.architecture import flops_per_token, resolve
 from instar.schedule.entries import due, entries, next_entry
 from instar.schedule.forecast import forecast
 from instar.schedule.operations import Change, History, carried_out, fold
-from instar.schedule.pace import Pace, Spot, samples_per_epoch
+from instar.schedule.pace import Pace, Spot
 from instar.schedule.triggers import Moment
 
 TOKENS = 4001
@@ -25,23 +27,23 @@ VOCABULARY = 64
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 8, "context": 10}
 
 
-def config(schedule: list[dict[str, Any]], **changes: Any) -> RunConfig:
+def config(schedule: list[dict[str, Any]], **changes: Any) -> LanguageConfig:
     given = {
         "model": SMALL,
         "schedule": schedule,
         "train": {"until": ["300it"], "batch_size": 4},
         "eval": {"eval_interval": 20},
     }
-    return RunConfig.model_validate(given | changes)
+    return LanguageConfig.model_validate(given | changes)
 
 
-def foretold(run: RunConfig) -> tuple[list[int | None], list[int | None]]:
+def foretold(run: LanguageConfig) -> tuple[list[int | None], list[int | None]]:
     """First and last steps of the operations."""
-    stages = forecast(run, TOKENS, VOCABULARY, world_size=1).stages[1:]
+    stages = forecast(run, sized(run, TOKENS, VOCABULARY), world_size=1).stages[1:]
     return [stage.first_step for stage in stages], [stage.latest_step for stage in stages]
 
 
-def played(run: RunConfig, *, hopeful: bool) -> list[int | None]:
+def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
     """The steps of a loop that asks between all of them, as a trainer does."""
     schedule, budgets = entries(run), [parse_budget(text) for text in run.train.until]
     state = fold(run, resolve(run.model, VOCABULARY), ())
@@ -53,7 +55,7 @@ def played(run: RunConfig, *, hopeful: bool) -> list[int | None]:
         pace = Pace(
             state.settings.global_batch,
             context,
-            samples_per_epoch(TOKENS, context),
+            windows_of(TOKENS, context),
             flops_per_token(state.architecture, context),
         )
         if spot.step_of_first(pace, budgets) == spot.step:
@@ -85,8 +87,8 @@ def played(run: RunConfig, *, hopeful: bool) -> list[int | None]:
             spot = spot.new_order(pace)
             pace = dataclasses.replace(
                 pace,
-                context=state.settings.context,
-                samples_per_epoch=samples_per_epoch(TOKENS, state.settings.context),
+                weight=state.settings.context,
+                samples_per_epoch=windows_of(TOKENS, state.settings.context),
             )
         pace = dataclasses.replace(pace, global_batch=state.settings.global_batch)
         spot = spot.after(pace, 1)
@@ -191,7 +193,7 @@ def test_growth_waits_until_a_mask_is_open_in_full() -> None:
 def test_a_larger_batch_brings_a_token_budget_s_end_nearer() -> None:
     schedule = [{"name": "change_batch_size", "value": 2, "when": {"at_fraction": 0.5}}]
     run = config(schedule, train={"until": ["3200tok"], "batch_size": 4})
-    told = forecast(run, TOKENS, VOCABULARY, world_size=1)
+    told = forecast(run, sized(run, TOKENS, VOCABULARY), world_size=1)
     assert told.stages[1].first_step == 40
     assert told.early is not None
     assert (told.early.steps, told.early.tokens) == (60, 3200)

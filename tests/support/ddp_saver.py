@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from instar.checkpoint.store import publish
-from instar.config.schema import DDPConfig, DistributedConfig
+from instar.config.schema import DDPConfig, ParallelConfig
 from instar.distributed.parallel import unwrap, wrap
 from instar.distributed.world import join
 from instar.models.architecture import Architecture
@@ -21,7 +21,7 @@ from instar.models.gpt import GPT
 
 
 def train_and_save(root: Path, arch: Architecture) -> None:
-    with join(DistributedConfig(timeout_s=60), "cpu") as world:
+    with join(ParallelConfig(timeout_s=60), "cpu") as world:
         model = GPT(arch)
         model.init_weights(0)
         wrapped = wrap(model, world, DDPConfig())

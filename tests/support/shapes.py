@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from instar.config.schema import ModelConfig
+from instar.config.language import ModelConfig
 from instar.models.architecture import Architecture, resolve
 
 

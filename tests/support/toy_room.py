@@ -233,13 +233,13 @@ def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, i
     import torch
     import torch.distributed as dist
 
-    from instar.config.schema import DistributedConfig
+    from instar.config.schema import ParallelConfig
     from instar.distributed.agree import Pulse, Request, agree, gather, reduce_sums, together
     from instar.distributed.failure import Interrupted
     from instar.distributed.world import join, recall, remember
 
     _write(room.folder / f"coming-{log.rank}", "")
-    config = DistributedConfig(silence_s=room.silence_s, timeout_s=room.timeout_s)
+    config = ParallelConfig(silence_s=room.silence_s, timeout_s=room.timeout_s)
     with join(config, "cpu") as world:
         log.open(room.folder)
         found = agree(world, recall("run_dir") if world.is_main else None)

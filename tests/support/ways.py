@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from feeds import dispatched_feeds, local_feed
 
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.dataset import open_data, prepare_data
 from instar.data.feed import Feed
 from instar.data.reader import StepBatch

@@ -34,7 +34,7 @@ DISPATCHED = (
     "eval.eval_interval=1000",
     "checkpoint.every_steps=3",
 )
-LIMITS = (f"distributed.timeout_s={TIMEOUT_S}", f"distributed.silence_s={SILENCE_S}")
+LIMITS = (f"parallel.timeout_s={TIMEOUT_S}", f"parallel.silence_s={SILENCE_S}")
 
 
 @dataclass(frozen=True)

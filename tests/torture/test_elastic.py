@@ -36,7 +36,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "llama, 2 threads": (
         "preset=llama",
         "model.qk_norm=true",
-        "distributed.elastic.threads=2",
+        "parallel.elastic.threads=2",
     ),
 }
 

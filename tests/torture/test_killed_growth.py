@@ -43,7 +43,7 @@ SETTINGS = (
     "checkpoint.every_steps=5",
     "checkpoint.keep_last=2",
     "model.dropout=0.1",
-    f"distributed.timeout_s={WAIT_S}",
+    f"parallel.timeout_s={WAIT_S}",
 )
 
 

@@ -30,7 +30,7 @@ WAIT_S = 10.0
 SETTINGS = (
     "checkpoint.every_steps=3",
     "checkpoint.keep_last=2",
-    f"distributed.timeout_s={WAIT_S}",
+    f"parallel.timeout_s={WAIT_S}",
 )
 STRATEGIES = ((), ("data.prefetch=false",), ("data.order=random",))
 """how samples come to a rank"""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instar.checkpoint import disk
 from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from instar.checkpoint.store import BEST, LATEST, checkpoints, pointed_at
+from instar.checkpoint.store import checkpoints, pointed_at, pointers
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def superfluous(manifests: Sequence[tuple[Path, Manifest]], keep: Keep) -> list[
 def prune(root: Path, keep: Keep) -> list[Path]:
     """Delete the run's superfluous checkpoints and return what they were.
 
-    What `latest` and `best` name stays, and so does anything whose manifest cannot be read: it may
+    What `latest`, `best` and `best-…` name stays, and so does anything whose manifest cannot be read: it may
     be all that is left of something. Each loses its name first, so that no reader ever finds a part.
 
     Raises:
@@ -53,7 +53,7 @@ def prune(root: Path, keep: Keep) -> list[Path]:
             readable.append((path, read_manifest(path)))
         except CheckpointError:
             continue
-    named = {pointed_at(root, LATEST), pointed_at(root, BEST)}
+    named = {pointed_at(root, pointer) for pointer in pointers(root)}
     gone = [path for path in superfluous(readable, keep) if path not in named]
     try:
         for path in gone:

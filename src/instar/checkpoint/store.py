@@ -324,7 +324,7 @@ def latest(root: Path) -> Path:
 
 
 def pointed_at(root: Path, pointer: str) -> Path | None:
-    """The checkpoint that `latest` or `best` names, if it names one that is there."""
+    """The checkpoint that `latest`, `best` or `best-…` names, if it names one that is there."""
     folder = root / "checkpoints"
     try:
         name = (folder / pointer).read_text(encoding="utf-8", errors="replace").strip()
@@ -334,8 +334,14 @@ def pointed_at(root: Path, pointer: str) -> Path | None:
     return folder / name if there else None
 
 
+def pointers(root: Path) -> list[str]:
+    """The names under which checkpoints of a run may be asked for: latest, best, best-…"""
+    there = sorted(path.name for path in (root / "checkpoints").glob(f"{BEST}*"))
+    return [LATEST, *there]
+
+
 def point(root: Path, pointer: str, checkpoint: Path) -> None:
-    """Make `latest` or `best` name a checkpoint.
+    """Make `latest`, `best` or `best-…` name a checkpoint.
 
     Raises:
         CheckpointError: the disk does not let us.

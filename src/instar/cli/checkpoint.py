@@ -15,6 +15,7 @@ from instar.cli.config import json_option
 if TYPE_CHECKING:
     from instar.checkpoint.compare import Check
     from instar.checkpoint.manifest import Manifest
+    from instar.models.shape import Growable
 
 BROKEN = 3
 WHAT_TO_GIVE = (
@@ -269,11 +270,11 @@ def _root(text: str) -> Path:
 def _row(path: Path, verify: bool) -> dict[str, Any]:
     from instar.checkpoint.compare import check
     from instar.checkpoint.manifest import CheckpointError, read_manifest
-    from instar.checkpoint.store import BEST, LATEST, pointed_at
+    from instar.checkpoint.store import pointed_at, pointers
 
     root = path.parent.parent
-    pointers = [pointer for pointer in (LATEST, BEST) if pointed_at(root, pointer) == path]
-    row: dict[str, Any] = {"name": path.name, "path": str(path), "pointers": pointers}
+    named = [pointer for pointer in pointers(root) if pointed_at(root, pointer) == path]
+    row: dict[str, Any] = {"name": path.name, "path": str(path), "pointers": named}
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -322,20 +323,27 @@ def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
     import dataclasses
 
     from instar.config.fields import keys, value_of
+    from instar.config.language import LanguageConfig
     from instar.config.load import load
     from instar.models.architecture import resolve
     from instar.record.rundir import RunDir
     from instar.run.state import history_from_json
     from instar.schedule.operations import fold
+    from instar.tasks.blueprint import kind_of
 
     file = RunDir(path.absolute().parent.parent).config
     if not file.is_file():
         return {}
     with _checkpoint_errors():
-        config = load(str(file)).config
-    began = resolve(config.model, config.model.vocab_size or manifest.architecture["vocab_size"])
+        loaded = load(str(file))
+    config = loaded.config
+    if isinstance(config, LanguageConfig):
+        vocabulary = config.model.vocab_size or manifest.architecture["vocab_size"]
+        began: Growable = resolve(config.model, vocabulary)
+    else:
+        began = kind_of(config.task).assumed(loaded, lambda _: None).architecture
     force = dataclasses.asdict(fold(config, began, history_from_json(manifest.history)).settings)
-    told = {key: value_of(config, key) for key in keys()}
+    told = {key: value_of(config, key) for key in keys(type(config))}
     return told | {f"in force: {name}": value for name, value in force.items()}
 
 

@@ -52,8 +52,9 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
 
 @config.command()
 @click.argument("section", required=False)
+@click.option("--task", default="language", show_default=True, help="Of which task's configs.")
 @json_option
-def schema(section: str | None, as_json: bool) -> None:
+def schema(section: str | None, task: str, as_json: bool) -> None:
     """List the keys that there are, or those of one SECTION.
 
     With --json the JSON Schema of a config file, from which editors complete and check.
@@ -71,34 +72,32 @@ def schema(section: str | None, as_json: bool) -> None:
         schema_node,
         sections,
     )
+    from instar.config.roots import root_of
 
-    name = section or ""
-    if name not in sections() and name not in keys():
-        meant = nearest(name, [*filter(None, sections()), *keys()])
-        hint = (
-            f"did you mean '{meant}'?"
-            if meant
-            else f"there are {', '.join(filter(None, sections()))}"
-        )
+    name, root = section or "", root_of(task)
+    there = list(filter(None, sections(root)))
+    if name not in sections(root) and name not in keys(root):
+        meant = nearest(name, [*there, *keys(root)])
+        hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(there)}"
         raise ConfigError.one(f"there is no section or key '{name}'", hint=hint)
     if as_json:
-        _print_json(editor_schema(name))
+        _print_json(editor_schema(root, name))
         return
     rows = [
         (
             key,
-            _brief(expected(schema_node(tuple(key.split("."))) or {})),
-            in_yaml(default(key)),
+            _brief(expected(root, schema_node(root, tuple(key.split("."))) or {})),
+            in_yaml(default(root, key)),
             field.description or "",
         )
-        for key, field in keys().items()
+        for key, field in keys(root).items()
         if not name or key == name or key.startswith(f"{name}.")
     ]
     if name == "schedule":
         rows += [
             (
                 dotted(path),
-                _brief(expected(schema_node(path) or {})),
+                _brief(expected(root, schema_node(root, path) or {})),
                 "" if field.is_required() else in_yaml(field.default),
                 field.description or "",
             )
@@ -116,8 +115,9 @@ def validate(cfg: str, overrides: tuple[str, ...]) -> None:
     from instar.schedule.checks import load_checked
 
     loaded = load_checked(cfg, overrides)
-    given = sum(loaded.origins[key] != "default" for key in keys())
-    click.echo(f"{cfg}: ok, {given} of {len(keys())} keys set")
+    every = keys(type(loaded.config))
+    given = sum(loaded.origins[key] != "default" for key in every)
+    click.echo(f"{cfg}: ok, {given} of {len(every)} keys set")
 
 
 @config.command()
@@ -141,7 +141,11 @@ def diff(a: str, b: str, as_json: bool) -> None:
     if problems:
         raise ConfigError(*problems)
     left, right = values
-    differing = {key: (left[key], right[key]) for key in left if left[key] != right[key]}
+    differing = {
+        key: (left.get(key), right.get(key))
+        for key in {**left, **right}
+        if left.get(key) != right.get(key)
+    }
     if as_json:
         _print_json({key: {"a": one, "b": other} for key, (one, other) in differing.items()})
     elif differing:
@@ -168,7 +172,7 @@ def _brief(words: str) -> str:
 def _values(loaded: Loaded) -> dict[str, Any]:
     from instar.config.fields import keys, value_of
 
-    return {key: value_of(loaded.config, key) for key in keys()}
+    return {key: value_of(loaded.config, key) for key in keys(type(loaded.config))}
 
 
 def _print_json(data: Any) -> None:

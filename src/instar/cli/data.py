@@ -79,17 +79,22 @@ def prepare(
         if value is not None
     ]
     loaded = load(cfg, [*overrides, *options])
+    config = loaded.config
 
+    from instar.config.language import LanguageConfig
     from instar.data.dataset import folders
     from instar.run.preflight import prepare_data
 
     prepare_data(loaded, nproc, lambda line: click.echo(line, err=True))
-    made = folders(loaded.config.data, loaded.config.seed)
+    if not isinstance(config, LanguageConfig):
+        click.echo(config.data.path or "in memory")
+        return
+    made = folders(config.data, config.seed)
     if not as_json:
         click.echo("\n".join(map(str, made)))
         return
     summaries = [_summary(*_open(str(folder))) for folder in made]
-    _print_json(summaries if loaded.config.data.mixture else summaries[0])
+    _print_json(summaries if config.data.mixture else summaries[0])
 
 
 _TEXTS = frozenset(

@@ -8,7 +8,7 @@ from instar.config import presets
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(["gpt", "growth"]), default="gpt")
+@click.argument("kind", type=click.Choice(["gpt", "growth", "graph"]), default="gpt")
 @click.argument("path", required=False)
 @click.option(
     "--preset",

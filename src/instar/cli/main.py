@@ -22,6 +22,7 @@ COMMANDS = {
     "init": ("instar.cli.init:init", "Write a commented config to start from."),
     "train": ("instar.cli.train:train", "Train a model, on one process or many."),
     "resume": ("instar.cli.resume:resume", "Go on with a run that was stopped."),
+    "test": ("instar.cli.test:test", "Test a run's best model on what was kept for it."),
     "control": ("instar.cli.control:control", "Ask a run under way to save or stop, or how it is."),
     "sample": ("instar.cli.sample:sample", "Let a trained model write."),
     "grow": ("instar.cli.grow:grow", "Make a larger model of a checkpoint, as a new run."),

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import click
 
 from instar.cli.config import json_option, set_option
-
-if TYPE_CHECKING:
-    from instar.config.schema import RunConfig
 
 
 @click.group()
@@ -35,38 +31,14 @@ def check(
     from instar.schedule.checks import load_checked
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render
+    from instar.tasks.blueprint import kind_of
 
     loaded = load_checked(cfg, (*overrides, schedule_option(file)))
-    tokens, vocabulary = _data(loaded.config)
-    told = checked_forecast(loaded, tokens, vocabulary, nproc)
+    blueprint = kind_of(loaded.config.task).assumed(loaded, lambda text: click.echo(text, err=True))
+    told = checked_forecast(loaded, blueprint, nproc)
     click.echo(json.dumps(told.to_dict(), indent=2) if as_json else render(told))
 
 
 def schedule_option(file: str) -> str:
     """The schedule's file as a text for --set."""
     return f"schedule={json.dumps(file)}"
-
-
-def _data(config: RunConfig) -> tuple[int | None, int]:
-    """Training tokens, None where they are not prepared yet, and the vocabulary.
-
-    Raises ConfigError for a data set that is damaged.
-    """
-    from instar.data.dataset import folders, open_data
-
-    missing = [str(path) for path in folders(config.data, config.seed) if not path.exists()]
-    if not missing:
-        dataset = open_data(config.data, config.seed)
-        return dataset.train_tokens(config.model.context), dataset.vocab_size
-    from instar.data.tokenizer import named_tokenizer
-
-    named = named_tokenizer(config.data.tokenizer)
-    trained = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
-    vocabulary = trained if named is None else named.vocab_size
-    where = ", ".join(missing)
-    click.echo(f"no data in {where} yet: a vocabulary of {vocabulary:,} is assumed", err=True)
-    return None, vocabulary
-
-
-_BYTES = 256
-"""tokens of the byte tokenizer, and a guess for one of characters"""

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     type=click.Choice(["architecture", "data", "tokenizer"]),
     help="With --resume: go on although this is another than it was.",
 )
+@click.option("--only-test", is_flag=True, hidden=True)
 @click.option("--dry-run", is_flag=True, help="Say what the run would be, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: as JSON.")
 def train(
@@ -60,6 +61,7 @@ def train(
     resume: str | None,
     start: str,
     allow: tuple[str, ...],
+    only_test: bool,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -91,12 +93,13 @@ def train(
         cfg = cfg or str(run.config)
         argv = [*argv, "--resume", str(run.path), "--from", start]
         argv += [word for one in allow for word in ("--allow", one)]
+        argv += ["--only-test"] * only_test
     loaded = load_checked(cfg, overrides)
     if dry_run:
         return _forecast(loaded, argv, ranks, indices, as_json)
     if place.size > 1:
-        return _one_rank(loaded, going_on)
-    return _from_the_shell(loaded, going_on, argv, ranks, indices, max_restarts)
+        return _one_rank(loaded, going_on, only_test)
+    return _from_the_shell(loaded, going_on, argv, ranks, indices, max_restarts, only_test)
 
 
 def _from_the_shell(
@@ -106,6 +109,7 @@ def _from_the_shell(
     ranks: int,
     devices: Sequence[int] | None,
     max_restarts: int,
+    only_test: bool,
 ) -> int:
     """Find all mistakes before any rank is started; then run here, or launch ranks."""
     from instar.distributed.failure import NOTHING_STARTED, Interrupted
@@ -121,7 +125,7 @@ def _from_the_shell(
             if ranks > 1:
                 choose(going_on)
         if ranks == 1 and devices is None and not max_restarts:
-            return _one_rank(loaded, resume)
+            return _one_rank(loaded, resume, only_test)
         from instar.distributed.launch import launch, torchrun_line
 
         line = torchrun_line(argv, ranks, devices, max_restarts=max_restarts)
@@ -132,7 +136,7 @@ def _from_the_shell(
         raise Interrupted(NOTHING_STARTED) from None
 
 
-def _one_rank(loaded: Loaded, resume: Resume | None) -> int:
+def _one_rank(loaded: Loaded, resume: Resume | None, only_test: bool = False) -> int:
     from instar.distributed.ranklog import run_rank
     from instar.distributed.signals import StopSignal
 
@@ -142,7 +146,7 @@ def _one_rank(loaded: Loaded, resume: Resume | None) -> int:
         def work(log: RankLog) -> None:
             from instar.run.rank import run
 
-            run(loaded, log, signal, resume)
+            run(loaded, log, signal, resume, only_test=only_test)
 
         return run_rank(work)
 

@@ -2,66 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from instar.config.budget import Budget, parse_budget
 from instar.config.clash import Clash
-from instar.config.data_checks import data_checks, data_rank_checks
+from instar.config.explain import nearest
 from instar.config.schema import RunConfig
 
 
 def cross_checks(config: RunConfig) -> list[Clash]:
     """Everything in the config that contradicts itself."""
-    return [*_shape(config), *data_checks(config.data), *_course(config), *_elastic(config)]
+    return [*config.clashes(), *_metrics(config), *_course(config), *_elastic(config)]
 
 
 def rank_checks(config: RunConfig, world_size: int) -> list[Clash]:
     """Everything in the config that so many ranks contradict."""
-    return [*_virtual_ranks(config, world_size), *data_rank_checks(config.data, world_size)]
+    return [*_virtual_ranks(config, world_size), *config.rank_clashes(world_size)]
+
+
+def _metrics(config: RunConfig) -> Iterator[Clash]:
+    """Metrics that are asked for and that the task does not measure."""
+    known = config.metrics
+    plateau = "learning_rate.plateau.metric"
+    asked = [(plateau, plateau, config.learning_rate.plateau.metric)]
+    asked += [
+        (f"early_stopping.rules[{index}].metric", "early_stopping.rules", rule.metric)
+        for index, rule in enumerate(config.early_stopping.rules)
+    ]
+    asked += [
+        (f"checkpoint.best_of[{index}]", "checkpoint.best_of", metric)
+        for index, metric in enumerate(config.checkpoint.best_of)
+    ]
+    for key, whole, metric in asked:
+        if metric not in known:
+            meant = nearest(metric, known)
+            yield Clash(
+                (key, whole),
+                f"{key}: this run has no metric '{metric}'",
+                f"did you mean '{meant}'?" if meant else f"there are {', '.join(known)}",
+            )
 
 
 def _virtual_ranks(config: RunConfig, world_size: int) -> list[Clash]:
-    slices = config.distributed.elastic.virtual_ranks
+    slices = config.parallel.elastic.virtual_ranks
     if config.reproducible == "fixed" or slices % world_size == 0:
         return []
     possible = [str(ranks) for ranks in range(1, slices + 1) if slices % ranks == 0]
     return [
         Clash(
-            ("distributed.elastic.virtual_ranks", "reproducible"),
+            ("parallel.elastic.virtual_ranks", "reproducible"),
             f"{world_size} ranks cannot share {slices} virtual ranks evenly",
             f"use {', '.join(possible[:-1])} or {possible[-1]} ranks"
             if len(possible) > 1
             else "use 1 rank, or more virtual ranks in a new run",
         )
     ]
-
-
-def _shape(config: RunConfig) -> list[Clash]:
-    model, found = config.model, []
-    heads, width = model.n_head, model.n_embd
-    if width % heads:
-        near = max(heads, round(width / heads) * heads)
-        found.append(
-            Clash(
-                ("model.n_embd", "model.n_head"),
-                f"model.n_embd ({width}) must be divisible by model.n_head ({heads})",
-                f"n_embd {near} would be",
-            )
-        )
-    elif model.positions == "rope" and (width // heads) % 2:
-        found.append(
-            Clash(
-                ("model.n_embd", "model.n_head", "model.positions"),
-                f"rope turns pairs of channels: model.n_embd / model.n_head must be even, "
-                f"got {width} / {heads} = {width // heads}",
-            )
-        )
-    if model.n_kv_head is not None and heads % model.n_kv_head:
-        found.append(
-            Clash(
-                ("model.n_kv_head", "model.n_head"),
-                f"model.n_head ({heads}) must be divisible by model.n_kv_head ({model.n_kv_head})",
-            )
-        )
-    return found
 
 
 def _course(config: RunConfig) -> list[Clash]:
@@ -77,9 +72,18 @@ def _course(config: RunConfig) -> list[Clash]:
         found.append(
             Clash(("train.until",), "train.until is empty: the run would never end", "e.g. 2000it")
         )
-    end = course.lr_decay_iters
-    if course.shape == "constant":
+    if course.shape in ("step", "exponential") and course.decay_every is None:
+        found.append(
+            Clash(
+                ("learning_rate.decay_every", "learning_rate.shape"),
+                f"learning_rate.decay_every is needed: with shape {course.shape}, the rate is "
+                f"multiplied by gamma ({course.gamma:g}) every so many steps",
+                "e.g. a third of the run's steps",
+            )
+        )
+    if not course.has_end:
         return found
+    end = course.lr_decay_iters
     if end is None:
         if budgets and not found and all(budget.kind in ("seconds", "loss") for budget in budgets):
             found.append(
@@ -106,13 +110,13 @@ def _elastic(config: RunConfig) -> list[Clash]:
     if config.reproducible == "fixed":
         return []
     found = []
-    slices = config.distributed.elastic.virtual_ranks
+    slices = config.parallel.elastic.virtual_ranks
     if slices & (slices - 1):
         below = 1 << (slices.bit_length() - 1)
         found.append(
             Clash(
-                ("distributed.elastic.virtual_ranks", "reproducible"),
-                f"distributed.elastic.virtual_ranks must be a power of two, got {slices}: gradients "
+                ("parallel.elastic.virtual_ranks", "reproducible"),
+                f"parallel.elastic.virtual_ranks must be a power of two, got {slices}: gradients "
                 "are added in pairs, and pairs of pairs",
                 f"{below} or {2 * below} would be",
             )

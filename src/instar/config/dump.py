@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from instar.config.document import parse, printable
-from instar.config.fields import keys, sections, value_of
+from instar.config.fields import Root, keys, sections, value_of
 from instar.config.schema import RunConfig
 
 
@@ -17,8 +17,8 @@ def resolved(config: RunConfig, origins: Mapping[str, str]) -> str:
     item's of a list stands under "key[index]"."""
     lines: list[str] = []
     section = ""
-    for key in keys():
-        lines += opening(section, section := key.rpartition(".")[0])
+    for key in keys(type(config)):
+        lines += opening(type(config), section, section := key.rpartition(".")[0])
         first, *items = entry(config, key)
         lines.append(_with_origin(first, key, origins))
         lines += [
@@ -31,13 +31,15 @@ def _with_origin(line: str, key: str, origins: Mapping[str, str]) -> str:
     return f"{line:<40}  # {printable(origins[key])}" if key in origins else line
 
 
-def opening(before: str, section: str) -> list[str]:
+def opening(root: Root, before: str, section: str) -> list[str]:
     """The lines that open `section` after the section `before`."""
     if section == before:
         return []
     indent = "  " * section.count(".")
-    about = (sections()[section].__doc__ or "").strip().splitlines()[0]
-    return ["", f"{indent}# {about}", f"{indent}{section.rpartition('.')[2]}:"]
+    home, _, name = section.rpartition(".")
+    said = sections(root)[section].__doc__ or sections(root)[home].model_fields[name].description
+    about = (said or name).strip().splitlines()[0]
+    return ["", f"{indent}# {about}", f"{indent}{name}:"]
 
 
 def entry(config: RunConfig, key: str) -> list[str]:

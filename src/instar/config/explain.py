@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from instar.config.document import show
-from instar.config.fields import default, expected, keys, properties, schema_node, sections
+from instar.config.fields import Root, default, expected, keys, properties, schema_node, sections
 
 # What other trainers call it.
 FAMILIAR = {
@@ -55,21 +55,21 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[close[0]] if close else None
 
 
-def unknown_key(name: str, section: str) -> tuple[str, str]:
+def unknown_key(root: Root, name: str, section: str) -> tuple[str, str]:
     """For a key that `section` does not have: a hint, and the dotted key that was meant ("")."""
-    here = sections()[section].model_fields
-    if "." in name and name in keys():
+    here = sections(root)[section].model_fields
+    if "." in name and name in keys(root):
         home, _, last = name.rpartition(".")
         return f"write '{last}:' under '{home}:'", name
-    if owners := _owners(name, keys()):
+    if owners := _owners(name, keys(root)):
         return f"'{name}' belongs {' or '.join(map(_home, owners))}", owners[0]
     meant = FAMILIAR.get(name)
-    if meant is None and (owners := _owners(name, sections())):
+    if meant is None and (owners := _owners(name, sections(root))):
         return f"'{name}' belongs {' or '.join(map(_home, owners))}", owners[0]
     if meant is None and (close := nearest(name, here)):
         meant = f"{section}.{close}" if section else close
     if meant is None:
-        elsewhere = {key.rpartition(".")[2]: key for key in keys()} | FAMILIAR
+        elsewhere = {key.rpartition(".")[2]: key for key in keys(root)} | FAMILIAR
         meant = elsewhere.get(nearest(name, elsewhere, 0.85) or "")
     if meant is None:
         return f"it has {', '.join(here)}" if len(here) <= 8 else "", ""
@@ -92,23 +92,27 @@ def _home(key: str) -> str:
     return f"in {section}" if section else "at the top level"
 
 
-def wrong_value(path: tuple[str | int, ...], given: Any, kind: str, said: str) -> tuple[str, str]:
+def wrong_value(
+    root: Root, path: tuple[str | int, ...], given: Any, kind: str, said: str
+) -> tuple[str, str]:
     """Message and hint for a value that the schema refuses.
 
     `kind` and `said` are pydantic's error type and message, used only where the schema has
     no words of its own.
     """
     name = dotted(path)
-    node = schema_node(path)
+    node = schema_node(root, path)
     if kind == "extra_forbidden":
-        meant = nearest(str(path[-1]), properties(path[:-1]))
+        meant = nearest(str(path[-1]), properties(root, path[:-1]))
         hint = f"did you mean '{meant}'?" if meant else ""
         return f"unknown key '{path[-1]}' in {dotted(path[:-1])}", hint
     if kind == "missing":
         return f"{name} is missing", ""
     if node is None or kind in ("value_error", "assertion_error"):
         return f"{name}: {said[:1].lower()}{said[1:]}, got {show(given)}", ""
-    return f"{name} must be {expected(node)}, got {show(given)}", _hint(name, node, given)
+    return f"{name} must be {expected(root, node)}, got {show(given)}", _hint(
+        root, name, node, given
+    )
 
 
 def dotted(path: tuple[str | int, ...]) -> str:
@@ -119,13 +123,13 @@ def dotted(path: tuple[str | int, ...]) -> str:
     return text.removeprefix(".")
 
 
-def _hint(name: str, node: dict[str, Any], given: Any) -> str:
+def _hint(root: Root, name: str, node: dict[str, Any], given: Any) -> str:
     choices = [node, *node.get("anyOf", ())]
     types = {choice.get("type") for choice in choices}
     words = [str(word) for choice in choices for word in choice.get("enum", ())]
     number = _number(given) if isinstance(given, str) else None
     if given is None:
-        instead = default(name) if name in keys() else None
+        instead = default(root, name) if name in keys(root) else None
         return "" if instead is None else f"leave the line out for the default, {show(instead)}"
     if isinstance(given, str):
         if "boolean" in types and (word := _YES_NO.get(given.lower())):

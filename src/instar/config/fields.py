@@ -1,4 +1,7 @@
-"""The schema as a table: which sections and keys there are, and what each may hold, in words."""
+"""The schema as a table: which sections and keys there are, and what each may hold, in words.
+
+`root` is the whole config of the task in question (`config/roots.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ PATTERNS = {
 }
 
 
+Root = type[RunConfig]
+
+
 @cache
-def sections() -> dict[str, type[BaseModel]]:
+def sections(root: Root) -> dict[str, type[BaseModel]]:
     """Every section by its dotted name, in the schema's order; "" is the top level."""
-    found: dict[str, type[BaseModel]] = {"": RunConfig}
-    for name, field in RunConfig.model_fields.items():
+    found: dict[str, type[BaseModel]] = {"": root}
+    for name, field in root.model_fields.items():
         _add_sections(found, name, field.annotation)
     return found
 
@@ -34,13 +40,13 @@ def _add_sections(found: dict[str, type[BaseModel]], name: str, annotation: Any)
 
 
 @cache
-def keys() -> dict[str, FieldInfo]:
+def keys(root: Root) -> dict[str, FieldInfo]:
     """Every dotted key that holds a value, in the order in which files are written."""
     found = {}
-    for section, model in sections().items():
+    for section, model in sections(root).items():
         for name, field in model.model_fields.items():
             key = f"{section}.{name}" if section else name
-            if key not in sections():
+            if key not in sections(root):
                 found[key] = field
     return found
 
@@ -61,8 +67,8 @@ def schedule_keys() -> dict[tuple[str | int, ...], FieldInfo]:
     }
 
 
-def default(key: str) -> Any:
-    return keys()[key].get_default(call_default_factory=True)
+def default(root: Root, key: str) -> Any:
+    return keys(root)[key].get_default(call_default_factory=True)
 
 
 def value_of(config: RunConfig, key: str) -> Any:
@@ -78,26 +84,27 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 
 @cache
-def json_schema() -> dict[str, Any]:
+def json_schema(root: Root) -> dict[str, Any]:
     """JSON Schema of a config file, for editors."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **RunConfig.model_json_schema(),
+        **root.model_json_schema(),
     }
 
 
-def editor_schema(name: str = "") -> dict[str, Any]:
+def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
     """`json_schema`, or that of one section or key, with what the reader also takes: empty
     sections, one text for a list of texts, and a path for the schedule."""
     if not name:
-        node = json_schema()
-    elif name in sections():
-        node = sections()[name].model_json_schema()
+        node = json_schema(root)
+    elif name in sections(root):
+        node = sections(root)[name].model_json_schema()
     else:
-        node = schema_node(tuple(name.split("."))) or {}
+        node = schema_node(root, tuple(name.split("."))) or {}
         if name == "schedule":
             kinds = (ScheduledOperation, When, Plateau)
-            node["$defs"] = {kind.__name__: json_schema()["$defs"][kind.__name__] for kind in kinds}
+            every = json_schema(root)["$defs"]
+            node["$defs"] = {kind.__name__: every[kind.__name__] for kind in kinds}
     widened: dict[str, Any] = _widen(node)
     return widened
 
@@ -122,16 +129,17 @@ def _widen(node: Any) -> Any:
 _OPERATION = {"$ref": "#/$defs/ScheduledOperation"}
 
 
-def schema_node(path: tuple[str | int, ...]) -> dict[str, Any] | None:
+def schema_node(root: Root, path: tuple[str | int, ...]) -> dict[str, Any] | None:
     """The JSON Schema of what stands at a path of keys and list indices; None: not to be told."""
-    node: Any = json_schema()
+    node: Any = json_schema(root)
     for step in path:
-        choices = [node, *map(_resolved, node.get("anyOf", ()))]
+        choices = [node, *(_resolved(root, each) for each in node.get("anyOf", ()))]
         inner = [
             _resolved(
+                root,
                 choice.get("items")
                 if isinstance(step, int)
-                else choice.get("properties", {}).get(step)
+                else choice.get("properties", {}).get(step),
             )
             for choice in choices
         ]
@@ -141,25 +149,25 @@ def schema_node(path: tuple[str | int, ...]) -> dict[str, Any] | None:
     return dict(node)
 
 
-def properties(path: tuple[str | int, ...]) -> list[str]:
+def properties(root: Root, path: tuple[str | int, ...]) -> list[str]:
     """The keys that the section at a path may have."""
-    node = schema_node(path) or {}
-    choices = [node, *map(_resolved, node.get("anyOf", ()))]
+    node = schema_node(root, path) or {}
+    choices = [node, *(_resolved(root, each) for each in node.get("anyOf", ()))]
     return [name for choice in choices for name in choice.get("properties", {})]
 
 
-def _resolved(node: Any) -> Any:
+def _resolved(root: Root, node: Any) -> Any:
     if isinstance(node, dict) and "$ref" in node:
         name = str(node["$ref"]).rpartition("/")[2]
-        return json_schema()["$defs"][name] | {k: v for k, v in node.items() if k != "$ref"}
+        return json_schema(root)["$defs"][name] | {k: v for k, v in node.items() if k != "$ref"}
     return node
 
 
-def expected(node: dict[str, Any]) -> str:
+def expected(root: Root, node: dict[str, Any]) -> str:
     """In words, what a JSON Schema node allows: "a whole number greater than 0 or null"."""
-    node = _resolved(node)
+    node = _resolved(root, node)
     if "anyOf" in node:
-        return " or ".join(expected(choice) for choice in node["anyOf"])
+        return " or ".join(expected(root, choice) for choice in node["anyOf"])
     if "enum" in node:
         return f"one of {', '.join(map(str, node['enum']))}"
     if "const" in node:
@@ -174,10 +182,10 @@ def expected(node: dict[str, Any]) -> str:
         case "null":
             return "null"
         case "array":
-            items = _resolved(node.get("items", {}))
+            items = _resolved(root, node.get("items", {}))
             if items.get("type") == "object":
                 return "a list of 'key: value' groups"
-            return f"a list of {expected(items).removeprefix('a ')}s"
+            return f"a list of {expected(root, items).removeprefix('a ')}s"
         case "string" if "pattern" in node:
             return PATTERNS.get(node["pattern"], f"text that matches {node['pattern']}")
         case "string":

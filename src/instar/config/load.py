@@ -21,7 +21,8 @@ from instar.config.clash import Clash
 from instar.config.document import UNREADABLE, KeyPath, Mistake, Place, Value, parse, show
 from instar.config.dump import resolved
 from instar.config.errors import ConfigError, Problem
-from instar.config.fields import keys, schema_node, sections
+from instar.config.fields import Root, keys, schema_node, sections
+from instar.config.roots import LANGUAGE, root_of
 from instar.config.schema import RunConfig
 
 MAX_BYTES = 1 << 20
@@ -97,29 +98,46 @@ def load(
     """
     findings = Findings()
     document = None if path is None else _read_file(path, findings)
+    read = (_read_option(text, findings) for text in overrides)
+    options = [option for option in read if option is not None]
+    root = _root([*([document] if document else []), *options], findings)
     from_file: Layer = {}
     if document is not None:
-        _flatten(document, "", "", from_file, findings)
+        _flatten(root, document, "", "", from_file, findings)
     from_options: Layer = {}
-    for text in overrides:
-        option = _read_option(text, findings)
-        if option is not None:
-            _flatten(option, "", "--set", from_options, findings)
+    for option in options:
+        _flatten(root, option, "", "--set", from_options, findings)
 
     given = from_file | from_options
     layer: Layer = {}
-    for name in _chosen_presets(given, findings):
-        layer |= _preset_layer(name, findings)
+    for name in _chosen_presets(root, given, findings):
+        layer |= _preset_layer(root, name, findings)
     layer |= given
     _open_schedule(layer, findings)
 
-    config = _validated(layer, findings)
+    config = _validated(root, layer, findings)
     if path is None or document is not None:
         _compare((clash for check in checks for clash in check(config)), layer, findings)
     if findings.mistakes:
         raise findings.error()
-    origins = {key: layer[key].origin if key in layer else "default" for key in keys()}
+    origins = {key: layer[key].origin if key in layer else "default" for key in keys(root)}
     return Loaded(config, origins | _operations(layer), layer)
+
+
+def _root(documents: Sequence[Value], findings: Findings) -> Root:
+    """The config of the task that the last of several mappings names."""
+    named = [each.data["task"] for each in documents if "task" in each.data]
+    if not named or not isinstance(named[-1][1].data, str):
+        return root_of(LANGUAGE)
+    value = named[-1][1]
+    try:
+        return root_of(value.data)
+    except ConfigError as error:
+        for problem in error.problems:
+            findings.note(value.place, problem.message, problem.hint, "task")
+        findings.doubtful.update(("task", "model", "data"))
+        # its sections are not known, so nothing is said of what is in them
+        return root_of(LANGUAGE)
 
 
 def _operations(layer: Layer) -> dict[str, str]:
@@ -223,6 +241,7 @@ def _read_option(text: str, findings: Findings) -> Value | None:
 
 
 def _flatten(
+    root: Root,
     value: Value,
     section: str,
     origin: str,
@@ -233,24 +252,28 @@ def _flatten(
     key's place; unknown keys become mistakes, what they stood for becomes doubtful."""
     for name, (place, inner) in value.data.items():
         key = f"{section}.{name}" if section else name
-        if name not in sections()[section].model_fields:
-            hint, meant = explain.unknown_key(name, section)
+        if name not in sections(root)[section].model_fields:
+            if section and section.partition(".")[0] in findings.doubtful:
+                continue  # a section of a task that is not there
+            hint, meant = explain.unknown_key(root, name, section)
             findings.doubtful.add(meant)
             message = f"unknown key '{name}'" + (f" in {section}" if section else "")
             findings.note(place, message, hint, key)
-        elif key in keys() and inner.readable():
+        elif key in keys(root) and inner.readable():
             layer[key] = Entry(inner, place, origin or str(place))
-        elif key in sections() and isinstance(inner.data, dict):
-            _flatten(inner, key, origin, layer, findings)
-        elif key in keys() or inner.data is not None:
-            findings.doubtful.update(each for each in keys() if f"{each}.".startswith(f"{key}."))
+        elif key in sections(root) and isinstance(inner.data, dict):
+            _flatten(root, inner, key, origin, layer, findings)
+        elif key in keys(root) or inner.data is not None:
+            findings.doubtful.update(
+                each for each in keys(root) if f"{each}.".startswith(f"{key}.")
+            )
             if inner.readable():
                 message = f"{key} is a section of 'key: value' lines, got {show(inner.plain())}"
                 hint = explain.no_section(key)
                 findings.note(inner.place, message, hint, f"{key}.")
 
 
-def _chosen_presets(given: Layer, findings: Findings) -> list[str]:
+def _chosen_presets(root: Root, given: Layer, findings: Findings) -> list[str]:
     """The names of the presets asked for that there are; the others become mistakes, and
     `given` is rid of them."""
     if "preset" not in given:
@@ -260,7 +283,7 @@ def _chosen_presets(given: Layer, findings: Findings) -> list[str]:
         if value.data in presets.names():
             chosen.append(value.data)
         else:
-            findings.doubtful.update(keys().keys() - given.keys())
+            findings.doubtful.update(keys(root).keys() - given.keys())
             meant = explain.nearest(str(value.data), presets.names())
             hint = (
                 f"did you mean '{meant}'?" if meant else f"there are {', '.join(presets.names())}"
@@ -272,16 +295,16 @@ def _chosen_presets(given: Layer, findings: Findings) -> list[str]:
     return chosen
 
 
-def _preset_layer(name: str, findings: Findings) -> Layer:
+def _preset_layer(root: Root, name: str, findings: Findings) -> Layer:
     layer: Layer = {}
     document, found = parse(presets.text(name), f"{PRESET}{name}")
     findings.mistakes.extend(found)
     if document is not None:
-        _flatten(document, "", f"{PRESET}{name}", layer, findings)
+        _flatten(root, document, "", f"{PRESET}{name}", layer, findings)
     return layer
 
 
-def _validated(layer: Layer, findings: Findings) -> RunConfig:
+def _validated(root: Root, layer: Layer, findings: Findings) -> RunConfig:
     """The config; where values are refused, the config without them, for further checks."""
     sound = dict(layer)
     for key, entry in layer.items():
@@ -291,24 +314,28 @@ def _validated(layer: Layer, findings: Findings) -> RunConfig:
                 findings.note(value.place, f"{name} must be a finite number", key=key)
                 _refuse(sound, key, path, findings)
     try:
-        return RunConfig.model_validate(_nested(sound))
+        return root.model_validate(_nested(root, sound))
     except ValidationError as error:
         told: set[KeyPath] = set()
         for item in error.errors(include_url=False):
             path = item["loc"]
-            while item["type"] != "extra_forbidden" and len(path) > 1 and not schema_node(path):
+            while (
+                item["type"] != "extra_forbidden" and len(path) > 1 and not schema_node(root, path)
+            ):
                 path = path[:-1]
             key = next(name for name in _prefixes(path) if name in layer)
             inner = path[key.count(".") + 1 :]
             value = layer[key].value.within(inner)
             if path not in told:
                 told.add(path)
-                message, hint = explain.wrong_value(path, value.plain(), item["type"], item["msg"])
+                message, hint = explain.wrong_value(
+                    root, path, value.plain(), item["type"], item["msg"]
+                )
                 unknown = item["type"] == "extra_forbidden"
                 place = layer[key].value.key_place(inner) if unknown else value.place
                 findings.note(place, message, hint, key)
             _refuse(sound, key, inner, findings)
-    return RunConfig.model_validate(_nested(sound))
+    return root.model_validate(_nested(root, sound))
 
 
 def _refuse(sound: Layer, key: str, path: KeyPath, findings: Findings) -> None:
@@ -342,7 +369,7 @@ def _prefixes(path: Sequence[str | int]) -> list[str]:
     return [".".join(map(str, path[:length])) for length in range(1, len(path) + 1)]
 
 
-def _nested(layer: Layer) -> dict[str, Any]:
+def _nested(root: Root, layer: Layer) -> dict[str, Any]:
     """Dotted keys as the nested dicts the schema reads; one text stands for a list of it."""
     tree: dict[str, Any] = {}
     for key, entry in layer.items():
@@ -351,7 +378,7 @@ def _nested(layer: Layer) -> dict[str, Any]:
         for name in outer:
             inside = inside.setdefault(name, {})
         data = entry.value.plain()
-        lone = isinstance(data, str) and get_origin(keys()[key].annotation) is tuple
+        lone = isinstance(data, str) and get_origin(keys(root)[key].annotation) is tuple
         inside[last] = [data] if lone else data
     return tree
 

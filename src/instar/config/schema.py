@@ -1,111 +1,36 @@
-"""What a config file may say: frozen models, one per section, torch-free.
+"""What a config file may say whatever is trained: frozen models, one per section, torch-free.
 
-Every field carries its description; `instar init`, `instar config schema` and the error
-messages are made from them.
+A task adds what it wants to know of its model and its data (`config/language.py`, `graph.py`; a
+user's own). Every field carries its description; `instar init`, `instar config schema` and the
+error messages are made from them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
+from instar.config.clash import Clash
 from instar.config.schedule import ScheduledOperation
 from instar.config.section import Fraction, PositiveFloat, PositiveInt, Section, Texts
 
-
-class ModelConfig(Section):
-    """The shape of the GPT. What is left out is derived when the run starts."""
-
-    n_layer: PositiveInt = Field(4, description="number of blocks")
-    n_head: PositiveInt = Field(4, description="query heads per block")
-    n_kv_head: PositiveInt | None = Field(
-        None, description="key and value heads; fewer than n_head is grouped-query attention"
-    )
-    n_embd: PositiveInt = Field(128, description="width of the residual stream")
-    n_mlp: PositiveInt | None = Field(
-        None,
-        description="MLP width; default 4 × n_embd, or 8/3 × n_embd to a multiple of 32 (swiglu)",
-    )
-    context: PositiveInt = Field(
-        128, description="tokens the model looks back on, and of one sample"
-    )
-    vocab_size: PositiveInt | None = Field(
-        None, description="rows of the token table; default: the size of the tokenizer's vocabulary"
-    )
-    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation")
-    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = Field(
-        "gelu", description="MLP nonlinearity; gelu_tanh is the approximation OpenAI's GPT-2 used"
-    )
-    positions: Literal["learned", "rope"] = Field("learned", description="position encoding")
-    bias: bool = Field(True, description="biases in linear layers and LayerNorm")
-    tied: bool = Field(True, description="output head shares the token table")
-    qk_norm: bool = Field(False, description="RMS-normalise queries and keys")
-    rope_base: PositiveFloat = Field(10000.0, description="RoPE base θ")
-    norm_eps: PositiveFloat = Field(1e-5, description="ε of the normalisations")
-    dropout: Fraction = Field(0.0, description="dropout probability")
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+NAME = "the run's name, the first part of its folder's"
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Direction = Literal["min", "max"]
 
 
-class MixturePart(Section):
-    """One of several sources that are mixed."""
-
-    source: str = Field(description="as data.source")
-    weight: PositiveFloat | None = Field(
-        None,
-        description="share of the samples that are drawn from it, relative to the other weights; "
-        "all parts have one, or none: then each sample comes once an epoch",
-    )
-    text_field: str | None = Field(None, description="default: data.text_field")
-    tokens_field: str | None = Field(None, description="default: data.tokens_field")
-
-
-class DataConfig(Section):
+class FeedConfig(Section):
     """Where the samples are, in which order they come, and how they reach the ranks."""
 
-    kind: Literal["tokens", "rows", "stream", "python"] = Field(
-        "tokens",
-        description="tokens: `source` is prepared once into token shards; rows: a Hugging Face data "
-        "set, read at any place, tokenised on the way; stream: a Hugging Face IterableDataset, read "
-        "from its beginning; python: any iterable, made by a function",
-    )
+    path: str | None = Field(None, description="folder of the data")
     strategy: Literal["sharded", "dispatched"] = Field(
         "sharded",
         description="sharded: each rank reads its own samples; dispatched: rank 0 reads and sends",
     )
-    path: str | None = Field(
-        None,
-        description="folder of token shards; made from `source` if it is not there yet "
-        "(default: data/<source>-<tokenizer>, named from the fields below); for other kinds it "
-        "holds the tokenizer, what is held out and what was counted",
-    )
-    source: str = Field(
-        "stdlib",
-        description="text to prepare: stdlib (the Python standard library's own source), or a "
-        "file, folder or glob of .txt, .py, .md, .jsonl, .parquet …; rows and stream: files that "
-        "`datasets` loads, a folder of `save_to_disk`, or a name on the hub; python: module:function",
-    )
-    subset: str | None = Field(None, description="rows, stream: configuration of a hub data set")
-    source_split: str = Field("train", description="rows, stream: the data set's split to train on")
-    mixture: Annotated[tuple[MixturePart, ...], Strict(False)] = Field(
-        (), description="tokens, rows: several sources in place of `source`"
-    )
-    val_source: str | None = Field(
-        None,
-        description="text that is held out, in place of a share of `source`: a file, folder or "
-        "glob; stream and python need one",
-    )
-    text_field: str = Field("text", description="column or key of the text in rows")
-    tokens_field: str | None = Field(
-        None, description="rows, stream, python: column of token ids, in place of text"
-    )
-    tokenizer: str = Field(
-        "byte",
-        description="how text becomes tokens: byte, char, bpe (trained), or a tokenizer.json",
-    )
-    vocab_size: PositiveInt = Field(4096, description="vocabulary of a trained BPE tokenizer")
-    max_bytes: PositiveInt | None = Field(None, description="use only about so much of the source")
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.05, description="share held out")
-    test_fraction: Fraction = Field(0.05, description="share kept for a final test")
     order: Literal["shuffled", "sequential", "random", "blocks"] = Field(
         "shuffled",
         description="shuffled without replacement, sequential, random windows with replacement, or "
@@ -118,16 +43,6 @@ class DataConfig(Section):
     shuffle_window: PositiveInt = Field(
         4096, description="order blocks, and streams: samples that are shuffled among each other"
     )
-    packing: bool = Field(
-        True,
-        description="rows, stream, python: documents end to end, cut into samples; false: a sample "
-        "is one document, cut off after the context",
-    )
-    lanes: PositiveInt = Field(
-        8,
-        description="stream: parts of it that are read side by side, as many as the data set has "
-        "shards at most; sharded ranks share them, and the order does not depend on how",
-    )
     workers: Annotated[int, Field(ge=0)] = Field(
         0, description="processes of each reading rank that read and tokenise; 0: the rank itself"
     )
@@ -137,6 +52,11 @@ class DataConfig(Section):
         "the generator comes from (seed, epoch, sample)",
     )
     prefetch: bool = Field(True, description="prepare the next steps' batches in the background")
+
+    @property
+    def read_from_start(self) -> bool:
+        """Whether a place in the data is reached only through all that lies before it."""
+        return False
 
 
 class TrainConfig(Section):
@@ -187,12 +107,52 @@ class OptimizerConfig(Section):
     )
 
 
+class Watch(Section):
+    """A metric of the evaluations, and when it counts as standing still."""
+
+    metric: str = Field("loss", description="name of a metric of the task")
+    direction: Direction | None = Field(
+        None, description="min or max; default: what is better of this metric"
+    )
+    delta: NonNegativeFloat = Field(0.0, description="a change must be larger to count as better")
+    patience: PositiveInt = Field(
+        5, description="evaluations in a row that are no better, after which it stands still"
+    )
+    grace: NonNegativeInt = Field(
+        0, description="so many first evaluations are not counted against it"
+    )
+    start: float | None = Field(None, description="the score to beat at first; default: none")
+
+
+class PlateauConfig(Watch):
+    """The rate falls where a metric stands still; on top of its course."""
+
+    factor: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="what the rate is multiplied by; default: never"
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.01, description="of optimizer.lr, below which the peak is not lowered"
+    )
+
+
+class EarlyStoppingConfig(Section):
+    """The run ends where metrics of its evaluations stand still; rank 0 decides for all."""
+
+    rules: Annotated[tuple[Watch, ...], Strict(False)] = Field(
+        (), description="metrics to watch; none: the run goes on until its budget is used up"
+    )
+    mode: Literal["any", "all"] = Field(
+        "any", description="whether one metric that stands still is enough, or all must at once"
+    )
+
+
 class LearningRateConfig(Section):
     """The learning rate's course over the steps; its height is optimizer.lr."""
 
-    shape: Literal["cosine", "wsd", "constant"] = Field(
+    shape: Literal["cosine", "linear", "wsd", "step", "exponential", "constant"] = Field(
         "cosine",
-        description="cosine, wsd (warm-up, stable, linear decay) or constant, each after a linear warm-up",
+        description="after a linear warm-up: cosine, linear, wsd (stable, then a linear decay), step or "
+        "exponential (times gamma every decay_every steps, at once or smoothly), or constant",
     )
     warmup_iters: Annotated[int, Field(ge=0)] = Field(100, description="steps of linear warm-up")
     lr_decay_iters: PositiveInt | None = Field(
@@ -201,15 +161,32 @@ class LearningRateConfig(Section):
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         0.2, description="wsd: share of lr_decay_iters spent decaying"
     )
+    decay_every: PositiveInt | None = Field(
+        None, description="step, exponential: steps in which the rate falls by gamma"
+    )
+    gamma: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.5, description="step, exponential: what is left of the rate after decay_every steps"
+    )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1, description="lowest rate as a share of the peak"
     )
+    plateau: PlateauConfig = Field(
+        default_factory=lambda: PlateauConfig(), description="lower it where a metric stands still"
+    )
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the course must know its last step."""
+        return self.shape in ("cosine", "linear", "wsd")
 
 
 class EvalConfig(Section):
-    """Held-out loss: exact, over all ranks."""
+    """Held-out metrics: exact, over all ranks."""
 
     eval_interval: PositiveInt = Field(250, description="steps between evaluations")
+    eval_epochs: PositiveInt | None = Field(
+        None, description="evaluate after every so many epochs, in place of eval_interval"
+    )
     eval_iters: PositiveInt | None = Field(
         None, description="so many fixed batches of batch_size; default: the whole validation set"
     )
@@ -217,6 +194,21 @@ class EvalConfig(Section):
         None, description="samples at once in an evaluation; default: as many as make 8,192 tokens"
     )
     at_start: bool = Field(False, description="also evaluate before the first step")
+
+
+class TestConfig(Section):
+    """The final test: the whole test split, once, over all ranks."""
+
+    __test__ = False  # for pytest, which takes it for one of its own
+
+    at_end: bool = Field(False, description="test when the run has come to its end")
+    weights: Literal["best", "last"] = Field(
+        "best", description="whose: those of the best checkpoint, or of the last step"
+    )
+    predictions: bool = Field(
+        True,
+        description="write every sample's prediction to a Parquet file, where a task makes any",
+    )
 
 
 class RecordConfig(Section):
@@ -242,8 +234,11 @@ class CheckpointConfig(Section):
     every_minutes: PositiveFloat | None = Field(
         10.0, description="save when so many minutes have passed since the last save"
     )
-    on_best: bool = Field(
-        False, description="save whenever the validation loss is the lowest so far"
+    on_best: bool = Field(False, description="save whenever a metric of best_of is the best so far")
+    best_of: Texts = Field(
+        ("loss",),
+        description="metrics of which the best checkpoint is kept, the first being `best`, others "
+        "`best-<metric>`",
     )
     on_growth: bool = Field(True, description="save after every operation that changes the model")
     asynchronous: bool = Field(
@@ -289,9 +284,23 @@ class ElasticConfig(Section):
     )
 
 
-class DistributedConfig(Section):
+class ParallelConfig(Section):
     """Ranks and how they talk."""
 
+    world_size: PositiveInt | None = Field(
+        None,
+        description="ranks that `instar train` starts on this machine; default: as many as devices, "
+        "or one",
+    )
+    devices: Annotated[tuple[NonNegativeInt, ...], Strict(False)] = Field(
+        (), description="GPUs of the ranks by index, e.g. [3, 4, 5]; default: 0, 1, 2 …"
+    )
+    master_address: str = Field(
+        "127.0.0.1", description="where the ranks meet, if nothing in the environment says so"
+    )
+    master_port: Annotated[int, Field(ge=0, lt=65536)] = Field(
+        0, description="port at which they meet; 0: a free one"
+    )
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="auto: nccl on GPUs, gloo on CPUs"
     )
@@ -314,9 +323,7 @@ class DistributedConfig(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(
-        "gpt", description="the run's name, the first part of its folder's"
-    )
+    name: Name = Field("run", description=NAME)
     preset: Texts | str = Field(
         (), description="ready-made settings under this file's: gpt2, llama, plain, fast"
     )
@@ -333,22 +340,29 @@ class RunConfig(Section):
     reproducible: Literal["fixed", "elastic"] = Field(
         "fixed",
         description="bit for bit: fixed, with the same number of ranks and threads; elastic, with "
-        "any number of ranks that shares distributed.elastic.virtual_ranks",
+        "any number of ranks that shares parallel.elastic.virtual_ranks",
     )
-    task: Literal["language"] = Field("language", description="what is trained")
+    task: str = Field(
+        "language",
+        description="what is trained: language, graph, or your own as module:class",
+    )
     schedule: Annotated[tuple[ScheduledOperation, ...], Strict(False)] = Field(
         (),
         description="operations that change the run while it runs, in their order: a list, or the "
         "path of a YAML or JSON file with it",
     )
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the GPT's shape")
-    data: DataConfig = Field(default_factory=DataConfig, description="samples and their order")
+    model: Section = Field(default_factory=Section, description="the model's shape")
+    data: FeedConfig = Field(default_factory=FeedConfig, description="samples and their order")
     train: TrainConfig = Field(default_factory=TrainConfig, description="steps and budget")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the update")
     learning_rate: LearningRateConfig = Field(
         default_factory=LearningRateConfig, description="the rate's course"
     )
-    eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out loss")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out metrics")
+    early_stopping: EarlyStoppingConfig = Field(
+        default_factory=EarlyStoppingConfig, description="when to give up"
+    )
+    test: TestConfig = Field(default_factory=TestConfig, description="the final test")
     record: RecordConfig = Field(default_factory=RecordConfig, description="what is written down")
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="when to save, and what stays"
@@ -357,6 +371,24 @@ class RunConfig(Section):
         "never",
         description="auto: go on with the run in record.run_dir if there is one, else begin it",
     )
-    distributed: DistributedConfig = Field(
-        default_factory=DistributedConfig, description="ranks and how they talk"
+    parallel: ParallelConfig = Field(
+        default_factory=ParallelConfig, description="ranks and how they talk"
     )
+
+    @property
+    def metrics(self) -> Mapping[str, Direction]:
+        """Every metric that an evaluation gives, `loss` first, and which of its values are better."""
+        return {"loss": "min"}
+
+    def clashes(self) -> list[Clash]:
+        """What of this task's own keys contradicts itself."""
+        return []
+
+    def rank_clashes(self, world_size: int) -> list[Clash]:  # noqa: ARG002
+        """What of this task's own keys so many ranks contradict."""
+        return []
+
+    @property
+    def context(self) -> int:
+        """How long samples are at first: tokens of a text; 1 where there is no length to choose."""
+        return 1

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from instar.config.schema import FeedConfig
 from instar.data.order import (
     Int64Array,
+    Order,
     UInt32Array,
     UInt64Array,
     check,
     key_bytes,
+    make_order,
     mix64,
     permute,
     rounds_for,
@@ -145,3 +148,10 @@ def _keys(domains: UInt64Array, size: int, key: np.uint64) -> UInt32Array:
     rounds = rounds_for(size)
     turns = np.arange(rounds, dtype=np.uint64)[:, None]
     return (mix64(domains * np.uint64(rounds) + turns, key) >> np.uint64(32)).astype(np.uint32)
+
+
+def order_of(data: FeedConfig, n: int, seed: int) -> Order:
+    """The order that a config names over n samples that can be read at any place."""
+    if data.order == "blocks":
+        return BlockShuffled(n, seed, data.block_samples, data.shuffle_window)
+    return make_order(data.order, n, seed)

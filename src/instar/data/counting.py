@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from instar.checkpoint.disk import replace_file
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.iterable import open_lanes
 from instar.data.lanereader import HostedLanes, LaneReader, Lanes
 from instar.data.lanes import LaneOrder, OpenOrder

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import xxhash
 
-from instar.config.schema import DataConfig
-from instar.data.blocks import BlockShuffled
+from instar.config.language import DataConfig
+from instar.config.named import load_named
+from instar.data.blocks import order_of
 from instar.data.counting import check_stream, count_lanes, open_stream
 from instar.data.heldout import prepare_held_out
 from instar.data.mixture import Concatenated, mixture_order
@@ -20,7 +21,7 @@ from instar.data.prepare import default_path, parameters, prepare
 from instar.data.rows import RowsDataset, open_rows, prepare_rows
 from instar.data.source import Source, TokenWindows
 from instar.data.tokens import TokenDataset, open_dataset
-from instar.data.transform import Transformed, load_function
+from instar.data.transform import transformed
 from instar.data.workers import WorkerSource
 
 Say = Callable[[str], None]
@@ -83,7 +84,7 @@ def prepare_data(
             else:
                 check_stream(part, folder)
     if data.transform is not None:
-        load_function(data.transform, key="data.transform")
+        load_named(data.transform, key="data.transform")
 
 
 def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
@@ -235,20 +236,6 @@ class Stream(Folder):
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         source, order = open_stream(self.data, self.path, context, seed, counted=self.counted)
         return transformed(source, self.data, seed), order
-
-
-def order_of(data: DataConfig, n: int, seed: int) -> Order:
-    """The order that a config names over n samples that can be read at any place."""
-    if data.order == "blocks":
-        return BlockShuffled(n, seed, data.block_samples, data.shuffle_window)
-    return make_order(data.order, n, seed)
-
-
-def transformed(source: Source, data: DataConfig, seed: int) -> Source:
-    """The source, with the user's function applied to its samples if there is one."""
-    if data.transform is None:
-        return source
-    return Transformed(source, load_function(data.transform, key="data.transform"), seed)
 
 
 def hosted(source: Source, data: DataConfig, seed: int, context: int, order_seed: int) -> Source:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.prepare import default_path, is_made, made_from, write_made, write_split
 from instar.data.rows import held_out_tokens
 from instar.data.tokenizer import named_tokenizer

@@ -14,12 +14,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
+from instar.config.named import load_named
 from instar.data.columns import Ragged
 from instar.data.hf import is_ids, is_text, load_stream
 from instar.data.stream import TokenLanes
 from instar.data.tokenizer import Tokenizer
-from instar.data.transform import load_function
 
 if TYPE_CHECKING:
     import datasets
@@ -39,7 +39,7 @@ def open_lanes(data: DataConfig, tokenizer: Tokenizer) -> TokenLanes:
     field = data.tokens_field or data.text_field
     items: RowLanes | FunctionLane
     if data.kind == "python":
-        function = load_function(data.source, key="data.source")
+        function = load_named(data.source, key="data.source")
         items = FunctionLane(function, data.source, field, ids=ids)
     else:
         name = "/".join(filter(None, (data.source, data.subset, data.source_split)))

@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.corpus import STDLIB, Corpus, open_corpus
 from instar.data.order import Int64Array
 from instar.data.shards import Shard, ShardWriter, write_synced

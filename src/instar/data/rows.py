@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.corpus import Corpus
 from instar.data.documents import (
     ColumnText,

@@ -75,6 +75,11 @@ class TokenSequence(Protocol):
         ...
 
 
+def windows_of(tokens: int, context: int) -> int:
+    """Windows of `context` tokens, end to end, whose targets are all of a text's but the first."""
+    return max(1, -(-(tokens - 1) // context))
+
+
 class TokenWindows:
     """Windows of `context` tokens, each with the tokens one further on as its targets.
 

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig
 from instar.data.order import Int64Array, Shuffled
 
 Parts = NDArray[np.int64]

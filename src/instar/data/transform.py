@@ -1,17 +1,14 @@
-"""A function of the user's, applied to every sample; and how such a function is found."""
+"""A function of the user's, applied to every sample."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from instar.config.errors import ConfigError
+from instar.config.named import load_named
+from instar.config.schema import FeedConfig
 from instar.data.columns import Column, Columns, Ragged, stack
 from instar.data.order import Int64Array, key_bytes
 from instar.data.source import Source, close
@@ -76,43 +73,11 @@ class Transformed:
             raise ValueError(f"{self._name} made samples that do not fit: {error}") from None
 
 
-def load_function(name: str, *, key: str) -> Callable[..., Any]:
-    """The function meant by "module:function"; modules in the current directory count.
-
-    Raises ConfigError, for the config's `key`, where there is no such function.
-    """
-
-    def wrong(message: str, hint: str = "") -> ConfigError:
-        return ConfigError.one(message, where=key, hint=hint, key=key)
-
-    module_name, colon, function_name = name.partition(":")
-    if not (
-        colon and all(part.isidentifier() for part in (*module_name.split("."), function_name))
-    ):
-        raise wrong(f"{name!r} is not of the form module:function", "as in my_data:augment")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if f"{module_name}.".startswith(f"{error.name}."):
-            raise wrong(
-                f"there is no module {error.name!r}", f"it was looked for in {here} and PYTHONPATH"
-            ) from None
-        raise wrong(f"{module_name} cannot be imported: {error}") from error
-    except Exception as error:
-        raise wrong(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
-    if not hasattr(module, function_name):
-        there = [each for each in vars(module) if callable(getattr(module, each))]
-        close = difflib.get_close_matches(function_name, there, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else ""
-        raise wrong(f"the module {module_name} has no {function_name!r}", hint)
-    function = getattr(module, function_name)
-    if not callable(function):
-        raise wrong(f"{name} is no function but of type {type(function).__name__}")
-    found: Callable[..., Any] = function
-    return found
+def transformed(source: Source, data: FeedConfig, seed: int) -> Source:
+    """The source, with the user's function applied to its samples if there is one."""
+    if data.transform is None:
+        return source
+    return Transformed(source, load_named(data.transform, key="data.transform"), seed)
 
 
 class _Words(np.random.bit_generator.ISeedSequence):

@@ -1,13 +1,13 @@
 """Sums whose bits do not depend on how many processes hold the summands.
 
 Floating-point addition is not associative: a sum is a tree, and another tree is another sum. Large
-tensors are added in one fixed tree (`Tree`), single numbers without rounding (`exact_sum`).
+tensors are added in one fixed tree (`Tree`), single numbers without rounding (`exact_sums`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import cast
 
@@ -107,16 +107,22 @@ def _swap(peer: int, sent: Tensor, received: Tensor) -> None:
         work.wait()
 
 
-def exact_sum(world: World, values: Sequence[float]) -> float:
-    """The sum of all ranks' values, rounded once: who has which, and their order, do not matter.
+def exact_sums(world: World, columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The sum of all ranks' values in each column, rounded once: who has which, and their order, do
+    not matter.
 
-    Ranks may have different numbers of them, or none.
+    Ranks have the same columns; in them different numbers of values, or none.
     """
-    mine: Fraction | float = (
-        sum(map(Fraction, values), Fraction()) if all(map(math.isfinite, values)) else sum(values)
-    )
-    everyones = cast(list[str], gather(world, str(mine)))
-    return float(sum(map(_number, everyones)))
+    mine = [str(_sum(values)) for values in columns.values()]
+    everyones = cast(list[list[str]], gather(world, mine))
+    sums = (float(sum(map(_number, texts))) for texts in zip(*everyones, strict=True))
+    return dict(zip(columns, sums, strict=True))
+
+
+def _sum(values: Sequence[float]) -> Fraction | float:
+    if all(map(math.isfinite, values)):
+        return sum(map(Fraction, values), Fraction())
+    return sum(values)
 
 
 def _number(text: str) -> Fraction | float:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from instar.config.errors import ConfigError
-from instar.config.schema import DistributedConfig
+from instar.config.schema import ParallelConfig
 from instar.distributed.failure import (
     Interrupted,
     PeerLost,
@@ -69,7 +69,7 @@ class World:
 
 
 @contextmanager
-def join(config: DistributedConfig, device: str = "auto") -> Iterator[World]:
+def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
     """Meet the other ranks named by torchrun's or SLURM's environment; part from them at the end.
 
     Control traffic goes through CPU tensors over gloo, whatever carries the gradients. MASTER_*
@@ -170,7 +170,7 @@ def _not_met(place: Placement, error: Exception) -> RunFailed:
 
 
 def _watching(
-    store: PrefixStore, place: Placement, config: DistributedConfig
+    store: PrefixStore, place: Placement, config: ParallelConfig
 ) -> AbstractContextManager[Position]:
     # One connection serves one thread at a time, and the main thread may wait on its own.
     own = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
@@ -281,7 +281,7 @@ def _backend(wanted: str, device: torch.device) -> str:
         if wanted == "nccl":
             raise ConfigError.one(
                 "nccl needs GPUs, but the device is cpu",
-                where="distributed.backend",
+                where="parallel.backend",
                 hint="use gloo or auto",
             )
         return "gloo"

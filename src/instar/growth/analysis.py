@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instar.models.architecture import Architecture, layer_of
+from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
+from instar.models.shape import layer_of
 
 ENERGIES = (0.9, 0.99)
 

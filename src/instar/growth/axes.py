@@ -9,49 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Literal
 
 from instar.growth.plan import Edit, Grown, New, Old, Piece, TensorPlan
-from instar.models.architecture import Parameter
-
-
-class Growable(Protocol):
-    """What growth asks of a model's shape: a frozen dataclass that can say this much grows.
-
-    `models.architecture.Architecture` is one. Axes are named freely, under three conditions: two
-    dimensions have the same name only where an index means the same in both; between a tensor that
-    writes an axis and one that reads it there are only functions of each channel for itself; a
-    tensor inside block number n is called ``blocks.<n>.…``, and there are as many as the size of
-    the axis ``layers``.
-    """
-
-    def parameters(self) -> Mapping[str, Parameter]:
-        """Every parameter by name, in the model's order."""
-        ...
-
-    def sizes(self) -> Mapping[str, int]:
-        """Size of each simple axis."""
-        ...
-
-    def resized(self, **sizes: int) -> Self:
-        """The same with other sizes of some axes."""
-        ...
-
-
-@runtime_checkable
-class Residual(Protocol):
-    """A model whose blocks add to what passes by: only such a one can get a block that does nothing."""
-
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """The axes that blocks add to: one for a GPT, perhaps nodes and edges for a graph network."""
-        ...
-
-
-def streams_of(arch: Growable) -> tuple[str, ...]:
-    """The axes that blocks add to; none if the model names none."""
-    return arch.streams if isinstance(arch, Residual) else ()
-
+from instar.models.shape import Growable, Parameter
 
 Relation = Literal["writes", "reads", "scales", "lists"]
 """What a tensor does with an axis along one of its dimensions: produce it, consume it, multiply or

@@ -18,7 +18,7 @@ from instar.checkpoint.stream import Outline
 from instar.growth.apply import Key, Read, Role, apply_one, source_of
 from instar.growth.moments import Mode, grow_state, grown_states
 from instar.growth.plan import GrowthPlan, TensorPlan, Truncated
-from instar.models.architecture import Parameter
+from instar.models.shape import Parameter
 
 
 @dataclass(frozen=True)

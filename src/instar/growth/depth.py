@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
-from instar.growth.axes import Growable, Use, born, streams_of
+from instar.growth.axes import Use, born
 from instar.growth.lora import relayered
 from instar.growth.masks import enter
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, TensorPlan
 from instar.growth.values import grown_size, listed
-from instar.models.architecture import Architecture, Parameter, layer_of
+from instar.models.architecture import Architecture
+from instar.models.shape import Growable, Parameter, layer_of, streams_of
 
 G = TypeVar("G", bound=Growable)
 

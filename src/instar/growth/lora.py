@@ -26,8 +26,9 @@ from instar.growth.plan import (
     TensorPlan,
     Truncated,
 )
-from instar.models.architecture import Architecture, Parameter
+from instar.models.architecture import Architecture
 from instar.models.lora import POSSIBLE, Lora, adapter_of, covering, matches
+from instar.models.shape import Parameter
 
 Adapters = Mapping[str, Lora | None]
 """The adapter of every weight that could have one, by the weight's name without ``.weight``."""

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from instar.config.explain import nearest
 from instar.config.operation import Operation
 from instar.growth import values
-from instar.growth.axes import Growable
 from instar.growth.depth import insert_layers, stack_layers
 from instar.growth.heads import add_heads, grow_head_dim, split_kv_heads
 from instar.growth.lora import (
@@ -29,7 +28,8 @@ from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.values import Check
 from instar.growth.vocab import extend_context, resize_vocab
 from instar.growth.width import widen, widen_hidden, widen_mlp
-from instar.models.architecture import Architecture, ArchitectureError
+from instar.models.architecture import Architecture
+from instar.models.shape import ArchitectureError, Growable
 
 G = TypeVar("G", bound=Growable)
 

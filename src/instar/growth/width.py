@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from instar.growth.axes import Growable, Layout, Use, born, laid_out, relaid, uses, zero_read
+from instar.growth.axes import Layout, Use, born, laid_out, relaid, uses, zero_read
 from instar.growth.masks import enter
 from instar.growth.plan import Fill, GrowthError, GrowthPlan, New, Old, Piece
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import Architecture, Norm
 from instar.models.mask import MaskedAxis
+from instar.models.shape import Growable
 
 G = TypeVar("G", bound=Growable)
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from instar.models.architecture import Parameter
 from instar.models.lora import Lora
+from instar.models.shape import Parameter
 
 
 class _Adapted(nn.Module):

@@ -1,22 +1,8 @@
 """The model's shape, and the one table of its parameters with named axes.
 
-Every axis of every parameter has a name, and a name fixes a size: growing an architecture is
-changing a field of `Architecture`, and `parameters` then says what each tensor must become.
-
-A composite axis such as ``heads*head_dim`` is a product, the first factor outermost: index
-``h * head_dim + d`` of a query's output is channel d of head h. Head h reads key and value head
+Growing an architecture is changing a field of `Architecture` (`models/shape.py` says what axes are).
+Head h reads key and value head
 ``h // (n_head / n_kv_head)``.
-
-Who writes and who reads an axis follows from a parameter's kind:
-
-============ ======================= ============== ============ ========================
-kind         axes                    writes         reads        what it is
-============ ======================= ============== ============ ========================
-embedding    (vocab or context, embed) embed        –            a table of rows
-matrix, head (output, input)         output         input        a linear map
-bias         (output,)               output         –            added to a matrix's output
-norm         (axis,)                 –              –            gain or shift of each channel
-============ ======================= ============== ============ ========================
 
 An adapter's factors (see `lora`) are of the kind of their weight, with an axis of their own
 between them, ``<weight>.rank``: of a linear map, ``lora_a`` writes what ``lora_b`` reads; of the
@@ -35,16 +21,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
-from instar.config.schema import ModelConfig
+from instar.config.language import ModelConfig
 from instar.models import lora as adapters
 from instar.models import mask as masks
 from instar.models.lora import Lora
 from instar.models.mask import Mask
+from instar.models.shape import (
+    ArchitectureError,
+    Kind,
+    Mistake,
+    Parameter,
+    axis_size,
+    count_parameters,
+)
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu"]
 Positions = Literal["learned", "rope"]
-Kind = Literal["embedding", "matrix", "norm", "bias", "head"]
 
 AXES = {
     "embed": "n_embd",
@@ -57,27 +50,6 @@ AXES = {
     "layers": "n_layer",
 }
 """Field of `Architecture` that holds the size of each simple axis."""
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """One thing wrong with a shape: the dotted config key, what is wrong, what to do instead."""
-
-    key: str
-    message: str
-    hint: str = ""
-
-
-class ArchitectureError(ValueError):
-    """A shape no model can have; `mistakes` holds everything found, in the fields' order."""
-
-    def __init__(self, *mistakes: Mistake) -> None:
-        self.mistakes = mistakes
-        super().__init__(
-            "\n".join(
-                f"{m.key}: {m.message}" + (f" ({m.hint})" if m.hint else "") for m in mistakes
-            )
-        )
 
 
 @dataclass(frozen=True)
@@ -261,40 +233,6 @@ def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
     return architecture
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One tensor: its named axes, its shape, and what it does with them (see the module's table)."""
-
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    kind: Kind
-    std: float = 0.0
-    """of its first values, which are normal; 0: they are ones for a gain, zeros for all else"""
-
-    @property
-    def writes(self) -> str | None:
-        """The axis it produces."""
-        if self.kind == "norm":
-            return None
-        return self.axes[1] if self.kind == "embedding" else self.axes[0]
-
-    @property
-    def reads(self) -> str | None:
-        """The axis it consumes."""
-        return self.axes[1] if self.kind in ("matrix", "head") else None
-
-
-def axis_size(sizes: Mapping[str, int], axis: str) -> int:
-    """Elements along a simple or composite axis, e.g. ``embed`` or ``heads*head_dim``."""
-    return math.prod(sizes[factor] for factor in axis.split("*"))
-
-
-def layer_of(name: str) -> int | None:
-    """The block a parameter belongs to; None outside the blocks."""
-    first, _, rest = name.partition(".")
-    return int(rest.partition(".")[0]) if first == "blocks" else None
-
-
 def _table(arch: Architecture) -> dict[str, Parameter]:
     """First values are GPT-2's: a standard deviation of 0.02, and that over √(2 n_layer) for the
     matrices that write the residual stream. At width 128 too, short AdamW runs learned faster from
@@ -354,37 +292,6 @@ def _table(arch: Architecture) -> dict[str, Parameter]:
     if not arch.tied:
         add_weight("head", "head", "vocab", "embed", biased=False)
     return table
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """Parameters of a model, each counted once.
-
-    `non_embedding` leaves out token and position tables and the head, tied or not (arXiv
-    2001.08361). `matmul` are those in matrix products: all matrices and the head, also where the
-    head is the token table. Adapters count as their weights do.
-    """
-
-    total: int
-    non_embedding: int
-    matmul: int
-
-
-def count_parameters(arch: Architecture) -> ParameterCount:
-    """Counts from the architecture's table."""
-    sizes = dict.fromkeys(get_args(Kind), 0)
-    head = 0
-    for name, entry in arch.parameters().items():
-        size = math.prod(entry.shape)
-        sizes[entry.kind] += size
-        if name.startswith("token_embedding." if arch.tied else "head."):
-            head += size
-    total = sum(sizes.values())
-    return ParameterCount(
-        total=total,
-        non_embedding=total - sizes["embedding"] - sizes["head"],
-        matmul=sizes["matrix"] + head,
-    )
 
 
 def flops_per_token(arch: Architecture, context: int | None = None) -> int:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from instar.models.adapted import Linear, Table
-from instar.models.architecture import Architecture, Parameter
+from instar.models.architecture import Architecture
 from instar.models.attention import causal_attention
 from instar.models.lora import Lora, adapter_of
 from instar.models.loss import head_cross_entropy
 from instar.models.mask import MaskedAxis
 from instar.models.norm import masked_norm, rms_norm
+from instar.models.shape import Parameter
 
 
 class GPT(nn.Module):

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.models.architecture import Activation, Architecture, ArchitectureError
+from instar.models.architecture import Activation, Architecture
+from instar.models.shape import ArchitectureError
 
 Style = Literal["gpt2", "llama"]
 

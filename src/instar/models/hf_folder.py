@@ -28,7 +28,7 @@ from instar.checkpoint.appearing import appearing, check_new
 from instar.checkpoint.manifest import CheckpointError, Facts, read_json
 from instar.checkpoint.store import Checkpoint, publish
 from instar.config.dump import resolved
-from instar.config.schema import DataConfig, ModelConfig, RunConfig
+from instar.config.language import DataConfig, LanguageConfig, ModelConfig
 from instar.data.tokenizer import (
     TOKENIZER_FILE,
     UNKNOWN,
@@ -38,9 +38,10 @@ from instar.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from instar.models.architecture import Architecture, ArchitectureError, resolve
+from instar.models.architecture import Architecture, resolve
 from instar.models.hf import from_config, to_config
 from instar.models.hf_tensors import from_tensors, to_tensors
+from instar.models.shape import ArchitectureError
 from instar.record.rundir import RunDir
 
 CONFIG = "config.json"
@@ -96,7 +97,7 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
     model = _model_section(arch)
     tensors = from_tensors(arch, _read_weights(folder))
     tokenizer = _read_tokenizer(folder, arch)
-    config = RunConfig(name=_name(run_dir), model=model, data=_data_section(tokenizer))
+    config = LanguageConfig(name=_name(run_dir), model=model, data=_data_section(tokenizer))
     origins = {f"model.{field}": f"{folder.name}/{CONFIG}" for field in ModelConfig.model_fields}
     with appearing(run_dir) as aside:
         run = RunDir(aside)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.models.architecture import Architecture, Parameter
+from instar.models.architecture import Architecture
 from instar.models.hf import TITLES, Style, style_of
 from instar.models.lora import adapter_of
+from instar.models.shape import Parameter
 
 _PREFIX: dict[Style, str] = {"gpt2": "transformer.", "llama": "model."}
 _BLOCKS: dict[Style, str] = {"gpt2": "transformer.h", "llama": "model.layers"}

@@ -38,6 +38,12 @@ class Mask:
         return axis == self.axis and any(start <= index < stop for start, stop in self.new)
 
 
+def mask_of(arch: object) -> Mask | None:
+    """What of a model is still entering; None where nothing is, or where it has no masks."""
+    mask: Mask | None = getattr(arch, "mask", None)
+    return mask
+
+
 def problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """What is wrong with a mask of a model of these sizes: (what, what instead)."""
     if mask.axis not in get_args(MaskedAxis):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from instar.models.architecture import Architecture, count_parameters
+from instar.models.architecture import Architecture
 from instar.models.lora import is_adapter
+from instar.models.shape import count_parameters
 
 _WIDE = 4
 """Bytes of a float32: weights, gradients, moments, the residual stream, normalised logits."""

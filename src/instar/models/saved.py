@@ -8,8 +8,9 @@ import torch
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load
-from instar.models.architecture import Architecture, ArchitectureError
+from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
+from instar.models.shape import ArchitectureError
 
 
 def load_gpt(path: Path, device: str = "cpu") -> GPT:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from instar.record.events import Eval, Operation, RunFinished, RunStarted, Saved, Train
 from instar.record.lines import (
+    TOK,
     eval_line,
     finished_lines,
     header_line,
@@ -23,6 +24,7 @@ from instar.record.lines import (
     printable,
     saved_line,
     train_line,
+    unit_text,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class Console:
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
+        self._unit = TOK
 
     @property
     def due(self) -> bool:
@@ -69,19 +72,22 @@ class Console:
         return self._screen.due
 
     def header(self, event: RunStarted, where: Path) -> None:
+        self._unit = unit_text(event.unit)
         self._screen.show(header_line(event, where), "bold")
 
     def progress(self, event: Train, eta_s: float | None = None) -> None:
         """The current step, in place, at most ten times a second."""
         if self._screen.due:
-            self._screen.update(train_line(event, eta_s=eta_s, width=self._screen.width))
+            self._screen.update(
+                train_line(event, eta_s=eta_s, width=self._screen.width, unit=self._unit)
+            )
 
     def train(self, event: Train, eta_s: float | None = None) -> None:
         """A step whose line stays."""
-        self._screen.show(train_line(event, eta_s=eta_s, width=self._screen.width))
+        self._screen.show(train_line(event, eta_s=eta_s, width=self._screen.width, unit=self._unit))
 
     def evaluated(self, event: Eval) -> None:
-        self._screen.show(eval_line(event, width=self._screen.width), "cyan")
+        self._screen.show(eval_line(event, width=self._screen.width, unit=self._unit), "cyan")
 
     def operated(self, event: Operation) -> None:
         for line in operation_lines(event):
@@ -101,7 +107,7 @@ class Console:
     ) -> None:
         """The summary; `stopped` says why it ended early, `go_on` is the command that resumes."""
         self._screen.update("")
-        for line in finished_lines(event, where, stopped, go_on):
+        for line in finished_lines(event, where, stopped, go_on, self._unit):
             self._screen.show(line, "bold")
 
     def close(self) -> None:

@@ -56,6 +56,8 @@ class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
     devices: str = ""
     """What it runs on in short, e.g. `4×H200 DDP`."""
     world_size: int = 1
+    unit: str = "token"
+    """What `tokens` and `tokens_per_s` count in this run."""
     architecture: dict[str, Any] = {}
     versions: dict[str, str] = {}
     machine: dict[str, str | int | float | None] = {}
@@ -99,7 +101,7 @@ class Train(Placed, tag="train", frozen=True, kw_only=True):
 
 
 class Eval(Placed, tag="eval", frozen=True, kw_only=True):
-    """A held-out loss."""
+    """Held-out metrics."""
 
     split: str
     loss: float
@@ -109,8 +111,11 @@ class Eval(Placed, tag="eval", frozen=True, kw_only=True):
     standard_error: float | None = None
     seconds: float | None = None
     best: bool = False
-    """The lowest of this split so far."""
+    """Of some metric whose best is kept, the best so far."""
     extra: dict[str, float] = {}
+    """The other metrics, by name."""
+    errors: dict[str, float] = {}
+    """Their standard errors, as far as they are known."""
 
 
 class Operation(Placed, tag="operation", frozen=True, kw_only=True):

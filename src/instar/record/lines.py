@@ -53,6 +53,14 @@ def duration(seconds: float) -> str:
     return f"{days}d{hours:02d}h"
 
 
+TOK = "tok"
+
+
+def unit_text(unit: str) -> str:
+    """What is counted, in short: `tok`, `graphs`."""
+    return TOK if unit == "token" else f"{unit}s"
+
+
 def loss(value: float, decimals: int = 3) -> str:
     """Three decimals, or an exponent where that would be long."""
     return f"{value:.{decimals}f}" if not abs(value) >= 1e4 else f"{value:.2e}"
@@ -68,20 +76,22 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if math.isfinite(share) else str(share)
 
 
-def train_line(event: Train, *, eta_s: float | None = None, width: int | None = None) -> str:
+def train_line(
+    event: Train, *, eta_s: float | None = None, width: int | None = None, unit: str = TOK
+) -> str:
     """`  1,000   524M tok  loss 3.912  lr 3.0e-4  gn 0.81  1.02M tok/s  mfu 41%  eta 1h22`.
 
     What a terminal of `width` columns has no room for is left out, the least important first.
     """
     parts = [(0, f"loss {loss(event.loss)}")]
     if event.tokens:
-        parts.insert(0, (3, f"{si(event.tokens):>5} tok"))
+        parts.insert(0, (3, f"{si(event.tokens):>5} {unit}"))
     if event.lr is not None:
         parts.append((4, f"lr {small(event.lr)}"))
     if event.grad_norm is not None:
         parts.append((5, f"gn {loss(event.grad_norm, 2)}"))
     if event.tokens_per_s is not None:
-        parts.append((2, f"{si(event.tokens_per_s)} tok/s"))
+        parts.append((2, f"{si(event.tokens_per_s)} {unit}/s"))
     if event.mfu is not None:
         parts.append((6, f"mfu {percent(event.mfu)}"))
     if eta_s is not None:
@@ -89,13 +99,18 @@ def train_line(event: Train, *, eta_s: float | None = None, width: int | None = 
     return _fit(_step(event), parts, width)
 
 
-def eval_line(event: Eval, *, width: int | None = None) -> str:
+def eval_line(event: Eval, *, width: int | None = None, unit: str = TOK) -> str:
     """`  1,000   524M tok  val 3.4102  ±0.0031  best  4.2s`."""
     parts = [(0, f"{event.split} {loss(event.loss, 4)}")]
     if event.tokens:
-        parts.insert(0, (3, f"{si(event.tokens):>5} tok"))
+        parts.insert(0, (3, f"{si(event.tokens):>5} {unit}"))
     if event.standard_error is not None:
         parts.append((2, f"±{loss(event.standard_error, 4)}"))
+    for name, value in event.extra.items():
+        if name.endswith("/loss"):
+            continue  # a part of the loss, which is said
+        error = f" ±{event.errors[name]:.2g}" if name in event.errors else ""
+        parts.append((2, f"{name} {value:.4g}{error}"))
     if event.best:
         parts.append((1, "best"))
     if event.seconds is not None:
@@ -142,13 +157,15 @@ def header_line(event: RunStarted, where: Path) -> str:
     return "  ".join([part for part in parts if part] + [f"→ {where}"])
 
 
-def finished_lines(event: RunFinished, where: Path, stopped: str, go_on: str) -> list[str]:
+def finished_lines(
+    event: RunFinished, where: Path, stopped: str, go_on: str, unit: str = TOK
+) -> list[str]:
     """`done  2,000 steps  1.54M tok  loss 3.912  best val 3.4102 at 1,750  41m12  …  → runs/…`,
     and the command that goes on where there is one.
     """
     parts = [f"stopped: {stopped}" if stopped else "done", f"{event.step:,} steps"]
     if event.tokens:
-        parts.append(f"{si(event.tokens)} tok")
+        parts.append(f"{si(event.tokens)} {unit}")
     if event.loss is not None:
         parts.append(f"loss {loss(event.loss)}")
     if event.best_loss is not None:
@@ -157,7 +174,7 @@ def finished_lines(event: RunFinished, where: Path, stopped: str, go_on: str) ->
     if event.active_s:
         parts.append(f"{duration(event.active_s)} active")
     if event.tokens_per_s is not None:
-        parts.append(f"{si(event.tokens_per_s)} tok/s")
+        parts.append(f"{si(event.tokens_per_s)} {unit}/s")
     lines = ["  ".join([*parts, f"→ {where}"])]
     return lines + ([f"go on with: {go_on}"] if go_on else [])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from instar.checkpoint.manifest import Manifest, read_manifest
 from instar.checkpoint.store import checkpoints, load
 from instar.config.errors import ConfigError
+from instar.config.language import LanguageConfig
 from instar.config.load import load as load_config
 from instar.data.dataset import open_data
 from instar.growth.analysis import Analysis, analyze
@@ -76,6 +77,8 @@ def _held_out(path: Path, manifest: Manifest, context: int) -> tuple[Tensor | No
         return None, "the checkpoint lies in no run"
     try:
         run = load_config(str(config)).config
+        if not isinstance(run, LanguageConfig):
+            return None, f"of a run of task {run.task}"
         dataset = open_data(run.data, run.seed)
         if manifest.data and dataset.fingerprint != manifest.data:
             return None, f"{dataset.path} is not what the run was trained on"

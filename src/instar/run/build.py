@@ -15,6 +15,7 @@ from instar.record.control import COMMANDS, Inbox
 from instar.record.recorder import Sink
 from instar.record.rundir import RunDir
 from instar.record.system import measure_peak_flops
+from instar.run.judge import Judge
 from instar.run.narrate import Narrator
 from instar.run.preflight import Prepared
 from instar.run.rig import rig
@@ -23,7 +24,6 @@ from instar.run.saving import Saver
 from instar.run.step import DTYPES
 from instar.run.trainer import Trainer
 from instar.schedule.entries import entries
-from instar.tasks.language import LanguageTask
 
 
 def build(
@@ -37,10 +37,10 @@ def build(
 ) -> Trainer:
     """The trainer of a run, at step 0; to be closed."""
     config = prepared.config
-    elastic = config.distributed.elastic if config.reproducible == "elastic" else None
+    elastic = config.parallel.elastic if config.reproducible == "elastic" else None
     if elastic:
         _round_alike(elastic.threads, world.device)
-    task = LanguageTask(config, prepared.architecture, prepared.dataset)
+    task = prepared.blueprint.task(config)
     stepper = rig(config, world, task, task.build().to(world.device))
     budgets = [parse_budget(text) for text in config.train.until]
     seconds = [budget for budget in budgets if budget.kind == "seconds"]
@@ -67,10 +67,11 @@ def build(
             world,
             run_dir.path,
             narrator.saved,
-            limit_s=config.distributed.timeout_s,
+            limit_s=config.parallel.timeout_s,
         ),
         narrator,
         log,
+        Judge(config),
         entries(config),
     )
 

@@ -11,9 +11,11 @@ from instar.config.operation import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
 from instar.growth.operators import is_growth
+from instar.models.mask import mask_of
 from instar.run.alarm import GradientWatch
 from instar.run.reshape import Draft, draft, take_shape
 from instar.run.rig import freeze
+from instar.run.standstill import why
 from instar.run.stop import fraction_used
 from instar.schedule.entries import Entry, due, last_step, next_entry, too_large
 from instar.schedule.operations import Change, State, carried_out, planned
@@ -31,9 +33,10 @@ def change_if_due(trainer: Trainer) -> None:
     Raises:
         RunFailed: an operation cannot be made, and its entry does not say that it may be skipped.
     """
-    mask = trainer.in_force.architecture.mask
+    mask = mask_of(trainer.in_force.architecture)
     if mask is not None and trainer.progress.step >= mask.end:
         carry_out(trainer, FOLD, reason=f"open since step {mask.end:,}")
+    slow_down_if_due(trainer)
     loss = loss_of_now(trainer)
     while (found := next_due(trainer, loss)) is not None:
         entry, reason = found
@@ -41,6 +44,19 @@ def change_if_due(trainer: Trainer) -> None:
         if entry.reevaluate:
             trainer.evaluate()
             loss = loss_of_now(trainer)
+
+
+def slow_down_if_due(trainer: Trainer) -> None:
+    """Lower the learning rate where the metric that it watches stands still."""
+    reason = why(trainer.judge.plateau, trainer.judgement.plateau)
+    judgement, fallen = trainer.judge.slow_down(trainer.judgement, trainer.settings.lr)
+    if judgement == trainer.judgement:
+        return
+    # it follows from metrics that are the same on all ranks; still, one decides
+    told = agree(trainer.world, fallen)
+    trainer.judgement = judgement
+    if told is not None:
+        carry_out(trainer, Operation("set_lr", told), reason=reason)
 
 
 def check_ahead(trainer: Trainer) -> None:
@@ -52,7 +68,7 @@ def check_ahead(trainer: Trainer) -> None:
     state, step = trainer.in_force, trainer.progress.step
     done = next_entry(trainer.entries, trainer.history)
     for entry in trainer.entries[done.number :] if done is not None else ():
-        mask = state.architecture.mask
+        mask = mask_of(state.architecture)
         try:
             if mask is not None and is_growth(entry.operation.name):
                 state = carried_out(state, FOLD, mask.end)

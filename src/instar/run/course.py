@@ -76,7 +76,7 @@ class Supply:
         self._parcels = Parcels(world) if dispatched else None
         self._feeds = 0
         elastic = config.reproducible == "elastic"
-        self._slices = config.distributed.elastic.virtual_ranks if elastic else world.size
+        self._slices = config.parallel.elastic.virtual_ranks if elastic else world.size
         self._opened: tuple[Task, int, Source, Order] | None = None
 
     @property
@@ -95,7 +95,7 @@ class Supply:
 
     def to_read_again(self, course: Course, cursor: int) -> int:
         """About how many samples some rank must read only to get to a place."""
-        if self._config.data.kind not in ("stream", "python"):
+        if not self._config.data.read_from_start:
             return 0
         passed = course.place(cursor) % course.samples_per_epoch
         return passed if self._parcels is not None else passed // self._world.size

@@ -24,17 +24,18 @@ from instar.checkpoint.patterns import COMPONENTS, STATE, Pattern
 from instar.checkpoint.store import Checkpoint, Draft
 from instar.checkpoint.stream import outlines, reading, write_tensors
 from instar.config.errors import ConfigError, InstarError
+from instar.config.language import LanguageConfig
 from instar.config.load import load as load_config
 from instar.config.operation import Operation
-from instar.config.schema import RunConfig
 from instar.data.tokenizer import TOKENIZER_FILE
 from instar.growth.chain import Component, Link, grow_parameters, grow_states
 from instar.growth.moments import moments_mode
 from instar.growth.plan import GrowthPlan, Label
 from instar.growth.proof import Probe, Proof, compare
-from instar.models.architecture import Architecture, count_parameters, resolve
+from instar.models.architecture import Architecture, resolve
 from instar.models.gpt import named_generator
 from instar.models.saved import load_gpt
+from instar.models.shape import Growable, count_parameters
 from instar.record.rundir import RunDir
 from instar.run.state import history_from_json, history_to_json
 from instar.schedule.operations import Change, History, State, fold, planned
@@ -110,6 +111,12 @@ def grow(
             "seed new values are drawn"
         )
     config = load_config(str(run.config)).config
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError.one(
+            f"a run of task {config.task} grows while it runs, not on the disk",
+            where=str(run.config),
+            hint="resume it with the operations in its schedule",
+        )
     history = history_from_json(source.manifest.history)
     state = _in_force(config, history, source)
     course = _carry_out(operations, config.seed, history, state, source)
@@ -135,7 +142,7 @@ def grow(
     return Grown(path, before, course.stages, proof, time.perf_counter() - begun)
 
 
-def _in_force(config: RunConfig, history: History, source: Checkpoint) -> State:
+def _in_force(config: LanguageConfig, history: History, source: Checkpoint) -> State:
     """Settings and architecture at the checkpoint."""
     try:
         vocabulary = config.model.vocab_size or source.manifest.architecture["vocab_size"]
@@ -170,7 +177,7 @@ def _carry_out(
     return _Course(tuple(links), tuple(stages), history, state)
 
 
-def _stage(operation: Operation, plan: GrowthPlan | None, grown: Architecture) -> Stage:
+def _stage(operation: Operation, plan: GrowthPlan | None, grown: Growable) -> Stage:
     size = count_parameters(grown).total
     if plan is None:
         return Stage(operation, None, None, (), size)

@@ -18,7 +18,7 @@ from instar.distributed.agree import reduce_sums
 from instar.distributed.world import World
 from instar.growth.moments import moments_mode
 from instar.growth.proof import Proof
-from instar.models.architecture import count_parameters
+from instar.models.shape import count_parameters
 from instar.record.console import Console
 from instar.record.events import (
     Analysis,
@@ -41,12 +41,14 @@ from instar.run.alarm import GradientWatch
 from instar.run.analyst import Finding
 from instar.run.evaluate import Evaluation
 from instar.run.progress import Progress
+from instar.run.standstill import Standing
 from instar.run.step import StepResult
-from instar.run.stop import Best, Decision
+from instar.run.stop import Decision
 from instar.run.tell import changed_text, differences, log_block
 from instar.schedule.operations import Change, State
 
 if TYPE_CHECKING:
+    from instar.run.final import Tested
     from instar.run.saving import Save
 
 logger = logging.getLogger(__name__)
@@ -144,17 +146,33 @@ class Narrator:
         self._write(progress, Skip(step=progress.step, consecutive=consecutive))
         self.console.warn(f"step {progress.step}: gradient not finite, update skipped on all ranks")
 
-    def evaluated(self, progress: Progress, result: Evaluation, *, best: bool) -> None:
+    def evaluated(
+        self, progress: Progress, result: Evaluation, *, best: Sequence[str], split: str = "val"
+    ) -> None:
         event = Eval(
             step=progress.step,
-            split="val",
+            split=split,
             loss=result.loss,
             eval_tokens=round(result.weight),
             seconds=result.seconds,
-            best=best,
+            standard_error=result.metrics["loss"].standard_error,
+            best=bool(best),
+            extra={name: m.value for name, m in result.metrics.items() if name != "loss"},
+            errors={
+                name: m.standard_error
+                for name, m in result.metrics.items()
+                if name != "loss" and m.standard_error is not None
+            },
         )
         self.console.evaluated(self._write(progress, event))
-        logger.info("step %d: validation loss %.4f", progress.step, result.loss)
+        told = {"val": "validation"}.get(split, split)
+        logger.info("step %d: %s loss %.4f", progress.step, told, result.loss)
+
+    def tested(self, progress: Progress, tested: Tested, where: Path) -> None:
+        """The final test is over."""
+        self.evaluated(progress, tested.evaluation, best=(), split="test")
+        self.console.say(f"tested the weights of step {tested.step:,} ({tested.weights}) → {where}")
+        logger.info("tested the weights of step %d (%s)", tested.step, tested.weights)
 
     def saved(self, save: Save) -> None:
         """A save is over, of now or of some steps ago."""
@@ -209,7 +227,7 @@ class Narrator:
             preserves=proof.label if proof else "",
             proof=measured,
             seconds=seconds,
-            architecture=after.architecture.to_dict() if proof else {},
+            architecture=dict(after.architecture.to_dict()) if proof else {},
         )
         self.console.operated(self._write(progress, event))
         self.sink.sync()
@@ -261,7 +279,7 @@ class Narrator:
         logger.warning("%s", message)
 
     def closed(
-        self, progress: Progress, decision: Decision, best: Best | None, where: Path
+        self, progress: Progress, decision: Decision, best: Standing | None, where: Path
     ) -> None:
         """The run ends in order: the reason, then the totals."""
         self._write(
@@ -271,8 +289,8 @@ class Narrator:
         event = RunFinished(
             step=progress.step,
             loss=self.last_loss,
-            best_loss=best.loss if best else None,
-            best_step=best.step if best else None,
+            best_loss=best.best if best else None,
+            best_step=best.best_step if best else None,
             tokens_per_s=progress.tokens / progress.active_s if progress.active_s else None,
         )
         event = self._write(progress, event)

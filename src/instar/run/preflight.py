@@ -14,19 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from instar.config.budget import parse_budget
 from instar.config.checks import rank_checks
 from instar.config.errors import ConfigError, Problem
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.data import dataset as data
-from instar.data.dataset import DataSet
-from instar.models.architecture import Architecture, ArchitectureError, resolve
 from instar.record.rundir import check_run_dir
 from instar.schedule.forecast import Forecast, checked_forecast
-
-EVAL_TOKENS = 8192
-"""Tokens of one evaluation micro-batch unless the config says how many samples it has."""
+from instar.tasks.blueprint import Blueprint, kind_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +29,7 @@ class Prepared:
 
     config: RunConfig
     """with nothing left to derive"""
-    architecture: Architecture
-    dataset: DataSet
+    blueprint: Blueprint
     forecast: Forecast
     derived: Mapping[str, object]
     """the config's dotted keys that were filled in"""
@@ -50,7 +43,7 @@ def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) ->
     """
     config = loaded.config
     _check_ranks(loaded, world_size)
-    data.prepare_data(config.data, config.seed, world_size, say)
+    kind_of(config.task).prepare(loaded, world_size, say)
 
 
 def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
@@ -69,28 +62,11 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
     if new:
         with _collecting(problems):
             check_run_dir(config.record, config.name)
-    dataset = architecture = None
+    blueprint: Blueprint | None = None
     with _collecting(problems):
-        dataset = data.open_data(config.data, config.seed, world_size)
-    if dataset is not None:
-        try:
-            architecture = resolve(config.model, dataset.vocab_size)
-        except ArchitectureError as error:
-            problems += [loaded.problem(m.key, m.message, m.hint) for m in error.mistakes]
-    if dataset is None or architecture is None:
+        blueprint = kind_of(config.task).blueprint(loaded, world_size)
+    if blueprint is None:
         raise ConfigError(*problems)
-    with _collecting(problems):
-        dataset.held_out("val", architecture.context)
-        samples = dataset.train_samples(architecture.context)
-        if samples is not None and samples < world_size:
-            problems.append(
-                loaded.problem(
-                    "data.source",
-                    f"{world_size} ranks, but only {samples} training samples of "
-                    f"{architecture.context} tokens",
-                    "use fewer ranks, a smaller model.context or more text",
-                )
-            )
     global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
     if global_batch < world_size:
         problems.append(
@@ -109,10 +85,9 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
         # what its schedule has come to is in its history, which is looked at when it goes on
         without = config.model_copy(update={"schedule": ()})
         loaded = dataclasses.replace(loaded, config=without)
-    tokens = dataset.train_tokens(architecture.context)
-    told = checked_forecast(loaded, tokens, dataset.vocab_size, world_size)
+    told = checked_forecast(loaded, blueprint, world_size)
     course = config.learning_rate
-    if told.steps is None and course.lr_decay_iters is None and course.shape != "constant":
+    if told.steps is None and course.lr_decay_iters is None and course.has_end:
         raise ConfigError(
             loaded.problem(
                 "learning_rate.lr_decay_iters",
@@ -121,43 +96,18 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
                 "give it, or a budget such as 2000it",
             )
         )
-    if tokens is None:
-        _check_epochs(loaded)
-    return _resolved(config, architecture, dataset, told)
+    return _resolved(config, blueprint, told)
 
 
-def _check_epochs(loaded: Loaded) -> None:
-    """Raises ConfigError where epochs would have to be counted whose length nobody knows yet."""
-    config = loaded.config
-    counted = any(parse_budget(text).kind == "epochs" for text in config.train.until)
-    changes = [op.name for op in config.schedule if op.name in ("set_context", "extend_context")]
-    if counted and changes:
-        raise ConfigError(
-            loaded.problem(
-                "train.until",
-                f"{changes[0]} begins a stream anew, and how much of an epoch was done by then is "
-                "not known before its end was met",
-                "give train.until in steps or tokens, or use kind rows or tokens",
-            )
-        )
-
-
-def _resolved(
-    config: RunConfig, architecture: Architecture, dataset: DataSet, told: Forecast
-) -> Prepared:
-    derived: dict[str, object] = {}
-    if not config.data.mixture:  # whose parts each have a folder
-        derived["data.path"] = str(dataset.path)
-    for field in ("n_kv_head", "n_mlp", "vocab_size"):
-        derived[f"model.{field}"] = getattr(architecture, field)
+def _resolved(config: RunConfig, blueprint: Blueprint, told: Forecast) -> Prepared:
+    derived = dict(blueprint.derived)
     if told.steps is not None:
         # a trial shorter than its warm-up still has a course
         derived["learning_rate.lr_decay_iters"] = max(
             told.steps, config.learning_rate.warmup_iters + 1
         )
-    derived["eval.batch_size"] = max(1, EVAL_TOKENS // architecture.context)
     derived = {key: value for key, value in derived.items() if _value(config, key) is None}
-    return Prepared(_with(config, derived), architecture, dataset, told, derived)
+    return Prepared(_with(config, derived), blueprint, told, derived)
 
 
 def _check_ranks(loaded: Loaded, world_size: int) -> None:

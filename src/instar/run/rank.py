@@ -10,13 +10,12 @@ from instar.checkpoint.disk import replace_file
 from instar.checkpoint.store import load
 from instar.config.dump import resolved
 from instar.config.load import Loaded
-from instar.data.tokenizer import TOKENIZER_FILE
 from instar.distributed.agree import agree, together
 from instar.distributed.failure import NOTHING_STARTED, Interrupted
 from instar.distributed.ranklog import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join, recall, remember
-from instar.models.architecture import count_parameters
+from instar.models.shape import count_parameters
 from instar.record.console import open_console, silent_console
 from instar.record.events import RunStarted
 from instar.record.recorder import Recorder, Silent
@@ -24,10 +23,13 @@ from instar.record.rundir import RunDir, create_run_dir, hold
 from instar.record.system import machine, versions
 from instar.run.build import build
 from instar.run.changes import check_ahead
+from instar.run.final import final_test
+from instar.run.judge import LOSS
 from instar.run.preflight import Prepared, preflight, prepare_data
 from instar.run.resume import LAUNCH_KEY, Resume, automatic, choose, overridden
 from instar.run.safepoint import SafePoint
 from instar.run.snapshot import take_up
+from instar.run.tell import shape_text
 from instar.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -37,11 +39,19 @@ _kept: list[object] = []
 whose end waits for its threads without letting go of the interpreter, which these may wait for."""
 
 
-def run(loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None = None) -> None:
+def run(
+    loaded: Loaded,
+    log: RankLog,
+    signal: StopSignal,
+    resume: Resume | None = None,
+    *,
+    only_test: bool = False,
+) -> None:
     """Train as one rank of the world that the environment describes.
 
     Args:
         resume: how a run goes on; None: a new run, unless the config or a restart says otherwise.
+        only_test: make no step, but the final test of the checkpoint that `resume` names.
 
     Raises:
         ConfigError: the run cannot start; nothing was made.
@@ -50,7 +60,7 @@ def run(loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None 
         RunFailed: it started and cannot go on.
         Interrupted: a signal asked it to stop, and all ranks did, at the same step.
     """
-    with join(loaded.config.distributed, loaded.config.device) as world, ExitStack() as stack:
+    with join(loaded.config.parallel, loaded.config.device) as world, ExitStack() as stack:
         console = open_console() if world.is_main else silent_console()
         stack.enter_context(closing(console))
         world.at("preparing data")
@@ -75,23 +85,40 @@ def run(loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None 
             _kept.append(trainer)
         stack.enter_context(closing(trainer))
         start = go_on(trainer, resume) if resume else None
-        event = _started(trainer, run_dir, start)
+        event = _started(trainer, prepared, run_dir, start)
         trainer.narrator.opened(event, run_dir.path)
         if resume and changed:
             with together(world, "writing the config"):
                 if world.is_main:
                     _replace_config(run_dir, prepared, loaded, trainer.progress.step)
             trainer.narrator.overridden(trainer.progress, changed)
-        try:
-            outcome = trainer.train()
-            trainer.save(outcome.decision.reason, must=True)
-        except BaseException:
-            trainer.saver.abandon()
-            raise
-        trainer.safe.answer("stop")
-        trainer.narrator.closed(outcome.progress, outcome.decision, trainer.best, run_dir.path)
-    if outcome.decision.interrupted:
+        if only_test:
+            name = start.name if start else "last"
+            if final_test(trainer, run_dir.path, weights=name) is None:
+                raise Interrupted(f"again: instar test {run_dir.path}")
+            return
+        interrupted = _to_the_end(trainer, run_dir)
+    if interrupted:
         raise Interrupted(f"go on with: instar resume {run_dir.path}")
+
+
+def _to_the_end(trainer: Trainer, run_dir: RunDir) -> bool:
+    """Train, save and test; whether somebody stopped it before."""
+    try:
+        outcome = trainer.train()
+        trainer.save(outcome.decision.reason, must=True)
+    except BaseException:
+        trainer.saver.abandon()
+        raise
+    decision = outcome.decision
+    if trainer.config.test.at_end and not decision.interrupted:
+        weights = trainer.config.test.weights
+        if final_test(trainer, run_dir.path, weights=weights) is None:
+            decision = trainer.safe.decision()
+    trainer.safe.answer("stop")
+    best = trainer.judgement.best.get(LOSS)
+    trainer.narrator.closed(outcome.progress, decision, best, run_dir.path)
+    return decision.interrupted
 
 
 def go_on(trainer: Trainer, resume: Resume) -> Path | None:
@@ -143,9 +170,8 @@ def _agree_on_run_dir(prepared: Prepared, loaded: Loaded, world: World) -> RunDi
         if world.is_main:
             made = create_run_dir(prepared.config.record, prepared.config.name)
             _write_config(made, prepared, loaded)
-            # a run's own copy, so that a checkpoint can speak without the data
-            tokenizer = (prepared.dataset.path / TOKENIZER_FILE).read_bytes()
-            replace_file(made.path / TOKENIZER_FILE, tokenizer)
+            for name, file in prepared.blueprint.kept.items():
+                replace_file(made.path / name, file.read_bytes())
             path = str(made.path)
             remember(LAUNCH_KEY, str(made.path.absolute()))
     return RunDir(Path(str(agree(world, path))))
@@ -163,7 +189,9 @@ def _replace_config(run_dir: RunDir, prepared: Prepared, loaded: Loaded, step: i
     _write_config(run_dir, prepared, loaded)
 
 
-def _started(trainer: Trainer, run_dir: RunDir, start: Path | None) -> RunStarted:
+def _started(
+    trainer: Trainer, prepared: Prepared, run_dir: RunDir, start: Path | None
+) -> RunStarted:
     world = trainer.world
     device = str(world.device) if world.device.type == "cpu" else "cuda"
     facts = machine(device)
@@ -174,11 +202,12 @@ def _started(trainer: Trainer, run_dir: RunDir, start: Path | None) -> RunStarte
         run_id=run_dir.id,
         step=trainer.progress.step,
         resumed_from=start.name if start else None,
-        model=f"{shape.n_layer}L/{shape.n_embd}d",
+        model=shape_text(shape),
         parameters=count_parameters(shape).total,
         devices=name if world.size == 1 else f"{world.size}×{name} {how}",
         world_size=world.size,
-        architecture=shape.to_dict(),
+        unit=prepared.blueprint.unit,
+        architecture=dict(trainer.task.describe()),
         versions=versions(),
         machine=facts,
     )

@@ -18,7 +18,7 @@ FIXED = (
     "seed",
     "task",
     "reproducible",
-    "distributed.elastic.",
+    "parallel.elastic.",
     "model.",
     "data.",
     "optimizer.name",
@@ -111,7 +111,7 @@ def overridden(resume: Resume, now: RunConfig) -> dict[str, tuple[object, object
     before = load_config(str(resume.run.config)).config
     changed = {
         key: (value_of(before, key), value_of(now, key))
-        for key in keys()
+        for key in keys(type(now))
         if key not in PLACES and value_of(before, key) != value_of(now, key)
     }
     problems = [

@@ -60,7 +60,7 @@ def _freeze(bare: Module, frozen: Sequence[str]) -> None:
 def _on_all_ranks(config: RunConfig, world: World, bare: Module) -> tuple[Module, Gradients]:
     """The model that forward passes go through, and how their gradients come together."""
     if config.reproducible == "elastic":
-        number = config.distributed.elastic.virtual_ranks
+        number = config.parallel.elastic.virtual_ranks
         return bare, VirtualRanks(world, bare.parameters(), number)
     model = bare
     if config.compile:
@@ -68,5 +68,5 @@ def _on_all_ranks(config: RunConfig, world: World, bare: Module) -> tuple[Module
         torch.compiler.reset()
         model = cast(Module, torch.compile(bare))
     # wrapped last: DDP must see the model on its device, and compiled
-    wrapped = wrap(model, world, config.distributed.ddp)
+    wrapped = wrap(model, world, config.parallel.ddp)
     return wrapped, DataParallel(world, wrapped)

@@ -16,7 +16,7 @@ import torch
 from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.patterns import COMPONENTS, Pattern
 from instar.checkpoint.retention import Keep, prune
-from instar.checkpoint.store import BEST, point, publish
+from instar.checkpoint.store import point, publish
 from instar.config.errors import InstarError
 from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import together
@@ -41,8 +41,8 @@ class Snapshot:
     architecture: Mapping[str, Any]
     history: list[Any]
     facts: Facts
-    best: bool = False
-    """its validation loss is the lowest so far"""
+    best: tuple[str, ...] = ()
+    """pointers that are to name it: it is the best so far of some metrics"""
 
     def replicated(self) -> dict[str, torch.Tensor]:
         """What all ranks must hold alike, as `<component>/<name>`."""
@@ -205,8 +205,8 @@ class Saver:
             )
             with together(world, "tidying up the checkpoints"):
                 if world.is_main:
-                    if snapshot.best:
-                        point(self.root, BEST, path)
+                    for name in snapshot.best:
+                        point(self.root, name, path)
                     prune(self.root, self.keep)
         except InstarError as failure:
             if failure.exit_code != CheckpointError.exit_code:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from instar.checkpoint.manifest import CheckpointError, Facts
+from instar.checkpoint.header import read_header
+from instar.checkpoint.manifest import CheckpointError, Facts, encode_json
 from instar.checkpoint.patterns import COMPONENTS
 from instar.checkpoint.store import Checkpoint
 from instar.config.operation import Operation
 from instar.config.schema import CheckpointConfig
-from instar.models.architecture import Architecture
 from instar.run.changes import carry_out
 from instar.run.generators import generator_states, restore_generators, seed_generators
 from instar.run.saving import Snapshot
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     import torch
 
     from instar.run.trainer import Trainer
+
+MODEL = COMPONENTS["model"].file()
 
 LEFT_OUT = {
     "optimizer": COMPONENTS["optimizer"].lost,
@@ -68,7 +71,7 @@ def snapshot(trainer: Trainer, reason: str) -> Snapshot:
             reason=reason,
             left_out=without,
         ),
-        best=trainer.best_is_now,
+        best=tuple(trainer.judge.pointers[name] for name in trainer.best_is_now),
     )
 
 
@@ -142,18 +145,23 @@ def _check_architecture(trainer: Trainer, checkpoint: Checkpoint, allow: Collect
     """What was saved must be what the config and the history come to; where it may be another
     architecture, its tensors must still be those."""
     try:
-        saved = Architecture.from_dict(checkpoint.manifest.architecture)
         history = history_from_json(checkpoint.manifest.history)
         now = fold(trainer.config, trainer.initial.architecture, history).architecture
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: of another architecture: {error}") from error
-    was, is_now = saved.to_dict(), now.to_dict()
-    if was == is_now or ("architecture" in allow and saved.parameters() == now.parameters()):
+    was, is_now = checkpoint.manifest.architecture, json.loads(encode_json(now.to_dict()))
+    if was == is_now:
+        return
+    saved = {name: entry.shape for name, entry in read_header(checkpoint.path / MODEL).items()}
+    fits = saved == {name: entry.shape for name, entry in now.parameters().items()}
+    if fits and "architecture" in allow:
         return
     what = ", ".join(
-        f"{key} {was[key]} → {is_now[key]}" for key in sorted(was) if was[key] != is_now[key]
+        f"{key} {was.get(key)} → {is_now.get(key)}"
+        for key in sorted({**was, **is_now})
+        if was.get(key) != is_now.get(key)
     )
-    may = "" if saved.parameters() != now.parameters() else "; to go on: --allow architecture"
+    may = "; to go on: --allow architecture" if fits else ""
     raise CheckpointError(
         f"{checkpoint.path}: of another architecture than the config's: {what}{may}"
     )

@@ -91,7 +91,7 @@ class Stepper:
         self.gradients, self.parameters = gradients, dict(parameters)
         self.clip = config.train.clip
         self.precision = config.precision
-        random = config.model.dropout > 0 or config.reproducible == "elastic"
+        random = task.random or config.reproducible == "elastic"
         self.seed = config.seed if random else None
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
         self.watch: GradientWatch | None = None

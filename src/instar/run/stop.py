@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,20 +16,6 @@ class Decision:
     reason: str
     interrupted: bool
     """a signal asked for it, so the run is not at its end"""
-
-
-@dataclass(frozen=True)
-class Best:
-    """The lowest validation loss so far, in nats, and the step it was measured at."""
-
-    loss: float
-    step: int
-
-    @staticmethod
-    def of(best: Best | None, loss: float, step: int) -> Best | None:
-        """`best` after one more evaluation; what is not finite is never the best."""
-        better = math.isfinite(loss) and (best is None or loss < best.loss)
-        return Best(loss, step) if better else best
 
 
 def budget_met(

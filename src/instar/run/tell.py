@@ -9,6 +9,7 @@ from typing import Any
 from instar.growth.proof import Proof
 from instar.models.architecture import AXES
 from instar.models.lora import Lora
+from instar.models.shape import Growable, streams_of
 from instar.schedule.operations import Change, State
 
 Differences = Mapping[str, tuple[Any, Any]]
@@ -16,7 +17,7 @@ Differences = Mapping[str, tuple[Any, Any]]
 
 def differences(before: State, after: State) -> Differences:
     """Settings and parts of the architecture that are not what they were, by name."""
-    pairs = (
+    pairs: tuple[tuple[Any, Any], ...] = (
         (before.settings, after.settings),
         (before.architecture, after.architecture),
     )
@@ -26,6 +27,14 @@ def differences(before: State, after: State) -> Differences:
         for field in dataclasses.fields(was)
         if getattr(was, field.name) != getattr(now, field.name)
     }
+
+
+def shape_text(shape: Growable) -> str:
+    """`12L/768d`: blocks, and channels of the stream that they add to."""
+    sizes = shape.sizes()
+    parts = [f"{sizes['layers']}L"] if "layers" in sizes else []
+    parts += [f"{sizes[stream]}d" for stream in streams_of(shape)[:1]]
+    return "/".join(parts) or ", ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def changed_text(differ: Differences) -> str:

@@ -22,6 +22,7 @@ from instar.run.analyst import Analyst
 from instar.run.changes import change_if_due
 from instar.run.course import Course, Supply
 from instar.run.evaluate import Evaluation, evaluate
+from instar.run.judge import Judge, Judgement
 from instar.run.narrate import Narrator
 from instar.run.progress import Progress
 from instar.run.rig import freeze, rig
@@ -29,7 +30,7 @@ from instar.run.safepoint import GivenUp, SafePoint, Wish
 from instar.run.saving import Saver, reasons
 from instar.run.snapshot import snapshot
 from instar.run.step import Stepper, StepResult, enter
-from instar.run.stop import Best, Decision, budget_met
+from instar.run.stop import Decision, budget_met
 from instar.schedule.entries import Entry
 from instar.schedule.operations import History, State, carried_out
 from instar.schedule.settings import Settings, initial_settings, learning_rate
@@ -60,18 +61,19 @@ class Trainer:
         saver: Saver,
         narrator: Narrator,
         log: RankLog,
+        judge: Judge,
         entries: Sequence[Entry] = (),
     ) -> None:
         """`entries`: the schedule, in its order."""
         self.config, self.world = config, world
         self.stepper, self.safe, self.saver = stepper, safe, saver
-        self.narrator, self.log = narrator, log
+        self.narrator, self.log, self.judge = narrator, log, judge
         safe.save_is_due = saver.overdue
         self.budgets = [parse_budget(text) for text in config.train.until]
         self.entries = tuple(entries)
         self.history: History = ()
         self.progress = self.looked_at = Progress()
-        self.best: Best | None = None
+        self.judgement = Judgement()
         self.evaluated: Evaluation | None = None
         self.evaluated_at = self.asked_at = self.grown_at = -1
         self.losses: tuple[tuple[int, float], ...] = ()
@@ -92,7 +94,7 @@ class Trainer:
     def read(self, course: Course) -> None:
         """Take samples from a course on; the task has samples of that length already."""
         # what one feed sends is all received before the next one sends
-        self.close(self.config.distributed.timeout_s)
+        self.close(self.config.parallel.timeout_s)
         self.course = course
         self.feed = self.supply.open(self.task, course)
         self.validation = self.task.held_out("val")
@@ -198,14 +200,21 @@ class Trainer:
         step = self.progress.step
         if step in (0, self.asked_at):
             return
-        due = step % self.settings.eval_interval == 0
+        due = self.evaluation_is_due()
         if due and self.evaluated_at != step:
             self.evaluate()
         if not due or self.evaluated_at == step:
             self.asked_at = step
 
+    def evaluation_is_due(self) -> bool:
+        """Whether an interval of steps ends here, or where the config says so, of epochs."""
+        if (epochs := self.config.eval.eval_epochs) is None:
+            return self.progress.step % self.settings.eval_interval == 0
+        place = self.course.place(self.progress.samples)
+        return place > 0 and place % (epochs * self.course.samples_per_epoch) == 0
+
     def evaluate(self) -> None:
-        """Held-out loss of the weights, or of their moving average where one is kept."""
+        """Held-out metrics of the weights, or of their moving average where one is kept."""
         self.safe.enter(f"evaluation at step {self.progress.step}", self.progress.step)
         enter(self.stepper.bare_model, self.progress.step)
         with self.stepper.averaged_weights():
@@ -224,14 +233,14 @@ class Trainer:
         if result is not None:
             self.evaluated, self.evaluated_at = result, self.progress.step
             self.losses = (*self.losses, (self.progress.step, result.loss))[-self.losses_kept :]
-            self.best = Best.of(self.best, result.loss, self.progress.step)
+            self.judgement = self.judge.see(self.judgement, result.values(), self.progress.step)
             self.narrator.evaluated(self.progress, result, best=self.best_is_now)
 
     @property
-    def best_is_now(self) -> bool:
-        """Whether the weights as they are gave the lowest loss so far."""
+    def best_is_now(self) -> tuple[str, ...]:
+        """The metrics of which the weights as they are gave the best so far."""
         step = self.progress.step
-        return self.best is not None and self.best.step == step == self.evaluated_at
+        return self.judge.best_at(self.judgement, step) if self.evaluated_at == step else ()
 
     def save_if_due(self) -> None:
         """Save between two steps, if a count, rank 0's clock, a new best or somebody says so."""
@@ -280,8 +289,11 @@ class Trainer:
         just_evaluated = self.evaluated_at == self.progress.step
         if met is None and not just_evaluated:
             return None
-        told = agree(self.world, None if met is None else str(met))
-        return None if told is None else Decision(f"reached {told}", interrupted=False)
+        reason = self.judge.give_up(self.judgement) if just_evaluated else None
+        if met is not None:
+            reason = f"reached {met}"
+        told = agree(self.world, reason)
+        return None if told is None else Decision(str(told), interrupted=False)
 
     def budget_met(self) -> Budget | None:
         loss = (
@@ -301,7 +313,7 @@ class Trainer:
         return {
             "progress": dataclasses.asdict(self.progress),
             "course": self.course.state(),
-            "best": self.best and dataclasses.asdict(self.best),
+            "judgement": msgspec.to_builtins(self.judgement),
             "story": self.narrator.state(),
             "evaluated_at": self.evaluated_at,
             "asked_at": self.asked_at,
@@ -323,7 +335,7 @@ class Trainer:
             self.course = self.course.restored(state["course"])
             self.narrator.epochs = self.course.epochs
         self.progress = self.looked_at = msgspec.convert(state["progress"], Progress)
-        self.best = msgspec.convert(state["best"], Best | None)
+        self.judgement = msgspec.convert(state["judgement"], Judgement)
         self.evaluated_at = msgspec.convert(state["evaluated_at"], int)
         self.asked_at = msgspec.convert(state.get("asked_at", self.evaluated_at), int)
         self.losses = msgspec.convert(state.get("losses", ()), tuple[tuple[int, float], ...])

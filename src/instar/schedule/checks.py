@@ -128,7 +128,7 @@ def _has_end(config: RunConfig) -> bool:
 
 def _context(config: RunConfig) -> Iterator[Clash]:
     """Samples longer than the model will look back on by then."""
-    longest: int | None = config.model.context
+    longest: int | None = config.context
     before: tuple[str, ...] = (SCHEDULE,)
     for number, given in enumerate(config.schedule):
         place = f"{SCHEDULE}[{number}]"

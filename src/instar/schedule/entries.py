@@ -11,7 +11,8 @@ from instar.config.operation import Operation
 from instar.config.schedule import ScheduledOperation, When
 from instar.config.schema import RunConfig
 from instar.growth.operators import is_growth
-from instar.models.architecture import Architecture, count_parameters
+from instar.models.mask import mask_of
+from instar.models.shape import Growable, count_parameters
 from instar.record.amounts import count_text
 from instar.schedule.operations import History, State
 from instar.schedule.triggers import (
@@ -136,12 +137,12 @@ def due(entry: Entry, moment: Moment, state: State) -> str | None:
     """
     if moment.since_last < entry.min_steps:
         return None
-    if is_growth(entry.operation.name) and state.architecture.mask is not None:
+    if is_growth(entry.operation.name) and mask_of(state.architecture) is not None:
         return None
     return fires(entry.trigger, moment)
 
 
-def too_large(entry: Entry, architecture: Architecture) -> str:
+def too_large(entry: Entry, architecture: Growable) -> str:
     """How the model that an entry makes exceeds what it allows; empty if it does not."""
     count = count_parameters(architecture).total
     if entry.max_params is None or count <= entry.max_params:

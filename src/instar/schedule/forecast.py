@@ -14,22 +14,16 @@ from instar.config.load import Loaded
 from instar.config.operation import Operation
 from instar.config.schema import RunConfig
 from instar.growth.operators import is_growth
-from instar.models.architecture import (
-    Architecture,
-    ArchitectureError,
-    ParameterCount,
-    count_parameters,
-    flops_per_token,
-    resolve,
-)
-from instar.models.memory import memory_estimate
+from instar.models.mask import mask_of
+from instar.models.shape import Growable, ParameterCount, count_parameters
 from instar.schedule.checks import mistakes
 from instar.schedule.entries import Entry, entries, too_large
 from instar.schedule.operations import State, carried_out, fold, planned
-from instar.schedule.pace import Pace, Spot, samples_per_epoch
+from instar.schedule.pace import Pace, Spot
 from instar.schedule.settings import Settings
 from instar.schedule.timeline import Leg, Timeline, timeline
 from instar.schedule.triggers import words
+from instar.tasks.blueprint import Blueprint
 
 
 @dataclass(frozen=True)
@@ -49,9 +43,14 @@ class Stage:
     skipped: str
     """why the operation is passed over"""
     settings: Settings
-    architecture: Architecture
+    architecture: Growable
+    style: tuple[tuple[str, tuple[str, ...]], ...]
+    """the shape in words"""
     parameters: ParameterCount
     flops_per_token: int
+    """or other unit of weight"""
+    weight: int
+    """of a sample: its tokens"""
     memory_bytes: dict[str, int]
     """by part, at the peak of a step on one rank"""
     batch_size: int
@@ -76,8 +75,10 @@ class Forecast:
 
     stages: tuple[Stage, ...]
     world_size: int
+    unit: str
+    """what samples' weights count: tokens, graphs …"""
     dataset_tokens: int | None
-    """None: the data are not made yet"""
+    """or other units; None: the data are not made yet"""
     samples_per_epoch: int | None
     until: tuple[str, ...]
     early: Totals | None
@@ -104,25 +105,17 @@ class ScheduleError(ValueError):
         self.clashes = clashes
 
 
-def forecast(
-    config: RunConfig,
-    dataset_tokens: int | None,
-    vocab_size: int,
-    world_size: int,
-) -> Forecast:
-    """The run that a config makes of `dataset_tokens` training tokens on `world_size` ranks.
-
-    `vocab_size` is the tokenizer's. Neither data nor a tensor is touched.
+def forecast(config: RunConfig, blueprint: Blueprint, world_size: int) -> Forecast:
+    """The run that a config makes of a task on `world_size` ranks. No tensor is touched.
 
     Raises:
-        ArchitectureError: no model has the config's shape.
         ScheduleError: operations cannot be carried out.
         ValueError: text that is no budget.
     """
     if found := list(mistakes(config)):
         raise ScheduleError(*found)
-    began = fold(config, resolve(config.model, vocab_size), ())
-    legs = _legs(config, began, dataset_tokens, world_size)
+    began = fold(config, blueprint.architecture, ())
+    legs = _legs(config, began, blueprint, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
     early, late = (
         timeline(legs, budgets, evaluated_at_start=config.eval.at_start, hopeful=hopeful)
@@ -130,11 +123,12 @@ def forecast(
     )
     return Forecast(
         stages=tuple(
-            _stage(config, leg, _at(early, number), _at(late, number), world_size)
+            _stage(config, blueprint, leg, _at(early, number), _at(late, number), world_size)
             for number, leg in enumerate(legs)
         ),
         world_size=world_size,
-        dataset_tokens=dataset_tokens,
+        unit=blueprint.unit,
+        dataset_tokens=blueprint.units(config.context),
         samples_per_epoch=legs[0].pace.samples_per_epoch,
         until=tuple(config.train.until),
         early=_totals(early),
@@ -142,36 +136,30 @@ def forecast(
     )
 
 
-def checked_forecast(
-    loaded: Loaded, dataset_tokens: int | None, vocab_size: int, world_size: int
-) -> Forecast:
+def checked_forecast(loaded: Loaded, blueprint: Blueprint, world_size: int) -> Forecast:
     """`forecast`, its mistakes told with the places of what the user wrote.
 
     Raises:
         ConfigError: the mistakes found.
     """
     try:
-        return forecast(loaded.config, dataset_tokens, vocab_size, world_size)
-    except ArchitectureError as error:
-        problems = [loaded.problem(m.key, m.message, m.hint) for m in error.mistakes]
+        return forecast(loaded.config, blueprint, world_size)
     except ScheduleError as error:
         problems = [loaded.problem(c.keys[0], c.message, c.hint) for c in error.clashes]
     raise ConfigError(*problems)
 
 
-def _legs(
-    config: RunConfig, began: State, dataset_tokens: int | None, world_size: int
-) -> list[Leg]:
+def _legs(config: RunConfig, began: State, blueprint: Blueprint, world_size: int) -> list[Leg]:
     """The run's legs. What operations make of it does not depend on the steps at which they come.
 
     Raises ScheduleError with all that is wrong, up to the first growth that is impossible: what
     follows it would stand on a model that there is not.
     """
-    legs = [Leg(None, began, _pace(began, dataset_tokens))]
+    legs = [Leg(None, began, _pace(began, blueprint))]
     clashes: list[Clash] = []
     for entry in entries(config):
         try:
-            legs.append(_leg(legs[-1].state, entry, dataset_tokens, world_size))
+            legs.append(_leg(legs[-1].state, entry, blueprint, world_size))
         except ScheduleError as error:
             clashes += error.clashes
             if is_growth(entry.operation.name):
@@ -181,18 +169,18 @@ def _legs(
     return legs
 
 
-def _leg(before: State, entry: Entry, dataset_tokens: int | None, world_size: int) -> Leg:
+def _leg(before: State, entry: Entry, blueprint: Blueprint, world_size: int) -> Leg:
     after, label = _tried(before, entry)
     skipped = _skipped(after, entry)
     if skipped:
-        return Leg(entry, before, _pace(before, dataset_tokens), skipped=skipped)
-    _check_data(after, entry, dataset_tokens, world_size)
-    return Leg(entry, after, _pace(after, dataset_tokens), label)
+        return Leg(entry, before, _pace(before, blueprint), skipped=skipped)
+    _check_data(after, entry, blueprint, world_size)
+    return Leg(entry, after, _pace(after, blueprint), label)
 
 
 def _tried(state: State, entry: Entry) -> tuple[State, str]:
     """The state after an entry, and the label of what it does to the model."""
-    mask = state.architecture.mask
+    mask = mask_of(state.architecture)
     if mask is not None and is_growth(entry.operation.name):
         state = carried_out(state, Operation("fold_masks"), mask.end)
     try:
@@ -224,7 +212,7 @@ def _skipped(grown: State, entry: Entry) -> str:
     return said
 
 
-def _check_data(state: State, entry: Entry, dataset_tokens: int | None, world_size: int) -> None:
+def _check_data(state: State, entry: Entry, blueprint: Blueprint, world_size: int) -> None:
     """Raise ScheduleError if ranks would be without samples."""
     settings = state.settings
     if settings.global_batch < world_size:
@@ -235,12 +223,12 @@ def _check_data(state: State, entry: Entry, dataset_tokens: int | None, world_si
             "every step",
             f"keep batch_size × gradient_accumulation_steps at {world_size} or more",
         )
-    if dataset_tokens is not None and dataset_tokens <= settings.context:
+    tokens = blueprint.units(settings.context)
+    if blueprint.unit == "token" and tokens is not None and tokens <= settings.context:
         raise _refused(
             entry,
             "value",
-            f"makes samples of {settings.context:,} tokens, and there are {dataset_tokens:,} to "
-            "train on",
+            f"makes samples of {settings.context:,} tokens, and there are {tokens:,} to train on",
         )
 
 
@@ -249,13 +237,13 @@ def _refused(entry: Entry, part: str, message: str, hint: str = "") -> ScheduleE
     return ScheduleError(Clash((key, entry.place), f"{key} {message}", hint))
 
 
-def _pace(state: State, dataset_tokens: int | None) -> Pace:
+def _pace(state: State, blueprint: Blueprint) -> Pace:
     context = state.settings.context
     return Pace(
         state.settings.global_batch,
-        context,
-        samples_per_epoch(dataset_tokens, context),
-        flops_per_token(state.architecture, context),
+        blueprint.weight(context),
+        blueprint.samples(context),
+        blueprint.flops(state.architecture, context),
     )
 
 
@@ -264,11 +252,16 @@ def _at(told: Timeline, number: int) -> int | None:
 
 
 def _stage(
-    config: RunConfig, leg: Leg, early: int | None, late: int | None, world_size: int
+    config: RunConfig,
+    blueprint: Blueprint,
+    leg: Leg,
+    early: int | None,
+    late: int | None,
+    world_size: int,
 ) -> Stage:
     settings, architecture = leg.state.settings, leg.state.architecture
     elastic = config.reproducible == "elastic"
-    slices = config.distributed.elastic.virtual_ranks if elastic else world_size
+    slices = config.parallel.elastic.virtual_ranks if elastic else world_size
     batch_size = min(settings.batch_size, math.ceil(settings.global_batch / slices))
     size = leg.pace.samples_per_epoch
     return Stage(
@@ -280,17 +273,15 @@ def _stage(
         skipped=leg.skipped,
         settings=settings,
         architecture=architecture,
+        style=tuple((label, tuple(lines)) for label, lines in blueprint.style(architecture)),
         parameters=count_parameters(architecture),
         flops_per_token=leg.pace.flops_per_token,
-        memory_bytes=memory_estimate(
+        weight=leg.pace.weight,
+        memory_bytes=blueprint.memory(
             architecture,
-            batch_size=batch_size,
-            context=settings.context,
-            precision=config.precision,
-            optimizer=config.optimizer.name,
-            ema=config.train.ema is not None,
-            gradient_checkpointing=config.train.gradient_checkpointing,
-            device="cuda" if config.device.startswith("cuda") else "cpu",
+            settings.context,
+            batch_size,
+            "cuda" if config.device.startswith("cuda") else "cpu",
         ),
         batch_size=batch_size,
         steps_per_epoch=None if size is None else -(-size // settings.global_batch),

@@ -14,7 +14,7 @@ from instar.config.operation import Operation
 from instar.config.schema import RunConfig
 from instar.growth import operators as growth
 from instar.growth.plan import GrowthPlan
-from instar.models.architecture import Architecture
+from instar.models.shape import Growable
 from instar.schedule.settings import THAWED, Settings, initial_settings, is_frozen
 
 
@@ -23,7 +23,7 @@ class State:
     """What is in force at a step: every hyperparameter, and the model's shape."""
 
     settings: Settings
-    architecture: Architecture
+    architecture: Growable
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ LARGEST = 10**12
 Effect = Callable[[Settings, Any, int], Settings]
 
 
-def fold(config: RunConfig, architecture: Architecture, history: History) -> State:
+def fold(config: RunConfig, architecture: Growable, history: History) -> State:
     """What is in force after `history`: law 1, a run is its config plus its history.
 
     Args:
@@ -145,14 +145,17 @@ def _check_number(name: str, value: Any) -> None:
         raise OperationError(name, "value", f"must be a whole number, got {show(value)}")
 
 
-def _fits(operation: Operation, settings: Settings, architecture: Architecture) -> None:
+def _fits(operation: Operation, settings: Settings, architecture: Growable) -> None:
     """Raise ValueError if settings after `operation` are no settings, or not this model's."""
     if not 0 < settings.lr < math.inf or max(settings.counts()) > LARGEST:
         raise ValueError(f"{operation.name} {operation.value:g}: this is beyond any sense")
-    if settings.context > architecture.context:
+    longest = architecture.sizes().get("context", 1)
+    if settings.context > longest:
         raise ValueError(
-            f"{operation.name} {settings.context}: the model looks back on {architecture.context} "
+            f"{operation.name} {settings.context}: the model looks back on {longest} "
             "tokens; extend_context first"
+            if "context" in architecture.sizes()
+            else f"{operation.name}: this model's samples have no length to choose"
         )
     if operation.name not in ("freeze", "unfreeze"):
         return
@@ -190,10 +193,12 @@ def _lr(settings: Settings, lr: float) -> Settings:
 
 def _warmup(settings: Settings, warmup: int) -> Settings:
     """New warm-up; the decay's end moves by the same factor, so the course keeps its shape."""
-    end = settings.lr_decay_iters
-    if end is not None and settings.warmup_iters > 0:
-        end = max(warmup + 1, _whole(end * warmup / settings.warmup_iters))
-    return dataclasses.replace(settings, warmup_iters=warmup, lr_decay_iters=end)
+    end, every = settings.lr_decay_iters, settings.decay_every
+    if settings.warmup_iters > 0:
+        factor = warmup / settings.warmup_iters
+        end = None if end is None else max(warmup + 1, _whole(end * factor))
+        every = None if every is None else _whole(every * factor)
+    return dataclasses.replace(settings, warmup_iters=warmup, lr_decay_iters=end, decay_every=every)
 
 
 def _eval_iters(settings: Settings, iters: float) -> Settings:

@@ -16,8 +16,8 @@ class Pace:
 
     global_batch: int
     """samples of a step; an epoch's last step takes what is left"""
-    context: int
-    """tokens of a sample"""
+    weight: int
+    """of a sample: its tokens"""
     samples_per_epoch: int | None
     """None: not known, taken for endless"""
     flops_per_token: int
@@ -39,7 +39,7 @@ class Spot:
     def after(self, pace: Pace, steps: int) -> Spot:
         """So many steps later."""
         samples = _taken(self.in_order, steps, pace.global_batch, pace.samples_per_epoch)
-        tokens = samples * pace.context
+        tokens = samples * pace.weight
         return replace(
             self,
             step=self.step + steps,
@@ -62,7 +62,7 @@ class Spot:
     def step_of_tokens(self, pace: Pace, tokens: int) -> int:
         """The first step, this one at the earliest, after which so many tokens are trained on."""
         return self.step + self._steps_for(
-            pace, math.ceil(Fraction(tokens - self.tokens, pace.context))
+            pace, math.ceil(Fraction(tokens - self.tokens, pace.weight))
         )
 
     def step_of(self, pace: Pace, budget: Budget, share: Fraction = Fraction(1)) -> int | None:
@@ -112,8 +112,3 @@ def _taken(begin: int, steps: int, batch: int, size: int | None) -> int:
         return steps * batch
     epochs, rest = divmod(steps - to_end, -(-size // batch))
     return left + epochs * size + rest * batch
-
-
-def samples_per_epoch(tokens: int | None, context: int) -> int | None:
-    """Windows of `context` tokens, end to end, whose targets are all of a data set's but the first."""
-    return None if tokens is None else max(1, -(-(tokens - 1) // context))

@@ -23,12 +23,12 @@ def render(told: Forecast) -> str:
     rows: list[Row] = []
     before: Stage | None = None
     for number, stage in enumerate(told.stages, 1):
-        known = [] if before is None else _rows(before, told.world_size)
+        known = [] if before is None else _rows(before, told.unit, told.world_size)
         if len(told.stages) > 1:
             rows += _opening(number, stage, told)
         if before is not None and (changed := _changed(before.settings, stage.settings)):
             rows.append(("settings", [", ".join(changed)]))
-        rows += [row for row in _rows(stage, told.world_size) if row not in known]
+        rows += [row for row in _rows(stage, told.unit, told.world_size) if row not in known]
         if len(told.stages) > 1:
             rows.append(("", [""]))
         before = stage
@@ -66,6 +66,7 @@ _WORDS = {
     "lr": "lr",
     "warmup_iters": "warm-up",
     "lr_decay_iters": "decay ends after",
+    "decay_every": "falls every",
     "batch_size": "batch_size",
     "grad_accum": "gradient accumulation",
     "eval_interval": "eval_interval",
@@ -93,35 +94,23 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _rows(stage: Stage, world_size: int) -> list[Row]:
-    arch, count, memory = stage.architecture, stage.parameters, stage.memory_bytes
-    heads = f"{arch.n_head} heads"
-    if arch.n_kv_head < arch.n_head:
-        heads += f" ({arch.n_kv_head} for keys and values)"
-    style = [arch.norm, arch.activation, f"{arch.positions} positions"]
-    style += ["biases"] * arch.bias + ["QK-norm"] * arch.qk_norm
-    style += ["tied head" if arch.tied else "untied head"]
-    style += [f"dropout {arch.dropout:g}"] * (arch.dropout > 0)
+def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
+    count, memory = stage.parameters, stage.memory_bytes
     parts = [f"{name} {bytes_text(size)}" for name, size in memory.items() if size]
-    adapters = [f"{each.target} of rank {each.rank}, alpha {each.alpha:g}" for each in arch.lora]
     settings = stage.settings
-    tokens = settings.global_batch * settings.context
+    weight = settings.global_batch * stage.weight
+    units = "" if unit == "sample" else f" {count_text(weight)} {unit}s,"
     ranks = f"{world_size} rank" + "s" * (world_size > 1)
     rows: list[Row] = [
-        (
-            "shape",
-            [
-                f"{arch.n_layer} layers × {arch.n_embd} wide, {heads} of {arch.head_dim}",
-                f"MLP {arch.n_mlp:,}, context {arch.context:,}, vocabulary {arch.vocab_size:,}",
-            ],
-        ),
-        ("style", [", ".join(style)]),
-        ("adapters", adapters),
+        *stage.style,
         (
             "parameters",
             [f"{count_text(count.total)}, {count_text(count.non_embedding)} without embeddings"],
         ),
-        ("compute", [f"{flops_text(stage.flops_per_token)} FLOPs per token, forward and backward"]),
+        (
+            "compute",
+            [f"{flops_text(stage.flops_per_token)} FLOPs per {unit}, forward and backward"],
+        ),
         (
             "memory",
             [
@@ -132,7 +121,7 @@ def _rows(stage: Stage, world_size: int) -> list[Row]:
         (
             "step",
             [
-                f"{settings.global_batch:,} samples, {count_text(tokens)} tokens, on {ranks}, "
+                f"{settings.global_batch:,} samples,{units} on {ranks}, "
                 f"at most {stage.batch_size:,} samples at once"
             ],
         ),
@@ -146,25 +135,25 @@ def _whole(told: Forecast) -> list[Row]:
     """What is of the run as a whole."""
     data = "not prepared yet, or a stream: epochs are not known"
     if told.dataset_tokens is not None:
-        data = f"{count_text(told.dataset_tokens)} tokens, {told.samples_per_epoch:,} samples"
+        data = f"{count_text(told.dataset_tokens)} {told.unit}s, {told.samples_per_epoch:,} samples"
     rows: list[Row] = [("data", [data]), ("until", [" or ".join(told.until)])]
     if told.early is None or told.late is None:
         said = ["open: only the clock or the loss ends this run"]
         if any("ep" in text for text in told.until) and told.dataset_tokens is None:
             said = ["open: how many steps an epoch has is not known yet"]
     elif told.early == told.late:
-        said = [_total(told.early)]
+        said = [_total(told.early, told.unit)]
     else:
         said = [
-            f"{_total(told.early)} if every operation comes at its earliest;",
-            f"{_total(told.late)} at its latest",
+            f"{_total(told.early, told.unit)} if every operation comes at its earliest;",
+            f"{_total(told.late, told.unit)} at its latest",
         ]
     return [*rows, ("total", said)]
 
 
-def _total(totals: Totals) -> str:
+def _total(totals: Totals, unit: str) -> str:
     epochs = "" if totals.epochs is None else f"{totals.epochs:.2f} epochs, "
     return (
-        f"{totals.steps:,} steps, {count_text(totals.tokens)} tokens, {epochs}"
+        f"{totals.steps:,} steps, {count_text(totals.tokens)} {unit}s, {epochs}"
         f"{flops_text(totals.flops)} FLOPs"
     )

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from instar.config.budget import Budget
 from instar.growth.operators import is_growth
+from instar.models.mask import mask_of
 from instar.schedule.entries import Entry
 from instar.schedule.operations import State
 from instar.schedule.pace import Pace, Spot
@@ -135,11 +136,11 @@ def timeline(
             break
         at_evaluation = (evaluated and step == spot.step) or (step and step % asked.interval == 0)
         spot = spot.after(before.pace, step - spot.step)
-        if leg.pace.context != before.pace.context:
+        if leg.pace.weight != before.pace.weight:
             spot = spot.new_order(before.pace)
         evaluated = bool(at_evaluation) or leg.entry.reevaluate
-        mask = leg.state.architecture.mask
-        if mask is not None and mask is not before.state.architecture.mask:
+        mask = mask_of(leg.state.architecture)
+        if mask is not None and mask is not mask_of(before.state.architecture):
             masked_until = step + mask.steps
         last = step
         steps.append(step)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from instar.config.schema import RunConfig
+from instar.config.language import LanguageConfig
+from instar.data.columns import Columns
 from instar.data.dataset import DataSet
 from instar.data.order import Order
-from instar.data.source import Source
+from instar.data.source import IGNORED, Source
 from instar.models.architecture import Architecture, flops_per_token
 from instar.models.gpt import GPT
-from instar.tasks.task import Batch
+from instar.tasks.task import Batch, Tally
 
 
 class LanguageTask:
@@ -21,7 +22,7 @@ class LanguageTask:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: LanguageConfig,
         architecture: Architecture,
         dataset: DataSet,
         context: int | None = None,
@@ -31,6 +32,14 @@ class LanguageTask:
         self.architecture = architecture
         self.dataset = dataset
         self.context = context or architecture.context
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        return ("loss",)
+
+    @property
+    def random(self) -> bool:
+        return self.architecture.dropout > 0
 
     def at(self, architecture: Architecture, context: int) -> LanguageTask:
         return LanguageTask(self.config, architecture, self.dataset, context)
@@ -56,6 +65,15 @@ class LanguageTask:
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = model(batch["inputs"], batch["targets"])
         return loss
+
+    def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
+        """The loss in nats per token; windows of a batch count as one unit."""
+        targets = (batch["targets"] != IGNORED).sum()
+        return {"loss": Tally(self.loss_sum(model, batch)[None], targets[None])}
+
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Columns:  # noqa: ARG002
+        """Nothing: a sample's prediction is a distribution for each of its tokens."""
+        return {}
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         logits: torch.Tensor = model(batch["inputs"])

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
+from instar.data.columns import Columns
 from instar.data.order import Order
 from instar.data.source import Source
 
 Batch = Mapping[str, torch.Tensor]
+"""Columns of samples as tensors on the device. A ragged column is its values end to end, with
+`<name>.offsets` beside it, int64 [samples + 1], beginning at 0."""
+
+
+class Tally(NamedTuple):
+    """A metric of n units that are independent of each other: its mean is Σ values / Σ weights.
+
+    Both are [n], on any device; a unit of weight 0 does not count. Units are samples where a task
+    can tell them apart; standard errors come from how far they lie apart.
+    """
+
+    values: torch.Tensor
+    weights: torch.Tensor
 
 
 class Task(Protocol):
@@ -19,6 +33,16 @@ class Task(Protocol):
     @property
     def architecture(self) -> Any:
         """The shape of the model that it builds, for growth to change."""
+        ...
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        """The names of all that `measure` gives, `loss` among them."""
+        ...
+
+    @property
+    def random(self) -> bool:
+        """Whether the model draws random numbers in training, as dropout does."""
         ...
 
     def at(self, architecture: Any, context: int) -> Self:
@@ -48,6 +72,14 @@ class Task(Protocol):
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Loss summed over the batch, a float32 scalar; divide by `Source.weights` for the mean."""
+        ...
+
+    def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
+        """Every metric of the batch by name, `loss` among them; called without gradients."""
+        ...
+
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Columns:
+        """What a test writes down of each sample, targets beside predictions; perhaps nothing."""
         ...
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which ways of bringing data to the ranks go together; needs no data."""
+"""What contradicts itself in the config of a language run; needs no data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,40 @@ import re
 from collections.abc import Callable, Iterator
 
 from instar.config.clash import Clash
-from instar.config.schema import DataConfig
+from instar.config.language import DataConfig, ModelConfig
 
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
+
+
+def shape_checks(model: ModelConfig) -> list[Clash]:
+    """Sizes that do not divide each other."""
+    found = []
+    heads, width = model.n_head, model.n_embd
+    if width % heads:
+        near = max(heads, round(width / heads) * heads)
+        found.append(
+            Clash(
+                ("model.n_embd", "model.n_head"),
+                f"model.n_embd ({width}) must be divisible by model.n_head ({heads})",
+                f"n_embd {near} would be",
+            )
+        )
+    elif model.positions == "rope" and (width // heads) % 2:
+        found.append(
+            Clash(
+                ("model.n_embd", "model.n_head", "model.positions"),
+                f"rope turns pairs of channels: model.n_embd / model.n_head must be even, "
+                f"got {width} / {heads} = {width // heads}",
+            )
+        )
+    if model.n_kv_head is not None and heads % model.n_kv_head:
+        found.append(
+            Clash(
+                ("model.n_kv_head", "model.n_head"),
+                f"model.n_head ({heads}) must be divisible by model.n_kv_head ({model.n_kv_head})",
+            )
+        )
+    return found
 
 
 def data_checks(data: DataConfig) -> list[Clash]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from instar.config.clash import Clash
-from instar.config.data_checks import data_checks, data_rank_checks
 from instar.config.errors import ConfigError
+from instar.config.language import DataConfig
+from instar.config.language_checks import data_checks, data_rank_checks
 from instar.config.load import load
-from instar.config.schema import DataConfig
 
 ROWS = {"kind": "rows", "source": "rows.parquet"}
 STREAM = {"kind": "stream", "source": "rows.parquet", "val_source": "held_out.jsonl"}

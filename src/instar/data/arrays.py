@@ -1,0 +1,392 @@
+"""Samples on disk as arrays: a zarr group with an array for each dense column, and two for ragged.
+
+A ragged column `x` is the arrays `x` (its values end to end) and `x.offsets`. The group's attribute
+`instar` is the record: every array's type, shape and fingerprint, every file's size, and what the
+samples are about. Any zarr library reads the rest. Chunks carry checksums and lie many to a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from instar.checkpoint.disk import sync_file, sync_folder
+from instar.config.errors import ConfigError
+from instar.data.columns import NUMBERS, Columns, Ragged
+from instar.data.order import Int64Array
+from instar.data.tokens import publishing
+
+if TYPE_CHECKING:
+    import zarr
+
+ARRAYS_FORMAT = "instar-arrays/1"
+RECORD_FILE = "zarr.json"
+IN_MEMORY_BYTES = 1 << 30
+"""Samples that take no more are kept in memory."""
+
+_ATTRIBUTE = "instar"
+_OFFSETS = ".offsets"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CHUNK_BYTES = 1 << 16
+_CHUNKS_PER_FILE = 256
+
+
+class ArrayRecord(msgspec.Struct, frozen=True):
+    """Of one array: numpy's name of its type, its shape, and xxh3-128 of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fingerprint: str
+
+
+class ArraysRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The attribute `instar`; `files` are the sizes in bytes of all but the file it stands in."""
+
+    format: str
+    arrays: dict[str, ArrayRecord]
+    files: dict[str, int]
+    fingerprint: str
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Samples in an array store, as a `Source`; in memory, or read by chunks.
+
+    `fingerprint` is that of the samples alone, however they were written; `about` says what they
+    were made from. The arrays are by column: `values` in memory or on disk, `offsets` of the ragged
+    ones in memory.
+    """
+
+    path: Path
+    fingerprint: str
+    about: Mapping[str, Any]
+    samples: int
+    values: Mapping[str, NDArray[Any] | zarr.Array[Any]]
+    offsets: Mapping[str, Int64Array]
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:  # noqa: ARG002
+        """The samples, copied. Raises IndexError outside 0 … len-1, ConfigError where damaged."""
+        if indices.size and not 0 <= indices.min() <= indices.max() < self.samples:
+            raise IndexError(
+                f"samples {indices.min()}..{indices.max()} of {self.path}, which has {self.samples}"
+            )
+        columns: dict[str, NDArray[Any] | Ragged] = {}
+        for name in self.values:
+            if name in self.offsets:
+                rows, offsets = _spread(self.offsets[name], indices)
+                columns[name] = Ragged(self._rows(name, rows), offsets)
+            else:
+                columns[name] = self._rows(name, indices)
+        return columns
+
+    def weights(self, indices: Int64Array) -> float:
+        """How many samples: each counts alike."""
+        return float(indices.size)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A dense column, [samples, ...]. Raises ConfigError where there is none of that name."""
+        if name not in self.values or name in self.offsets:
+            raise self._lacks(
+                "dense", name, [key for key in self.values if key not in self.offsets]
+            )
+        return self._rows(name, np.arange(self.samples))
+
+    def sizes(self, name: str) -> Int64Array:
+        """How long a ragged column's arrays are, int64 [samples].
+
+        Raises ConfigError where there is none of that name.
+        """
+        if name not in self.offsets:
+            raise self._lacks("ragged", name, list(self.offsets))
+        sizes: Int64Array = np.diff(self.offsets[name])
+        return sizes
+
+    def _rows(self, name: str, rows: Int64Array) -> NDArray[Any]:
+        values = self.values[name]
+        if isinstance(values, np.ndarray):
+            return values[rows]
+        if not rows.size or 0 in values.shape[1:]:
+            return np.empty((rows.size, *values.shape[1:]), dtype=values.dtype)
+        with _reading(self.path, name):
+            return np.asarray(values.oindex[(rows, *(slice(None),) * (values.ndim - 1))])
+
+    def _lacks(self, kind: str, name: str, there: list[str]) -> ConfigError:
+        return ConfigError.one(
+            f"there is no {kind} column {name!r}, there are: {', '.join(there) or 'none'}",
+            where=str(self.path),
+        )
+
+
+def write_arrays(folder: str | Path, blocks: Iterable[Columns], about: Mapping[str, Any]) -> None:
+    """Write samples, given in blocks of any size, as an array store; whole or not at all.
+
+    Names are letters, digits and `_`, columns are not nested. The first block says which columns are
+    ragged, of which type they are, and the shape of what is in them.
+
+    Args:
+        about: JSON that says what the samples are made from.
+
+    Raises:
+        ConfigError: the folder holds something, or cannot be written to.
+        ValueError: there are no blocks, or one, named by its place, has other columns than the first
+            or columns that cannot be stored.
+    """
+    library, path = _library(), Path(folder)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError.one(
+            f"{path} is there already", where="data.path", hint="give another folder"
+        )
+    with publishing(path) as aside:
+        group = library.create_group(aside, zarr_format=3)
+        writers: dict[str, _ArrayWriter] = {}
+        for number, block in enumerate(blocks):
+            rows = _arrays_of(block, number, {name: w.count for name, w in writers.items()})
+            if not writers:
+                writers = {name: _ArrayWriter(group, name, some) for name, some in rows.items()}
+            if rows.keys() != writers.keys():
+                found, first = ", ".join(rows), ", ".join(writers)
+                raise ValueError(f"block {number} has {found or 'nothing'}, the first one {first}")
+            for name, some in rows.items():
+                writers[name].append(some, number)
+        if not writers:
+            raise ValueError("there are no samples to write")
+        arrays = {name: writer.close() for name, writer in writers.items()}
+        record = ArraysRecord(
+            format=ARRAYS_FORMAT,
+            arrays=arrays,
+            files=_file_sizes(aside),
+            fingerprint=_whole_fingerprint(arrays),
+            about=dict(about),
+        )
+        group.update_attributes({_ATTRIBUTE: msgspec.to_builtins(record)})
+        _sync(aside)
+
+
+def holds_arrays(folder: str | Path) -> bool:
+    """Whether there is an array store, whole or damaged."""
+    return (Path(folder) / RECORD_FILE).exists()
+
+
+def open_arrays(folder: str | Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Arrays:
+    """Open an array store: every file there and of the right size, every array as recorded.
+
+    What is read into memory is compared with its fingerprint; a chunk read later, with its checksum.
+
+    Args:
+        in_memory_bytes: how large the samples may be to be read into memory at once.
+
+    Raises:
+        ConfigError: the store, or what is damaged or missing in it, by name.
+    """
+    library, path = _library(), Path(folder)
+    record = _read_record(path)
+    _check_files(path, record.files)
+    with _reading(path):
+        group = library.open_group(path, mode="r", zarr_format=3)
+    in_memory = sum(map(_nbytes, record.arrays.values())) <= in_memory_bytes
+    values: dict[str, NDArray[Any] | zarr.Array[Any]] = {}
+    offsets: dict[str, Int64Array] = {}
+    for name, made in record.arrays.items():
+        with _reading(path, name):
+            array = group[name]
+        if getattr(array, "dtype", None) != made.dtype or array.shape != made.shape:
+            raise _damaged(path, name, "the array is not the one that was written")
+        of, is_offsets = name.removesuffix(_OFFSETS), name.endswith(_OFFSETS)
+        if is_offsets:
+            offsets[of] = _loaded(path, name, array, made)
+        else:
+            values[of] = _loaded(path, name, array, made) if in_memory else array
+    first = next(iter(values))
+    samples = len(offsets[first]) - 1 if first in offsets else record.arrays[first].shape[0]
+    return Arrays(path, record.fingerprint, record.about, samples, values, offsets)
+
+
+class _ArrayWriter:
+    """One array, which grows by whole files of chunks."""
+
+    def __init__(self, group: zarr.Group, name: str, first: NDArray[Any]) -> None:
+        from zarr.codecs import ZstdCodec
+
+        self.name = name
+        self.tail = first.shape[1:]
+        self.dtype = first.dtype
+        inner = tuple(max(1, size) for size in self.tail)
+        row_bytes = self.dtype.itemsize * int(np.prod(inner))
+        chunk = max(1, _CHUNK_BYTES // row_bytes)
+        self.rows_per_file = chunk * _CHUNKS_PER_FILE
+        self.array = group.create_array(
+            name,
+            shape=(0, *self.tail),
+            dtype=self.dtype,
+            chunks=(chunk, *inner),
+            shards=(self.rows_per_file, *inner),
+            compressors=ZstdCodec(checksum=True),
+            config={"write_empty_chunks": True},
+        )
+        self.hash = xxhash.xxh3_128()
+        self.count = 0
+        self.written = 0
+        self.pending: list[NDArray[Any]] = []
+
+    def append(self, rows: NDArray[Any], block: int) -> None:
+        if (rows.dtype, rows.shape[1:]) != (self.dtype, self.tail):
+            raise ValueError(
+                f"block {block} has {self.name} as {rows.dtype}{list(rows.shape[1:])}, "
+                f"the first one as {self.dtype}{list(self.tail)}"
+            )
+        self.hash.update(rows.tobytes())
+        self.pending.append(rows)
+        self.count += len(rows)
+        if self.count - self.written >= self.rows_per_file:
+            self._write(self.count // self.rows_per_file * self.rows_per_file)
+
+    def close(self) -> ArrayRecord:
+        self._write(self.count)
+        return ArrayRecord(self.dtype.str, (self.count, *self.tail), self.hash.hexdigest())
+
+    def _write(self, end: int) -> None:
+        if end == self.written:
+            return
+        rows = np.concatenate(self.pending)
+        some = end - self.written
+        self.array.resize((end, *self.tail))
+        if rows.size:
+            self.array[self.written : end] = rows[:some]
+        self.pending, self.written = [rows[some:]], end
+
+
+def _arrays_of(block: Columns, number: int, written: Mapping[str, int]) -> dict[str, NDArray[Any]]:
+    """A block's arrays by their names in the store; offsets go on from the rows `written`."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, column in block.items():
+        if isinstance(column, Mapping) or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"block {number} has {name!r}: a stored column is not nested, and its name is of "
+                "letters, digits and _"
+            )
+        values = column.flat if isinstance(column, Ragged) else column
+        if values.dtype.kind not in NUMBERS or values.dtype.itemsize > 16 or values.ndim < 1:
+            raise ValueError(f"block {number} has {name} as {values.dtype}, which is not stored")
+        arrays[name] = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
+        if isinstance(column, Ragged):
+            ends = np.cumsum(column.sizes, dtype=np.int64) + written.get(name, 0)
+            first = [] if name in written else [0]
+            arrays[name + _OFFSETS] = np.concatenate([np.array(first, dtype=np.int64), ends])
+    counts = {name: len(column) for name, column in block.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"block {number} has columns of different lengths: {counts}")
+    return arrays
+
+
+def _spread(offsets: Int64Array, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The rows of ragged samples end to end, and the offsets of each among them."""
+    sizes = offsets[samples + 1] - offsets[samples]
+    ends = np.cumsum(np.concatenate([[0], sizes]), dtype=np.int64)
+    rows = np.arange(ends[-1]) + np.repeat(offsets[samples] - ends[:-1], sizes)
+    return rows, ends
+
+
+def _loaded(path: Path, name: str, array: zarr.Array[Any], made: ArrayRecord) -> NDArray[Any]:
+    with _reading(path, name):
+        values = np.asarray(array[:])
+    if xxhash.xxh3_128_hexdigest(values.tobytes()) != made.fingerprint:
+        raise _damaged(path, name, "the values are not those that were written")
+    return values
+
+
+def _nbytes(array: ArrayRecord) -> int:
+    return np.dtype(array.dtype).itemsize * int(np.prod(array.shape))
+
+
+def _whole_fingerprint(arrays: Mapping[str, ArrayRecord]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(dict(arrays)))
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Every file under the folder but the record's own, by its name in it."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+    sizes.pop(RECORD_FILE)
+    return sizes
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        sync_folder(path) if path.is_dir() else sync_file(path)
+
+
+def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
+    problems = []
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            problems.append(_damaged(folder, name, "the file is missing"))
+        elif file.stat().st_size != size:
+            found = file.stat().st_size
+            problems.append(_damaged(folder, name, f"{found:,} bytes, {size:,} were written"))
+    if problems:
+        raise ConfigError(*(problem for error in problems for problem in error.problems))
+
+
+def _read_record(folder: Path) -> ArraysRecord:
+    file = folder / RECORD_FILE
+    if not file.is_file():
+        what = f"has no {RECORD_FILE}" if folder.is_dir() else "is not there"
+        raise ConfigError.one(f"the array store {folder} {what}", where="data.path")
+    try:
+        attributes = msgspec.json.decode(file.read_bytes())["attributes"]
+        record = msgspec.convert(attributes[_ATTRIBUTE], ArraysRecord)
+        for array in record.arrays.values():
+            np.dtype(array.dtype)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ConfigError.one(
+            f"not the record of an array store: {error}",
+            where=str(file),
+            hint="make it again, or name another data.path",
+        ) from None
+    if record.format != ARRAYS_FORMAT:
+        raise ConfigError.one(f"format {record.format!r} is not {ARRAYS_FORMAT!r}", where=str(file))
+    if record.fingerprint != _whole_fingerprint(record.arrays):
+        raise _damaged(folder, RECORD_FILE, "the fingerprint is not that of the arrays it lists")
+    return record
+
+
+def _damaged(folder: Path, name: str, what: str) -> ConfigError:
+    return ConfigError.one(
+        what, where=str(folder / name), hint="the store is damaged: make it again"
+    )
+
+
+@contextmanager
+def _reading(folder: Path, name: str = RECORD_FILE) -> Iterator[None]:
+    """Whatever zarr and its codecs say of a damaged store, said with the array's name."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise _damaged(folder, name, f"cannot be read: {error}") from error
+
+
+def _library() -> Any:
+    try:
+        import zarr
+    except ImportError:
+        raise ConfigError.one(
+            "array stores need the library `zarr`, which is not installed",
+            where="data.path",
+            hint="install the extra: pip install 'instar[graph]'",
+            key="data.path",
+        ) from None
+    return zarr

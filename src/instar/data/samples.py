@@ -1,0 +1,47 @@
+"""Samples that lie in memory."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import xxhash
+
+from instar.data.columns import Columns, Ragged, leaves, pick
+from instar.data.order import Int64Array
+
+
+class Samples:
+    """A `Source` of columns in memory; each sample weighs 1.
+
+    Raises ValueError where there is no column, or columns differ in length.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        lengths = {name: len(column) for name, column in leaves(columns)}
+        if len(set(lengths.values())) != 1:
+            told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no columns"
+            raise ValueError(f"columns must have the same number of samples, got {told}")
+        self.columns = columns
+        self._length = next(iter(lengths.values()))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_128()
+        for name, column in leaves(self.columns):
+            arrays = (column.flat, column.sizes) if isinstance(column, Ragged) else (column,)
+            for array in arrays:
+                digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+                digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:  # noqa: ARG002
+        """Copies. Raises IndexError outside 0 … len-1."""
+        if indices.size and (indices.min() < 0 or indices.max() >= self._length):
+            raise IndexError(f"samples {indices.min()}..{indices.max()} of {self._length}")
+        return pick(self.columns, indices)
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(indices.size)

@@ -1,0 +1,310 @@
+"""A graph network: pre-norm residual blocks of message passing; shapes from `graph_shape`.
+
+Letters in names of tensors: N nodes of all graphs of a batch, E edges, G graphs, D width, H
+attention heads, C channels of a head, S what is spoken of, nodes or graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.index import index2ptr
+from torch_geometric.nn import aggr
+from torch_geometric.utils import index_sort, scatter, softmax
+
+from instar.config.graph import Activation, Layer, Pooling
+from instar.models.gpt import named_generator
+from instar.models.graph_shape import GraphShape
+from instar.models.norm import rms_norm
+from instar.models.shape import Parameter
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+
+
+class GraphNetwork(nn.Module):
+    """Encoder, blocks, pooling, readout, heads.
+
+    Values are not set here: `init_weights` draws them, a checkpoint loads them.
+    """
+
+    def __init__(self, shape: GraphShape, *, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        self.gradient_checkpointing = gradient_checkpointing
+        table = shape.parameters()
+        self.encoder = _linear(table, "encoder")
+        self.blocks = nn.ModuleList(
+            _Block(shape, table, f"blocks.{layer}") for layer in range(shape.layers)
+        )
+        self.final_norm = _Norm(shape)
+        if shape.level == "graph":
+            self.pool = _Pool(shape, table)
+        self.readout = _linear(table, "readout")
+        if shape.graph_features:
+            self.graph_readout = _linear(table, "graph_readout")
+        for name, _ in shape.outputs:
+            self.add_module(f"head_{name}", _linear(table, f"head_{name}"))
+
+    def forward(
+        self, x_NF: Tensor, edges_E2: Tensor, offsets: Tensor, graph_GF: Tensor | None = None
+    ) -> Tensor:
+        """What all heads say, side by side in their order: (G, outputs), or (N, outputs) of heads
+        for nodes.
+
+        Args:
+            edges_E2: pairs of nodes of the whole batch, int64; may be none.
+            offsets: graph g has the nodes offsets[g] … offsets[g + 1] - 1, one at least.
+            graph_GF: features of whole graphs, where the shape has any.
+        """
+        flows = _flows(self.shape, edges_E2, len(x_NF), self.encoder.weight.dtype)
+        x_ND = _wide(self.encoder(x_NF.to(self.encoder.weight.dtype)))
+        for block in self.blocks:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x_ND = checkpoint(
+                    block,
+                    x_ND,
+                    flows,
+                    use_reentrant=False,
+                    preserve_rng_state=self.shape.dropout > 0,
+                )
+            else:
+                x_ND = block(x_ND, flows)
+        x_SD = self.final_norm(x_ND)
+        if self.shape.level == "graph":
+            x_SD = self.pool(x_SD, offsets)
+        read = self.readout(x_SD)
+        if graph_GF is not None and self.shape.graph_features:
+            of_graph = self.graph_readout(graph_GF.to(self.encoder.weight.dtype))
+            if self.shape.level == "node":
+                of_graph = of_graph.repeat_interleave(offsets.diff(), dim=0, output_size=len(x_SD))
+            read = read + of_graph
+        read = ACTIVATIONS[self.shape.activation](read)
+        said = [self.get_submodule(f"head_{name}")(read) for name, _ in self.shape.outputs]
+        return torch.cat(said, dim=-1)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Sets every parameter: its values depend on (seed, name, shape) alone. Norms start at one,
+        biases at zero, the rest normal with the table's deviation."""
+        for name, entry in self.shape.parameters().items():
+            tensor = self.get_parameter(name)
+            if entry.std:
+                values = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
+                values.normal_(0.0, entry.std, generator=named_generator(seed, name))
+                tensor.copy_(values)
+            else:
+                gain = entry.kind == "norm" and name.endswith(".weight")
+                tensor.fill_(1.0 if gain else 0.0)
+
+
+class _Block(nn.Module):
+    """x ← x + down(act(own h + what is heard of h)), h = norm(x)."""
+
+    def __init__(self, shape: GraphShape, table: Mapping[str, Parameter], name: str) -> None:
+        super().__init__()
+        self.dropout = shape.dropout
+        self.activation = ACTIVATIONS[shape.activation]
+        self.norm = _Norm(shape)
+        self.own = _linear(table, f"{name}.own")
+        for flow in shape.flows:
+            self.add_module(flow, _Heard(shape, table, f"{name}.{flow}"))
+        self.down = _linear(table, f"{name}.down")
+
+    def forward(self, x_ND: Tensor, flows: _Flows) -> Tensor:
+        h_ND = self.norm(x_ND)
+        met = self.own(h_ND)
+        for flow, edges in flows.items():
+            met = met + self.get_submodule(flow)(h_ND, edges)
+        made: Tensor = self.down(self.activation(met))
+        return x_ND + F.dropout(made, self.dropout, self.training)
+
+
+class _Heard(nn.Module):
+    """What every node hears along one flow of edges."""
+
+    def __init__(self, shape: GraphShape, table: Mapping[str, Parameter], name: str) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        if self.heads:
+            self.sent = _linear(table, f"{name}.sent")
+            self.received = _linear(table, f"{name}.received")
+            self.score = _linear(table, f"{name}.score")
+        self.heard = _linear(table, f"{name}.heard")
+
+    def forward(self, h_ND: Tensor, edges: _Edges) -> Tensor:
+        aggregated = self._attended(h_ND, edges) if self.heads else edges.sum(h_ND)
+        heard: Tensor = self.heard(aggregated)
+        return heard
+
+    def _attended(self, h_ND: Tensor, edges: _Edges) -> Tensor:
+        """GATv2 (arXiv 2105.14491, equation 7): Σ_j α_ij s_j with α a softmax over what i hears of
+        score · LeakyReLU(s_j + r_i)."""
+        nodes = len(h_ND)
+        sent_NHC = _wide(self.sent(h_ND)).view(nodes, self.heads, -1)
+        received_NHC = _wide(self.received(h_ND)).view(nodes, self.heads, -1)
+        sent_EHC = sent_NHC[edges.sender]
+        met_EHC = F.leaky_relu(sent_EHC + received_NHC[edges.receiver], 0.2)
+        score_EH = (met_EHC * self.score.weight).sum(-1)
+        share_EH = softmax(score_EH, edges.receiver, num_nodes=nodes)
+        mean_NHC: Tensor = scatter(sent_EHC * share_EH[..., None], edges.receiver, 0, nodes, "sum")
+        return mean_NHC.flatten(1)
+
+
+class _Edges:
+    """One flow of edges: node receiver[e] hears node sender[e]. What sums need is made once for all
+    blocks."""
+
+    def __init__(self, heard: _Sorted, sent: _Sorted, layer: Layer, dtype: torch.dtype) -> None:
+        """`heard`, `sent`: the same edges by their receivers and by their senders."""
+        self.sender, self.receiver = sent.ends, heard.ends
+        if layer != "gat":
+            weight_E = _weights(heard, sent, layer, dtype)
+            self.of_receivers, self.of_senders = heard.rows(weight_E), sent.rows(weight_E)
+
+    def sum(self, h_ND: Tensor) -> Tensor:
+        """Over what each node hears, weighted as the layer says."""
+        with torch.autocast(h_ND.device.type, enabled=False):
+            summed: Tensor = _Sum.apply(h_ND, self.of_receivers, self.of_senders)  # type: ignore[no-untyped-call]
+        return summed
+
+
+_Flows = Mapping[str, _Edges]
+"""By the names that `graph_shape.FLOWS` gives them."""
+
+
+class _Rows(NamedTuple):
+    """A sparse matrix by rows: row n has columns[begins[n] : begins[n + 1]] and their weights."""
+
+    begins: Tensor
+    columns: Tensor
+    weights: Tensor
+
+
+class _Sorted:
+    """Edges with one of their `ends`, by which rows of a matrix are made."""
+
+    def __init__(self, ends: Tensor, others: Tensor, nodes: int) -> None:
+        self.ends = ends
+        rows, self.order = index_sort(ends, max_value=nodes, stable=True)
+        self.begins, self.columns = index2ptr(rows, nodes), others[self.order]
+
+    def rows(self, weight_E: Tensor) -> _Rows:
+        return _Rows(self.begins, self.columns, weight_E[self.order])
+
+    def degrees(self, dtype: torch.dtype) -> Tensor:
+        """Of each edge's end, (E,)."""
+        degrees: Tensor = self.begins.diff().to(dtype)[self.ends]
+        return degrees
+
+
+def _weights(heard: _Sorted, sent: _Sorted, layer: Layer, dtype: torch.dtype) -> Tensor:
+    """What each edge counts, (E,): 1 in a sum, one over its receiver's degree in a mean, one over
+    the roots of both degrees in a GCN (arXiv 1609.02907; both ways as in arXiv 2305.10498)."""
+    if layer == "gin":
+        return torch.ones(len(heard.ends), dtype=dtype, device=heard.ends.device)
+    if layer == "sage":
+        return heard.degrees(dtype).reciprocal_()
+    return (heard.degrees(dtype) * sent.degrees(dtype)).rsqrt_()
+
+
+class _Sum(torch.autograd.Function):
+    """A sparse matrix times a dense one, with the transposed matrix at hand for the gradient.
+
+    A bag of embeddings is such a product: the same on every run, without a row for every edge, and
+    on a CPU tens of times as fast as gathering and scattering.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: _Rows, transposed: _Rows) -> Tensor:
+        ctx.transposed = transposed
+        return _product(matrix, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return _product(ctx.transposed, grad_outputs[0].contiguous()), None, None
+
+
+def _product(matrix: _Rows, x: Tensor) -> Tensor:
+    return F.embedding_bag(
+        matrix.columns,
+        x,
+        matrix.begins,
+        mode="sum",
+        per_sample_weights=matrix.weights,
+        include_last_offset=True,
+    )
+
+
+class _Pool(nn.Module):
+    """Nodes to graphs, in one or several ways side by side: (N, D) → (G, ways · D)."""
+
+    def __init__(self, shape: GraphShape, table: Mapping[str, Parameter]) -> None:
+        super().__init__()
+        self.ways = shape.pooling
+        for way in self.ways:
+            self.add_module(way, _aggregation(way, table))
+
+    def forward(self, x_ND: Tensor, offsets: Tensor) -> Tensor:
+        with torch.autocast(x_ND.device.type, enabled=False):
+            pooled = [self.get_submodule(way)(x_ND, ptr=offsets, dim=0) for way in self.ways]
+        return torch.cat(pooled, dim=-1)
+
+
+def _aggregation(way: Pooling, table: Mapping[str, Parameter]) -> nn.Module:
+    made: nn.Module
+    if way == "attention":
+        made = aggr.AttentionalAggregation(_linear(table, "pool.attention.gate_nn"))
+    else:
+        made = {
+            "mean": aggr.MeanAggregation,
+            "sum": aggr.SumAggregation,
+            "max": aggr.MaxAggregation,
+        }[way]()
+    return made
+
+
+class _Norm(nn.Module):
+    """LayerNorm or RMSNorm of each node for itself."""
+
+    def __init__(self, shape: GraphShape) -> None:
+        super().__init__()
+        self.eps, self.rms = shape.norm_eps, shape.norm == "rmsnorm"
+        self.weight = nn.Parameter(torch.empty(shape.width))
+        self.bias = None if self.rms else nn.Parameter(torch.empty(shape.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rms:
+            return rms_norm(x, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def _flows(shape: GraphShape, edges_E2: Tensor, nodes: int, dtype: torch.dtype) -> _Flows:
+    source, target = edges_E2.unbind(1)
+    if shape.flow == "symmetric":
+        source, target = torch.cat((source, target)), torch.cat((target, source))
+    by_source, by_target = _Sorted(source, target, nodes), _Sorted(target, source, nodes)
+    ways = [(by_target, by_source), (by_source, by_target)]
+    return {
+        flow: _Edges(heard, sent, shape.layer, dtype)
+        for flow, (heard, sent) in zip(shape.flows, ways, strict=False)
+    }
+
+
+def _linear(table: Mapping[str, Parameter], name: str) -> nn.Linear:
+    outputs, inputs = table[f"{name}.weight"].shape
+    return nn.Linear(inputs, outputs, bias=f"{name}.bias" in table)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -1,0 +1,175 @@
+"""Predictions of graphs, or of their nodes, by a graph network with several heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.utils import segment
+
+from instar.config.graph import GraphConfig, HeadConfig
+from instar.data.columns import Column, Ragged
+from instar.data.order import Order
+from instar.data.source import Source
+from instar.models.graph import GraphNetwork
+from instar.models.graph_shape import GraphShape, flops_per_graph
+from instar.tasks.graph_survey import NO_CLASS, GraphSurvey
+from instar.tasks.task import Batch, Tally
+
+
+class Samples(Protocol):
+    """Graphs to train on and held-out ones, such as `data.division.SampleSet`."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def train(self, seed: int) -> tuple[Source, Order]: ...
+
+    def held_out(self, split: str) -> Source: ...
+
+
+class GraphTask:
+    """A graph network on graphs. A sample is one graph; its weight is 1, or its nodes where the heads
+    speak of nodes."""
+
+    def __init__(
+        self,
+        config: GraphConfig,
+        architecture: GraphShape,
+        samples: Samples,
+        survey: GraphSurvey,
+    ) -> None:
+        self.config = config
+        self.architecture = architecture
+        self.samples = samples
+        self.survey = survey
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        return tuple(self.config.metrics)
+
+    @property
+    def random(self) -> bool:
+        return self.architecture.dropout > 0
+
+    def at(self, architecture: GraphShape, context: int) -> GraphTask:  # noqa: ARG002
+        return GraphTask(self.config, architecture, self.samples, self.survey)
+
+    def build(self) -> GraphNetwork:
+        model = self.shell()
+        model.init_weights(self.config.seed)
+        return model
+
+    def shell(self) -> GraphNetwork:
+        return GraphNetwork(
+            self.architecture,
+            gradient_checkpointing=self.config.train.gradient_checkpointing,
+        )
+
+    def train_samples(self, course: int = 0) -> tuple[Source, Order]:
+        # seeds are below 2^63, so that no two courses of any two runs share an order
+        return self.samples.train(self.config.seed + (course << 63))
+
+    def held_out(self, split: str) -> Source:
+        return self.samples.held_out(split)
+
+    def loss_sum(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        said = self.outputs(model, batch)
+        losses = [
+            head.weight * _loss(head, of_head, target).sum()
+            for head, of_head, target in self._heads(said, batch)
+        ]
+        return torch.stack(losses).sum()
+
+    def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
+        said = self.outputs(model, batch)
+        offsets = _ragged(batch, "x")[1]
+        everywhere = torch.ones(len(said), device=said.device)
+        total = torch.zeros_like(everywhere)
+        found = {"loss": (total, everywhere)}
+        for head, of_head, target in self._heads(said, batch):
+            loss = _loss(head, of_head, target)
+            total += head.weight * loss
+            counted = everywhere
+            if head.kind == "classification":
+                counted = (target != NO_CLASS).float()
+                right = (of_head.argmax(-1) == target).float()
+                found[f"{head.name}/loss"] = loss, counted
+                found[f"{head.name}/accuracy"] = right * counted, counted
+            else:
+                apart = of_head.squeeze(-1) - target
+                found[f"{head.name}/mae"] = apart.abs(), counted
+                found[f"{head.name}/mse"] = loss, counted
+        if self.architecture.level == "node":
+            return {
+                name: Tally(segment(values, offsets), segment(weights, offsets))
+                for name, (values, weights) in found.items()
+            }
+        return {name: Tally(*tally) for name, tally in found.items()}
+
+    def predict(self, model: torch.nn.Module, batch: Batch) -> dict[str, Column]:
+        said = self.outputs(model, batch)
+        found: dict[str, Tensor] = {}
+        for head, of_head, target in self._heads(said, batch):
+            found[head.name] = target
+            if head.kind == "classification":
+                found[f"{head.name}.predicted"] = of_head.argmax(-1)
+                found[f"{head.name}.probabilities"] = of_head.softmax(-1)
+            else:
+                found[f"{head.name}.predicted"] = of_head.squeeze(-1)
+        arrays = {name: values.cpu().numpy() for name, values in found.items()}
+        if self.architecture.level == "graph":
+            return dict(arrays)
+        offsets = _ragged(batch, "x")[1].cpu().numpy()
+        return {name: Ragged(values, offsets) for name, values in arrays.items()}
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        x_NF, offsets = _ragged(batch, "x")
+        edges_E2, edge_offsets = _ragged(batch, "edges")
+        first_of_graph = offsets[:-1].repeat_interleave(
+            edge_offsets.diff(), output_size=len(edges_E2)
+        )
+        graph_GF = batch["graph"] if self.architecture.graph_features else None
+        said: Tensor = model(x_NF, edges_E2 + first_of_graph[:, None], offsets, graph_GF)
+        return said.float() if said.dtype != torch.float64 else said
+
+    def flops(self, weight: float) -> float:
+        nodes, edges = self.survey.mean_nodes, self.survey.mean_edges
+        graphs = weight / nodes if self.architecture.level == "node" else weight
+        return graphs * flops_per_graph(self.architecture, nodes, edges)
+
+    def describe(self) -> Mapping[str, Any]:
+        return self.architecture.to_dict()
+
+    def fingerprints(self) -> Mapping[str, str]:
+        return {"data": self.samples.fingerprint}
+
+    def _heads(self, said: Tensor, batch: Batch) -> Iterator[tuple[HeadConfig, Tensor, Tensor]]:
+        """Each head, what is said of it [units, outputs], and its targets [units]."""
+        heads = self.config.model.heads
+        parts = torch.split(said, [head.outputs for head in heads], dim=-1)
+        for head, of_head in zip(heads, parts, strict=True):
+            target = batch[head.column]
+            if self.architecture.level == "node":
+                target = _ragged(batch, head.column)[0]
+            yield head, of_head, target if head.kind == "classification" else target.to(said.dtype)
+
+
+def _loss(head: HeadConfig, of_head: Tensor, target: Tensor) -> Tensor:
+    """Of each unit, (units,); 0 where there is no target."""
+    if head.kind == "classification":
+        return F.cross_entropy(of_head, target.long(), ignore_index=NO_CLASS, reduction="none")
+    return F.mse_loss(of_head.squeeze(-1), target, reduction="none")
+
+
+def _ragged(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
+    """A column's values end to end and its offsets, also where all samples are of one size."""
+    values = batch[name]
+    offsets = batch.get(f"{name}.offsets")
+    if offsets is None:
+        samples, size = values.shape[:2]
+        return values.flatten(0, 1), torch.arange(samples + 1, device=values.device) * size
+    return values, offsets

@@ -1,0 +1,222 @@
+"""What the graphs of a run are like, and what is wrong with them; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instar.config.errors import ConfigError, Problem
+from instar.config.graph import GraphModelConfig, HeadConfig
+from instar.data.columns import Column, Columns, Ragged
+from instar.data.order import Int64Array
+from instar.data.source import Source
+
+NO_CLASS = -1
+"""The class of a graph or node that has none."""
+
+_READ_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class GraphSurvey:
+    """Features of a node and of a whole graph (0: none), and how large graphs are in the mean."""
+
+    features: int
+    graph_features: int
+    mean_nodes: float
+    mean_edges: float
+
+
+def survey_graphs(
+    source: Source, splits: Mapping[str, Int64Array], model: GraphModelConfig
+) -> GraphSurvey:
+    """Read every sample of the splits once and hold it against the config.
+
+    Raises:
+        ConfigError: with every mistake found, each with the first sample and the column that has
+            it: columns that are missing or of another form, empty graphs and those over
+            `model.max_nodes`, edges that lead out of their graph, numbers that are not finite,
+            classes outside 0 … classes - 1 (or -1), and, where the splits have one to train on,
+            classes that none of its samples has.
+    """
+    faults = _Faults()
+    present = {head.name: np.zeros(head.classes or 0, dtype=np.bool_) for head in model.heads}
+    samples = nodes = edges = features = graph_features = 0
+    for split, numbers in splits.items():
+        for begin in range(0, len(numbers), _READ_AT_ONCE):
+            chunk = numbers[begin : begin + _READ_AT_ONCE]
+            columns = source.read(chunk)
+            missing = [*_missing(columns, model)]
+            if missing:
+                raise ConfigError(*missing)
+            x, pairs = ragged(columns["x"]), ragged(columns["edges"])
+            _check_graphs(faults, chunk, x, pairs, model)
+            for head in model.heads:
+                target, sample_of = _targets(faults, head, columns[head.column], x, chunk)
+                _check_target(faults, head, target, sample_of)
+                if split == "train" and head.classes:
+                    there = target[(target >= 0) & (target < head.classes)]
+                    present[head.name][there.astype(np.int64)] = True
+            if model.graph_features:
+                graph = np.asarray(columns["graph"])
+                faults.note(chunk[~np.isfinite(graph).all(1)], "graph", "is not finite")
+                graph_features = graph.shape[1]
+            samples, features = samples + len(chunk), x.values.shape[1]
+            nodes, edges = nodes + len(x.flat), edges + len(pairs.flat)
+    problems = [*faults.problems()]
+    if "train" in splits:
+        problems += _unlearnable(model.heads, present)
+    if problems:
+        raise ConfigError(*problems)
+    return GraphSurvey(features, graph_features, nodes / samples, edges / samples)
+
+
+def ragged(column: Any) -> Ragged:
+    """A column of arrays [samples, n, …] as one of arrays of different lengths."""
+    if isinstance(column, Ragged):
+        return column
+    samples, size = column.shape[:2]
+    offsets = np.arange(samples + 1, dtype=np.int64) * size
+    return Ragged(column.reshape(samples * size, *column.shape[2:]), offsets)
+
+
+@dataclass
+class _Faults:
+    """Mistakes by what they are, with the samples that have them."""
+
+    samples: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    details: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def note(
+        self,
+        samples: NDArray[np.int64],
+        column: str,
+        message: str,
+        details: Sequence[Any] | NDArray[Any] = (),
+    ) -> None:
+        """Samples whose column is wrong in this way; `details`, one for each, of which the first is
+        told in place of {} in the message."""
+        if not len(samples):
+            return
+        key = column, message
+        if key not in self.samples and len(details):
+            self.details[key] = f"{details[0]}"
+        self.samples.setdefault(key, []).extend(np.unique(samples).tolist())
+
+    def problems(self) -> Iterator[Problem]:
+        for (column, message), samples in self.samples.items():
+            told = message.replace("{}", self.details.get((column, message), ""))
+            more = len(samples) - 1
+            alike = f" ({more:,} more sample{'s' * (more > 1)} alike)" if more else ""
+            yield Problem(f"sample {samples[0]}: {column} {told}{alike}", "data.source")
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A column that a model is fed with: how many axes it has for each sample, of which kinds of
+    numbers, and which key asks for it."""
+
+    column: str
+    axes: int
+    kinds: str
+    form: str
+    key: str = "data.source"
+
+    def fits(self, column: Column) -> bool:
+        if isinstance(column, Mapping):
+            return False
+        ragged = isinstance(column, Ragged)
+        values = column.values if isinstance(column, Ragged) else column
+        pairs = self.column != "edges" or values.shape[-1] == 2
+        return values.ndim - (not ragged) == self.axes and values.dtype.kind in self.kinds and pairs
+
+
+def _wanted(model: GraphModelConfig) -> Iterator[_Wanted]:
+    yield _Wanted("x", 2, "iuf", "numbers [nodes, features]")
+    yield _Wanted("edges", 2, "iu", "pairs of node numbers [edges, 2]")
+    if model.graph_features:
+        yield _Wanted("graph", 1, "iuf", "numbers [features]", "model.graph_features")
+    for index, head in enumerate(model.heads):
+        what = "a class, a whole number," if head.classes else "a number"
+        kinds = "iu" if head.classes else "iuf"
+        form = f"{what} for each {head.level}"
+        key = f"model.heads[{index}].target"
+        yield _Wanted(head.column, int(head.level == "node"), kinds, form, key)
+
+
+def _missing(columns: Columns, model: GraphModelConfig) -> Iterator[Problem]:
+    """Columns without which a model cannot be fed, seen from any part of the samples."""
+    for wanted in _wanted(model):
+        column = columns.get(wanted.column)
+        if column is None:
+            there = f"there are {', '.join(columns) or 'none'}"
+            message = f"samples have no column {wanted.column!r}; it should hold {wanted.form}"
+        elif not wanted.fits(column):
+            there = ""
+            message = f"column {wanted.column!r} does not hold {wanted.form}"
+        else:
+            continue
+        yield Problem(message, wanted.key, hint=there, key=wanted.key)
+
+
+def _check_graphs(
+    faults: _Faults, numbers: Int64Array, x: Ragged, edges: Ragged, model: GraphModelConfig
+) -> None:
+    sizes = x.sizes
+    faults.note(numbers[sizes == 0], "x", "has no nodes")
+    if model.max_nodes is not None:
+        large = sizes > model.max_nodes
+        message = f"has {{}} nodes, more than model.max_nodes: {model.max_nodes}"
+        faults.note(numbers[large], "x", message, sizes[large])
+    finite = np.isfinite(x.flat).all(1)
+    faults.note(np.repeat(numbers, sizes)[~finite], "x", "has a number that is not finite")
+    count = np.repeat(sizes, edges.sizes)[:, None]
+    outside = ((edges.flat < 0) | (edges.flat >= count)).any(1)
+    message = "leads to a node that its graph does not have: {}"
+    details = [tuple(pair) for pair in edges.flat[outside][:1].tolist()]
+    faults.note(np.repeat(numbers, edges.sizes)[outside], "edges", message, details)
+
+
+def _targets(
+    faults: _Faults, head: HeadConfig, column: Any, x: Ragged, numbers: Int64Array
+) -> tuple[NDArray[Any], Int64Array]:
+    """A head's targets end to end, and the sample that each belongs to."""
+    if head.level == "graph":
+        return column, numbers
+    of_nodes = ragged(column)
+    other = of_nodes.sizes != x.sizes
+    message = "has {} targets, which is not one for each node"
+    faults.note(numbers[other], head.column, message, of_nodes.sizes[other])
+    return of_nodes.flat, np.repeat(numbers, of_nodes.sizes)
+
+
+def _check_target(
+    faults: _Faults, head: HeadConfig, target: NDArray[Any], sample_of: Int64Array
+) -> None:
+    if head.classes is None:
+        wrong = ~np.isfinite(target)
+        message = "is {}, which is no target of a regression"
+    else:
+        wrong = (target < NO_CLASS) | (target >= head.classes)
+        message = f"is class {{}}; head {head.name!r} has 0 to {head.classes - 1}, or -1 for none"
+    faults.note(sample_of[wrong], head.column, message, target[wrong])
+
+
+def _unlearnable(
+    heads: Sequence[HeadConfig], present: Mapping[str, NDArray[np.bool_]]
+) -> Iterator[Problem]:
+    for index, head in enumerate(heads):
+        absent = np.flatnonzero(~present[head.name])
+        if absent.size:
+            key = f"model.heads[{index}].classes"
+            classes = ", ".join(map(str, absent))
+            yield Problem(
+                f"{key}: no training sample has class {classes} in column {head.column!r}",
+                "data.source",
+                hint="fewer classes, more samples, or data.stratify so that all splits have all",
+                key=key,
+            )

@@ -1,0 +1,345 @@
+"""The graph network: its table, its function, and how it grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from growing import KEY, operation, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from instar.config.graph import GraphModelConfig, HeadConfig
+from instar.config.operation import Operation
+from instar.growth.apply import Role, apply
+from instar.growth.operators import plan
+from instar.growth.plan import GrowthError
+from instar.growth.proof import Probe, compare, split_norms
+from instar.models.gpt import named_generator
+from instar.models.graph import ACTIVATIONS, GraphNetwork
+from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
+from instar.models.shape import ArchitectureError, count_parameters
+
+LAYERS = ("gin", "sage", "gcn", "gat")
+FLOWS = ("both", "forward", "symmetric")
+ALL_POOLINGS = ("mean", "sum", "max", "attention")
+HEADS = (
+    HeadConfig(name="kind", kind="classification", classes=3),
+    HeadConfig(name="size", kind="regression"),
+)
+OF_NODES = (HeadConfig(name="role", kind="classification", classes=2, level="node"),)
+
+
+def shape(of_graph: int = 0, **model: Any) -> GraphShape:
+    sizes = {"n_layer": 2, "width": 8, "n_mlp": 12, "n_readout": 6, "n_head": 2}
+    config = GraphModelConfig(**{**sizes, "heads": HEADS, "pooling": ALL_POOLINGS, **model})
+    return resolve_graph(config, 3, of_graph)
+
+
+def network(of: GraphShape, dtype: torch.dtype = torch.float64) -> GraphNetwork:
+    """No gain is one, no bias zero."""
+    model = GraphNetwork(of).to(dtype)
+    model.init_weights(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.empty(parameter.shape, dtype=torch.float64)
+            parameter += noise.normal_(0.0, 0.2, generator=named_generator("noise", name))
+    return model
+
+
+def graphs(*sizes: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Graphs of so many nodes and edges: features (nodes, 3), edges, offsets."""
+    generator = named_generator("graphs", seed)
+    offsets = torch.tensor([0, *(nodes for nodes, _ in sizes)]).cumsum(0)
+    edges = [
+        torch.randint(nodes, (count, 2), generator=generator) + first
+        for (nodes, count), first in zip(sizes, offsets.tolist(), strict=False)
+    ]
+    x = torch.randn(int(offsets[-1]), 3, dtype=torch.float64, generator=generator)
+    return x, torch.cat(edges), offsets
+
+
+BATCH = graphs((5, 9), (1, 0), (7, 20), (3, 0))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize(
+    "rest",
+    [{}, {"norm": "rmsnorm", "graph_features": True}, {"heads": OF_NODES, "graph_features": True}],
+    ids=["graph", "features", "node"],
+)
+def test_the_table_is_what_the_module_has(layer: str, flow: str, rest: dict[str, Any]) -> None:
+    of = shape(of_graph=2, layer=layer, flow=flow, **rest)
+    built = {name: tuple(p.shape) for name, p in GraphNetwork(of).named_parameters()}
+    table = {name: entry.shape for name, entry in of.parameters().items()}
+    assert built == table
+    assert count_parameters(of).total == sum(p.numel() for p in GraphNetwork(of).parameters())
+    assert GraphShape.from_dict(of.to_dict()) == of
+
+
+def test_a_shape_that_no_model_can_have() -> None:
+    with pytest.raises(ArchitectureError, match=r"model\.width: must be .*\n.*model\.mlp"):
+        shape().resized(width=0, mlp=-1)
+    values = {key: value for key, value in shape().to_dict().items() if key != "flow"}
+    with pytest.raises(ArchitectureError, match=r"flow: is missing\nmodel\.hue: is unknown"):
+        GraphShape.from_dict({**values, "hue": 1})
+
+
+def dense_forward(of: GraphShape, p: dict[str, Tensor], x: Tensor, pairs: Tensor) -> Tensor:
+    """The network on one graph of which every pair of nodes has a number of edges."""
+
+    def linear(name: str, h: Tensor) -> Tensor:
+        return F.linear(h, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+    def norm(name: str, h: Tensor) -> Tensor:
+        return F.layer_norm(h, (of.width,), p[f"{name}.weight"], p[f"{name}.bias"], of.norm_eps)
+
+    n = len(x)
+    counts = torch.zeros(n, n, dtype=x.dtype)  # [hearing, heard]
+    for source, target in pairs.tolist():
+        counts[target, source] += 1
+    ways = {
+        "from_sources": counts,
+        "from_targets": counts.T,
+        "from_any": counts + counts.T,
+    }
+    activation = ACTIVATIONS[of.activation]
+    x = linear("encoder", x)
+    for block in (f"blocks.{layer}" for layer in range(of.layers)):
+        h = norm(f"{block}.norm", x)
+        met = linear(f"{block}.own", h)
+        for flow in of.flows:
+            hears, name = ways[flow], f"{block}.{flow}"
+            if of.layer == "gat":
+                sent = linear(f"{name}.sent", h).view(n, of.heads, of.channels)
+                received = linear(f"{name}.received", h).view(n, of.heads, of.channels)
+                joined = F.leaky_relu(received[:, None] + sent[None], 0.2)
+                scores = torch.einsum("ijhc,hc->ijh", joined, p[f"{name}.score.weight"])
+                share = scores.exp() * hears[..., None]
+                share = share / share.sum(1, keepdim=True).clamp(min=1e-300)
+                heard = torch.einsum("ijh,jhc->ihc", share, sent).flatten(1)
+            else:
+                degree, sent_to = hears.sum(1).clamp(min=1), hears.sum(0).clamp(min=1)
+                weights = {
+                    "gin": hears,
+                    "sage": hears / degree[:, None],
+                    "gcn": hears / (degree[:, None] * sent_to).sqrt(),
+                }
+                heard = weights[of.layer] @ h
+            met = met + linear(f"{name}.heard", heard)
+        x = x + linear(f"{block}.down", activation(met))
+    x = norm("final_norm", x)
+    gate = linear("pool.attention.gate_nn", x).softmax(0)
+    pooled = torch.cat([x.mean(0), x.sum(0), x.amax(0), (gate * x).sum(0)])
+    read = activation(linear("readout", pooled))
+    return torch.cat([linear(f"head_{name}", read) for name, _ in of.outputs])
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("flow", FLOWS)
+def test_it_is_message_passing_on_dense_matrices(layer: str, flow: str) -> None:
+    of = shape(layer=layer, flow=flow)
+    model = network(of)
+    x, edges, offsets = BATCH
+    said = model(x, edges, offsets)
+    for graph in range(len(offsets) - 1):
+        begin, end = offsets[graph : graph + 2].tolist()
+        own = edges[(edges[:, 0] >= begin) & (edges[:, 0] < end)] - begin
+        alone = dense_forward(of, values(model), x[begin:end], own)
+        torch.testing.assert_close(said[graph], alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_are_those_of_the_function(layer: str) -> None:
+    model = network(shape(layer=layer, n_layer=1, activation="silu"))
+    x, edges, offsets = graphs((4, 6), (2, 0), (3, 5))
+    assert torch.autograd.gradcheck(
+        lambda features: model(features, edges, offsets), x.requires_grad_()
+    )
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=SIZES, layer=st.sampled_from(LAYERS), seed=st.integers(0, 99))
+def test_what_is_said_of_a_graph_is_the_same_whatever_is_beside_it(
+    sizes: list[tuple[int, int]], layer: str, seed: int
+) -> None:
+    model = network(shape(layer=layer), torch.float32)
+    x, edges, offsets = graphs(*sizes, seed=seed)
+    together = model(x, edges, offsets)
+    for graph in range(len(sizes)):
+        begin, end = offsets[graph : graph + 2].tolist()
+        own = edges[(edges[:, 0] >= begin) & (edges[:, 0] < end)] - begin
+        alone = model(x[begin:end], own, torch.tensor([0, end - begin]))[0]
+        torch.testing.assert_close(together[graph], alone, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(size=st.tuples(st.integers(1, 6), st.integers(0, 9)), seed=st.integers(0, 99))
+def test_names_of_nodes_and_order_of_edges_do_not_matter(size: tuple[int, int], seed: int) -> None:
+    model = network(shape())
+    x, edges, offsets = graphs(size, seed=seed)
+    generator = named_generator("names", seed)
+    new_name = torch.randperm(size[0], generator=generator)
+    shuffled = torch.randperm(size[1], generator=generator)
+    renamed = torch.empty_like(x)
+    renamed[new_name] = x
+    torch.testing.assert_close(
+        model(renamed, new_name[edges][shuffled], offsets), model(x, edges, offsets)
+    )
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_graphs_without_edges_have_values_and_gradients(layer: str) -> None:
+    model = network(shape(layer=layer))
+    x, edges, offsets = graphs((3, 0), (1, 0))
+    said = model(x, edges, offsets)
+    said.sum().backward()
+    assert said.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for _, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_bfloat16_is_near(layer: str) -> None:
+    model = network(shape(layer=layer), torch.float32)
+    x, edges, offsets = BATCH
+    exact = model(x, edges, offsets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        near = model(x, edges, offsets)
+    near.float().sum().backward()
+    assert near.dtype == torch.bfloat16
+    assert (near - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_heads_for_nodes_speak_of_every_node() -> None:
+    x, edges, offsets = BATCH
+    assert network(shape(heads=OF_NODES))(x, edges, offsets).shape == (len(x), 2)
+
+
+@pytest.mark.parametrize("heads", [HEADS, OF_NODES], ids=["graph", "node"])
+def test_features_of_a_graph_count_for_that_graph_only(heads: tuple[HeadConfig, ...]) -> None:
+    model = network(shape(of_graph=2, heads=heads, graph_features=True))
+    x, edges, offsets = BATCH
+    graph = torch.zeros(4, 2, dtype=torch.float64)
+    before = model(x, edges, offsets, graph)
+    graph[2, 1] = 1.0
+    moved = (model(x, edges, offsets, graph) != before).any(1)
+    units = torch.arange(4) if heads is HEADS else torch.arange(4).repeat_interleave(offsets.diff())
+    assert torch.equal(moved, units == 2)
+
+
+def test_first_values_follow_from_seed_name_and_shape() -> None:
+    one, other = GraphNetwork(shape()), GraphNetwork(shape(layer="gin"))
+    one.init_weights(3)
+    other.init_weights(3)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, one.get_parameter(name))
+    other.init_weights(4)
+    assert not torch.equal(other.encoder.weight, one.encoder.weight)
+    assert one.encoder.weight.std().item() == pytest.approx((3 * 3) ** -0.5, rel=0.4)
+
+
+def test_recomputed_blocks_have_the_same_gradients() -> None:
+    of = shape(dropout=0.3)
+    plain, recomputing = GraphNetwork(of), GraphNetwork(of, gradient_checkpointing=True)
+    x, edges, offsets = BATCH
+    for model in (plain, recomputing):
+        model.init_weights(0)
+        torch.manual_seed(0)
+        model(x, edges, offsets).sum().backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, recomputing.get_parameter(name).grad)  # type: ignore[arg-type]
+
+
+def test_dropout_is_for_training_only() -> None:
+    model = network(shape(dropout=0.5))
+    said = [model(*BATCH), model(*BATCH), model.eval()(*BATCH), model(*BATCH)]
+    assert not torch.equal(said[0], said[1])
+    assert torch.equal(said[2], said[3])
+
+
+def widened(axis: str, size: int | str, **options: Any) -> Operation:
+    return operation("widen", {"axis": axis, "size": size}, **options)
+
+
+EVERY = [
+    widened("width", "x2"),
+    widened("width", 24, how="split"),
+    widened("mlp", 20),
+    widened("mlp", 20, how="split"),
+    widened("readout", 9),
+    operation("insert_layers", 1),
+    operation("insert_layers", 2, where="start", **{"from": "normal"}),
+]
+OF_ATTENTION = [
+    widened("heads", 3),
+    widened("heads", "x2", how="split"),
+    widened("channels", 7),
+    widened("channels", "x2", how="split"),
+]
+GROWN = [(layer, op) for layer in LAYERS for op in EVERY] + [("gat", op) for op in OF_ATTENTION]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("layer", "op"), GROWN, ids=str)
+def test_it_grows_exactly(layer: str, op: Operation, dtype: torch.dtype) -> None:
+    model = network(shape(layer=layer), dtype)
+    new_shape, made = plan(model.shape, op)
+    grown = GraphNetwork(new_shape).to(dtype)
+    grown.load_state_dict(apply(made, values(model), Role.PARAMETER, KEY))
+    before, after = (Probe(each(*BATCH).detach(), 0.0) for each in (model, grown))
+    proof = compare(made, before, after, dtype)
+    assert proof.label == "exact"
+    assert proof.holds, proof
+    assert new_shape.sizes() != model.shape.sizes()
+
+
+@pytest.mark.parametrize(("layer", "op"), GROWN, ids=str)
+def test_gradients_reach_what_is_new(layer: str, op: Operation) -> None:
+    model = network(shape(layer=layer))
+    new_shape, made = plan(model.shape, op)
+    grown = GraphNetwork(new_shape).double()
+    grown.load_state_dict(apply(made, values(model), Role.PARAMETER, KEY))
+    optimizer = torch.optim.AdamW(grown.parameters(), lr=1e-2)
+    reached: dict[str, float] = {}
+    for _ in range(2):
+        optimizer.zero_grad()
+        grown(*BATCH).square().sum().backward()
+        for name, parameter in grown.named_parameters():
+            assert parameter.grad is not None
+            new = split_norms(made, {name: parameter.grad})[1]
+            reached[name] = max(reached.get(name, 0.0), new)
+        optimizer.step()
+    ones = {name: torch.ones_like(p) for name, p in grown.named_parameters()}
+    has_new = {name for name, one in ones.items() if split_norms(made, {name: one})[1] > 0}
+    assert has_new
+    assert {name for name in has_new if reached[name] == 0.0} == set()
+
+
+@pytest.mark.parametrize(
+    ("op", "said"),
+    [
+        (widened("features", 9), "features is where something enters .* width, mlp, readout"),
+        (widened("heads", 4), "no tensor has an axis 'heads'"),
+        (widened("width", 9), "choose a multiple of 8"),
+    ],
+    ids=str,
+)
+def test_what_cannot_grow_says_what_could(op: Operation, said: str) -> None:
+    with pytest.raises(GrowthError, match=said):
+        plan(shape(), op)
+
+
+def test_flops_are_counted_by_hand() -> None:
+    of = shape(layer="sage", flow="forward", pooling=("mean",), n_layer=1)
+    of_node = 3 * 8 + 3 * 8 * 12  # encoder; own, heard, down
+    of_graph = 8 * 6 + 6 * (3 + 1)  # readout, heads
+    assert flops_per_graph(of, 10, 40) == 6 * (10 * of_node + of_graph + 40 * 8)
+    of_nodes = shape(layer="sage", flow="forward", n_layer=1, heads=OF_NODES)
+    assert flops_per_graph(of_nodes, 10, 40) == 6 * (10 * (of_node + 8 * 6 + 6 * 2) + 40 * 8)

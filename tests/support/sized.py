@@ -1,0 +1,12 @@
+"""Texts of which only the size is known."""
+
+from __future__ import annotations
+
+from instar.config.language import LanguageConfig
+from instar.models.architecture import resolve
+from instar.tasks.language_blueprint import LanguageBlueprint
+
+
+def sized(config: LanguageConfig, tokens: int | None, vocab_size: int) -> LanguageBlueprint:
+    """A run on so many training tokens; None: nobody has counted them."""
+    return LanguageBlueprint(config, resolve(config.model, vocab_size), lambda _: tokens)

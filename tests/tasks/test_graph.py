@@ -1,0 +1,310 @@
+"""The task of predicting graphs: losses, metrics and predictions by graph, however they are batched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from instar.config.graph import GraphConfig, GraphModelConfig, HeadConfig
+from instar.data.columns import Columns, Ragged, cut, pick, stack
+from instar.data.order import Int64Array, Order, Shuffled
+from instar.data.source import Source
+from instar.models.graph_shape import flops_per_graph, resolve_graph
+from instar.run.step import to_device
+from instar.tasks.graph import GraphTask
+from instar.tasks.graph_survey import GraphSurvey, ragged
+from instar.tasks.task import Task
+
+CPU = torch.device("cpu")
+KIND = HeadConfig(name="kind", target="class", kind="classification", classes=3, weight=0.5)
+SIZE = HeadConfig(name="size", kind="regression", weight=2.0)
+ROLE = HeadConfig(name="role", kind="classification", classes=2, level="node")
+CHARGE = HeadConfig(name="charge", kind="regression", level="node")
+
+
+@dataclass(frozen=True, eq=False)
+class Graphs:
+    """Graphs in memory; the same to train on and held out."""
+
+    columns: Columns
+    fingerprint: str = "graphs"
+
+    def __len__(self) -> int:
+        return len(self.columns["size"])
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        del epoch
+        return pick(self.columns, indices)
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(len(indices))
+
+    def train(self, seed: int) -> tuple[Source, Order]:
+        return self, Shuffled(len(self), seed)
+
+    def held_out(self, split: str) -> Source:
+        del split
+        return self
+
+
+def graphs(count: int, seed: int = 0) -> Graphs:
+    """Half the nodes of a graph are at +1 and half at -1; edges begin at the ones or at the others,
+    which is its class (that of every third graph is not known), and lead anywhere."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for number in range(count):
+        half, edges = generator.integers(2, 6), generator.integers(4, 12)
+        position = np.repeat([-1.0, 1.0], half).astype(np.float32)
+        side = int(generator.integers(2))
+        source = generator.integers(half, size=edges) + side * half
+        target = generator.integers(2 * half, size=edges)
+        samples.append(
+            {
+                "x": np.stack([position, generator.normal(size=2 * half)], 1).astype(np.float32),
+                "edges": np.stack([source, target], 1).astype(np.int64),
+                "graph": generator.normal(size=2).astype(np.float32),
+                "class": np.int64(-1 if number % 3 == 2 else side),
+                "size": np.float32(half / 4),
+                "role": np.where(generator.random(2 * half) < 0.3, -1, position > 0).astype(
+                    np.int64
+                ),
+                "charge": generator.normal(size=2 * half).astype(np.float32),
+            }
+        )
+    return Graphs(stack(samples))
+
+
+def task_on(samples: Graphs, *heads: HeadConfig, **model: Any) -> GraphTask:
+    sizes = {"n_layer": 2, "width": 8}
+    config = GraphConfig(model=GraphModelConfig(**{**sizes, **model, "heads": heads}))
+    x, edges = ragged(samples.columns["x"]), ragged(samples.columns["edges"])
+    survey = GraphSurvey(2, 2, float(x.sizes.mean()), float(edges.sizes.mean()))
+    shape = resolve_graph(config.model, survey.features, survey.graph_features)
+    return GraphTask(config, shape, samples, survey)
+
+
+def batch(samples: Graphs, begin: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
+    columns = cut(samples.columns, begin, len(samples) if end is None else end)
+    return dict(to_device(columns, CPU))
+
+
+TWELVE = graphs(12)
+
+
+def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_it_is_a_task() -> None:
+    task: Task = task_on(TWELVE, KIND, SIZE, dropout=0.1)
+    assert task.random
+    assert not task_on(TWELVE, KIND).random
+    assert task.fingerprints() == {"data": "graphs"}
+    assert task.describe()["outputs"] == [["kind", 3], ["size", 1]]
+    grown = task.architecture.resized(mlp=40)
+    assert task.at(grown, 1).build().shape == grown
+    assert task.train_samples()[1] != task.train_samples(course=1)[1]
+
+
+def test_a_model_is_drawn_from_the_seed() -> None:
+    one, other = (task_on(TWELVE, KIND).build().state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_metrics_are_those_of_plain_numpy() -> None:
+    task = task_on(TWELVE, KIND, SIZE)
+    model = task.build()
+    with torch.no_grad():
+        found = task.measure(model, batch(TWELVE))
+        said = task.outputs(model, batch(TWELVE)).double().numpy()
+    classes, sizes = np.asarray(TWELVE.columns["class"]), np.asarray(TWELVE.columns["size"])
+    known = classes >= 0
+    entropy = np.zeros(12)
+    entropy[known] = -np.log(softmax(said[:, :3])[known, classes[known]])
+    apart = said[:, 3] - sizes
+    right = (said[:, :3].argmax(1) == classes) & known
+    everywhere = np.ones(12)
+    expected = {
+        "loss": (0.5 * entropy + 2.0 * apart**2, everywhere),
+        "kind/loss": (entropy, known),
+        "kind/accuracy": (right, known),
+        "size/mse": (apart**2, everywhere),
+        "size/mae": (np.abs(apart), everywhere),
+    }
+    assert found.keys() == expected.keys() == task.config.metrics.keys()
+    for name, (tally_values, weights) in expected.items():
+        np.testing.assert_allclose(found[name].values, tally_values, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(found[name].weights, weights)
+    assert task.loss_sum(model, batch(TWELVE)).item() == pytest.approx(expected["loss"][0].sum())
+
+
+def test_metrics_of_nodes_are_sums_over_each_graph() -> None:
+    task = task_on(TWELVE, ROLE, CHARGE)
+    model = task.build()
+    with torch.no_grad():
+        found = task.measure(model, batch(TWELVE))
+        said = task.outputs(model, batch(TWELVE)).double().numpy()
+    role, charge = TWELVE.columns["role"], TWELVE.columns["charge"]
+    assert isinstance(role, Ragged)
+    assert isinstance(charge, Ragged)
+    begins, known = role.offsets[:-1], role.flat >= 0
+    entropy = np.zeros(len(known))
+    entropy[known] = -np.log(softmax(said[:, :2])[known, role.flat[known]])
+    square = (said[:, 2] - charge.flat) ** 2
+    np.testing.assert_allclose(
+        found["loss"].values, np.add.reduceat(entropy + square, begins), rtol=1e-5
+    )
+    np.testing.assert_array_equal(found["loss"].weights, role.sizes)
+    np.testing.assert_array_equal(
+        found["role/loss"].weights, np.add.reduceat(known.astype(float), begins)
+    )
+    right = (said[:, :2].argmax(1) == role.flat) & known
+    np.testing.assert_array_equal(
+        found["role/accuracy"].values, np.add.reduceat(right.astype(float), begins)
+    )
+    assert task.loss_sum(model, batch(TWELVE)).item() == pytest.approx((entropy + square).sum())
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    cuts=st.sets(st.integers(1, 11)),
+    heads=st.sampled_from([(KIND, SIZE), (ROLE, CHARGE)]),
+    layer=st.sampled_from(["gin", "sage", "gcn", "gat"]),
+)
+def test_sums_do_not_depend_on_batches(
+    cuts: set[int], heads: tuple[HeadConfig, ...], layer: str
+) -> None:
+    task = task_on(TWELVE, *heads, layer=layer)
+    model = task.build()
+    ends = [*sorted(cuts), 12]
+    parts = [batch(TWELVE, a, b) for a, b in zip([0, *ends], ends, strict=False)]
+    with torch.no_grad():
+        whole = task.loss_sum(model, batch(TWELVE)).item()
+        assert sum(task.loss_sum(model, part).item() for part in parts) == pytest.approx(
+            whole, rel=1e-5
+        )
+        once = task.measure(model, batch(TWELVE))
+        split = [task.measure(model, part) for part in parts]
+    for name, tally in once.items():
+        values = torch.cat([part[name].values for part in split])
+        torch.testing.assert_close(values, tally.values, rtol=1e-4, atol=1e-5)
+        assert torch.equal(torch.cat([part[name].weights for part in split]), tally.weights)
+
+
+def test_a_class_that_is_not_known_teaches_nothing() -> None:
+    unknown = {**TWELVE.columns, "class": np.full(12, -1)}
+    task = task_on(Graphs(unknown), KIND)
+    model = task.build()
+    task.loss_sum(model, batch(Graphs(unknown))).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_predictions_stand_beside_their_targets() -> None:
+    task = task_on(TWELVE, KIND, SIZE)
+    with torch.no_grad():
+        found = task.predict(task.build(), batch(TWELVE))
+        said = task.outputs(task.build(), batch(TWELVE)).numpy()
+    columns = ["kind", "kind.predicted", "kind.probabilities", "size", "size.predicted"]
+    assert list(found) == columns
+    np.testing.assert_array_equal(found["kind"], TWELVE.columns["class"])
+    np.testing.assert_array_equal(found["kind.predicted"], said[:, :3].argmax(1))
+    np.testing.assert_allclose(found["kind.probabilities"], softmax(said[:, :3]), rtol=1e-5)
+    np.testing.assert_array_equal(found["size.predicted"], said[:, 3])
+
+
+def test_predictions_of_nodes_are_ragged() -> None:
+    task = task_on(TWELVE, ROLE)
+    with torch.no_grad():
+        found = task.predict(task.build(), batch(TWELVE))
+    role = TWELVE.columns["role"]
+    assert isinstance(role, Ragged)
+    for column in found.values():
+        assert isinstance(column, Ragged)
+        np.testing.assert_array_equal(column.sizes, role.sizes)
+    probabilities = found["role.probabilities"]
+    assert isinstance(probabilities, Ragged)
+    assert probabilities.values.shape[1:] == (2,)
+
+
+def test_graphs_of_one_size_may_come_as_dense_arrays() -> None:
+    generator = np.random.default_rng(0)
+    dense = {
+        "x": generator.normal(size=(3, 4, 2)).astype(np.float32),
+        "edges": generator.integers(4, size=(3, 5, 2)),
+        "size": np.zeros(3, dtype=np.float32),
+    }
+    as_ragged = {
+        name: Ragged(dense[name].reshape(-1, 2), np.arange(4) * size)
+        for name, size in (("x", 4), ("edges", 5))
+    }
+    task = task_on(Graphs(dense), SIZE)
+    model = task.build()
+    torch.testing.assert_close(
+        task.outputs(model, batch(Graphs(dense))),
+        task.outputs(model, batch(Graphs({**dense, **as_ragged}))),
+    )
+
+
+def test_features_of_graphs_are_read_if_asked() -> None:
+    task = task_on(TWELVE, SIZE, graph_features=True)
+    model = task.build()
+    other = batch(TWELVE) | {"graph": torch.zeros(12, 2)}
+    assert not torch.equal(task.outputs(model, batch(TWELVE)), task.outputs(model, other))
+    plain = task_on(TWELVE, SIZE)
+    assert plain.architecture.graph_features == 0
+
+
+def test_flops_follow_from_the_mean_graph() -> None:
+    task, survey = task_on(TWELVE, SIZE), task_on(TWELVE, SIZE).survey
+    one = flops_per_graph(task.architecture, survey.mean_nodes, survey.mean_edges)
+    assert task.flops(10.0) == pytest.approx(10 * one)
+    of_nodes = task_on(TWELVE, ROLE)
+    per_graph = flops_per_graph(of_nodes.architecture, survey.mean_nodes, survey.mean_edges)
+    assert of_nodes.flops(survey.mean_nodes) == pytest.approx(per_graph)
+
+
+def test_bfloat16_losses_are_float32() -> None:
+    task = task_on(TWELVE, KIND, SIZE)
+    model = task.build()
+    exact = task.loss_sum(model, batch(TWELVE)).item()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = task.loss_sum(model, batch(TWELVE))
+        tallies = task.measure(model, batch(TWELVE))
+    assert loss.dtype == torch.float32
+    assert {tally.values.dtype for tally in tallies.values()} == {torch.float32}
+    assert loss.item() == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("layer", ["gin", "sage", "gcn", "gat"])
+@pytest.mark.parametrize("heads", [(KIND, SIZE), (ROLE,)], ids=["graph", "node"])
+def test_every_layer_learns(layer: str, heads: tuple[HeadConfig, ...]) -> None:
+    samples, unseen = graphs(96), graphs(48, seed=1)
+    # means and maxima cannot tell how many nodes there are
+    task = task_on(samples, *heads, layer=layer, width=16, pooling=("mean", "sum"))
+    model = task.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    everything = batch(samples)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (task.loss_sum(model, everything) / len(samples)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        means = mean(task.measure(model, batch(unseen)))
+    assert means[f"{heads[0].name}/accuracy"] > 0.9
+    if SIZE in heads:
+        assert means["size/mse"] < 0.3 * np.var(unseen.columns["size"])
+
+
+def mean(tallies: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: (tally.values.sum() / tally.weights.sum()).item() for name, tally in tallies.items()
+    }
