@@ -51,6 +51,7 @@ def test_init_overwrites_nothing_unless_forced(here: Path, capsys: Captured) -> 
         (["gpt", "no/such/gpt.yaml"], "no/such/gpt.yaml: cannot be written"),
         (["gtp"], "'gtp' is not"),
         (["gpt", "--preset", "lama"], "'lama' is not one of"),
+        (["graph", "--preset", "llama"], "presets are of language models, not of task graph"),
     ],
 )
 def test_what_cannot_be_written_ends_in_2(

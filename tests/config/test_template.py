@@ -8,10 +8,16 @@ from hypothesis import strategies as st
 from instar.config import presets
 from instar.config.document import parse
 from instar.config.dump import in_yaml
+from instar.config.errors import ConfigError
 from instar.config.fields import keys
+from instar.config.graph import GraphConfig, HeadConfig
 from instar.config.language import LanguageConfig
 from instar.config.load import load
+from instar.config.roots import ROOTS
+from instar.config.schema import RunConfig, Watch
 from instar.config.template import KINDS, starter
+
+LANGUAGE_KINDS = sorted(kind for kind in KINDS if "task" not in KINDS[kind].values)
 
 scalars = st.one_of(
     st.none(),
@@ -54,8 +60,11 @@ def uncommented(text: str) -> str:
     return re.sub(r"^( *)#(\w+:)", r"\1\2", text, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("preset", [None, *presets.names()])
+@pytest.mark.parametrize(
+    ("kind", "preset"),
+    [(kind, None) for kind in sorted(KINDS)]
+    + [(kind, preset) for kind in LANGUAGE_KINDS for preset in presets.names()],
+)
 def test_the_template_loads_and_shows_the_values_in_force(
     tmp_path: Path, preset: str | None, kind: str
 ) -> None:
@@ -97,17 +106,65 @@ def test_the_template_of_growth_has_a_schedule_line_by_line(tmp_path: Path) -> N
     assert [line for line in text.splitlines() if line.startswith("  - {name: change_lr,")]
 
 
-def test_every_key_stands_in_the_template_with_its_description() -> None:
-    text = starter("gpt", "gpt.yaml")
+def told(text: str) -> str:
+    """What the comments say, on one line."""
     said = " ".join(re.sub(r"^\s*#", "", line) for line in text.splitlines())
-    said = re.sub(r"\s+", " ", said)
-    for key, field in keys(LanguageConfig).items():
+    return re.sub(r"\s+", " ", said)
+
+
+@pytest.mark.parametrize(("kind", "root"), [("gpt", LanguageConfig), ("graph", GraphConfig)])
+def test_every_key_stands_in_the_template_with_its_description(
+    kind: str, root: type[RunConfig]
+) -> None:
+    text = starter(kind, "a.yaml")
+    said = told(text)
+    for key, field in keys(root).items():
         assert re.search(rf"^ *#?{key.rpartition('.')[2]}: ", text, re.MULTILINE), key
         assert field.description
         assert field.description in said
 
 
+def test_the_template_of_a_graph_network_explains_the_keys_of_heads_and_of_rules() -> None:
+    said = told(starter("graph", "graph.yaml"))
+    for section in (HeadConfig, Watch):
+        for name, field in section.model_fields.items():
+            assert f"{name}: {field.description}" in said
+
+
+def test_heads_and_rules_are_written_a_line_each_and_read_back_equal(tmp_path: Path) -> None:
+    lines = starter("graph", "graph.yaml").splitlines()
+    heads = lines.index("  heads:")
+    assert [line.split(",")[0] for line in lines[heads + 1 : heads + 4]] == [
+        "    - {name: manifold",
+        "    - {name: dimension",
+        "    - {name: ordering_fraction",
+    ]
+    assert lines[lines.index("  rules:") + 1].startswith("    - {metric: manifold/accuracy,")
+    path, written = tmp_path / "graph.yaml", tmp_path / "run.yaml"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    loaded = load(str(path))
+    written.write_text(loaded.to_yaml(), encoding="utf-8")
+    assert load(str(written)).config == loaded.config
+    assert [head.name for head in loaded.config.model.heads] == [
+        "manifold",
+        "dimension",
+        "ordering_fraction",
+    ]
+    assert loaded.config.early_stopping.rules[0].metric == "manifold/accuracy"
+
+
+def test_a_kind_names_a_task_of_its_own_or_none() -> None:
+    assert {KINDS[kind].values.get("task", "language") for kind in KINDS} == set(ROOTS)
+
+
+def test_presets_are_of_language_models() -> None:
+    with pytest.raises(ConfigError, match="of language models, not of task graph"):
+        starter("graph", "graph.yaml", ["plain"])
+
+
 def test_the_template_names_the_next_commands_whatever_the_path() -> None:
     text = starter("gpt", "my run\n.yaml")
     assert "instar train 'my run�.yaml'" in text
+    assert "instar sample latest" in text
+    assert "instar test latest" in starter("graph", "graph.yaml")
     assert all(line.startswith("#") for line in text.split("\n\n")[0].splitlines())

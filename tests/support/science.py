@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from instar.config.samples import SamplesConfig
 from instar.config.section import Section
-from instar.data.columns import Columns, Ragged
+from instar.data.columns import Columns, stack
 from instar.models.shape import Shape, Table
 from instar.own import Batch, Field, OwnTask
 
@@ -44,7 +44,7 @@ name: tiny-graphs
 task: graph
 model:
   width: 8
-  layers: 1
+  n_layer: 1
   heads:
     - {name: side, kind: classification, classes: 2}
     - {name: size, kind: regression}
@@ -123,15 +123,18 @@ class Halves(OwnTask[Model, Data]):
 
 
 def graphs() -> Columns:
-    """Chains; on which side their nodes are, and how many there are."""
+    """Chains: on which side their nodes are, and how many there are."""
     drawn = np.random.default_rng(0)
-    nodes = drawn.integers(3, 7, 64)
-    side = np.arange(64) % 2
-    x = [drawn.normal(2 * s - 1, 1, (n, 1)).astype(np.float32) for s, n in zip(side, nodes, strict=True)]
-    edges = [np.stack([np.arange(n - 1), np.arange(1, n)], 1).astype(np.int64) for n in nodes]
-    return {
-        "x": Ragged.of(x),
-        "edges": Ragged.of(edges),
-        "side": side,
-        "size": nodes.astype(np.float32) / 4,
-    }
+    samples = []
+    for number in range(64):
+        nodes, side = int(drawn.integers(3, 7)), number % 2
+        links = np.stack([np.arange(nodes - 1), np.arange(1, nodes)], 1)
+        samples.append(
+            {
+                "x": drawn.normal(2 * side - 1, 1, (nodes, 1)).astype(np.float32),
+                "edges": links.astype(np.int64),
+                "side": np.int64(side),
+                "size": np.float32(nodes / 4),
+            }
+        )
+    return stack(samples)

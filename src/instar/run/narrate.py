@@ -98,9 +98,10 @@ class Narrator:
         self.weight = 0.0
         self.waited_s = 0.0
 
-    def opened(self, event: RunStarted, where: Path) -> None:
-        """The run begins; its clock too."""
-        self.sink.write(event)
+    def opened(self, event: RunStarted, where: Path, *, only_test: bool = False) -> None:
+        """The run begins; its clock too. A test alone does not supersede what came after its step."""
+        if not only_test:
+            self.sink.write(event)
         self.console.header(event, where)
 
     def waited(self, seconds: float) -> None:

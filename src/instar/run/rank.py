@@ -86,8 +86,8 @@ def run(
         stack.enter_context(closing(trainer))
         start = go_on(trainer, resume) if resume else None
         event = _started(trainer, prepared, run_dir, start)
-        trainer.narrator.opened(event, run_dir.path)
-        if resume and changed:
+        trainer.narrator.opened(event, run_dir.path, only_test=only_test)
+        if resume and changed and not only_test:
             with together(world, "writing the config"):
                 if world.is_main:
                     _replace_config(run_dir, prepared, loaded, trainer.progress.step)
