@@ -48,7 +48,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(BENCH_STAMP)
-	@for name in order loading startup pauses operations throughput scaling time_to_loss; do \
+	@for name in order loading graphs startup pauses operations throughput scaling time_to_loss; do \
 	  $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 torture: $(STAMP)

@@ -42,6 +42,7 @@ from instar.run.build import build
 from instar.run.optimizer import group_parameters
 from instar.run.preflight import Prepared, preflight, prepare_data
 from instar.tasks.language import LanguageTask
+from instar.tasks.language_blueprint import LanguageBlueprint
 
 
 class Pace:
@@ -138,13 +139,24 @@ class Work:
         wanted = self.steps * self.batch_size
         if wanted > order.samples_per_epoch:
             raise ValueError(f"{wanted} samples wanted, {order.samples_per_epoch} in an epoch")
-        split = open_dataset(self.text.dataset.path).split("train")
+        split = open_dataset(self.text.folder).split("train")
         tokens = split.read(0, len(split))
         return Windows(tokens, order.indices(0, 0, wanted), self.text.architecture.context)
 
     @property
+    def text(self) -> LanguageBlueprint:
+        return text_of(self.prepared)
+
+    @property
     def _task(self) -> LanguageTask:
         return self.text.task(self.prepared.config)
+
+
+def text_of(prepared: Prepared) -> LanguageBlueprint:
+    """A run's text, all of which is there."""
+    blueprint = prepared.blueprint
+    assert isinstance(blueprint, LanguageBlueprint)
+    return blueprint
 
 
 class Windows(Dataset[dict[str, Tensor]]):

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from contenders import text_of
 from instar.config.load import load
 from instar.data.prepare import prepare
 from instar.record.events import Train, read_events
@@ -161,7 +162,7 @@ def instar(*words: str) -> list[str]:
 def bare_loop(overrides: Sequence[str], steps: int) -> list[str]:
     """`bare.py` with the same model, tokens and batch."""
     prepared = preflight(load(None, overrides), 1)
-    shard = text_of(prepared).dataset.path / "train-00000.safetensors"
+    shard = text_of(prepared).folder / "train-00000.safetensors"
     shape = json.dumps(prepared.blueprint.architecture.to_dict())
     script = Path(__file__).with_name("bare.py")
     batch = prepared.config.train.batch_size

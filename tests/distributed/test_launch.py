@@ -264,11 +264,22 @@ def test_the_torchrun_line_runs_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     threads, devices, *_ = shlex.split(torchrun_line(["a.yaml"], 2, [1, 3]))
     assert threads.startswith("OMP_NUM_THREADS=")
     assert devices == "INSTAR_DEVICES=1,3"
+    assert "--master-port=29511 -m" in torchrun_line(["a.yaml"], 2, port=29511)
 
 
 def test_fewer_devices_than_ranks_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match="2 ranks, but 1 devices"):
         launch([], 2, [0])
+
+
+def test_devices_are_looked_for_before_a_rank_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(
+        ConfigError, match="cuda:0 is not there: CUDA_VISIBLE_DEVICES= leaves 0 GPUs"
+    ):
+        launch([], 2, device="cuda")
 
 
 def test_no_ranks_is_a_mistake() -> None:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
+from instar.config.schema import ParallelConfig
 from instar.distributed.placement import Placement, placement, share_cores
 
 TORCHRUN = {
@@ -22,7 +23,9 @@ SLURM = {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_STEP_NUM_NODES": "2",
     "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "1",
 }
 
 
@@ -31,20 +34,95 @@ def test_without_variables_there_is_one_process() -> None:
 
 
 def test_torchrun_says_who_i_am() -> None:
-    assert placement(TORCHRUN) == Placement(5, 1, 8, 4, "node7", 29500)
+    found = placement(TORCHRUN)
+    assert found == Placement(5, 1, 8, 4, "node7", 29500, "MASTER_PORT", told=True)
 
 
 def test_torchrun_comes_before_slurm() -> None:
     assert placement(SLURM | TORCHRUN) == placement(TORCHRUN)
 
 
+def test_one_rank_of_torchrun_is_told_so() -> None:
+    one = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert placement(one | {"LOCAL_RANK": "0"}).told
+    # operators of clusters count machines so
+    assert not placement(one).told
+
+
 def test_slurm_says_who_i_am() -> None:
-    assert placement(SLURM) == Placement(2, 0, 4, 2, "node07", 23456)
+    found = placement(SLURM)
+    assert (found.rank, found.local_rank, found.size, found.local_size) == (2, 0, 4, 2)
+    assert (found.host, found.port_key, found.launch) == (
+        "node07",
+        "SLURM_JOB_ID",
+        "slurm-123456.1",
+    )
+    assert found.told
+    assert not found.one_host
+
+
+def test_ranks_of_one_node_meet_on_its_loopback() -> None:
+    alone = {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+    found = placement(SLURM | alone)
+    assert (found.host, found.local_size, found.one_host) == ("127.0.0.1", 4, True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node07", "node07"),
+        ("node[07-12,15],gpu1", "node07"),
+        ("gpu1,node[07-12]", "gpu1"),
+        ("rack[1-2]node[3,5]-ib", "rack1node3-ib"),
+        ("c5-2.cluster", "c5-2.cluster"),
+    ],
+)
+def test_rank_0_is_on_the_first_node(nodes: str, first: str) -> None:
+    assert placement(SLURM | {"SLURM_STEP_NODELIST": nodes}).host == first
+
+
+def test_without_nodes_slurm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither MASTER_ADDR nor SLURM_STEP_NODELIST"):
+        placement(SLURM | {"SLURM_STEP_NODELIST": ""})
+
+
+@given(st.integers(1, 10**7), st.integers(0, 900), st.integers(0, 12), st.integers(0, 12))
+def test_steps_and_jobs_near_each_other_have_ports_of_their_own(
+    job: int, later: int, one: int, other: int
+) -> None:
+    def port(job: int, step: int) -> int:
+        here = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        return placement(SLURM | here).port
+
+    same = later == 0 and one == other
+    assert (port(job, one) == port(job + later, other)) is same
+    assert 20000 <= port(job, one) < 32768
+
+
+def test_each_task_with_a_gpu_of_its_own() -> None:
+    assert placement(SLURM | {"SLURM_GPUS_PER_TASK": "1"}).own_gpu
+    assert not placement(SLURM).own_gpu
 
 
 def test_a_given_rendezvous_is_respected_under_slurm() -> None:
     found = placement(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
-    assert (found.host, found.port) == ("head", 1234)
+    assert (found.host, found.port, found.port_key) == ("head", 1234, "MASTER_PORT")
+
+
+def test_the_config_says_where_to_meet_if_the_environment_does_not() -> None:
+    config = ParallelConfig(master_address="10.0.0.1", master_port=29511)
+    nowhere = {k: v for k, v in TORCHRUN.items() if not k.startswith("MASTER")}
+    for environ in (nowhere, SLURM):
+        found = placement(environ, config)
+        assert (found.host, found.port) == ("10.0.0.1", 29511)
+        assert found.port_key == "parallel.master_port"
+    assert placement(TORCHRUN, config).port == 29500
+    assert placement(nowhere).port == 0
+
+
+def test_ranks_of_one_machine_need_no_address() -> None:
+    here = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+    assert placement(here, ParallelConfig()).host == "127.0.0.1"
 
 
 def test_a_batch_script_is_one_process() -> None:
@@ -54,7 +132,9 @@ def test_a_batch_script_is_one_process() -> None:
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(missing: str) -> None:
     with pytest.raises(ConfigError, match=missing):
-        placement({name: value for name, value in TORCHRUN.items() if name != missing})
+        placement(
+            {name: value for name, value in TORCHRUN.items() if name != missing}, ParallelConfig()
+        )
 
 
 def test_a_rank_beyond_the_world_is_refused() -> None:

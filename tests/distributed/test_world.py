@@ -74,7 +74,10 @@ def test_a_taken_port_is_named(two_ranks: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         two_ranks.setenv("MASTER_PORT", str(port))
-        with pytest.raises(RunFailed, match=f"127.0.0.1:{port}"), join(ParallelConfig(), "cpu"):
+        with (
+            pytest.raises(ConfigError, match=f"MASTER_PORT: port {port} of 127.0.0.1 is in use"),
+            join(ParallelConfig(), "cpu"),
+        ):
             pass
 
 

@@ -1,16 +1,24 @@
-"""Held-out loss is exact: every token once, whatever the batch size."""
+"""Held-out metrics are exact: every token once, whatever the batch size and the number of ranks."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+import science
 import torch
-from hypothesis import given
+from forks import children_as_ranks
+from hypothesis import example, given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tiny_run import codes, said
 
-from instar.run.evaluate import Evaluation, evaluate, held_out_batches, held_out_indices
+from instar.distributed.world import World
+from instar.run.evaluate import Evaluation, Metric, evaluate, held_out_batches, held_out_indices
 from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
@@ -86,3 +94,97 @@ def test_evaluating_does_not_touch_training(trainer: Make) -> None:
     for name, parameter in plain.stepper.parameters.items():
         assert torch.equal(parameter, watched.stepper.parameters[name])
     assert watched.stepper.bare_model.training
+
+
+ALONE = World(0, 0, 1, torch.device("cpu"), "none")
+
+
+def plain(values: NDArray[np.float64], weights: NDArray[np.float64]) -> Metric:
+    """A ratio of sums and its standard error, from residuals; what weighs nothing is left out."""
+    v, w = values[weights > 0], weights[weights > 0]
+    if not w.size:
+        return Metric(math.nan, None, 0.0)
+    ratio = v.sum() / w.sum()
+    if w.size == 1:
+        return Metric(ratio, None, w.sum())
+    apart = np.sum((v - ratio * w) ** 2)
+    return Metric(ratio, np.sqrt(w.size / (w.size - 1) * apart) / w.sum(), w.sum())
+
+
+@given(samples=st.integers(1, 60), seed=st.integers(0, 99), batch_size=st.integers(1, 70))
+@example(samples=1, seed=0, batch_size=1)
+def test_metrics_and_their_errors_are_those_of_plain_numpy(
+    samples: int, seed: int, batch_size: int
+) -> None:
+    columns = science.tallied(samples, seed)
+    found = science.evaluated(ALONE, columns, batch_size)
+    assert list(found.metrics) == ["loss", "score"]
+    assert found.samples == samples
+    for name, metric in found.metrics.items():
+        sums, weights = columns[name].astype(np.float64).T
+        wanted = plain(sums, weights)
+        assert metric.weight == wanted.weight
+        assert metric.value == pytest.approx(wanted.value, rel=1e-12, nan_ok=True)
+        if wanted.standard_error is None:
+            assert metric.standard_error is None
+        else:
+            assert metric.standard_error == pytest.approx(
+                wanted.standard_error, rel=1e-6, abs=1e-7 * abs(wanted.value)
+            )
+
+
+def test_of_equal_weights_the_error_is_the_one_of_textbooks() -> None:
+    drawn = np.random.default_rng(0).normal(size=50)
+    tally = np.stack([drawn, np.ones(50)], 1)
+    found = science.evaluated(ALONE, {"loss": tally, "score": tally}, 7).metrics["score"]
+    assert found.value == pytest.approx(drawn.mean(), rel=1e-12)
+    assert found.standard_error == pytest.approx(drawn.std(ddof=1) / math.sqrt(50), rel=1e-12)
+
+
+CASES = [(samples, size) for samples in (1, 2, 3, 5, 8, 17, 100) for size in (1, 3, 64)]
+"""many with fewer samples, or fewer micro-batches, than ranks"""
+
+
+def test_any_number_of_ranks_gets_the_same_bits(tmp_path: Path) -> None:
+    said_by = set()
+    for ranks in (1, 2, 3, 4):
+        arguments = "science:evaluate_all", str(tmp_path), CASES
+        children = children_as_ranks(science.forks(), ranks, *arguments, place=tmp_path)
+        assert codes(children) == [0] * ranks, said(children)
+        said_by |= {(tmp_path / f"w{ranks}-{rank}").read_text() for rank in range(ranks)}
+    (told,) = said_by
+    alone = [science.evaluated(ALONE, science.tallied(n), size) for n, size in CASES]
+    assert told.splitlines() == [repr(found.metrics) for found in alone]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("batch_size", [5, 8, 12, 36, 50])
+def test_evaluations_by_epochs_are_at_their_ends(
+    tmp_path: Path, every: int, batch_size: int
+) -> None:
+    """36 samples to train on: with and without a last batch that is partial, and as it changes."""
+    science.place(tmp_path)
+    schedule = [
+        {"name": "set_batch_size", "value": 7, "when": {"at_step": 3}},
+        {"name": "set_grad_accum", "value": 2, "when": {"at_step": 9}},
+        {"name": "set_batch_size", "value": 40, "when": {"at_step": 22}},
+    ]
+    with science.trainer(
+        tmp_path / "run",
+        f"train.batch_size={batch_size}",
+        f"eval.eval_epochs={every}",
+        "train.until=[8ep]",
+        "early_stopping.rules=[]",
+        f"schedule={json.dumps(schedule)}",
+    ) as run:
+        at = []
+        evaluate_now = run.evaluate
+
+        def noted() -> None:
+            at.append(run.progress.samples)
+            evaluate_now()
+
+        run.evaluate = noted  # type: ignore[method-assign]
+        run.train()
+    assert at == list(range(36 * every, 36 * 8 + 1, 36 * every))
+    assert len(run.history) >= 2

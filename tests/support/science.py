@@ -7,22 +7,41 @@ task of Instar's own.
 
 from __future__ import annotations
 
+import atexit
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from forks import Forks
+from tiny_run import Place
 from torch import Tensor, nn
 
-from instar.config.samples import SamplesConfig
-from instar.config.section import Section
+from instar.config.load import load
+from instar.config.schema import ParallelConfig
 from instar.data.columns import Columns, stack
-from instar.models.shape import Shape, Table
-from instar.own import Batch, Field, OwnTask
+from instar.data.samples import Samples
+from instar.distributed.ranklog import RankLog
+from instar.distributed.signals import StopSignal
+from instar.distributed.world import World, join
+from instar.own import Batch, Field, OwnTask, SamplesConfig, Section, Shape, Table
+from instar.record.console import silent_console
+from instar.record.events import Eval, read_events
+from instar.record.recorder import Recorder
+from instar.record.rundir import RunDir
+from instar.run.build import build
+from instar.run.evaluate import Evaluation, evaluate
+from instar.run.preflight import preflight
+from instar.run.safepoint import SafePoint
+from instar.run.trainer import Trainer
+from instar.tasks.task import Tally
 
 CONFIG = """\
 name: halves
@@ -138,3 +157,136 @@ def graphs() -> Columns:
             }
         )
     return stack(samples)
+
+
+MODULES = ["instar.cli.main", "instar.cli.resume", "instar.cli.test", "instar.run.rank"]
+MODULES += ["instar.tasks.graph", "torch._dynamo", "torch.distributed", "torch.nn.parallel"]
+MODULES += ["pyarrow.parquet", "science"]
+"""what these runs import"""
+
+
+@cache
+def forks() -> Forks:
+    """One process for all tests, which forks those that they start."""
+    server = Forks(*MODULES)
+    atexit.register(server.close)
+    return server
+
+
+def place(path: Path, server: Forks | None = None) -> Place:
+    """A working directory with both configs in it, and commands typed there."""
+    (path / "run.yaml").write_text(CONFIG)
+    (path / "graphs.yaml").write_text(GRAPHS)
+    return Place(path, server or forks())
+
+
+Row = tuple[int, dict[str, float]]
+"""The step of an evaluation, and its metrics."""
+
+
+def evaluations(run_dir: Path, split: str = "val") -> list[Row]:
+    """What a run recorded of a split."""
+    return [
+        (event.step, {"loss": event.loss, **event.extra})
+        for event in read_events(run_dir / "events.jsonl")
+        if isinstance(event, Eval) and event.split == split
+    ]
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """What the final test wrote down, without how long it took."""
+    found: dict[str, Any] = json.loads((run_dir / "test" / "result.json").read_text("utf-8"))
+    assert found.pop("seconds") > 0
+    return found
+
+
+def pointed(run_dir: Path, pointer: str) -> str:
+    """The checkpoint that a pointer names."""
+    return (run_dir / "checkpoints" / pointer).read_text("utf-8").strip()
+
+
+def last_step(run_dir: Path, rank: int) -> int:
+    """The last step that a rank's log tells of."""
+    log = (run_dir / "logs" / f"rank_{rank}.log").read_text("utf-8")
+    return int(re.findall(r"step (\d+): loss", log)[-1])
+
+
+def still_since(values: Sequence[float], *, better: str, delta: float = 0, grace: int = 0) -> int:
+    """How many of the last values, after the first `grace`, were no better: written plainly."""
+    sign = 1 if better == "max" else -1
+    best, since = None, 0
+    for place, value in enumerate(values):
+        if best is None or sign * (value - best) > delta:
+            best, since = value, 0
+        elif place >= grace:
+            since += 1
+    return since
+
+
+@dataclass(frozen=True)
+class Tallied:
+    """A task whose samples say themselves what is measured of them, as columns [samples, 2]."""
+
+    metrics: tuple[str, ...] = ("loss", "score")
+
+    def measure(self, model: nn.Module, batch: Batch) -> dict[str, Tally]:
+        del model
+        return {name: Tally(*batch[name].unbind(1)) for name in self.metrics}
+
+
+def tallied(samples: int, seed: int = 0) -> Columns:
+    """Values and weights; a third weighs nothing, and what it says of itself is no number."""
+    drawn = np.random.default_rng(seed)
+    columns = {}
+    for number, name in enumerate(Tallied().metrics):
+        values = 10.0**number * drawn.normal(3, 1, samples)
+        weights = drawn.choice([0.0, 0.5, 2.0], samples)
+        values[weights == 0] = drawn.choice([np.nan, np.inf, 7.0])
+        columns[name] = np.stack([values, weights], 1).astype(np.float32)
+    return columns
+
+
+def evaluated(world: World, columns: Columns, batch_size: int) -> Evaluation:
+    """An evaluation of what samples say of themselves."""
+    found = evaluate(
+        Tallied(),  # type: ignore[arg-type]
+        nn.Identity(),
+        Samples(columns),
+        world,
+        batch_size=batch_size,
+        limit=None,
+        seed=0,
+        autocast=nullcontext,
+        safe=SafePoint(world, StopSignal()),
+    )
+    assert found is not None
+    return found
+
+
+def evaluate_all(folder: str, cases: Sequence[tuple[int, int]]) -> int:
+    """The body of a rank that evaluates so many samples by so many at once."""
+    with join(ParallelConfig(), "cpu") as world:
+        told = [repr(evaluated(world, tallied(n), size).metrics) for n, size in cases]
+        Path(folder, f"w{world.size}-{world.rank}").write_text("\n".join(told))
+    return 0
+
+
+@contextmanager
+def trainer(run_dir: Path, *overrides: str) -> Iterator[Trainer]:
+    """`run.yaml` in this process, as the only rank."""
+    run_dir.mkdir()
+    text = [*overrides, f"record.run_dir={run_dir / 'run'}"]
+    loaded = load(str(run_dir.parent / "run.yaml"), text)
+    world = World(0, 0, 1, torch.device("cpu"), "none")
+    with closing(Recorder(run_dir / "events.jsonl")) as sink:
+        made = build(
+            preflight(loaded, 1),
+            world,
+            StopSignal(),
+            sink,
+            silent_console(),
+            RankLog(0),
+            RunDir(run_dir),
+        )
+        with closing(made):
+            yield made

@@ -67,7 +67,8 @@ def train(
 ) -> int:
     """Train the model that CFG describes."""
     from instar.cli.schedule import schedule_option
-    from instar.distributed.placement import placement, share_cores
+    from instar.distributed.placement import DEVICES_VARIABLE, placement, share_cores
+    from instar.distributed.start import start_of
     from instar.schedule.checks import load_checked
 
     share_cores(os.environ)
@@ -77,12 +78,6 @@ def train(
         overrides = (*overrides, f"train.until={json.dumps(list(until))}")
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
     indices = _indices(devices)
-    place = placement(os.environ)
-    ranks = nproc or (len(indices) if indices else place.size)
-    if place.size > 1 and ranks != place.size:
-        raise click.UsageError(
-            f"--nproc {ranks}, but the environment already makes this one of {place.size} ranks"
-        )
     going_on = None
     if resume is not None:
         from instar.record.rundir import find_run
@@ -95,11 +90,15 @@ def train(
         argv += [word for one in allow for word in ("--allow", one)]
         argv += ["--only-test"] * only_test
     loaded = load_checked(cfg, overrides)
+    place = placement(os.environ)
+    begin = start_of(loaded.config.parallel, place, nproc, indices)
     if dry_run:
-        return _forecast(loaded, argv, ranks, indices, as_json)
-    if place.size > 1:
+        return _forecast(loaded, argv, begin.ranks, indices, as_json)
+    if place.told:
+        if indices:
+            os.environ[DEVICES_VARIABLE] = ",".join(map(str, indices))
         return _one_rank(loaded, going_on, only_test)
-    return _from_the_shell(loaded, going_on, argv, ranks, indices, max_restarts, only_test)
+    return _from_the_shell(loaded, going_on, argv, begin.ranks, indices, max_restarts, only_test)
 
 
 def _from_the_shell(
@@ -112,25 +111,29 @@ def _from_the_shell(
     only_test: bool,
 ) -> int:
     """Find all mistakes before any rank is started; then run here, or launch ranks."""
+    from instar.api import make_ready
     from instar.distributed.failure import NOTHING_STARTED, Interrupted
-    from instar.run.preflight import preflight, prepare_data
-    from instar.run.resume import automatic, choose, overridden
 
     try:
-        prepare_data(loaded, ranks, lambda text: click.echo(text, err=True))
-        going_on = resume or automatic(loaded.config)
-        prepared = preflight(loaded, ranks, new=going_on is None)
-        if going_on is not None:
-            overridden(going_on, prepared.config)
-            if ranks > 1:
-                choose(going_on)
+        make_ready(loaded, ranks, resume, lambda text: click.echo(text, err=True))
         if ranks == 1 and devices is None and not max_restarts:
             return _one_rank(loaded, resume, only_test)
         from instar.distributed.launch import launch, torchrun_line
 
-        line = torchrun_line(argv, ranks, devices, max_restarts=max_restarts)
+        parallel = loaded.config.parallel
+        line = torchrun_line(
+            argv, ranks, devices, max_restarts=max_restarts, port=parallel.master_port
+        )
         click.echo(f"same as: {line}", err=True)
-        return launch(argv, ranks, devices, max_restarts=max_restarts)
+        return launch(
+            argv,
+            ranks,
+            devices if devices is not None else parallel.devices or None,
+            device=loaded.config.device,
+            host=parallel.master_address,
+            port=parallel.master_port,
+            max_restarts=max_restarts,
+        )
     except KeyboardInterrupt:
         # a signal that came before anybody was there to hear it
         raise Interrupted(NOTHING_STARTED) from None
@@ -165,7 +168,7 @@ def _forecast(
 
     prepare_data(loaded, ranks, lambda text: click.echo(text, err=True))
     prepared = preflight(loaded, ranks, new=automatic(loaded.config) is None)
-    line = torchrun_line(argv, ranks, devices)
+    line = torchrun_line(argv, ranks, devices, port=loaded.config.parallel.master_port)
     if as_json:
         click.echo(json.dumps({**prepared.forecast.to_dict(), "torchrun": line}, indent=2))
         return 0

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from instar.config.budget import Budget, parse_budget
 from instar.config.clash import Clash
 from instar.config.explain import nearest
+from instar.config.parallel_checks import parallel_checks
 from instar.config.schema import RunConfig
 
 
 def cross_checks(config: RunConfig) -> list[Clash]:
     """Everything in the config that contradicts itself."""
-    return [*config.clashes(), *_metrics(config), *_course(config), *_elastic(config)]
+    rules = (_metrics, _course, _elastic, parallel_checks)
+    return [*config.clashes(), *(clash for rule in rules for clash in rule(config))]
 
 
 def rank_checks(config: RunConfig, world_size: int) -> list[Clash]:

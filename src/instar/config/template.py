@@ -30,7 +30,6 @@ _SMALL = {
 }
 
 
-
 @dataclass(frozen=True)
 class Kind:
     """What `instar init` can write: what it is, what to type after training, what it sets."""

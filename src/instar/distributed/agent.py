@@ -27,8 +27,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import Failure, Interrupted, log_of, read_failure
+from instar.distributed.listener import listen
 from instar.distributed.signals import StopSignal
-from instar.distributed.world import loopback_listener
 
 POLL_S = 0.05
 # With these codes starting again would end the same way.
@@ -43,7 +43,8 @@ class StoppedBeforeStartError(Exception):
 class Ended:
     """One rank's end: exit status as subprocess gives it (negative: by that signal).
 
-    `by_agent`: the agent ended it. `said`: files in which its last lines are.
+    `by_agent`: the agent ended it. `said`: files in which its last lines are. `log`: the one in the
+    run's folder, if it came to open it.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Ended:
     by_agent: bool
     failure: Failure | None
     said: tuple[Path, ...]
+    log: Path | None
 
 
 @dataclass
@@ -64,7 +66,10 @@ class _Watched:
 
 
 class Agent(LocalElasticAgent):
-    """Runs `module` in `nproc` ranks on this host and remembers how each ended."""
+    """Runs `module` in `nproc` ranks on this host and remembers how each ended.
+
+    They meet at `host` and `port` (0: a free one); ConfigError if these cannot be had.
+    """
 
     def __init__(
         self,
@@ -79,11 +84,13 @@ class Agent(LocalElasticAgent):
         max_restarts: int,
         stop_timeout_s: float,
         grace_s: float,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
-        descriptor, port = loopback_listener(0)
+        descriptor, port = listen(port, host)
         # Kept for as long as the agent lives: the rendezvous below finds it by its port.
         self._server = TCPStore(
-            "127.0.0.1",
+            host,
             port,
             is_master=True,
             multi_tenant=True,
@@ -95,12 +102,12 @@ class Agent(LocalElasticAgent):
             local_world_size=nproc,
             entrypoint=sys.executable,
             args=("-m", module, *argv),
-            rdzv_handler=StaticTCPRendezvous("127.0.0.1", port, 0, 1, f"instar-{os.getpid()}", 60),
+            rdzv_handler=StaticTCPRendezvous(host, port, 0, 1, f"instar-{os.getpid()}", 60),
             max_restarts=max_restarts,
             monitor_interval=POLL_S,
-            master_addr="127.0.0.1",
+            master_addr=host,
             master_port=port,
-            local_addr="127.0.0.1",
+            local_addr=host,
         )
         # Before its log is open, whatever a rank but 0 says is kept aside.
         aside = dict.fromkeys(range(1, nproc), Std.ALL)
@@ -124,6 +131,7 @@ class Agent(LocalElasticAgent):
                 by_agent=local in self._watched.ended_by_agent,
                 failure=read_failure(Path(context.error_files[local])),
                 said=self._said(local),
+                log=log_of(Path(context.error_files[local])),
             )
             for local, status in self._watched.statuses.items()
         ]

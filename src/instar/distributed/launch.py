@@ -1,4 +1,4 @@
-"""`instar train --nproc N`: N ranks on this host under torch's elastic agent, in this process."""
+"""Ranks on this host under torch's elastic agent, in this process: `instar train --nproc N`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import psutil
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import LAUNCHER_VARIABLE, NOTHING_STARTED, Interrupted, RunFailed
-from instar.distributed.placement import DEVICES_VARIABLE
+from instar.distributed.placement import DEVICES_VARIABLE, Placement
 from instar.distributed.signals import StopSignal
 
 if TYPE_CHECKING:
@@ -25,25 +26,74 @@ if TYPE_CHECKING:
 LAST_LINES = 15
 
 
+@dataclass(frozen=True)
+class Conclusion:
+    """How ranks ended: the exit code of the whole, why if badly ("": it was said), rank 0's log."""
+
+    code: int
+    text: str = ""
+    log: Path | None = None
+
+
 def launch(
     argv: Sequence[str],
     nproc: int,
     devices: Sequence[int] | None = None,
     *,
     module: str = "instar.train",
+    device: str = "auto",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    max_restarts: int = 0,
+) -> int:
+    """`run_ranks`, its text said on stderr; returns the exit code.
+
+    End the process with `signals.leave(code)`: while the interpreter tidies up, a late Ctrl-C would
+    get Python's own handler.
+    """
+    conclusion = run_ranks(
+        argv,
+        nproc,
+        devices,
+        module=module,
+        device=device,
+        host=host,
+        port=port,
+        max_restarts=max_restarts,
+    )
+    if conclusion.text:
+        say(conclusion.text)
+    return conclusion.code
+
+
+def run_ranks(
+    argv: Sequence[str],
+    nproc: int,
+    devices: Sequence[int] | None = None,
+    *,
+    module: str = "instar.train",
+    device: str = "auto",
+    host: str = "127.0.0.1",
+    port: int = 0,
     max_restarts: int = 0,
     stop_timeout_s: float = 60.0,
     grace_s: float = 1.0,
-) -> int:
-    """Run `python -m <module> <argv>` in `nproc` ranks to their end; returns the exit code.
+) -> Conclusion:
+    """Run `python -m <module> <argv>` in `nproc` ranks to their end.
 
     SIGINT or SIGTERM asks every rank once to stop, and gives them `stop_timeout_s` seconds; a
     second one ends them at once; either gives code 75. If a rank fails, the others have `grace_s`
-    seconds to notice, then they are ended; the failing rank is named on stderr with its step,
-    cause and last lines. Raises ConfigError if `devices` are fewer than ranks.
+    seconds to notice, then they are ended; the text names the failing rank with its step, cause
+    and last lines.
 
-    Call from the main thread, and end the process with `signals.leave(code)`: while the
-    interpreter tidies up, a late Ctrl-C would get Python's own handler.
+    Args:
+        device: what the ranks will be told to work on; its GPUs must be there.
+        host: an address of this machine, at whose `port` (0: a free one) they meet.
+
+    Raises ConfigError, before a rank is started, if there are fewer `devices` than ranks, one is not
+    there, or the port is in use.
+
+    Call from the main thread.
     """
     if nproc < 1:
         raise ConfigError.one(f"{nproc} ranks cannot run", where="--nproc", hint="give 1 or more")
@@ -63,30 +113,35 @@ def launch(
     with (
         StopSignal(again=lambda: None, signals=asking) as stop,
         tempfile.TemporaryDirectory(prefix="instar-") as scratch,
-        _environment(extra),
+        environment(extra),
     ):
         # Importing torch takes a second or two; a signal in that time is already heard.
         from instar.distributed.agent import Agent, StoppedBeforeStartError, silence_elastic
+        from instar.distributed.devices import device_of
 
         silence_elastic()
+        device_of(device, Placement(size=nproc, local_size=nproc), devices or ())
         agent = Agent(
             module,
             argv,
             nproc,
             Path(scratch),
             stop,
-            _say,
-            lambda ended: _say(f"{_told(ended)}\nstarting all ranks again"),
+            say,
+            lambda ended: say(f"{_told(ended)}\nstarting all ranks again"),
             max_restarts=max_restarts,
             stop_timeout_s=stop_timeout_s,
             grace_s=grace_s,
+            host=host,
+            port=port,
         )
         try:
             agent.run()
         except StoppedBeforeStartError:
-            _say(NOTHING_STARTED)
-            return Interrupted.exit_code
-        return _conclude(agent.ended(), stop)
+            return Conclusion(Interrupted.exit_code, NOTHING_STARTED)
+        ended = agent.ended()
+        code, text = _conclude(ended, stop)
+        return Conclusion(code, text, next((end.log for end in ended if end.rank == 0), None))
 
 
 def torchrun_line(
@@ -95,6 +150,7 @@ def torchrun_line(
     devices: Sequence[int] | None = None,
     *,
     max_restarts: int = 0,
+    port: int = 0,
 ) -> str:
     """The torchrun command that does the same as `launch` with these arguments."""
     variables = {}
@@ -104,6 +160,7 @@ def torchrun_line(
         variables[DEVICES_VARIABLE] = ",".join(map(str, devices))
     settings = [f"{name}={value}" for name, value in variables.items()]
     command = ["torchrun", f"--nproc_per_node={nproc}"]
+    command += [f"--master-port={port}"] if port else []
     command += [f"--max-restarts={max_restarts}"] if max_restarts else []
     command += ["-m", "instar.train", *argv]
     return " ".join([*settings, shlex.join(command)])
@@ -117,23 +174,22 @@ def threads_per_rank(nproc: int) -> int:
     return max(1, cores // nproc)
 
 
-def _conclude(ended: Sequence[Ended], stop: StopSignal) -> int:
-    """Say how the ranks ended, if badly; the exit code of the whole."""
+def _conclude(ended: Sequence[Ended], stop: StopSignal) -> tuple[int, str]:
+    """The exit code of the whole, and how the ranks ended, if badly."""
     late = [str(end.rank) for end in ended if end.by_agent and end.failure is None]
     cause = _blamed(ended)
     if stop.requested and (cause is None or cause.failure is None or cause.failure.secondary):
-        if late and not stop.insisted:
-            _say(f"ended, because it did not stop in time: rank {', '.join(late)}")
-        return Interrupted.exit_code if any(end.status for end in ended) else 0
+        text = f"ended, because it did not stop in time: rank {', '.join(late)}"
+        code = Interrupted.exit_code if any(end.status for end in ended) else 0
+        return code, text if late and not stop.insisted else ""
     if cause is None:
         interrupted = any(end.status == Interrupted.exit_code for end in ended)
-        return Interrupted.exit_code if interrupted else 0
+        return Interrupted.exit_code if interrupted else 0, ""
     code = _code(cause)
     if code == ConfigError.exit_code and any(e.rank == 0 and e.status == code for e in ended):
         # Rank 0 has printed it.
-        return code
-    _say(_told(ended))
-    return code
+        return code, ""
+    return code, _told(ended)
 
 
 def _blamed(ended: Sequence[Ended]) -> Ended | None:
@@ -189,14 +245,16 @@ def _last_lines(files: Sequence[Path]) -> Iterator[str]:
                 yield from (f"    {line}" for line in lines)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line on stderr."""
     # The terminal may be gone: SIGHUP is one of the ways to be asked to stop.
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _environment(extra: dict[str, str]) -> Iterator[None]:
+def environment(extra: dict[str, str]) -> Iterator[None]:
+    """With these variables in this process's environment."""
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:

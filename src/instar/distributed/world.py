@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from instar.config.errors import ConfigError
 from instar.config.schema import ParallelConfig
+from instar.distributed.devices import chosen_devices, device_of
 from instar.distributed.failure import (
     Interrupted,
     PeerLost,
@@ -27,7 +28,8 @@ from instar.distributed.failure import (
     is_secondary,
 )
 from instar.distributed.heartbeat import Position
-from instar.distributed.placement import DEVICES_VARIABLE, Placement, is_loopback, placement
+from instar.distributed.listener import listen, port_in_use
+from instar.distributed.placement import Placement, is_loopback, placement
 from instar.distributed.rounds import roll_call
 from instar.distributed.watch import Limits, Served, watching
 
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 # stopped, as by Ctrl-Z or SLURM, and must not end a run for that.
 _TRANSPORT_LIMIT = timedelta(days=1)
 _AGENT_ANSWERS_S = 10.0
+_LAUNCH_KEY = "instar/launch"
 _GLANCE_S = 0.05
 
 
@@ -77,13 +80,13 @@ def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
     (see `watching`).
 
     Raises:
-        ConfigError: a device or environment that cannot be.
+        ConfigError: a device, port or environment that cannot be.
         RankMissing: some ranks did not come within `config.timeout_s` seconds, or were lost.
         PeerLost: another rank is gone; names it where that can be known.
         RunFailed: the ranks cannot reach each other.
     """
-    place = placement(os.environ)
-    chosen = _device(device, place, os.environ.get(DEVICES_VARIABLE, ""))
+    place = placement(os.environ, config)
+    chosen = device_of(device, place, chosen_devices(os.environ, config.devices))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if place.size == 1:
@@ -187,18 +190,34 @@ def _store(place: Placement, timeout_s: float) -> TCPStore:
     serves = place.rank == 0 and not _agent_serves()
     # A store asks for no password, so one that serves this host alone listens on loopback alone.
     local = serves and is_loopback(place.host)
-    listener = loopback_listener(place.port, place.host)[0] if local else None
+    listener = listen(place.port, place.host, place.port_key)[0] if local else None
     if not serves:
         _await_server(place, timeout_s)
-    return TCPStore(
-        place.host,
-        place.port,
-        is_master=serves,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=serves,
-        master_listen_fd=listener,
-    )
+    try:
+        store = TCPStore(
+            place.host,
+            place.port,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=serves,
+            master_listen_fd=listener,
+        )
+    except RuntimeError as error:
+        if serves and "EADDRINUSE" in str(error):
+            raise port_in_use(place.host, place.port, place.port_key) from error
+        raise
+    if not _agent_serves():
+        _one_launch(store, place)
+    return store
+
+
+def _one_launch(store: TCPStore, place: Placement) -> None:
+    """Raise ConfigError where another launch's rank 0 serves at this port: its own was refused it."""
+    if place.rank == 0:
+        store.set(_LAUNCH_KEY, place.launch)
+    elif store.get(_LAUNCH_KEY).decode() != place.launch:
+        raise port_in_use(place.host, place.port, place.port_key)
 
 
 def _await_server(place: Placement, timeout_s: float) -> None:
@@ -236,16 +255,6 @@ def _kept() -> PrefixStore | None:
     except (RuntimeError, ValueError) as error:
         raise RunFailed(f"the launcher does not answer at {host}:{port}: {error}") from error
     return PrefixStore(f"instar/kept/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
-
-
-def loopback_listener(port: int, host: str = "127.0.0.1") -> tuple[int, int]:
-    """A listening socket's descriptor, to hand over, and its port (asked for 0: any free one)."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(socket.SOMAXCONN)
-        bound: int = listener.getsockname()[1]
-        return listener.detach(), bound
 
 
 def _part(limit_s: float = 2.0) -> None:
@@ -286,44 +295,3 @@ def _backend(wanted: str, device: torch.device) -> str:
             )
         return "gloo"
     return "gloo" if wanted == "gloo" else "cpu:gloo,cuda:nccl"
-
-
-def _device(wanted: str, place: Placement, devices: str) -> torch.device:
-    """The device of this rank, by its *local* rank.
-
-    Every rank checks the devices of all ranks on its host, so that they all fail alike.
-    """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        if devices and wanted == "auto":
-            raise _no_device(f"devices {devices} were asked for, but no GPU is there")
-        return torch.device("cpu")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name, _, index = wanted.partition(":")
-    if name not in ("auto", "cuda"):
-        raise _no_device(f"unknown device {wanted!r}")
-    if index and place.local_size > 1:
-        raise _no_device(
-            f"{wanted} is one device, but {place.local_size} ranks run on this host",
-            hint="say cuda, and choose with --devices",
-        )
-    indices = _indices(index or devices) or list(range(place.local_size))
-    if len(indices) < place.local_size:
-        raise _no_device(f"{place.local_size} ranks on this host, but only devices {devices}")
-    absent = [index for index in indices[: place.local_size] if index >= there]
-    if absent:
-        raise _no_device(
-            f"cuda:{absent[0]} is not there: this host has {there} GPU{'' if there == 1 else 's'}",
-            hint="use fewer ranks or other devices" if there else "use cpu",
-        )
-    return torch.device("cuda", indices[place.local_rank])
-
-
-def _indices(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdecimal() for part in parts):
-        raise _no_device(f"devices must be indices such as 0,1, not {text!r}")
-    return [int(part) for part in parts]
-
-
-def _no_device(message: str, hint: str = "") -> ConfigError:
-    return ConfigError.one(message, where="device", hint=hint)

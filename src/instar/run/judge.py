@@ -46,9 +46,15 @@ class Judge:
         }
         """what the best checkpoint of each metric is called"""
 
+    def begun(self, known: Judgement | None = None) -> Judgement:
+        """Nothing seen yet; or what is `known`, where the rules are as many as they were."""
+        known = known or Judgement()
+        if len(known.stopping) == len(self.rules):
+            return known
+        return replace(known, stopping=(Standing(),) * len(self.rules))
+
     def see(self, so_far: Judgement, metrics: Mapping[str, float], step: int) -> Judgement:
         """After one more evaluation, made at `step`."""
-        stopping = so_far.stopping or (Standing(),) * len(self.rules)
         return Judgement(
             best={
                 name: see(rule, so_far.best.get(name, Standing()), metrics[name], step)
@@ -56,7 +62,7 @@ class Judge:
             },
             stopping=tuple(
                 see(rule, state, metrics[rule.metric], step)
-                for rule, state in zip(self.rules, stopping, strict=True)
+                for rule, state in zip(self.rules, so_far.stopping, strict=True)
             ),
             plateau=see(self.plateau, so_far.plateau, metrics[self.plateau.metric], step),
         )

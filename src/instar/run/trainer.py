@@ -73,7 +73,7 @@ class Trainer:
         self.entries = tuple(entries)
         self.history: History = ()
         self.progress = self.looked_at = Progress()
-        self.judgement = Judgement()
+        self.judgement = judge.begun()
         self.evaluated: Evaluation | None = None
         self.evaluated_at = self.asked_at = self.grown_at = -1
         self.losses: tuple[tuple[int, float], ...] = ()
@@ -335,7 +335,7 @@ class Trainer:
             self.course = self.course.restored(state["course"])
             self.narrator.epochs = self.course.epochs
         self.progress = self.looked_at = msgspec.convert(state["progress"], Progress)
-        self.judgement = msgspec.convert(state["judgement"], Judgement)
+        self.judgement = self.judge.begun(msgspec.convert(state["judgement"], Judgement))
         self.evaluated_at = msgspec.convert(state["evaluated_at"], int)
         self.asked_at = msgspec.convert(state.get("asked_at", self.evaluated_at), int)
         self.losses = msgspec.convert(state.get("losses", ()), tuple[tuple[int, float], ...])

@@ -55,10 +55,15 @@ class LanguageBlueprint:
         return found
 
     @property
+    def folder(self) -> Path:
+        """Of the data, which are there."""
+        assert self.dataset is not None
+        return self.dataset.path
+
+    @property
     def kept(self) -> dict[str, Path]:
         """The tokenizer."""
-        assert self.dataset is not None
-        return {TOKENIZER_FILE: self.dataset.path / TOKENIZER_FILE}
+        return {TOKENIZER_FILE: self.folder / TOKENIZER_FILE}
 
     def samples(self, context: int) -> int | None:
         tokens = self.units(context)

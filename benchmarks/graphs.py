@@ -1,0 +1,227 @@
+"""Is our loop over graphs as fast as a bare PyTorch Geometric loop, and how much do two ranks keep?
+
+    python benchmarks/graphs.py [--quick]
+
+One network, the same graphs in the same order: Instar's trainer in this process, and a bare loop over
+PyTorch Geometric's `DataLoader` of graphs in memory, with the same fused AdamW and clipping. They take
+turns of some steps each, in random order, on one thread. Efficiency is measured as `scaling.py` does it:
+T(2) / (2 · T(1)) in graphs per second, T(1) beside an independent copy.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
+
+from instar.config.graph import GraphConfig
+from instar.config.load import load
+from instar.data.columns import Ragged
+from instar.distributed.ranklog import RankLog
+from instar.distributed.signals import StopSignal
+from instar.distributed.world import World
+from instar.record.console import silent_console
+from instar.record.recorder import Silent
+from instar.record.rundir import RunDir
+from instar.run.build import build
+from instar.run.optimizer import group_parameters
+from instar.run.preflight import Prepared, preflight, prepare_data
+from instar.run.trainer import Trainer
+from instar.tasks.graph import GraphTask
+from report import Case, case, options, parser, publish
+from scaling import Size, pace, ratios
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How many causal sets, and how long each arrangement trains on them."""
+
+    sets: int
+    points: tuple[int, int]
+    batch: int
+    turn: int
+    """steps of one turn"""
+    turns: int
+    warmup: int
+    steps: int
+    """of the runs whose scaling is measured"""
+    repeats: int
+
+
+FULL = Trial(4000, (64, 256), batch=32, turn=8, turns=25, warmup=10, steps=60, repeats=7)
+QUICK = Trial(40, (8, 16), batch=4, turn=2, turns=2, warmup=2, steps=4, repeats=1)
+
+
+def main() -> None:
+    chosen = options(parser(__doc__).parse_args())
+    trial = QUICK if chosen.quick else FULL
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        base = overrides(trial, Path(folder))
+        cases = [*throughput(trial, base, Path(folder)), *scaling(trial, base, Path(folder))]
+    publish("graphs", cases, chosen, threads_per_rank=1)
+
+
+def overrides(trial: Trial, folder: Path) -> list[str]:
+    """The config of every run; its causal sets are made."""
+    least, most = trial.points
+    base = [
+        "task=graph",
+        f"data.path={folder / 'sets'}",
+        f"data.causal_sets.sets={trial.sets}",
+        f"data.causal_sets.min_points={least}",
+        f"data.causal_sets.max_points={most}",
+        "device=cpu",
+        f"record.log_interval={trial.warmup}",
+        f"train.batch_size={trial.batch}",
+        f"train.until=[{trial.warmup + trial.steps}it]",
+        "eval.eval_epochs=null",
+        "eval.eval_interval=1000000",
+        "early_stopping.rules=[]",
+        "checkpoint.on_best=false",
+        "test.at_end=false",
+    ]
+    prepare_data(load(None, base), 1, lambda _: None)
+    return base
+
+
+def throughput(trial: Trial, base: list[str], folder: Path) -> list[Case]:
+    """Graphs per second of both loops, and their ratio turn by turn."""
+    steps = trial.turn * (trial.turns + 1)
+    prepared = preflight(load(None, [*base, f"train.until=[{steps}it]"]), 1)
+    rates: dict[str, list[float]] = {"instar": [], "bare": []}
+    with closing(trainer(prepared, folder)) as ours:
+        takes: dict[str, Callable[[], None]] = {"instar": ours.step}
+        bare = bare_steps(prepared, steps)
+        takes["bare"] = lambda: next(bare)
+        for name in takes:
+            timed(takes[name], trial.turn)
+        for turn in range(trial.turns):
+            for name in random.Random(turn).sample(list(takes), 2):
+                rates[name].append(trial.turn * trial.batch / timed(takes[name], trial.turn))
+    said = f"{trial.batch} graphs of {trial.points[0]} to {trial.points[1]} points"
+    return [
+        case(f"{said}: Instar", rates["instar"], "graphs/s"),
+        case(f"{said}: bare PyTorch Geometric loop", rates["bare"], "graphs/s"),
+        case(f"{said}: Instar / bare", ratios(rates["instar"], rates["bare"]), "ratio", least=0.98),
+    ]
+
+
+def timed(step: Callable[[], None], times: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(times):
+        step()
+    return time.perf_counter() - begun
+
+
+def trainer(prepared: Prepared, folder: Path) -> Trainer:
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    world = World(0, 0, 1, torch.device("cpu"), "none")
+    return build(
+        prepared, world, StopSignal(), Silent(), silent_console(), RankLog(0), RunDir(run_dir)
+    )
+
+
+def bare_steps(prepared: Prepared, steps: int) -> Iterator[None]:
+    """What a plain script does with the same network, on the graphs that Instar takes at each step."""
+    config = prepared.config
+    task = prepared.blueprint.task(config)
+    assert isinstance(task, GraphTask)
+    assert isinstance(config, GraphConfig)
+    source, order = task.train_samples()
+    each = config.train.batch_size
+    epochs = -(-steps * each // order.samples_per_epoch)
+    wanted = [
+        order.indices(epoch, begin, min(begin + each, order.samples_per_epoch))
+        for epoch in range(epochs)
+        for begin in range(0, order.samples_per_epoch, each)
+    ][:steps]
+    graphs = {
+        int(n): graph_of(source.read(np.array([n]))) for n in np.unique(np.concatenate(wanted))
+    }
+    numbers = {n: place for place, n in enumerate(graphs)}
+    batches = [[numbers[int(n)] for n in batch] for batch in wanted]
+    loader = DataLoader(list(graphs.values()), batch_sampler=batches)
+    model, kind = task.build(), config.optimizer
+    parameters = dict(model.named_parameters())
+    shapes = {name: parameter.ndim for name, parameter in parameters.items()}
+    groups = [
+        {"params": [parameters[n] for n in group.names], "weight_decay": group.weight_decay}
+        for group in group_parameters(shapes, kind)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=kind.lr, betas=(kind.beta1, kind.beta2), fused=True)
+    clip = config.train.clip or float("inf")
+    heads = [head.outputs for head in config.model.heads]
+    for batch in loader:
+        said = model(batch.x, batch.edge_index.T, batch.ptr)
+        loss = loss_of(config, torch.split(said, heads, dim=-1), batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield
+
+
+def loss_of(config: GraphConfig, said: tuple[Tensor, ...], batch: Any) -> Tensor:
+    """The mean over graphs of the heads' losses, as the task has it."""
+    functional = torch.nn.functional
+    total = torch.zeros(())
+    for head, of_head in zip(config.model.heads, said, strict=True):
+        target = batch[head.column]
+        if head.kind == "classification":
+            losses = functional.cross_entropy(of_head, target, ignore_index=-1, reduction="sum")
+        else:
+            losses = functional.mse_loss(of_head.squeeze(-1), target, reduction="sum")
+        total = total + head.weight * losses
+    return total / batch.num_graphs
+
+
+def graph_of(columns: Any) -> Data:
+    """One graph as PyTorch Geometric has it."""
+    kept = {}
+    for name, column in columns.items():
+        array = column.flat if isinstance(column, Ragged) else column
+        kept[name] = torch.from_numpy(np.array(array))
+    edges = kept.pop("edges").reshape(-1, 2)
+    x = kept.pop("x")
+    return Data(x=x.reshape(-1, x.shape[-1]), edge_index=edges.T.contiguous(), **kept)
+
+
+def scaling(trial: Trial, base: list[str], folder: Path) -> list[Case]:
+    size = Size("graphs", (), trial.batch, 1, trial.warmup, trial.steps, trial.repeats)
+    arrangements = {"beside": (2, 1), "together": (1, 2)}
+    rates: dict[str, list[float]] = {name: [] for name in arrangements}
+    for repeat in range(trial.repeats):
+        for name in random.Random(repeat).sample(list(arrangements), 2):
+            copies, ranks = arrangements[name]
+            rates[name].append(pace(size, base, folder, copies=copies, ranks=ranks).rate)
+        said = statistics.median(ratios(rates["together"], rates["beside"], 2))
+        print(f"repeat {repeat + 1} of {trial.repeats}: efficiency {said:.3f}", file=sys.stderr)
+    return [
+        case("T(1), beside 1 independent", rates["beside"], "graphs/s"),
+        case("T(2)", rates["together"], "graphs/s"),
+        case(
+            "T(2) / 2 T(1), beside",
+            ratios(rates["together"], rates["beside"], 2),
+            "ratio",
+            least=0.95,
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Early stopping and the plateau on real ranks: all leave at the step that the metrics say."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import science
+from science import evaluations, last_step, pointed, result, still_since
+from tiny_run import Place, codes, events, said, weights
+
+DIRECTIONS = {"loss": "min", "accuracy": "max", "doubt": "min"}
+ENDLESS = ("train.until=[300it]", "learning_rate.lr_decay_iters=300")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return science.place(tmp_path)
+
+
+def first_stop(rows: list[science.Row], rules: list[dict[str, Any]], mode: str) -> int | None:
+    """The step of the first evaluation after which the run should end: the definition."""
+    enough = any if mode == "any" else all
+    for count in range(1, len(rows) + 1):
+        if enough(
+            still_since(
+                [metrics[rule["metric"]] for _, metrics in rows[:count]],
+                better=DIRECTIONS[rule["metric"]],
+                delta=rule.get("delta", 0),
+                grace=rule.get("grace", 0),
+            )
+            >= rule["patience"]
+            for rule in rules
+        ):
+            return rows[count - 1][0]
+    return None
+
+
+CASES: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
+    "unequal shares": ("any", [{"metric": "loss", "patience": 3}], ("train.batch_size=7",)),
+    "fewer training samples than ranks": (
+        "any",
+        [{"metric": "accuracy", "patience": 9}, {"metric": "doubt", "patience": 4, "grace": 6}],
+        ("data.samples=47", "eval.eval_epochs=3"),
+    ),
+    "fewer validation samples than ranks": (
+        "all",
+        [{"metric": "loss", "patience": 2, "delta": 0.01}, {"metric": "accuracy", "patience": 3}],
+        ("data.val=3", "data.test=2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_leave_at_the_step_that_the_metrics_say(place: Place, case: str) -> None:
+    mode, rules, settings = CASES[case]
+    stopping = f"early_stopping={json.dumps({'mode': mode, 'rules': rules})}"
+    for ranks in (1, 2, 4):
+        run_dir = place.path / f"w{ranks}"
+        children = place.train(run_dir, *ENDLESS, stopping, *settings, ranks=ranks)
+        assert codes(children) == [0] * ranks, said(children)
+        rows = evaluations(run_dir)
+        wanted = first_stop(rows, rules, mode)
+        assert wanted == rows[-1][0] < 300
+        assert {last_step(run_dir, rank) for rank in range(ranks)} == {wanted}
+        (stop,) = events(run_dir, "stop")
+        assert (stop["step"], stop["resumable"]) == (wanted, False)
+        assert "has not been better" in stop["reason"]
+        assert pointed(run_dir, "latest") == f"step-{wanted}"
+        best = min(rows, key=lambda row: row[1]["loss"])[0]
+        assert pointed(run_dir, "best") == f"step-{best}"
+        assert result(run_dir)["step"] == best
+
+
+def test_elastic_ranks_judge_stop_and_test_bit_for_bit_alike(place: Place) -> None:
+    everything = {}
+    for ranks in (1, 2, 4):
+        run_dir = place.path / f"w{ranks}"
+        children = place.train(run_dir, *ENDLESS, "reproducible=elastic", ranks=ranks)
+        assert codes(children) == [0] * ranks, said(children)
+        stop, best = last_step(run_dir, ranks - 1), pointed(run_dir, "best")
+        everything[ranks] = {
+            "metrics": evaluations(run_dir),
+            "stop": stop,
+            "pointers": (best, pointed(run_dir, "best-accuracy")),
+            "best": weights(run_dir, int(best.removeprefix("step-"))),
+            "last": weights(run_dir, stop),
+            "test": result(run_dir),
+            "predictions": (run_dir / "test" / "predictions.parquet").read_bytes(),
+        }
+    assert everything[1]["stop"] < 300
+    for ranks in (2, 4):
+        for what, found in everything[1].items():
+            assert everything[ranks][what] == found, what
+
+
+PLATEAU = (
+    "early_stopping.rules=[]",
+    "learning_rate.plateau={metric: loss, factor: 0.5, patience: 2, min_lr_ratio: 0.2}",
+    "test.at_end=false",
+    "checkpoint.on_best=false",
+)
+STEPS = 80
+FIRST, FLOOR = 0.03, 0.2 * 0.03
+
+
+def falls(rows: list[science.Row]) -> list[tuple[int, float]]:
+    """The steps after which the rate falls, and the peak from there on: the definition."""
+    found, rate, begin = [], FIRST, 0
+    losses = [metrics["loss"] for _, metrics in rows]
+    for count in range(1, len(rows) + 1):
+        # the best stays, and counting begins anew after each fall, also one that was none
+        tried = count - begin
+        if min(still_since(losses[:count], better="min"), tried) < 2:
+            continue
+        begin, lower = count, max(rate / 2, FLOOR)
+        if lower < rate:
+            rate = lower
+            found.append((rows[count - 1][0], rate))
+    return found
+
+
+def fallen(run_dir: Path, step: int) -> list[tuple[int, float]]:
+    """What the checkpoint's history says."""
+    manifest = run_dir / "checkpoints" / f"step-{step}" / "manifest.json"
+    history = json.loads(manifest.read_text("utf-8"))["history"]
+    assert {change["operation"]["name"] for change in history} == {"set_lr"}
+    assert all("has not been better" in change["reason"] for change in history)
+    return [(change["step"], change["operation"]["value"]) for change in history]
+
+
+def rates(run_dir: Path) -> dict[int, float]:
+    return {event["step"]: event["lr"] for event in events(run_dir, "train")}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_rate_falls_where_the_metric_stands_still_and_so_after_resuming(
+    place: Place, ranks: int
+) -> None:
+    """Stopped just as it is about to fall, or between two falls."""
+    whole = place.path / "whole"
+    assert (
+        codes(place.train(whole, *PLATEAU, f"train.until=[{STEPS}it]", ranks=ranks)) == [0] * ranks
+    )
+    wanted = falls(evaluations(whole))
+    assert fallen(whole, STEPS) == wanted
+    assert wanted[-1][1] == FLOOR
+    for (step, rate), (after, _) in pairwise([*wanted, (STEPS, 0.0)]):
+        assert {round(rates(whole)[n], 12) for n in range(step + 1, after + 1)} == {round(rate, 12)}
+
+    for until in (wanted[0][0], wanted[1][0] + 5)[: 3 - ranks]:
+        parts = place.path / f"parts-{until}"
+        children = place.train(parts, *PLATEAU, f"train.until=[{until}it]", ranks=ranks)
+        assert codes(children) == [0] * ranks
+        again = place.resume(parts, "--until", f"{STEPS}it", ranks=ranks)
+        assert codes(again) == [0] * ranks, said(again)
+        assert fallen(parts, STEPS) == wanted
+        assert rates(parts) == rates(whole)
+        assert weights(parts, STEPS) == weights(whole, STEPS)
