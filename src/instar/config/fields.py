@@ -16,6 +16,7 @@ from instar.config.schema import RunConfig
 
 PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "a name of letters, digits, '.', '_' and '-'",
+    r"^[A-Za-z][A-Za-z0-9_-]*$": "a name of letters, digits, '_' and '-' that begins with a letter",
     r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:<index>",
 }
 

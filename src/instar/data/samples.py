@@ -1,13 +1,15 @@
-"""Samples that lie in memory."""
+"""Samples that lie in memory; and samples that weigh more than 1."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import xxhash
 
 from instar.data.columns import Columns, Ragged, leaves, pick
 from instar.data.order import Int64Array
+from instar.data.source import Source, close
 
 
 class Samples:
@@ -45,3 +47,29 @@ class Samples:
 
     def weights(self, indices: Int64Array) -> float:
         return float(indices.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """The samples of a source, each with a weight of its own."""
+
+    source: Source
+    each: Int64Array
+    """weight of every sample, int64 [samples]"""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """See `Source`."""
+        return self.source.read(indices, epoch)
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(self.each[indices].sum())
+
+    def close(self) -> None:
+        close(self.source)

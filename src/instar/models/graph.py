@@ -220,8 +220,8 @@ def _weights(heard: _Sorted, sent: _Sorted, layer: Layer, dtype: torch.dtype) ->
 class _Sum(torch.autograd.Function):
     """A sparse matrix times a dense one, with the transposed matrix at hand for the gradient.
 
-    A bag of embeddings is such a product: the same on every run, without a row for every edge, and
-    on a CPU tens of times as fast as gathering and scattering.
+    A bag of embeddings is such a product: the same on every run, and without a row for every edge,
+    which gathering and scattering make.
     """
 
     @staticmethod

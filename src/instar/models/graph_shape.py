@@ -5,7 +5,8 @@ neighbours meet on the axis `mlp`::
 
     h = norm(x);  x ← x + down(act(own h + Σ_f heard_f (aggregate_f h)))
 
-f runs over the flows of edges: ``from_sources`` (what edges come from) and ``from_targets`` (what
+Where the papers of GIN and GCN have (1 + ε) h and self-loops, a node has a matrix of its own. f runs
+over the flows of edges: ``from_sources`` (what edges come from) and ``from_targets`` (what
 they lead to), or ``from_any``. Attention (GATv2, arXiv 2105.14491) aggregates on the axis
 ``heads*channels``, all else on the stream itself; so either way a matrix lies between what is
 aggregated and what reads it, and every axis can grow.

@@ -80,9 +80,10 @@ def confusion(file: Path) -> dict[str, list[list[int]]]:
         target = name.removesuffix(PREDICTED)
         if target == name or target not in table.column_names:
             continue
-        if not pa.types.is_integer(table[name].type):
+        of_target, of_name = _flat(table[target]), _flat(table[name])
+        if not pa.types.is_integer(of_name.type):
             continue
-        true, said = table[target].to_numpy(), table[name].to_numpy()
+        true, said = of_target.to_numpy(), of_name.to_numpy()
         counted = true >= 0
         classes = int(max(true.max(), said.max())) + 1
         matrix = np.zeros((classes, classes), dtype=np.int64)
@@ -91,12 +92,21 @@ def confusion(file: Path) -> dict[str, list[list[int]]]:
     return found
 
 
+def _flat(column: Any) -> Any:
+    """What is predicted of nodes, end to end; of whole samples as it is."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lists = pa.types.is_list(column.type)
+    return pc.list_flatten(column) if lists else column
+
+
 def _array(name: str, column: NDArray[Any] | Ragged) -> Any:
     import pyarrow as pa
 
     if isinstance(column, Ragged):
         offsets = column.offsets - column.offsets[0]
-        return pa.ListArray.from_arrays(offsets.astype(np.int32), pa.array(column.flat))
+        return pa.ListArray.from_arrays(offsets.astype(np.int32), _array(name, column.flat))
     if column.ndim == 1:
         return pa.array(column)
     if column.ndim == 2:

@@ -19,12 +19,12 @@ from instar.data.arrays import Arrays, holds_arrays, open_arrays
 from instar.data.causal_sets import prepare_causal_sets
 from instar.data.division import SampleSet, divide_samples
 from instar.data.order import Int64Array
-from instar.data.samples import Samples
+from instar.data.samples import Samples, Weighed
 from instar.data.source import Source
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
 from instar.models.shape import ArchitectureError, count_parameters
 from instar.tasks.blueprint import Say
-from instar.tasks.graph_survey import GraphSurvey, survey_graphs
+from instar.tasks.graph_survey import GraphSurvey, ragged, survey_graphs
 
 if TYPE_CHECKING:
     from instar.tasks.graph import GraphTask
@@ -111,12 +111,13 @@ def blueprint(loaded: Loaded, world_size: int) -> GraphBlueprint:  # noqa: ARG00
     """See `Kind`: every graph is looked at once."""
     config = _graph(loaded.config)
     source = _opened(config)
+    classes = _classes(source, config.data.stratify)
     splits = divide_samples(
         len(source),
         val=config.data.val,
         test=config.data.test,
         seed=config.seed,
-        classes=_classes(source, config.data.stratify),
+        classes=classes,
     )
     survey = survey_graphs(source, splits, config.model)
     try:
@@ -125,6 +126,8 @@ def blueprint(loaded: Loaded, world_size: int) -> GraphBlueprint:  # noqa: ARG00
         raise ConfigError(
             *(loaded.problem(m.key, m.message, m.hint) for m in error.mistakes)
         ) from None
+    if config.model.level == "node":
+        source = Weighed(source, _nodes(source))
     return GraphBlueprint(config, shape, survey, SampleSet(source, splits, config.data))
 
 
@@ -169,6 +172,13 @@ def _folder(config: GraphConfig) -> Path:
         return Path(config.data.path)
     told = f"{config.seed} {config.data.causal_sets.model_dump_json()}"
     return Path("data", f"causal-sets-{xxhash.xxh3_64_hexdigest(told.encode())[:8]}")
+
+
+def _nodes(source: Source) -> Int64Array:
+    """Of every graph."""
+    if isinstance(source, Arrays):
+        return source.sizes("x")
+    return ragged(source.read(np.arange(len(source)))["x"]).sizes
 
 
 def _classes(source: Source, column: str | None) -> Int64Array | None:
