@@ -32,7 +32,8 @@ demo: $(STAMP)
 	$(BIN)/instar sample latest --prompt "def "
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 tests --ignore tests/torture
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/torture
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from instar.record.events import Eval, Operation, RunFinished, RunStarted, Saved, Train
 from instar.record.lines import (
+    confusion_lines,
     duration,
     eval_line,
     finished_lines,
@@ -19,6 +20,7 @@ from instar.record.lines import (
     si,
     small,
     train_line,
+    unit_text,
 )
 
 TRAIN = Train(
@@ -185,3 +187,33 @@ def test_what_a_stream_cannot_say_is_spelt() -> None:
     )
     assert printable("→", None) == "->"
     assert printable("→", "no-such-encoding") == "->"
+
+
+def test_confusions_are_a_table() -> None:
+    assert confusion_lines("kind", [[1196, 4], [0, 200]]) == [
+        "kind: true ↓ predicted →      0      1",
+        "                       0  1,196      4",
+        "                       1      0    200",
+    ]
+
+
+def test_other_metrics_stand_behind_the_loss_without_its_parts() -> None:
+    event = Eval(
+        step=10,
+        split="val",
+        loss=0.5,
+        standard_error=0.01,
+        extra={"kind/loss": 0.25, "kind/accuracy": 0.9623, "size/mae": 1.5},
+        errors={"kind/accuracy": 0.0021},
+        best=True,
+    )
+    said = eval_line(event)
+    assert "val 0.5000  ±0.0100  kind/accuracy 0.9623 ±0.0021  size/mae 1.5  best" in said
+    assert "kind/loss" not in said
+
+
+def test_what_is_no_text_is_counted_in_its_own_unit() -> None:
+    assert unit_text("token") == "tok"
+    event = Train(step=1, tokens=3200, loss=1.0, tokens_per_s=120.0)
+    assert "3.20k graphs" in train_line(event, unit=unit_text("graph"))
+    assert "120 graphs/s" in train_line(event, unit=unit_text("graph"))

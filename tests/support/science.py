@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,8 @@ from forks import Forks
 from tiny_run import Place
 from torch import Tensor, nn
 
+from instar.checkpoint import disk
+from instar.cli.main import main
 from instar.config.load import load
 from instar.config.schema import ParallelConfig
 from instar.data.columns import Columns, stack
@@ -36,11 +39,14 @@ from instar.record.console import silent_console
 from instar.record.events import Eval, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
+from instar.run import final, predictions, saving
 from instar.run.build import build
 from instar.run.evaluate import Evaluation, evaluate
 from instar.run.preflight import preflight
 from instar.run.safepoint import SafePoint
+from instar.run.stop import Decision
 from instar.run.trainer import Trainer
+from instar.tasks.own import OwnRunTask
 from instar.tasks.task import Tally
 
 CONFIG = """\
@@ -292,43 +298,54 @@ def trainer(run_dir: Path, *overrides: str) -> Iterator[Trainer]:
             yield made
 
 
-MOMENTS: Mapping[str, tuple[object, str]] = {
-    "validation": (OwnRunTask, "measure"),
-    "decision": (trainer_module, "Decision"),
-    "save": (rank_module.Trainer, "save"),
-    "writing": (store_module.disk, "write_synced"),
-    "test": (OwnRunTask, "predict"),
-    "joining": (predictions_module, "replace_file"),
-    "result": (final_module, "replace_file"),
+DISK = [(disk, name) for name in ("write_synced", "sync_file", "rename", "replace_file")]
+MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
+    "a micro-batch of an evaluation": [(OwnRunTask, "measure")],
+    "the decision to stop": [],
+    "a piece of the last save": DISK,
+    "a pointer to the best": [(saving, "point")],
+    "a micro-batch of the test": [(OwnRunTask, "predict")],
+    "the file of predictions": [(predictions, "replace_file")],
+    "the file of results": [(final, "replace_file")],
 }
-"""Calls: a micro-batch of an evaluation, the decision to stop """
+"""When a signal may come, and the functions that are about to be called then."""
 
 
-def struck(
-    argv: Sequence[str], moment: str, number: int, ranks: Sequence[int], how: signal.Signals
-) -> int:
-    """The command line, on some ranks of which a signal comes at the `number`-th time that one of
-    `MOMENTS` comes."""
+def struck(argv: Sequence[str], moment: str, number: int, ranks: Sequence[int], how: int) -> int:
+    """The command line; to some ranks a signal comes as `moment` comes for the `number`-th time."""
     if int(os.environ.get("RANK", "0")) in ranks:
-        owner, name = MOMENTS[moment]
-        left, wrapped = [number], getattr(owner, name)
+        left, decide, save = [number], Trainer.decide, saving.Saver.save
 
-        def strike(*arguments: Any, **named: Any) -> Any:
-            # a save before the last one is not meant
-            if moment != "save" or named.get("must"):
-                left[0] -= 1
-            if moment == "decision":
-                told = wrapped(*arguments, **named)
-                if told is not None:
-                    os.kill(os.getpid(), how)
-                return told
+        def strike() -> None:
+            left[0] -= 1
             if left[0] == 0:
-                if moment == "save":
-                    # somewhere between its first byte and the pointers
-                    threading.Timer(0.002 * number, os.kill, (os.getpid(), how)).start()
-                else:
-                    os.kill(os.getpid(), how)
-            return wrapped(*arguments, **named)
+                os.kill(os.getpid(), how)
 
-        setattr(owner, name, strike)
+        def before(function: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*arguments: Any, **named: Any) -> Any:
+                strike()
+                return function(*arguments, **named)
+
+            return called
+
+        def watch() -> None:
+            for owner, name in MOMENTS[moment]:
+                setattr(owner, name, before(getattr(owner, name)))
+
+        def decided(self: Trainer) -> Decision | None:
+            decision = decide(self)
+            if decision is not None and moment == "the decision to stop":
+                strike()
+            return decision
+
+        def saved(self: saving.Saver, *arguments: Any, must: bool = False, **named: Any) -> None:
+            if must and moment == "a piece of the last save":
+                self.finish()
+                watch()
+            save(self, *arguments, must=must, **named)
+
+        Trainer.decide = decided  # type: ignore[method-assign]
+        saving.Saver.save = saved  # type: ignore[method-assign]
+        if moment != "a piece of the last save":
+            watch()
     return main(argv)

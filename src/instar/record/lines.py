@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from instar.record.events import Eval, Operation, Placed, RunFinished, RunStarted, Saved, Train
@@ -13,6 +14,7 @@ _ASCII = str.maketrans(
     {
         "×": "x",
         "→": "->",
+        "↓": "v",
         "✓": "ok",
         "Δ": "d",
         "±": "+-",
@@ -116,6 +118,28 @@ def eval_line(event: Eval, *, width: int | None = None, unit: str = TOK) -> str:
     if event.seconds is not None:
         parts.append((4, duration(event.seconds)))
     return _fit(_step(event), parts, width)
+
+
+def confusion_lines(target: str, matrix: Sequence[Sequence[int]]) -> list[str]:
+    """A table with a row for each true class and a column for each predicted one.
+
+    ```
+    kind: true ↓ predicted →      0      1
+                           0    196      4
+                           1      0    200
+    ```
+    """
+    classes = range(len(matrix))
+    counts = [len(f"{count:,}") for row in matrix for count in row]
+    width = max([len(f"{len(matrix) - 1}"), *counts]) + 2
+    head = f"{target}: true ↓ predicted →"
+    rows = [
+        [str(n), *(f"{count:,}" for count in row)] for n, row in zip(classes, matrix, strict=True)
+    ]
+    return [
+        head + "".join(f"{n:>{width}}" for n in classes),
+        *(f"{n:>{len(head)}}" + "".join(f"{c:>{width}}" for c in cells) for n, *cells in rows),
+    ]
 
 
 def operation_lines(event: Operation) -> list[str]:

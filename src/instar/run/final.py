@@ -88,11 +88,13 @@ def final_test(trainer: Trainer, run: Path, *, weights: str) -> Tested | None:
         return None
     tested = Tested(step, whose, result)
     file = written.finish() if written else None
+    confusions: dict[str, list[list[int]]] = {}
     with together(world, "writing the test's result"):
         if world.is_main:
-            told = tested.to_dict(confusion(file) if file else {})
-            replace_file(folder / RESULT, (json.dumps(told, indent=1) + "\n").encode())
-    trainer.narrator.tested(trainer.progress, tested, folder)
+            confusions = confusion(file) if file else {}
+            told = json.dumps(tested.to_dict(confusions), indent=1)
+            replace_file(folder / RESULT, f"{told}\n".encode())
+    trainer.narrator.tested(trainer.progress, tested, confusions, folder)
     return tested
 
 

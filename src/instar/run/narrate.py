@@ -34,7 +34,7 @@ from instar.record.events import (
     Train,
     Warn,
 )
-from instar.record.lines import si
+from instar.record.lines import confusion_lines, si
 from instar.record.recorder import Sink
 from instar.record.system import memory_bytes
 from instar.run.alarm import GradientWatch
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from instar.run.saving import Save
 
 logger = logging.getLogger(__name__)
+
+LARGEST_TABLE = 12
+"""classes whose confusions are shown"""
 
 P = TypeVar("P", bound=Placed)
 
@@ -169,9 +172,19 @@ class Narrator:
         told = {"val": "validation"}.get(split, split)
         logger.info("step %d: %s loss %.4f", progress.step, told, result.loss)
 
-    def tested(self, progress: Progress, tested: Tested, where: Path) -> None:
+    def tested(
+        self,
+        progress: Progress,
+        tested: Tested,
+        confusions: Mapping[str, list[list[int]]],
+        where: Path,
+    ) -> None:
         """The final test is over."""
         self.evaluated(progress, tested.evaluation, best=(), split="test")
+        for target, matrix in confusions.items():
+            if len(matrix) <= LARGEST_TABLE:
+                for line in confusion_lines(target, matrix):
+                    self.console.say(line)
         self.console.say(f"tested the weights of step {tested.step:,} ({tested.weights}) → {where}")
         logger.info("tested the weights of step %d (%s)", tested.step, tested.weights)
 

@@ -1,0 +1,147 @@
+"""Runs that stop early and test are struck at the moments that matter; resumed, nothing differs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import figures
+import pytest
+import science
+from forks import LIMIT_S, Child, Forks, children_as_ranks
+from science import MOMENTS, evaluations, pointed, result
+from tiny_run import Place, codes, events, said
+
+WAIT_S = 10.0
+"""for a rank that has not come yet: these have no launcher that would end them"""
+ALONE_S = WAIT_S + 5.0
+OF_RANK_0 = ("a pointer to the best", "the file of predictions", "the file of results")
+TIMES = {
+    "a micro-batch of an evaluation": 28,
+    "a piece of the last save": 8,
+    "a pointer to the best": 5,
+    "a micro-batch of the test": 4,
+}
+"""how often a moment comes on rank 0, at least; others come once"""
+WHO = ((1, (0,)), (2, (0,)), (2, (1,)), (2, (0, 1)))
+"""the number of ranks, and those that are struck"""
+WAYS = [
+    (moment, *who)
+    for moment, who in itertools.product(MOMENTS, WHO)
+    if 0 in who[1] or moment not in OF_RANK_0
+]
+ROUNDS = figures.times(1, 10)
+CHOSEN = WAYS if figures.FULL else WAYS[::2]
+SETTINGS = f"parallel.timeout_s={WAIT_S}"
+
+
+@pytest.fixture
+def place(forks: Forks, tmp_path: Path) -> Place:
+    return science.place(tmp_path, forks)
+
+
+def begin(place: Place, run_dir: Path, size: int, *strike: object) -> list[Child]:
+    """Train as so many ranks; `strike` is what befalls them."""
+    argv = ["train", "run.yaml", "--set", f"record.run_dir={run_dir}", "--set", SETTINGS]
+    body = "science:struck" if strike else "instar.cli.main:main"
+    return children_as_ranks(place.forks, size, body, argv, *strike, place=place.path)
+
+
+def go_on(place: Place, run_dir: Path, size: int, *, again: bool) -> list[Child]:
+    """Resume; or start again what is to go on by itself."""
+    if again or not (run_dir / "checkpoints" / "latest").exists():
+        return place.train(run_dir, SETTINGS, "resume=auto", ranks=size)
+    return place.resume(run_dir, ranks=size)
+
+
+def end(run_dir: Path) -> dict[str, Any]:
+    """All that must be as if nothing had been."""
+    stop = events(run_dir, "stop")[-1]
+    latest, best = pointed(run_dir, "latest"), pointed(run_dir, "best")
+    return {
+        "stop": (stop["step"], stop["reason"], stop["resumable"]),
+        "metrics": dict(evaluations(run_dir)),
+        "best": (step_of(best), step_of(pointed(run_dir, "best-accuracy"))),
+        "weights": [_weights(run_dir, name) for name in (latest, best)],
+        "test": result(run_dir),
+        "files": sorted(file.name for file in (run_dir / "test").iterdir()),
+        "predictions": (run_dir / "test" / "predictions.parquet").read_bytes(),
+    }
+
+
+def step_of(checkpoint: str) -> int:
+    return int(checkpoint.removeprefix("step-").partition(".")[0])
+
+
+def _weights(run_dir: Path, checkpoint: str) -> dict[str, bytes]:
+    folder = run_dir / "checkpoints" / checkpoint
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
+def undisturbed(place: Place, size: int) -> dict[str, Any]:
+    run_dir = place.path / f"whole-{size}"
+    ranks = begin(place, run_dir, size)
+    assert set(codes(ranks)) == {0}, said(ranks)
+    found = end(run_dir)
+    assert found["stop"][0] < 60
+    assert found["best"][0] < found["stop"][0]
+    return found
+
+
+@pytest.mark.timeout(7200)
+def test_a_run_killed_around_its_end_comes_to_the_same_end(place: Place) -> None:
+    chance = random.Random(0)
+    wanted = {size: undisturbed(place, size) for size in (1, 2)}
+    tried = [way for _ in range(ROUNDS) for way in CHOSEN]
+    different, spared = [], []
+    for number, (moment, size, victims) in enumerate(tried):
+        run_dir = place.path / f"parts-{number}"
+        # the first time, at the last moment possible
+        most = TIMES.get(moment, 1) if 0 in victims or "save" not in moment else 1
+        at = most if number < len(CHOSEN) else chance.randint(1, most)
+        what = f"{number}: {moment} {at}, ranks {victims} of {size}"
+        ranks = begin(place, run_dir, size, moment, at, victims, signal.SIGKILL)
+        struck = ranks[victims[0]].finish(LIMIT_S)
+        if len(victims) == size:
+            for rank in ranks:
+                rank.signal(signal.SIGKILL)
+        for rank in ranks:
+            rank.finish(ALONE_S)
+        if struck != -signal.SIGKILL:
+            spared.append(f"{what}: {struck}\n{said(ranks)}")
+        ranks = go_on(place, run_dir, size, again=number % 3 == 0)
+        if set(codes(ranks)) != {0}:
+            different.append(f"{what}: {said(ranks)}")
+        else:
+            found = end(run_dir)
+            other = [name for name, value in wanted[size].items() if found[name] != value]
+            different += [f"{what}: another {name}" for name in other]
+        shutil.rmtree(run_dir)
+    figures.write(
+        "killed-science",
+        [
+            figures.none_of(len(tried), "SIGKILL around the end: it never came", spared),
+            figures.none_of(len(tried), "SIGKILL around the end, then on: another end", different),
+        ],
+    )
+
+
+@pytest.mark.parametrize(("size", "told"), [(1, (0,)), (2, (1,))])
+def test_sigterm_in_the_test_ends_it_and_it_is_made_again(
+    place: Place, size: int, told: tuple[int, ...]
+) -> None:
+    wanted = undisturbed(place, size)
+    run_dir = place.path / "parts"
+    moment = "a micro-batch of the test"
+    ranks = begin(place, run_dir, size, moment, 2, told, signal.SIGTERM)
+    assert codes(ranks) == [75] * size, said(ranks)
+    assert "go on with: instar resume" in ranks[0].output()
+    assert events(run_dir, "stop")[-1]["resumable"]
+    assert not (run_dir / "test" / "result.json").exists()
+    again = place.resume(run_dir, ranks=size)
+    assert set(codes(again)) == {0}, said(again)
+    assert end(run_dir) == wanted
