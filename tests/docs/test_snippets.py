@@ -17,6 +17,7 @@ PAGES = sorted(
         *(ROOT / "docs").rglob("*.md"),
         ROOT / "benchmarks/README.md",
         ROOT / "examples/feeds/README.md",
+        ROOT / "examples/causal_sets/README.md",
     ]
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

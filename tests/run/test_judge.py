@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instar.checkpoint.manifest import read_manifest
+from instar.checkpoint.store import checkpoints, pointed_at
 from instar.config.load import load
+from instar.record.events import Eval, read_events
 from instar.run.judge import Judge, Judgement
 from instar.run.standstill import Standing
 from instar.run.trainer import Trainer
@@ -29,8 +32,8 @@ def judge(**sections: Any) -> Judge:
 
 def after(rules: Judge, *rows: Sequence[float], state: Judgement | None = None) -> Judgement:
     """What is remembered of evaluations of loss, accuracy and doubt, at steps 10, 20 …"""
-    state = state or rules.begun()
-    begun = state.plateau.seen
+    state = state or Judgement()
+    begun = state.best["loss"].seen if state.best else 0
     for number, row in enumerate(rows, begun + 1):
         state = rules.see(
             state, dict(zip(("loss", "accuracy", "doubt"), row, strict=True)), 10 * number
@@ -111,14 +114,13 @@ def test_without_rules_no_run_is_given_up() -> None:
 def test_the_rate_falls_to_its_floor_and_no_further() -> None:
     plateau = {"metric": "accuracy", "factor": 0.5, "patience": 2, "min_lr_ratio": 0.2}
     rules = judge(optimizer={"lr": 0.1}, learning_rate={"plateau": plateau})
-    state, lr, found = rules.begun(), 0.1, []
+    state, lr, found = Judgement(), 0.1, []
     for _ in range(12):
         state = after(rules, (0, 0.5, 0), state=state)
         state, fallen = rules.slow_down(state, lr)
         found.append(lr := fallen or lr)
     wanted = [0.1] * 2 + [0.05] * 2 + [0.025] * 2 + [0.02] * 6
     assert found == pytest.approx(wanted)
-    assert state.plateau.best == 0.5
 
 
 @given(rows=ROWS, cut=st.integers(0, 12))
@@ -128,17 +130,65 @@ def test_a_judgement_goes_on_from_json_as_if_nothing_had_been(
     rules = judge(early_stopping={"rules": TWO}, checkpoint={"best_of": ["accuracy"]})
     state = after(rules, *rows[:cut])
     text = json.dumps(msgspec.to_builtins(state), allow_nan=False)
-    again = rules.begun(msgspec.convert(json.loads(text), Judgement))
+    again = msgspec.convert(json.loads(text), Judgement)
     assert again == state
     assert after(rules, *rows[cut:], state=again) == after(rules, *rows)
+
+
+def test_a_rule_that_is_another_than_it_was_begins_anew() -> None:
+    """Also one of as many as before; one of which only the patience has changed goes on."""
+    rows = [(1, 0.9, 0), (2, 0.8, 0), (2, 0.8, 0)]
+    before = after(judge(early_stopping={"rules": [{"metric": "accuracy", "patience": 9}]}), *rows)
+    loss = judge(early_stopping={"rules": [{"metric": "loss", "patience": 3}]})
+    state, given_up = before, []
+    for _ in range(4):
+        state = after(loss, (0.95, 0.8, 0), state=state)
+        given_up.append(loss.give_up(state))
+    assert given_up == [None] * 3 + [
+        "loss has not been better than 0.95 (step 40) for 3 evaluations"
+    ]
+    eager = judge(early_stopping={"rules": [{"metric": "accuracy", "patience": 2}]})
+    told = "accuracy has not been better than 0.9 (step 10) for 2 evaluations"
+    assert eager.give_up(before) == told
+    other = judge(learning_rate={"plateau": {"metric": "loss", "factor": 0.5, "patience": 2}})
+    watched = judge(learning_rate={"plateau": {"metric": "accuracy", "patience": 2}})
+    assert other.slow_down(after(watched, *rows), 0.1)[1] is None
+    none, two = judge(), judge(early_stopping={"rules": TWO})
+    assert none.give_up(before) is None
+    told = "accuracy has not been better than 0.9 (step 10) for 3 evaluations"
+    assert two.give_up(after(two, (0.5, 0.5, 0), state=before)) == told
 
 
 def test_a_trainer_gives_and_takes_it_up_with_its_state(trainer: Callable[..., Trainer]) -> None:
     keys = ["eval.eval_interval=2", "early_stopping.rules=[{metric: loss, patience: 9}]"]
     first, second = trainer(*keys, name="first"), trainer(*keys, name="second")
     first.train()
-    assert first.judgement.stopping[0].seen == 4
+    assert first.judgement.best["loss"].seen == 4
     state = json.loads(json.dumps(first.state(), allow_nan=False))
     second.restore(state, first.history)
     assert second.judgement == first.judgement
     assert second.best_is_now == first.best_is_now == ("loss",)
+
+
+STACKED = [
+    {"name": "stack_layers", "value": [0, 1, 1, 1], "when": {"at_step": 4}, "reevaluate": True}
+]
+
+
+def test_what_a_lossy_change_leaves_is_not_the_best_that_was_before(
+    trainer: Callable[..., Trainer],
+) -> None:
+    """Evaluated anew at the same step, it is not judged: neither as the best nor as no better."""
+    keys = ["eval.eval_interval=4", "checkpoint.on_best=true", "optimizer.lr=1e-2"]
+    keys += ["checkpoint.keep_best=9", "train.until=[5it]", f"schedule={json.dumps(STACKED)}"]
+    run = trainer(*keys, "early_stopping.rules=[{metric: loss, patience: 1}]")
+    run.train()
+    run.saver.finish()
+    assert run.progress.step == 5
+    root = run.saver.root
+    evaluations = [e for e in read_events(root.with_suffix(".jsonl")) if isinstance(e, Eval)]
+    assert [(e.step, e.best) for e in evaluations[:2]] == [(4, True), (4, False)]
+    assert evaluations[0].loss < evaluations[1].loss
+    best = read_manifest(pointed_at(root, "best") or root)
+    assert (best.step, best.history, best.loss) == (4, [], evaluations[0].loss)
+    assert len(checkpoints(root)) == 2

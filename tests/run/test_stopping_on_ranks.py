@@ -97,6 +97,31 @@ def test_elastic_ranks_judge_stop_and_test_bit_for_bit_alike(place: Place) -> No
             assert everything[ranks][what] == found, what
 
 
+GROWTH = [
+    {
+        "name": "widen",
+        "value": {"axis": "hidden", "size": 40},
+        "when": {"at_step": 10},
+        "reevaluate": True,
+    }
+]
+
+
+def test_a_run_that_goes_on_from_a_change_is_judged_as_it_was(place: Place) -> None:
+    """A model that was evaluated again at the same step was not judged again."""
+    rules = "early_stopping.rules=[{metric: loss, patience: 1}]", f"schedule={json.dumps(GROWTH)}"
+    run_dir = place.path / "run"
+    assert codes(place.train(run_dir, *rules)) == [0]
+    assert [step for step, _ in evaluations(run_dir)][:3] == [5, 10, 10]
+    once = evaluations(run_dir)
+    del once[2]
+    wanted = first_stop(once, [{"metric": "loss", "patience": 1}], "any")
+    again = place.resume(run_dir, "--from", 10)
+    assert codes(again) == [0], said(again)
+    assert [event["step"] for event in events(run_dir, "stop")] == [wanted, wanted]
+    assert wanted == once[-1][0] > 10
+
+
 PLATEAU = (
     "early_stopping.rules=[]",
     "learning_rate.plateau={metric: loss, factor: 0.5, patience: 2, min_lr_ratio: 0.2}",

@@ -35,7 +35,7 @@ WAYS = [
     if 0 in who[1] or moment not in OF_RANK_0
 ]
 ROUNDS = figures.times(1, 10)
-CHOSEN = WAYS if figures.FULL else WAYS[::2]
+CHOSEN = WAYS if figures.FULL else WAYS[::3]
 SETTINGS = f"parallel.timeout_s={WAIT_S}"
 
 
@@ -128,6 +128,25 @@ def test_a_run_killed_around_its_end_comes_to_the_same_end(place: Place) -> None
             figures.none_of(len(tried), "SIGKILL around the end, then on: another end", different),
         ],
     )
+
+
+def test_a_run_that_ended_at_a_loss_and_died_in_its_test_is_still_at_its_end(
+    place: Place,
+) -> None:
+    """What ended it was an evaluation, which is not made again."""
+    run_dir, loss = place.path / "run", "train.until=[loss<0.535, 60it]"
+    argv = ["train", "run.yaml", "--set", f"record.run_dir={run_dir}", "--set", loss]
+    argv += ["--set", "checkpoint.on_best=false"]
+    strike = "a micro-batch of the test", 2, (0,), signal.SIGKILL
+    ranks = children_as_ranks(place.forks, 1, "science:struck", argv, *strike, place=place.path)
+    assert codes(ranks) == [-signal.SIGKILL]
+    rows = evaluations(run_dir)
+    again = place.resume(run_dir)
+    assert codes(again) == [0], said(again)
+    assert evaluations(run_dir) == rows
+    (stop,) = events(run_dir, "stop")
+    assert (stop["step"], stop["reason"]) == (rows[-1][0], "reached loss<0.535")
+    assert result(run_dir)["step"] == stop["step"]
 
 
 @pytest.mark.parametrize(("size", "told"), [(1, (0,)), (2, (1,))])

@@ -17,7 +17,7 @@ from instar.cli.train import train
     default="latest",
     show_default=True,
     metavar="CHECKPOINT",
-    help="latest, best, or a step.",
+    help="latest, best, best-<metric>, or a step.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value.")
 @click.option("--until", multiple=True, metavar="BUDGET", help="A new end, e.g. 4000it.")

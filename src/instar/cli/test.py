@@ -17,7 +17,7 @@ from instar.cli.train import train
     default="best",
     show_default=True,
     metavar="CHECKPOINT",
-    help="best, latest, or a step.",
+    help="best, best-<metric>, latest, or a step.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value.")
 @click.pass_context

@@ -35,6 +35,13 @@ def _metrics(config: RunConfig) -> Iterator[Clash]:
         (f"checkpoint.best_of[{index}]", "checkpoint.best_of", metric)
         for index, metric in enumerate(config.checkpoint.best_of)
     ]
+    best_of = config.checkpoint.best_of
+    if len(set(best_of)) < max(1, len(best_of)):
+        yield Clash(
+            ("checkpoint.best_of",),
+            "checkpoint.best_of must name one metric or several, each once",
+            "e.g. [loss]",
+        )
     for key, whole, metric in asked:
         if metric not in known:
             meant = nearest(metric, known)

@@ -87,10 +87,13 @@ class Mistake:
     hint: str = ""
     key: str = ""
 
-    def problem(self) -> Problem:
+    def problem(self, task: str = "") -> Problem:
+        """`task`: whose key it is, if not language's."""
         where = printable(str(self.place))
         excerpt = self.place.excerpt()
-        return Problem(printable(self.message), where, excerpt, printable(self.hint), self.key)
+        return Problem(
+            printable(self.message), where, excerpt, printable(self.hint), self.key, task
+        )
 
 
 @dataclass(frozen=True)

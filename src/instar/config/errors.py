@@ -22,7 +22,7 @@ class Problem:
     `message` is a sentence without a full stop; `where` a place such as "grow.yaml:4:3",
     "--set model.n_head=3" or a key; `excerpt` the offending line with a caret under it;
     `hint` continues the sentence ("did you mean 'n_head'?"); `key` is the dotted key that is
-    meant, if there is one.
+    meant, if there is one, and `task` whose key it is, if not language's.
     """
 
     message: str
@@ -30,6 +30,7 @@ class Problem:
     excerpt: str = ""
     hint: str = ""
     key: str = ""
+    task: str = ""
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
@@ -56,10 +57,11 @@ class ConfigError(InstarError):
     def __str__(self) -> str:
         count = len(self.problems)
         last = f"{count} error{'' if count == 1 else 's'}. Nothing was started."
-        key = next((problem.key for problem in self.problems if problem.key), "")
-        if key:
+        about = next((problem for problem in self.problems if problem.key), None)
+        if about is not None:
             # an item's keys are told with those of its list
-            listed, bracket, _ = key.partition("[")
-            section = listed if bracket else key.rpartition(".")[0]
-            last += f"   Keys: instar config schema {section}".rstrip()
+            listed, bracket, _ = about.key.partition("[")
+            words = [listed if bracket else about.key.rpartition(".")[0]]
+            words += ["--task", about.task] if about.task else []
+            last += f"   Keys: instar config schema {' '.join(filter(None, words))}".rstrip()
         return "\n".join([*map(str, self.problems), last])

@@ -69,7 +69,7 @@ def schedule_keys() -> dict[tuple[str | int, ...], FieldInfo]:
 
 
 def default(root: Root, key: str) -> Any:
-    return keys(root)[key].get_default(call_default_factory=True)
+    return _plain(keys(root)[key].get_default(call_default_factory=True))
 
 
 def value_of(config: RunConfig, key: str) -> Any:
@@ -77,11 +77,16 @@ def value_of(config: RunConfig, key: str) -> Any:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
-    if isinstance(value, tuple):
-        return tuple(
-            item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in value
-        )
-    return value
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """A list of sections as a list of mappings."""
+    if not isinstance(value, tuple):
+        return value
+    return tuple(
+        item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in value
+    )
 
 
 @cache

@@ -80,8 +80,7 @@ many of its pairs are related."""
 
 
 class GraphModelConfig(Section):
-    """The shape of the graph network: an encoder, residual blocks of message passing, pooling, a
-    readout, heads."""
+    """The shape of the graph network, from encoder to heads."""
 
     layer: Layer = Field(
         "sage",

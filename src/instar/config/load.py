@@ -53,13 +53,16 @@ class Findings:
         self.doubtful: set[str] = set()
         self.files: list[str] = []
         """in the order in which they are read"""
+        self.task = ""
+        """whose keys they are, if not language's"""
 
     def note(self, place: Place, message: str, hint: str = "", key: str = "") -> None:
         self.mistakes.append(Mistake(place, message, hint, key))
 
     def error(self) -> ConfigError:
         """All of it, file by file, a file's mistakes in their order there, before those of options."""
-        return ConfigError(*(each.problem() for each in sorted(self.mistakes, key=self._order)))
+        mistakes = sorted(self.mistakes, key=self._order)
+        return ConfigError(*(each.problem(self.task) for each in mistakes))
 
     def _order(self, mistake: Mistake) -> tuple[bool, int, int, int]:
         place = mistake.place
@@ -79,7 +82,7 @@ class Loaded:
     def problem(self, key: str, message: str, hint: str = "") -> Problem:
         """A problem that points at where `key` (also "train.until[0]") got its value."""
         place = _place(self.entries, key) or Place("default")
-        return Mistake(place, message, hint, key).problem()
+        return Mistake(place, message, hint, key).problem(_told(self.config.task))
 
     def to_yaml(self, *, origin: bool = True) -> str:
         """The resolved config, each value with its origin; `load` reads it back equal."""
@@ -131,13 +134,19 @@ def _root(documents: Sequence[Value], findings: Findings) -> Root:
         return root_of(LANGUAGE)
     value = named[-1][1]
     try:
-        return root_of(value.data)
+        root, findings.task = root_of(value.data), _told(value.data)
+        return root
     except ConfigError as error:
         for problem in error.problems:
             findings.note(value.place, problem.message, problem.hint, "task")
         findings.doubtful.update(("task", "model", "data"))
         # its sections are not known, so nothing is said of what is in them
         return root_of(LANGUAGE)
+
+
+def _told(task: str) -> str:
+    """A task as `instar config schema` must be told of it; empty where it need not."""
+    return "" if task == LANGUAGE else task
 
 
 def _operations(layer: Layer) -> dict[str, str]:

@@ -98,7 +98,8 @@ class GraphShape(Shape):
         return {**super().sizes(), "poolings": len(self.pooling), "one": 1, **of_heads}
 
     def table(self, table: Table) -> None:
-        table.linear("encoder", "width", "features")
+        # a node whose features are all zero must not be zero where it is normalised
+        table.linear("encoder", "width", "features", drawn=True)
         for layer in range(self.layers):
             self._block(table, f"blocks.{layer}")
         self._norm(table, "final_norm")

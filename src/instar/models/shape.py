@@ -120,14 +120,17 @@ class Table:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes, self.entries = dict(sizes), dict[str, Parameter]()
 
-    def linear(self, name: str, output: str, source: str, *, bias: bool = True) -> None:
-        """An `nn.Linear`: `source` is the axis of its inputs. First values have the variance of
-        torch's own, 1 / (3 · inputs)."""
+    def linear(
+        self, name: str, output: str, source: str, *, bias: bool = True, drawn: bool = False
+    ) -> None:
+        """An `nn.Linear`: `source` is the axis of its inputs. First values of the matrix, and of a
+        bias that is `drawn`, have the variance of torch's own, 1 / (3 · inputs)."""
         shape = axis_size(self.sizes, output), axis_size(self.sizes, source)
         std = (3 * shape[1]) ** -0.5
         self.entries[f"{name}.weight"] = Parameter((output, source), shape, "matrix", std)
         if bias:
-            self.entries[f"{name}.bias"] = Parameter((output,), shape[:1], "bias")
+            of_bias = std if drawn else 0.0
+            self.entries[f"{name}.bias"] = Parameter((output,), shape[:1], "bias", of_bias)
 
     def norm(self, name: str, axis: str, *, bias: bool = True) -> None:
         """An `nn.LayerNorm`, `nn.RMSNorm` (`bias=False`): a gain and a shift of each channel."""

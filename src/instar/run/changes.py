@@ -15,7 +15,6 @@ from instar.models.mask import mask_of
 from instar.run.alarm import GradientWatch
 from instar.run.reshape import Draft, draft, take_shape
 from instar.run.rig import freeze
-from instar.run.standstill import why
 from instar.run.stop import fraction_used
 from instar.schedule.entries import Entry, due, last_step, next_entry, too_large
 from instar.schedule.operations import Change, State, carried_out, planned
@@ -27,8 +26,11 @@ if TYPE_CHECKING:
 FOLD = Operation("fold_masks")
 
 
-def change_if_due(trainer: Trainer) -> None:
+def change_if_due(trainer: Trainer) -> bool:
     """Carry out all that is due between these two steps, one after the other.
+
+    Returns:
+        whether it was evaluated anew, so that there is something to decide.
 
     Raises:
         RunFailed: an operation cannot be made, and its entry does not say that it may be skipped.
@@ -37,18 +39,19 @@ def change_if_due(trainer: Trainer) -> None:
     if mask is not None and trainer.progress.step >= mask.end:
         carry_out(trainer, FOLD, reason=f"open since step {mask.end:,}")
     slow_down_if_due(trainer)
-    loss = loss_of_now(trainer)
+    loss, again = loss_of_now(trainer), False
     while (found := next_due(trainer, loss)) is not None:
         entry, reason = found
         carry_out(trainer, entry.operation, entry=entry, reason=reason, loss=loss)
         if entry.reevaluate:
-            trainer.evaluate()
-            loss = loss_of_now(trainer)
+            trainer.evaluate(judged=False)
+            loss, again = loss_of_now(trainer), True
+    return again
 
 
 def slow_down_if_due(trainer: Trainer) -> None:
     """Lower the learning rate where the metric that it watches stands still."""
-    reason = why(trainer.judge.plateau, trainer.judgement.plateau)
+    reason = trainer.judge.why_slow(trainer.judgement)
     judgement, fallen = trainer.judge.slow_down(trainer.judgement, trainer.settings.lr)
     if judgement == trainer.judgement:
         return
@@ -171,7 +174,7 @@ def _leave_measured(trainer: Trainer) -> None:
     """The loss of this step belongs to a model that is about to be another one."""
     if trainer.config.checkpoint.on_best and trainer.best_is_now:
         trainer.save("best so far", wait=True)
-    trainer.evaluated_at = -1
+    trainer.evaluated_at = trainer.judged_at = -1
 
 
 def _settle(trainer: Trainer, before: State, after: State) -> None:

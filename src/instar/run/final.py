@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from instar.checkpoint.disk import make_folder, replace_file
+from instar.checkpoint.manifest import encode_json
 from instar.checkpoint.store import BEST, Checkpoint, load, pointed_at
+from instar.data.division import Subset
 from instar.distributed.agree import agree, together
 from instar.run.evaluate import Evaluation, evaluate
 from instar.run.predictions import Predictions, confusion
@@ -71,7 +72,8 @@ def final_test(trainer: Trainer, run: Path, *, weights: str) -> Tested | None:
             if world.is_main:
                 make_folder(folder)
                 Predictions.clear(folder)
-        written = Predictions(folder, world) if _wanted(trainer) else None
+        numbers = source.numbers if isinstance(source, Subset) else None
+        written = Predictions(folder, world, numbers) if _wanted(trainer) else None
         result = evaluate(
             task,
             model,
@@ -92,8 +94,7 @@ def final_test(trainer: Trainer, run: Path, *, weights: str) -> Tested | None:
     with together(world, "writing the test's result"):
         if world.is_main:
             confusions = confusion(file) if file else {}
-            told = json.dumps(tested.to_dict(confusions), indent=1)
-            replace_file(folder / RESULT, f"{told}\n".encode())
+            replace_file(folder / RESULT, encode_json(tested.to_dict(confusions)))
     trainer.narrator.tested(trainer.progress, tested, confusions, folder)
     return tested
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from instar.checkpoint.store import BEST
 from instar.config.schema import RunConfig
-from instar.run.standstill import Standing, Watching, give_up, lower, see
+from instar.run.standstill import Standing, Watching, give_up, lower, see, why
 
 LOSS = "loss"
 
@@ -22,9 +22,10 @@ class Judgement:
 
     best: Mapping[str, Standing] = field(default_factory=dict)
     """of each metric whose best is kept, and of the loss"""
-    stopping: tuple[Standing, ...] = ()
-    """of each rule of early stopping"""
-    plateau: Standing = field(default_factory=Standing)
+    stopping: Mapping[str, Standing] = field(default_factory=dict)
+    """of each rule of early stopping, by its key: another rule begins anew"""
+    plateau: Mapping[str, Standing] = field(default_factory=dict)
+    """of the rule that lowers the rate, by its key"""
 
 
 class Judge:
@@ -46,13 +47,6 @@ class Judge:
         }
         """what the best checkpoint of each metric is called"""
 
-    def begun(self, known: Judgement | None = None) -> Judgement:
-        """Nothing seen yet; or what is `known`, where the rules are as many as they were."""
-        known = known or Judgement()
-        if len(known.stopping) == len(self.rules):
-            return known
-        return replace(known, stopping=(Standing(),) * len(self.rules))
-
     def see(self, so_far: Judgement, metrics: Mapping[str, float], step: int) -> Judgement:
         """After one more evaluation, made at `step`."""
         return Judgement(
@@ -60,21 +54,31 @@ class Judge:
                 name: see(rule, so_far.best.get(name, Standing()), metrics[name], step)
                 for name, rule in self.best.items()
             },
-            stopping=tuple(
-                see(rule, state, metrics[rule.metric], step)
-                for rule, state in zip(self.rules, so_far.stopping, strict=True)
+            stopping={
+                rule.key: see(rule, _of(rule, so_far.stopping), metrics[rule.metric], step)
+                for rule in self.rules
+            },
+            plateau=self._slowing(
+                see(self.plateau, self._standing(so_far), metrics[self.plateau.metric], step)
             ),
-            plateau=see(self.plateau, so_far.plateau, metrics[self.plateau.metric], step),
         )
 
     def give_up(self, judgement: Judgement) -> str | None:
         """Why the run should end; None: it should not."""
-        return give_up(self.rules, judgement.stopping, self._stopping.mode)
+        states = [_of(rule, judgement.stopping) for rule in self.rules]
+        return give_up(self.rules, states, self._stopping.mode)
 
     def slow_down(self, judgement: Judgement, lr: float) -> tuple[Judgement, float | None]:
         """The peak learning rate that is due, if any, and what is remembered after it."""
-        state, fallen = lower(self.plateau, judgement.plateau, self._plateau, lr, self._first_lr)
-        return replace(judgement, plateau=state), fallen
+        before = self._standing(judgement)
+        state, fallen = lower(self.plateau, before, self._plateau, lr, self._first_lr)
+        if state == before:
+            return judgement, None
+        return replace(judgement, plateau=self._slowing(state)), fallen
+
+    def why_slow(self, judgement: Judgement) -> str:
+        """How long the metric that lowers the rate has not been better."""
+        return why(self.plateau, self._standing(judgement))
 
     def best_at(self, judgement: Judgement, step: int) -> tuple[str, ...]:
         """The metrics whose best checkpoint is that of this step."""
@@ -83,3 +87,13 @@ class Judge:
             for name in self.pointers
             if name in judgement.best and judgement.best[name].best_step == step
         )
+
+    def _standing(self, judgement: Judgement) -> Standing:
+        return _of(self.plateau, judgement.plateau)
+
+    def _slowing(self, standing: Standing) -> dict[str, Standing]:
+        return {self.plateau.key: standing}
+
+
+def _of(rule: Watching, standings: Mapping[str, Standing]) -> Standing:
+    return standings.get(rule.key, Standing())

@@ -308,7 +308,7 @@ class Narrator:
             tokens_per_s=progress.tokens / progress.active_s if progress.active_s else None,
         )
         event = self._write(progress, event)
-        stopped = decision.reason if decision.interrupted else ""
+        stopped = "" if decision.is_budget else decision.reason
         self.console.finished(event, where, stopped=stopped)
 
     def state(self) -> dict[str, Any]:

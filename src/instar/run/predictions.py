@@ -16,7 +16,7 @@ from instar.distributed.world import World
 
 FILE = "predictions.parquet"
 SAMPLE = "sample"
-"""the column with a sample's number in its split"""
+"""the column with a sample's number in the data"""
 PREDICTED = ".predicted"
 """what a column of predictions is called beside that of its targets"""
 
@@ -24,8 +24,9 @@ PREDICTED = ".predicted"
 class Predictions:
     """Gathers every rank's share; the ranks' parts become one file. Needs pyarrow."""
 
-    def __init__(self, folder: Path, world: World) -> None:
-        self._folder, self._world = folder, world
+    def __init__(self, folder: Path, world: World, numbers: Int64Array | None = None) -> None:
+        """`numbers`: what the split's samples are called; default: their places in it."""
+        self._folder, self._world, self._numbers = folder, world, numbers
         self._tables: list[Any] = []
 
     @staticmethod
@@ -34,10 +35,11 @@ class Predictions:
         for file in (folder / FILE, *folder.glob(".part-*")):
             file.unlink(missing_ok=True)
 
-    def see(self, numbers: Int64Array, predicted: Columns) -> None:
+    def see(self, places: Int64Array, predicted: Columns) -> None:
         """Take in what was predicted of some samples of this rank."""
         import pyarrow as pa
 
+        numbers = places if self._numbers is None else self._numbers[places]
         columns = {SAMPLE: pa.array(numbers)}
         columns |= {name: _array(name, column) for name, column in leaves(predicted)}
         self._tables.append(pa.table(columns))

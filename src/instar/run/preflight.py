@@ -67,6 +67,9 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
         blueprint = kind_of(config.task).blueprint(loaded, world_size)
     if blueprint is None:
         raise ConfigError(*problems)
+    if config.test.at_end:
+        with _collecting(problems):
+            blueprint.check_test()
     global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
     if global_batch < world_size:
         problems.append(

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from instar.checkpoint.disk import replace_file
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load, point
 from instar.config.dump import resolved
 from instar.config.load import Loaded
 from instar.distributed.agree import agree, together
@@ -97,9 +97,19 @@ def run(
             if final_test(trainer, run_dir.path, weights=name) is None:
                 raise Interrupted(f"again: instar test {run_dir.path}")
             return
+        if start is not None:
+            _name_best(trainer, start, run_dir)
         interrupted = _to_the_end(trainer, run_dir)
     if interrupted:
         raise Interrupted(f"go on with: instar resume {run_dir.path}")
+
+
+def _name_best(trainer: Trainer, start: Path, run_dir: RunDir) -> None:
+    """A run may have died between a save and the pointers that were to name it: they do now."""
+    with together(trainer.world, "naming the best checkpoint"):
+        if trainer.world.is_main:
+            for metric in trainer.best_is_now:
+                point(run_dir.path, trainer.judge.pointers[metric], start)
 
 
 def _to_the_end(trainer: Trainer, run_dir: RunDir) -> bool:

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import BEST, Checkpoint, checkpoints, load, newest_whole, pointed_at
+from instar.checkpoint.store import (
+    BEST,
+    LATEST,
+    Checkpoint,
+    checkpoints,
+    load,
+    newest_whole,
+    pointed_at,
+    pointers,
+)
 from instar.config.errors import ConfigError, Problem
 from instar.config.fields import keys, value_of
 from instar.config.load import load as load_config
@@ -49,7 +58,7 @@ class Resume:
 
     run: RunDir
     start: str = "latest"
-    """latest, best, or a step"""
+    """latest, best, best-<metric>, or a step"""
     allow: tuple[str, ...] = ()
     """what may have changed: architecture, data, tokenizer"""
     fresh: bool = False
@@ -85,12 +94,13 @@ def choose(resume: Resume) -> tuple[Checkpoint | None, list[CheckpointError]]:
         return None, []
     if resume.start == "latest":
         return newest_whole(root)
-    if resume.start == "best":
-        best = pointed_at(root, BEST)
+    if resume.start.startswith(BEST):
+        best = pointed_at(root, resume.start)
         if best is None:
+            others = ", ".join(name for name in pointers(root) if name != LATEST)
             raise CheckpointError(
-                f"{root}: no checkpoint is its best; checkpoint.on_best saves one at every new "
-                "lowest validation loss"
+                f"{root}: no checkpoint is its {resume.start}; "
+                + (f"there are {others}" if others else "checkpoint.on_best saves one at each best")
             )
         return load(best), []
     name = resume.start if resume.start.startswith("step-") else f"step-{resume.start}"

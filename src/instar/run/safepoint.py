@@ -12,7 +12,7 @@ from instar.distributed.agree import Beat, Pulse, Request, agree, gather, togeth
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.control import Command, Inbox
-from instar.run.stop import Decision
+from instar.run.stop import REACHED, Decision
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class SafePoint:
         mine: dict[str, str | bool] = (
             {"reason": str(signals[0]), "interrupted": True}
             if signals
-            else {"reason": f"reached {self.time_budget}", "interrupted": False}
+            else {"reason": f"{REACHED}{self.time_budget}", "interrupted": False}
         )
         said = cast(dict[str, Any], agree(self.world, mine))
         return Decision(said["reason"], said["interrupted"])

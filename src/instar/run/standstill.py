@@ -32,6 +32,12 @@ class Watching:
     grace: int = 0
     start: float | None = None
 
+    @property
+    def key(self) -> str:
+        """What a standing hangs on, which is all but the patience."""
+        delta, grace, start = self.delta, self.grace, self.start
+        return f"{self.metric} {self.direction} delta {delta!r} grace {grace} start {start!r}"
+
     @classmethod
     def of(cls, watch: Watch, direction: Direction) -> Watching:
         """What a config says; `direction` counts where it says none."""

@@ -9,6 +9,10 @@ from instar.config.budget import Budget
 from instar.run.progress import Progress
 
 
+REACHED = "reached "
+"""How the reason begins where a budget is used up."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """Why all ranks leave the loop at this step."""
@@ -16,6 +20,11 @@ class Decision:
     reason: str
     interrupted: bool
     """a signal asked for it, so the run is not at its end"""
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether the run has done what it was to do."""
+        return self.reason.startswith(REACHED)
 
 
 def budget_met(

@@ -19,7 +19,7 @@ from instar.distributed.agree import agree
 from instar.distributed.ranklog import RankLog
 from instar.distributed.world import RunFailed, World
 from instar.run.analyst import Analyst
-from instar.run.changes import change_if_due
+from instar.run.changes import change_if_due, loss_of_now
 from instar.run.course import Course, Supply
 from instar.run.evaluate import Evaluation, evaluate
 from instar.run.judge import Judge, Judgement
@@ -30,7 +30,7 @@ from instar.run.safepoint import GivenUp, SafePoint, Wish
 from instar.run.saving import Saver, reasons
 from instar.run.snapshot import snapshot
 from instar.run.step import Stepper, StepResult, enter
-from instar.run.stop import Decision, budget_met
+from instar.run.stop import REACHED, Decision, budget_met
 from instar.schedule.entries import Entry
 from instar.schedule.operations import History, State, carried_out
 from instar.schedule.settings import Settings, initial_settings, learning_rate
@@ -73,9 +73,9 @@ class Trainer:
         self.entries = tuple(entries)
         self.history: History = ()
         self.progress = self.looked_at = Progress()
-        self.judgement = judge.begun()
+        self.judgement = Judgement()
         self.evaluated: Evaluation | None = None
-        self.evaluated_at = self.asked_at = self.grown_at = -1
+        self.evaluated_at = self.judged_at = self.asked_at = self.grown_at = -1
         self.losses: tuple[tuple[int, float], ...] = ()
         """steps and validation losses since the last operation of the schedule, as far as it asks"""
         self.losses_kept = max((losses_needed(e.trigger) for e in self.entries), default=0) or 1
@@ -116,7 +116,8 @@ class Trainer:
         # a stop may have come between a step and its evaluation
         self.evaluate_if_due()
         while (decision := self.decide()) is None:
-            change_if_due(self)
+            if change_if_due(self):
+                continue
             self.save_if_due()
             self.step()
             self.evaluate_if_due()
@@ -213,8 +214,12 @@ class Trainer:
         place = self.course.place(self.progress.samples)
         return place > 0 and place % (epochs * self.course.samples_per_epoch) == 0
 
-    def evaluate(self) -> None:
-        """Held-out metrics of the weights, or of their moving average where one is kept."""
+    def evaluate(self, *, judged: bool = True) -> None:
+        """Held-out metrics of the weights, or of their moving average where one is kept.
+
+        Args:
+            judged: it counts for the best, for early stopping and for the plateau.
+        """
         self.safe.enter(f"evaluation at step {self.progress.step}", self.progress.step)
         enter(self.stepper.bare_model, self.progress.step)
         with self.stepper.averaged_weights():
@@ -233,14 +238,16 @@ class Trainer:
         if result is not None:
             self.evaluated, self.evaluated_at = result, self.progress.step
             self.losses = (*self.losses, (self.progress.step, result.loss))[-self.losses_kept :]
-            self.judgement = self.judge.see(self.judgement, result.values(), self.progress.step)
-            self.narrator.evaluated(self.progress, result, best=self.best_is_now)
+            if judged:
+                self.judgement = self.judge.see(self.judgement, result.values(), self.progress.step)
+                self.judged_at = self.progress.step
+            self.narrator.evaluated(self.progress, result, best=self.best_is_now if judged else ())
 
     @property
     def best_is_now(self) -> tuple[str, ...]:
         """The metrics of which the weights as they are gave the best so far."""
         step = self.progress.step
-        return self.judge.best_at(self.judgement, step) if self.evaluated_at == step else ()
+        return self.judge.best_at(self.judgement, step) if self.judged_at == step else ()
 
     def save_if_due(self) -> None:
         """Save between two steps, if a count, rank 0's clock, a new best or somebody says so."""
@@ -291,21 +298,16 @@ class Trainer:
             return None
         reason = self.judge.give_up(self.judgement) if just_evaluated else None
         if met is not None:
-            reason = f"reached {met}"
+            reason = f"{REACHED}{met}"
         told = agree(self.world, reason)
         return None if told is None else Decision(str(told), interrupted=False)
 
     def budget_met(self) -> Budget | None:
-        loss = (
-            self.evaluated.loss
-            if self.evaluated and self.evaluated_at == self.progress.step
-            else None
-        )
         return budget_met(
             self.budgets,
             self.progress,
             epochs=self.course.epochs(self.progress.samples),
-            validation_loss=loss,
+            validation_loss=loss_of_now(self),
         )
 
     def state(self) -> dict[str, Any]:
@@ -316,6 +318,7 @@ class Trainer:
             "judgement": msgspec.to_builtins(self.judgement),
             "story": self.narrator.state(),
             "evaluated_at": self.evaluated_at,
+            "judged_at": self.judged_at,
             "asked_at": self.asked_at,
             "losses": self.losses,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -335,8 +338,9 @@ class Trainer:
             self.course = self.course.restored(state["course"])
             self.narrator.epochs = self.course.epochs
         self.progress = self.looked_at = msgspec.convert(state["progress"], Progress)
-        self.judgement = self.judge.begun(msgspec.convert(state["judgement"], Judgement))
+        self.judgement = msgspec.convert(state["judgement"], Judgement)
         self.evaluated_at = msgspec.convert(state["evaluated_at"], int)
+        self.judged_at = msgspec.convert(state.get("judged_at", self.evaluated_at), int)
         self.asked_at = msgspec.convert(state.get("asked_at", self.evaluated_at), int)
         self.losses = msgspec.convert(state.get("losses", ()), tuple[tuple[int, float], ...])
         self.skipped_in_a_row = msgspec.convert(state["skipped_in_a_row"], int)

@@ -41,6 +41,10 @@ class Blueprint(Protocol):
         """Files that a run keeps a copy of, by name: what a checkpoint cannot speak without."""
         ...
 
+    def check_test(self) -> None:
+        """Raises ConfigError where there is nothing to test on."""
+        ...
+
     def samples(self, context: int) -> int | None:
         """Training samples of an epoch; None where nobody has counted them."""
         ...

@@ -57,6 +57,9 @@ class GraphBlueprint:
     def kept(self) -> dict[str, Path]:
         return {}
 
+    def check_test(self) -> None:
+        self.data.held_out("test")
+
     def samples(self, context: int) -> int:  # noqa: ARG002
         return self.data.splits["train"].size
 
@@ -128,7 +131,9 @@ def blueprint(loaded: Loaded, world_size: int) -> GraphBlueprint:  # noqa: ARG00
         ) from None
     if config.model.level == "node":
         source = Weighed(source, _nodes(source))
-    return GraphBlueprint(config, shape, survey, SampleSet(source, splits, config.data))
+    samples = SampleSet(source, splits, config.data)
+    samples.held_out("val")
+    return GraphBlueprint(config, shape, survey, samples)
 
 
 def assumed(loaded: Loaded, say: Say) -> GraphBlueprint:

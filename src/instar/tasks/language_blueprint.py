@@ -65,6 +65,10 @@ class LanguageBlueprint:
         """The tokenizer."""
         return {TOKENIZER_FILE: self.folder / TOKENIZER_FILE}
 
+    def check_test(self) -> None:
+        assert self.dataset is not None
+        self.dataset.held_out("test", self.architecture.context)
+
     def samples(self, context: int) -> int | None:
         tokens = self.units(context)
         return None if tokens is None else windows_of(tokens, context)

@@ -134,6 +134,9 @@ class OwnBlueprint:
     def kept(self) -> dict[str, Path]:
         return {}
 
+    def check_test(self) -> None:
+        self.data.held_out("test")
+
     def samples(self, context: int) -> int:  # noqa: ARG002
         return self.data.splits["train"].size
 
@@ -204,10 +207,15 @@ class OwnRunTask:
         missing = [name for name in self.own.better if name not in given]
         if missing:
             raise ValueError(f"{_name(self.own)}.measure gave no {', '.join(missing)}")
+        for name in self.own.better:
+            self._check_each(f"measure's {name}", given[name], batch)
         return {name: Tally(given[name].float(), ones) for name in self.metrics}
 
     def predict(self, model: nn.Module, batch: Batch) -> Columns:
         said = self.own.predict(model, batch)
+        for name, values in said.items():
+            first = values[:, 0] if values.ndim == 2 else values
+            self._check_each(f"predict's {name}", first, batch)
         return {name: _numbers(values) for name, values in said.items()}
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -224,12 +232,17 @@ class OwnRunTask:
 
     def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
         losses = self.own.loss(model, batch)
-        if losses.ndim != 1:
-            raise ValueError(
-                f"{_name(self.own)}.loss must give a loss for each sample, [samples], not "
-                f"{list(losses.shape)}: say reduction='none'"
-            )
+        self._check_each("loss", losses, batch)
         return losses
+
+    def _check_each(self, what: str, values: Tensor, batch: Batch) -> None:
+        samples = _samples(batch)
+        if values.shape != (samples,):
+            hint = ": say reduction='none'" if what == "loss" else ""
+            raise ValueError(
+                f"{_name(self.own)}.{what} must be [samples], one for each of {samples}, not "
+                f"{list(values.shape)}{hint}"
+            )
 
 
 @dataclass(frozen=True)
@@ -257,7 +270,9 @@ class OwnKind:
         own = found(config.model, config.data, config.seed)
         shape = own.shape() or _fixed(own, config.seed)
         _check_table(own, shape, config.seed)
-        return OwnBlueprint(own, shape, self._split(own, config.data, config.seed))
+        data = self._split(own, config.data, config.seed)
+        data.held_out("val")
+        return OwnBlueprint(own, shape, data)
 
     def _split(self, own: OwnTask[Any, Any], data: SamplesConfig, seed: int) -> SampleSet:
         given = own.samples()
@@ -315,6 +330,13 @@ def _numbers(values: Tensor) -> NDArray[Any]:
     """What numpy and Parquet know of: bfloat16 becomes float32."""
     values = values.detach().cpu()
     return (values.float() if values.is_floating_point() else values).numpy()
+
+
+def _samples(batch: Batch) -> int:
+    """How many samples a batch has."""
+    name, first = next(iter(batch.items()))
+    offsets = batch.get(f"{name}.offsets")
+    return len(first) if offsets is None else len(offsets) - 1
 
 
 def _size(shape: tuple[int, ...] | None) -> str:
