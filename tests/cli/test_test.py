@@ -241,7 +241,7 @@ def test_a_metric_that_never_improves_ends_the_run_and_says_so(place: Place) -> 
         assert codes(children) == [0], said(children)
         assert [step for step, _ in evaluations(run_dir)] == [5 * n for n in range(1, count + 1)]
         assert events(run_dir, "stop")[-1]["reason"] == reason
-        assert f"ended: {reason}\ndone  {5 * count} steps" in said(children)
+        assert f"stopped: {reason}  {5 * count} steps" in said(children)
         assert result(run_dir)["metrics"]["doubt"]["value"] == "NaN"
         assert pointed(run_dir, "best").startswith("step-")
 

@@ -133,14 +133,10 @@ def test_the_last_weights_are_tested_where_the_config_says_so(place: Place) -> N
     assert of["chances"] == about(chances(run_dir, "step-22", of["number"]))
 
 
-def test_a_run_without_a_best_checkpoint_tests_its_last_weights(place: Place) -> None:
-    """None was saved when it was the best."""
-    settings = "eval.eval_epochs=2", "checkpoint.on_best=false", "checkpoint.keep_best=0"
-    run_dir = trained(place, *settings, "early_stopping.rules=[{metric: loss, patience: 1}]")
-    best = min(evaluations(run_dir), key=lambda row: row[1]["loss"])[0]
-    assert not (run_dir / "checkpoints" / "best").exists()
-    assert result(run_dir)["weights"] == "last"
-    assert result(run_dir)["step"] == last_step(run_dir, 0) > best
+def test_the_best_weights_are_not_promised_where_nothing_saves_them(place: Place) -> None:
+    children = place.train(place.path / "run", "checkpoint.on_best=false")
+    assert codes(children) == [2]
+    assert "say checkpoint.on_best: true, or test.weights: last" in said(children)
 
 
 @pytest.mark.parametrize("weights", ["best", "last"])

@@ -42,6 +42,12 @@ def _metrics(config: RunConfig) -> Iterator[Clash]:
             "checkpoint.best_of must name one metric or several, each once",
             "e.g. [loss]",
         )
+    if config.test.at_end and config.test.weights == "best" and not config.checkpoint.on_best:
+        yield Clash(
+            ("test.weights", "checkpoint.on_best", "test.at_end"),
+            "test.weights is best, and checkpoint.on_best false: no best checkpoint will be there",
+            "say checkpoint.on_best: true, or test.weights: last",
+        )
     for key, whole, metric in asked:
         if metric not in known:
             meant = nearest(metric, known)

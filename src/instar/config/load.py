@@ -139,9 +139,12 @@ def _root(documents: Sequence[Value], findings: Findings) -> Root:
     except ConfigError as error:
         for problem in error.problems:
             findings.note(value.place, problem.message, problem.hint, "task")
-        findings.doubtful.update(("task", "model", "data"))
+        findings.doubtful.update(("task", "model", "data", *_OF_METRICS))
         # its sections are not known, so nothing is said of what is in them
         return root_of(LANGUAGE)
+
+
+_OF_METRICS = ("early_stopping.rules", "checkpoint.best_of", "learning_rate.plateau.metric")
 
 
 def _told(task: str) -> str:

@@ -13,7 +13,7 @@ from instar.checkpoint.patterns import COMPONENTS
 from instar.checkpoint.store import Checkpoint
 from instar.config.operation import Operation
 from instar.config.schema import CheckpointConfig
-from instar.run.changes import carry_out
+from instar.run.changes import carry_out, loss_of_now
 from instar.run.generators import generator_states, restore_generators, seed_generators
 from instar.run.saving import Snapshot
 from instar.run.state import (
@@ -57,7 +57,6 @@ def snapshot(trainer: Trainer, reason: str) -> Snapshot:
         components["ema"] = stepper.ema
     if "rng" not in without:
         components["rng"] = generator_states(trainer.world.device)
-    evaluated = trainer.evaluated if trainer.evaluated_at == progress.step else None
     return Snapshot(
         progress=progress,
         components=components,
@@ -67,7 +66,7 @@ def snapshot(trainer: Trainer, reason: str) -> Snapshot:
         facts=Facts(
             **trainer.task.fingerprints(),
             progress=dataclasses.asdict(progress),
-            loss=evaluated.loss if evaluated else None,
+            loss=loss_of_now(trainer) if trainer.evaluated_at == progress.step else None,
             reason=reason,
             left_out=without,
         ),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from instar.config.budget import Budget
 from instar.run.progress import Progress
 
-
 REACHED = "reached "
 """How the reason begins where a budget is used up."""
 
