@@ -55,14 +55,18 @@ class Trial:
     turn: int
     """steps of one turn"""
     turns: int
+    scaled: tuple[int, ...]
+    """graphs of a rank's batch in the runs whose scaling is measured"""
     warmup: int
     steps: int
-    """of the runs whose scaling is measured"""
+    """of these runs with the first batch; with larger ones fewer"""
     repeats: int
 
 
-FULL = Trial(4000, (64, 256), batch=32, turn=8, turns=25, warmup=10, steps=60, repeats=7)
-QUICK = Trial(40, (8, 16), batch=4, turn=2, turns=2, warmup=2, steps=4, repeats=1)
+FULL = Trial(
+    4000, (64, 256), batch=32, turn=8, turns=25, scaled=(32, 128), warmup=10, steps=120, repeats=7
+)
+QUICK = Trial(40, (8, 16), batch=4, turn=2, turns=2, scaled=(4,), warmup=2, steps=4, repeats=1)
 
 
 def main() -> None:
@@ -71,7 +75,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         base = overrides(trial, Path(folder))
-        cases = [*throughput(trial, base, Path(folder)), *scaling(trial, base, Path(folder))]
+        cases = throughput(trial, base, Path(folder))
+        for batch in trial.scaled:
+            cases += scaling(trial, batch, base, Path(folder))
     publish("graphs", cases, chosen, threads_per_rank=1)
 
 
@@ -201,21 +207,27 @@ def graph_of(columns: Any) -> Data:
     return Data(x=x.reshape(-1, x.shape[-1]), edge_index=edges.T.contiguous(), **kept)
 
 
-def scaling(trial: Trial, base: list[str], folder: Path) -> list[Case]:
-    size = Size("graphs", (), trial.batch, 1, trial.warmup, trial.steps, trial.repeats)
+def scaling(trial: Trial, batch: int, base: list[str], folder: Path) -> list[Case]:
+    steps = max(2 * trial.warmup, trial.steps * trial.scaled[0] // batch)
+    size = Size("graphs", (), batch, 1, trial.warmup, steps, trial.repeats)
+    told = [*base, f"train.batch_size={batch}", f"train.until=[{trial.warmup + steps}it]"]
     arrangements = {"beside": (2, 1), "together": (1, 2)}
     rates: dict[str, list[float]] = {name: [] for name in arrangements}
     for repeat in range(trial.repeats):
         for name in random.Random(repeat).sample(list(arrangements), 2):
             copies, ranks = arrangements[name]
-            rates[name].append(pace(size, base, folder, copies=copies, ranks=ranks).rate)
+            rates[name].append(pace(size, told, folder, copies=copies, ranks=ranks).rate)
         said = statistics.median(ratios(rates["together"], rates["beside"], 2))
-        print(f"repeat {repeat + 1} of {trial.repeats}: efficiency {said:.3f}", file=sys.stderr)
+        print(
+            f"{batch} graphs, {repeat + 1} of {trial.repeats}: efficiency {said:.3f}",
+            file=sys.stderr,
+        )
+    each = f"{batch} graphs per rank"
     return [
-        case("T(1), beside 1 independent", rates["beside"], "graphs/s"),
-        case("T(2)", rates["together"], "graphs/s"),
+        case(f"{each}: T(1), beside 1 independent", rates["beside"], "graphs/s"),
+        case(f"{each}: T(2)", rates["together"], "graphs/s"),
         case(
-            "T(2) / 2 T(1), beside",
+            f"{each}: T(2) / 2 T(1), beside",
             ratios(rates["together"], rates["beside"], 2),
             "ratio",
             least=0.95,

@@ -34,7 +34,7 @@ def result_of(name: str, folder: Path) -> dict[str, Any]:
         ("order", "shuffled: build and seek to 90 % of 10⁹"),
         ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
         ("startup", "instar --help"),
-        ("graphs", "T(2) / 2 T(1), beside"),
+        ("graphs", "4 graphs per rank: T(2) / 2 T(1), beside"),
         ("pauses", "tiny: verify"),
         ("operations", "tiny: pause of widen_hidden / step"),
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),

@@ -21,6 +21,7 @@ from instar.config.samples import SamplesConfig, Size
 from instar.data.blocks import order_of
 from instar.data.columns import Columns
 from instar.data.order import Int64Array, Order, Shuffled, key_bytes
+from instar.data.samples import Costed
 from instar.data.source import Source, close
 from instar.data.transform import transformed
 from instar.data.workers import WorkerSource
@@ -120,6 +121,8 @@ class SampleSet:
     splits: Mapping[str, Int64Array]
     """the samples of train, val and test, ascending"""
     data: SamplesConfig
+    costs: Int64Array | None = None
+    """how much work each sample of the source is, where they differ"""
 
     def __post_init__(self) -> None:
         check_division(self.splits, len(self.source))
@@ -135,6 +138,8 @@ class SampleSet:
         numbers = self.splits["train"]
         opened = partial(_to_train_on, self.source, numbers, self.data, seed)
         source: Source = WorkerSource(opened, self.data.workers) if self.data.workers else opened()
+        if self.costs is not None:
+            source = Costed(source, self.costs[numbers])
         return source, order_of(self.data, numbers.size, seed)
 
     def held_out(self, split: str) -> Source:

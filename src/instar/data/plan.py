@@ -44,6 +44,15 @@ class Laned(Protocol):
         ...
 
 
+@runtime_checkable
+class Costly(Protocol):
+    """A source whose samples differ in how much work they are."""
+
+    def costs(self, indices: Int64Array) -> Int64Array:
+        """The work of each sample, in any unit, without reading it; int64 [len(indices)]."""
+        ...
+
+
 def plan_step(cursor: int, samples_per_epoch: int, global_batch: int) -> StepPlan:
     """The step at a cursor: global_batch samples, or what is left of the epoch if that is less."""
     epoch, start = divmod(cursor, samples_per_epoch)
@@ -62,6 +71,18 @@ def shares(plan: StepPlan, slices: int, lanes: Laned | None = None) -> Sequence[
         return [np.flatnonzero(owner == one) for one in range(slices)]
     ends = [plan.count * one // slices for one in range(slices + 1)]
     return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def balanced(costs: Int64Array, slices: int) -> Sequence[Places]:
+    """The places of each slice's samples where these are not all the same work.
+
+    They are dealt in turns, there and back, the most work first: slices' counts differ by one at
+    most, their work by little, so that no rank waits long for another.
+    """
+    turn, seat = np.divmod(np.arange(costs.size), slices)
+    slice_of = np.empty(costs.size, dtype=np.int64)
+    slice_of[np.argsort(-costs, kind="stable")] = np.where(turn % 2, slices - 1 - seat, seat)
+    return [np.flatnonzero(slice_of == one) for one in range(slices)]
 
 
 def at(samples: Int64Array, places: Places) -> Int64Array:

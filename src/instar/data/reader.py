@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -11,7 +11,17 @@ import numpy as np
 
 from instar.data.columns import Columns, cut, leaves, nbytes
 from instar.data.order import Int64Array, Order
-from instar.data.plan import Laned, StepPlan, at, micro_slices, plan_step, shares
+from instar.data.plan import (
+    Costly,
+    Laned,
+    Places,
+    StepPlan,
+    at,
+    balanced,
+    micro_slices,
+    plan_step,
+    shares,
+)
 from instar.data.source import Source, close
 
 BLOCK_BYTES = 4 << 20
@@ -106,6 +116,7 @@ class LocalReader:
         # asked once: asking a protocol takes as long as reading a sample
         self._lanes = order if isinstance(order, Laned) else None
         self._open_ended = order if isinstance(order, OpenEnded) else None
+        self._costly = source if isinstance(source, Costly) and slices > 1 else None
         self._slices, self._own = slices, own
         self._who = who
         self._sample_bytes = 1
@@ -182,7 +193,7 @@ class LocalReader:
         begin, end = plans[0].start, plans[-1].start + plans[-1].count
         ids = self._ids(plans[0].epoch, begin, end)
         steps = [ids[plan.start - begin : plan.start - begin + plan.count] for plan in plans]
-        places = [shares(plan, self._slices, self._lanes) for plan in plans]
+        places = [self._shared(plan, one) for plan, one in zip(plans, steps, strict=True)]
         own = [
             at(one, places_of[rank]) if len(places_of[rank]) else one[:1]
             for one, places_of in zip(steps, places, strict=True)
@@ -214,6 +225,12 @@ class LocalReader:
             weight = self._source.weights(one)
             block[key] = StepBatch(plan, tuple(micro_batches), weight, epoch_samples)
         return block
+
+    def _shared(self, plan: StepPlan, samples: Int64Array) -> Sequence[Places]:
+        """The places of each slice's samples."""
+        if self._costly is not None:
+            return balanced(self._costly.costs(samples), self._slices)
+        return shares(plan, self._slices, self._lanes)
 
     def _ids(self, epoch: int, begin: int, end: int) -> Int64Array:
         """The samples at some positions; many are asked of the order at once, which is cheaper."""

@@ -1,4 +1,4 @@
-"""Samples that lie in memory; and samples that weigh more than 1."""
+"""Samples that lie in memory; and what is known of samples without reading them."""
 
 from __future__ import annotations
 
@@ -70,6 +70,35 @@ class Weighed:
 
     def weights(self, indices: Int64Array) -> float:
         return float(self.each[indices].sum())
+
+    def close(self) -> None:
+        close(self.source)
+
+
+@dataclass(frozen=True, eq=False)
+class Costed:
+    """The samples of a source, of which each is known to be so much work."""
+
+    source: Source
+    each: Int64Array
+    """int64 [samples], in any unit"""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """See `Source`."""
+        return self.source.read(indices, epoch)
+
+    def weights(self, indices: Int64Array) -> float:
+        return self.source.weights(indices)
+
+    def costs(self, indices: Int64Array) -> Int64Array:
+        return self.each[indices]
 
     def close(self) -> None:
         close(self.source)

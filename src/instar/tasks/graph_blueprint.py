@@ -129,9 +129,11 @@ def blueprint(loaded: Loaded, world_size: int) -> GraphBlueprint:  # noqa: ARG00
         raise ConfigError(
             *(loaded.problem(m.key, m.message, m.hint) for m in error.mistakes)
         ) from None
+    nodes = _nodes(source)
     if config.model.level == "node":
-        source = Weighed(source, _nodes(source))
-    samples = SampleSet(source, splits, config.data)
+        source = Weighed(source, nodes)
+    # nearly all of the work is done for each node
+    samples = SampleSet(source, splits, config.data, costs=nodes)
     samples.held_out("val")
     return GraphBlueprint(config, shape, survey, samples)
 
