@@ -175,6 +175,11 @@ def widened(axis: str, size: int | str, **options: Any) -> Operation:
     return operation("widen", {"axis": axis, "size": size}, **options)
 
 
+def called(value: object) -> str:
+    """The same in every process."""
+    return getattr(value, "__name__", str(value))
+
+
 POSSIBLE = [
     (ResidualMlp(), run_mlp, widened("hidden", 9)),
     (ResidualMlp(), run_mlp, widened("hidden", "x2", how="split")),
@@ -192,7 +197,7 @@ POSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "run", "op"), POSSIBLE, ids=str)
+@pytest.mark.parametrize(("arch", "run", "op"), POSSIBLE, ids=called)
 def test_it_grows_as_the_label_says(arch: Growable, run: Run, op: Operation) -> None:
     new, _, measured = grow(arch, run, op)
     assert new.sizes() != arch.sizes()
@@ -200,7 +205,7 @@ def test_it_grows_as_the_label_says(arch: Growable, run: Run, op: Operation) -> 
     assert (measured.max_logit_diff_relative > 1e-3) == (measured.label == "lossy")
 
 
-@pytest.mark.parametrize(("arch", "run", "op"), POSSIBLE, ids=str)
+@pytest.mark.parametrize(("arch", "run", "op"), POSSIBLE, ids=called)
 def test_gradients_reach_what_is_new(arch: Growable, run: Run, op: Operation) -> None:
     new, made = plan(arch, op)
     tensors = apply(made, random_values(arch), Role.PARAMETER, KEY)
