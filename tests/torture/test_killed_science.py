@@ -136,7 +136,7 @@ def test_a_run_that_ended_at_a_loss_and_died_in_its_test_is_still_at_its_end(
     """What ended it was an evaluation, which is not made again."""
     run_dir, loss = place.path / "run", "train.until=[loss<0.535, 60it]"
     argv = ["train", "run.yaml", "--set", f"record.run_dir={run_dir}", "--set", loss]
-    argv += ["--set", "checkpoint.on_best=false"]
+    argv += ["--set", "checkpoint.on_best=false", "--set", "test.weights=last"]
     strike = "a micro-batch of the test", 2, (0,), signal.SIGKILL
     ranks = children_as_ranks(place.forks, 1, "science:struck", argv, *strike, place=place.path)
     assert codes(ranks) == [-signal.SIGKILL]
