@@ -328,3 +328,13 @@ def test_numbers_are_short(text: str, expected: str) -> None:
 def test_no_torch_is_needed() -> None:
     code = "import sys, instar.schedule.render; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_evaluations_may_come_after_epochs() -> None:
+    told = foretold(
+        samples=40,
+        train={"batch_size": 4, "until": ["100it"]},
+        eval={"eval_epochs": 2, "eval_interval": 7},
+        schedule=[{"name": "change_lr", "value": 0.5, "trigger_loss": 1.0, "max_wait_iters": 50}],
+    )
+    assert (told.stages[1].first_step, told.stages[1].latest_step) == (20, 60)

@@ -118,7 +118,13 @@ def forecast(config: RunConfig, blueprint: Blueprint, world_size: int) -> Foreca
     legs = _legs(config, began, blueprint, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
     early, late = (
-        timeline(legs, budgets, evaluated_at_start=config.eval.at_start, hopeful=hopeful)
+        timeline(
+            legs,
+            budgets,
+            evaluated_at_start=config.eval.at_start,
+            hopeful=hopeful,
+            eval_epochs=config.eval.eval_epochs,
+        )
         for hopeful in (True, False)
     )
     return Forecast(

@@ -109,12 +109,18 @@ class _Asked:
 
 
 def timeline(
-    legs: Sequence[Leg], budgets: Sequence[Budget], *, evaluated_at_start: bool, hopeful: bool
+    legs: Sequence[Leg],
+    budgets: Sequence[Budget],
+    *,
+    evaluated_at_start: bool,
+    hopeful: bool,
+    eval_epochs: int | None = None,
 ) -> Timeline:
     """The run through `legs`, whose first has no entry.
 
     Args:
         evaluated_at_start: there is a validation loss before the first step.
+        eval_epochs: evaluations come after so many epochs each, in place of an interval of steps.
         hopeful: every condition on the loss holds as soon as it is asked, instead of never.
     """
     spot, last, masked_until, evaluated = Spot(), 0, 0, evaluated_at_start
@@ -127,7 +133,7 @@ def timeline(
             budgets,
             last,
             evaluated=evaluated,
-            interval=before.state.settings.eval_interval,
+            interval=_interval(before, eval_epochs),
             hopeful=hopeful,
         )
         step = _fires(asked, leg.entry, masked_until)
@@ -161,3 +167,10 @@ def _fires(asked: _Asked, entry: Entry, masked_until: int) -> int | None:
     if is_growth(entry.operation.name):
         step = max(step, masked_until)
     return asked.evaluation(step) if needs_loss(entry.trigger) else step
+
+
+def _interval(leg: Leg, epochs: int | None) -> int:
+    """Steps between evaluations; of epochs that are cut by a change of the batch, about so many."""
+    if epochs is None or leg.pace.samples_per_epoch is None:
+        return leg.state.settings.eval_interval
+    return epochs * -(-leg.pace.samples_per_epoch // leg.pace.global_batch)
