@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import click
 
-from instar.cli.train import train
+from instar.cli.train import rank_options, train
 
 
 @click.command()
 @click.argument("run")
-@click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start on this machine.")
-@click.option("--devices", help="GPUs of the ranks, e.g. 0,1; as many ranks as devices.")
+@rank_options
 @click.option(
     "--from",
     "start",

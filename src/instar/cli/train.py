@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,13 +15,22 @@ if TYPE_CHECKING:
     from instar.run.resume import Resume
 
 
+def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How many ranks a command starts, and on which devices."""
+    for option in (
+        click.option("--devices", help="GPUs of the ranks, e.g. 0,1; as many ranks as devices."),
+        click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start on this machine."),
+    ):
+        command = option(command)
+    return command
+
+
 @click.command(
     epilog="CFG may be left out: the run is then the default config under --set. "
     "Start with: instar init gpt"
 )
 @click.argument("cfg", required=False, type=click.Path())
-@click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start on this machine.")
-@click.option("--devices", help="GPUs of the ranks, e.g. 0,1; as many ranks as devices.")
+@rank_options
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value.")
 @click.option(
     "--schedule", metavar="FILE", help="Operations that change the run while it runs; YAML or JSON."

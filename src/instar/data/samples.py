@@ -50,38 +50,12 @@ class Samples:
 
 
 @dataclass(frozen=True, eq=False)
-class Weighed:
-    """The samples of a source, each with a weight of its own."""
+class _Known:
+    """The samples of a source, of each of which something is known without reading it."""
 
     source: Source
     each: Int64Array
-    """weight of every sample, int64 [samples]"""
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
-        """See `Source`."""
-        return self.source.read(indices, epoch)
-
-    def weights(self, indices: Int64Array) -> float:
-        return float(self.each[indices].sum())
-
-    def close(self) -> None:
-        close(self.source)
-
-
-@dataclass(frozen=True, eq=False)
-class Costed:
-    """The samples of a source, of which each is known to be so much work."""
-
-    source: Source
-    each: Int64Array
-    """int64 [samples], in any unit"""
+    """int64 [samples]"""
 
     @property
     def fingerprint(self) -> str:
@@ -97,8 +71,19 @@ class Costed:
     def weights(self, indices: Int64Array) -> float:
         return self.source.weights(indices)
 
-    def costs(self, indices: Int64Array) -> Int64Array:
-        return self.each[indices]
-
     def close(self) -> None:
         close(self.source)
+
+
+class Weighed(_Known):
+    """Samples with a weight each."""
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(self.each[indices].sum())
+
+
+class Costed(_Known):
+    """Samples of which each is so much work, in any unit."""
+
+    def costs(self, indices: Int64Array) -> Int64Array:
+        return self.each[indices]

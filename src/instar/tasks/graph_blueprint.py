@@ -25,6 +25,7 @@ from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
 from instar.models.shape import ArchitectureError, count_parameters
 from instar.tasks.blueprint import Say
 from instar.tasks.graph_survey import GraphSurvey, ragged, survey_graphs
+from instar.tasks.samples_blueprint import SamplesBlueprint
 
 if TYPE_CHECKING:
     from instar.tasks.graph import GraphTask
@@ -33,13 +34,12 @@ CAUSAL_SETS = "causal_sets"
 
 
 @dataclass(frozen=True, eq=False)
-class GraphBlueprint:
+class GraphBlueprint(SamplesBlueprint):
     """A graph network on graphs that have been looked at."""
 
     config: GraphConfig
     architecture: GraphShape
     survey: GraphSurvey
-    data: SampleSet
 
     @property
     def unit(self) -> str:
@@ -52,16 +52,6 @@ class GraphBlueprint:
             "model.n_mlp": self.architecture.mlp,
             "model.n_readout": self.architecture.readout,
         }
-
-    @property
-    def kept(self) -> dict[str, Path]:
-        return {}
-
-    def check_test(self) -> None:
-        self.data.held_out("test")
-
-    def samples(self, context: int) -> int:  # noqa: ARG002
-        return self.data.splits["train"].size
 
     def units(self, context: int) -> int:
         return self.samples(context) * self.weight(context)
@@ -135,7 +125,7 @@ def blueprint(loaded: Loaded, world_size: int) -> GraphBlueprint:  # noqa: ARG00
     # nearly all of the work is done for each node
     samples = SampleSet(source, splits, config.data, costs=nodes)
     samples.held_out("val")
-    return GraphBlueprint(config, shape, survey, samples)
+    return GraphBlueprint(samples, config, shape, survey)
 
 
 def assumed(loaded: Loaded, say: Say) -> GraphBlueprint:
@@ -151,7 +141,7 @@ def assumed(loaded: Loaded, say: Say) -> GraphBlueprint:
     everything = {"train": np.arange(len(source))}
     survey = survey_graphs(source, {"val": everything["train"]}, config.model)
     shape = resolve_graph(config.model, survey.features, survey.graph_features)
-    return GraphBlueprint(config, shape, survey, SampleSet(source, everything, config.data))
+    return GraphBlueprint(SampleSet(source, everything, config.data), config, shape, survey)
 
 
 def _opened(config: GraphConfig) -> Source:

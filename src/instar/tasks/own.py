@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -29,6 +28,7 @@ from instar.data.samples import Samples
 from instar.data.source import Source
 from instar.models.shape import Growable, Parameter, count_parameters
 from instar.tasks.blueprint import Say
+from instar.tasks.samples_blueprint import SamplesBlueprint
 from instar.tasks.task import Batch, Tally
 
 M = TypeVar("M", bound=Section)
@@ -115,12 +115,11 @@ class Fixed:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnBlueprint:
+class OwnBlueprint(SamplesBlueprint):
     """A user's task with its samples split."""
 
     own: OwnTask[Any, Any]
     architecture: Growable
-    data: SampleSet
 
     @property
     def unit(self) -> str:
@@ -129,16 +128,6 @@ class OwnBlueprint:
     @property
     def derived(self) -> dict[str, object]:
         return {}
-
-    @property
-    def kept(self) -> dict[str, Path]:
-        return {}
-
-    def check_test(self) -> None:
-        self.data.held_out("test")
-
-    def samples(self, context: int) -> int:  # noqa: ARG002
-        return self.data.splits["train"].size
 
     def units(self, context: int) -> int:
         return self.samples(context)
@@ -272,7 +261,7 @@ class OwnKind:
         _check_table(own, shape, config.seed)
         data = self._split(own, config.data, config.seed)
         data.held_out("val")
-        return OwnBlueprint(own, shape, data)
+        return OwnBlueprint(data, own, shape)
 
     def _split(self, own: OwnTask[Any, Any], data: SamplesConfig, seed: int) -> SampleSet:
         given = own.samples()
