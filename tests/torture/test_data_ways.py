@@ -39,6 +39,7 @@ KINDS = {
     ),
     "a mixture": (
         "data.mixture=[{source: squares.txt, weight: 1}, {source: others.txt, weight: 2}]",
+        "data.source=stdlib",  # as if the file did not say any
         "data.tokenizer=byte",
         "data.path=mixture",
     ),
