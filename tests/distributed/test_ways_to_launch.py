@@ -96,7 +96,7 @@ def assert_all_said_who_they_are(run_dir: Path, size: int) -> None:
         assert lines[0].endswith(f"INFO: rank {rank} of {size} on cpu")
         # what libraries say on the standard streams comes here too, as it is
         ours = [line for line in lines if line.startswith("[RANK")]
-        assert len(ours) > 2
+        assert len(ours) > 1
         assert all(re.match(LINE.format(rank=rank), line) for line in ours), lines
 
 
