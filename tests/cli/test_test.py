@@ -46,6 +46,11 @@ class Unlisted(Halves):
 class Plain:
     better = Halves.better
 
+class Bare(OwnTask):
+    better = Halves.better
+    def samples(self):
+        return {}
+
 class Uneven(Halves):
     def samples(self):
         found = dict(super().samples())
@@ -189,6 +194,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         ("task=mine:Unlisted",),
         "the shape's table says that extra.weight is not there, and in the model it is 3×2",
     ),
+    "methods that are missing": (("task=mine:Bare",), "mine:Bare lacks module, loss"),
     "no subclass": (("task=mine:Plain",), "mine:Plain is no subclass of OwnTask"),
     "unequal lengths": (
         ("task=mine:Uneven",),

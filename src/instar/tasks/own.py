@@ -86,6 +86,10 @@ class OwnTask(Generic[M, D]):
         return 6 * count_parameters(shape).matmul
 
 
+NEEDED = ("samples", "module", "loss")
+"""What a task must say for itself."""
+
+
 @dataclass(frozen=True)
 class Fixed:
     """The shape of a model that names no axes: every dimension is its own, and nothing can grow."""
@@ -255,6 +259,11 @@ class OwnKind:
         found = own_task(self.name)
         if not issubclass(found, OwnTask):
             raise _wrong(f"{self.name} is no subclass of OwnTask", "class MyTask(OwnTask): …")
+        missing = [n for n in NEEDED if getattr(found, n) is getattr(OwnTask, n)]
+        if missing:
+            raise _wrong(
+                f"{self.name} lacks {', '.join(missing)}", "docs/own-task.md has an example"
+            )
         assert isinstance(config.data, SamplesConfig)
         own = found(config.model, config.data, config.seed)
         shape = own.shape() or _fixed(own, config.seed)
