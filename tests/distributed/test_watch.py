@@ -107,7 +107,8 @@ def test_ranks_stop_and_save_when_torchrun_is_killed(tmp_path: Path) -> None:
         ranks.processes[0].kill()
         ranks.wait_for("saved-0", "saved-1")
     assert (tmp_path / "saved-0").read_text() == (tmp_path / "saved-1").read_text()
-    assert "lost the store at " in room.log(0)
+    # Whoever notices it first asks all to stop, and the other may be done before it has noticed.
+    assert any("lost the store at " in room.log(rank) for rank in (0, 1))
 
 
 def test_a_rank_that_failed_alone_is_named_by_the_others(tmp_path: Path) -> None:
