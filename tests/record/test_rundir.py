@@ -7,7 +7,7 @@ import pytest
 
 import instar
 from instar.config.errors import ConfigError
-from instar.config.schema import RecordConfig
+from instar.config.record import RecordConfig
 from instar.record.rundir import (
     LETTERS_AND_DIGITS,
     RunDir,
@@ -114,7 +114,7 @@ def test_checking_makes_nothing(tmp_path: Path) -> None:
 
 def test_of_two_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
     code = (
-        "import sys; from instar.config.schema import RecordConfig\n"
+        "import sys; from instar.config.record import RecordConfig\n"
         "from instar.config.errors import ConfigError\n"
         "from instar.record.rundir import create_run_dir\n"
         "record = RecordConfig(run_dir=sys.argv[1]); print('ready', flush=True); input()\n"

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from instar.config.clash import Clash
+from instar.config.record import RecordConfig
 from instar.config.schedule import ScheduledOperation
 from instar.config.section import Fraction, PositiveFloat, PositiveInt, Section, Texts
 
@@ -208,21 +209,6 @@ class TestConfig(Section):
     predictions: bool = Field(
         True,
         description="write every sample's prediction to a Parquet file, where a task makes any",
-    )
-
-
-class RecordConfig(Section):
-    """What is written down, and how often."""
-
-    log_interval: PositiveInt = Field(10, description="steps between lines on the display")
-    analyze_every: PositiveInt | None = Field(
-        None,
-        description="steps between analyses beside training: effective ranks, attention entropy, "
-        "change since the last one, and what they suggest",
-    )
-    out_dir: str = Field("runs", description="folder in which the run's own folder is made")
-    run_dir: str | None = Field(
-        None, description="the run's own folder; default: <out_dir>/<name>-<id>"
     )
 
 

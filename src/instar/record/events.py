@@ -186,6 +186,31 @@ class Warn(Event, tag="warning", frozen=True, kw_only=True):
     step: int | None = None
 
 
+class Layers(Placed, tag="layers", frozen=True, kw_only=True):
+    """What one step did to each group of parameters: a block, the embeddings, the head."""
+
+    grad_norm: dict[str, float]
+    """Before clipping."""
+    update_ratio: dict[str, float]
+    """Norm of the change over norm of the parameters before it."""
+
+
+class Alert(Placed, tag="alert", frozen=True, kw_only=True):
+    """Something that a person should look at: `name` says which rule, `message` what was seen."""
+
+    name: str
+    message: str
+
+
+class Failed(Event, tag="failed", frozen=True, kw_only=True):
+    """The run ended because a rank failed; a killed process cannot say so itself."""
+
+    message: str
+    rank: int
+    step: int | None = None
+    exit_code: int = 4
+
+
 class Stop(Placed, tag="stop", frozen=True, kw_only=True):
     """All ranks agreed to stop."""
 
@@ -216,7 +241,10 @@ AnyEvent = (
     | Analysis
     | Saved
     | Skip
+    | Layers
+    | Alert
     | Warn
+    | Failed
     | Stop
     | RunFinished
 )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from instar.config.errors import ConfigError, InstarError
 
 if TYPE_CHECKING:
-    from instar.config.schema import RecordConfig
+    from instar.config.record import RecordConfig
 
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 """What ids are made of: nothing that looks like something else (i, l, 1, o, 0)."""

@@ -1,0 +1,1 @@
+"""Reading what runs have written down: curves, summaries, comparisons, plots, reports."""

@@ -1,0 +1,1 @@
+"""A run's record in other people's trackers."""
