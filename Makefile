@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 export OMP_NUM_THREADS ?= $(shell nproc)
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo test test-gpu lint format bench torture docs clean
+.PHONY: help demo browser test test-gpu lint format bench torture docs clean
 
 help:
 	@echo "make demo      train a small GPT on the Python standard library's source, then sample"
@@ -31,7 +32,14 @@ demo: $(STAMP)
 	$(BIN)/instar train examples/gpt/demo.yaml
 	$(BIN)/instar sample latest --prompt "def "
 
-test: $(STAMP)
+# What the tests of pages click through.
+browser:
+	@command -v chromium >/dev/null \
+	  || { $(SUDO) apt-get update -qq \
+	    && $(SUDO) apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; } \
+	  || { echo "the tests of pages need Chromium: apt-get install chromium" >&2; exit 1; }
+
+test: $(STAMP) browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 tests --ignore tests/torture
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/torture
 
@@ -49,13 +57,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(BENCH_STAMP)
-	@for name in order loading graphs startup pauses operations throughput scaling time_to_loss; do \
+	@for name in order loading graphs startup logs dashboard pauses operations throughput scaling time_to_loss; do \
 	  $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 torture: $(STAMP)
 	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest tests/torture -s --timeout 7200
 
-docs: $(STAMP)
+docs: $(STAMP) browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
 
 clean:

@@ -195,6 +195,13 @@ class Layers(Placed, tag="layers", frozen=True, kw_only=True):
     """Norm of the change over norm of the parameters before it."""
 
 
+class Wrote(Placed, tag="sample", frozen=True, kw_only=True):
+    """What a language model wrote."""
+
+    prompt: str
+    text: str
+
+
 class Alert(Placed, tag="alert", frozen=True, kw_only=True):
     """Something that a person should look at: `name` says which rule, `message` what was seen."""
 
@@ -242,6 +249,7 @@ AnyEvent = (
     | Saved
     | Skip
     | Layers
+    | Wrote
     | Alert
     | Warn
     | Failed
@@ -306,6 +314,8 @@ def encode(event: Event, now: float, segment: int) -> bytes:
 
 
 RUN_STARTED_LINE = b'{"v":%d,"kind":"run_started"' % VERSION
+NOT_AN_EVENT = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What `decode` raises."""
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -324,7 +334,7 @@ def read_events(path: Path) -> Iterator[Event]:
         for number, line in enumerate(file, 1):
             try:
                 event = decode(line)
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            except NOT_AN_EVENT as error:
                 if not line.endswith(b"\n"):
                     return
                 raise RecordError(f"{path}:{number}: not an event of a run: {error}") from error

@@ -23,6 +23,7 @@ from instar.run.safepoint import SafePoint
 from instar.run.saving import Saver
 from instar.run.step import DTYPES
 from instar.run.trainer import Trainer
+from instar.run.writer import Writer
 from instar.schedule.entries import entries
 
 
@@ -72,6 +73,7 @@ def build(
         narrator,
         log,
         Judge(config),
+        Writer(config.record, run_dir.path),
         entries(config),
     )
 

@@ -23,6 +23,7 @@ from instar.record.console import Console
 from instar.record.events import (
     Analysis,
     Eval,
+    Layers,
     NewGradients,
     Operation,
     Placed,
@@ -33,6 +34,7 @@ from instar.record.events import (
     Stop,
     Train,
     Warn,
+    Wrote,
 )
 from instar.record.lines import confusion_lines, si
 from instar.record.recorder import Sink
@@ -40,6 +42,7 @@ from instar.record.system import memory_bytes
 from instar.run.alarm import GradientWatch
 from instar.run.analyst import Finding
 from instar.run.evaluate import Evaluation
+from instar.run.layers import LayerWatch
 from instar.run.progress import Progress
 from instar.run.standstill import Standing
 from instar.run.step import StepResult
@@ -145,6 +148,22 @@ class Narrator:
             data_wait=self.waited_s / seconds,
             memory_bytes=memory_bytes(str(self.world.device)),
         )
+
+    def layered(self, progress: Progress, layers: LayerWatch) -> None:
+        """What the step did to each layer; gradients that are not finite moved nothing."""
+        self._write(
+            progress,
+            Layers(
+                step=progress.step,
+                grad_norm=dict(layers.grad_norm),
+                update_ratio=dict(layers.update_ratio),
+            ),
+        )
+
+    def wrote(self, progress: Progress, prompt: str, text: str) -> None:
+        """The model has written something."""
+        self._write(progress, Wrote(step=progress.step, prompt=prompt, text=text))
+        logger.info("step %d: wrote %r", progress.step, text)
 
     def skipped(self, progress: Progress, consecutive: int) -> None:
         self._write(progress, Skip(step=progress.step, consecutive=consecutive))

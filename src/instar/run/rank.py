@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from instar.checkpoint.disk import replace_file
@@ -11,14 +12,20 @@ from instar.checkpoint.store import load, point
 from instar.config.dump import resolved
 from instar.config.load import Loaded
 from instar.distributed.agree import agree, together
-from instar.distributed.failure import NOTHING_STARTED, Interrupted
+from instar.distributed.failure import (
+    NOTHING_STARTED,
+    Interrupted,
+    PeerError,
+    describe,
+    exit_code_of,
+)
 from instar.distributed.ranklog import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join, recall, remember
 from instar.models.shape import count_parameters
 from instar.record.console import open_console, silent_console
-from instar.record.events import RunStarted
-from instar.record.recorder import Recorder, Silent
+from instar.record.events import Failed, RecordError, RunStarted
+from instar.record.recorder import Recorder, Silent, Sink
 from instar.record.rundir import RunDir, create_run_dir, hold
 from instar.record.system import machine, versions
 from instar.run.build import build
@@ -60,6 +67,26 @@ def run(
         RunFailed: it started and cannot go on.
         Interrupted: a signal asked it to stop, and all ranks did, at the same step.
     """
+    try:
+        _live(loaded, log, signal, resume, only_test=only_test)
+    finally:
+        if log.path is not None and log.rank == 0 and loaded.config.record.report:
+            _report(RunDir(log.path.parent.parent))
+
+
+def _report(run_dir: RunDir) -> None:
+    """What the run came to, for a person to open; a run does not fail because of its report."""
+    try:
+        from instar.logs.report import write_report
+
+        write_report(run_dir)
+    except Exception as error:
+        logger.warning("no report: %s: %s", type(error).__name__, error)
+
+
+def _live(
+    loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None, *, only_test: bool
+) -> None:
     with join(loaded.config.parallel, loaded.config.device) as world, ExitStack() as stack:
         console = open_console() if world.is_main else silent_console()
         stack.enter_context(closing(console))
@@ -80,6 +107,7 @@ def run(
         log.open(run_dir.path)
         logger.info("rank %d of %d on %s", world.rank, world.size, world.device)
         sink = stack.enter_context(closing(Recorder(run_dir.events) if world.is_main else Silent()))
+        stack.enter_context(_failures_told(sink, log))
         trainer = build(prepared, world, signal, sink, console, log, run_dir)
         if world.size > 1:
             _kept.append(trainer)
@@ -102,6 +130,23 @@ def run(
         interrupted = _to_the_end(trainer, run_dir)
     if interrupted:
         raise Interrupted(f"go on with: instar resume {run_dir.path}")
+
+
+@contextmanager
+def _failures_told(sink: Sink, log: RankLog) -> Iterator[None]:
+    """The record's last word says why a run ended that nobody stopped."""
+    try:
+        yield
+    except BaseException as error:
+        code = exit_code_of(error)
+        if code not in (0, Interrupted.exit_code):
+            failure = describe(error, log.rank, log.step)
+            rank = error.rank if isinstance(error, PeerError) else log.rank
+            with suppress(RecordError):
+                sink.write(
+                    Failed(message=failure.sentence(), rank=rank, step=log.step, exit_code=code)
+                )
+        raise
 
 
 def _name_best(trainer: Trainer, start: Path, run_dir: RunDir) -> None:

@@ -20,6 +20,7 @@ from instar.distributed.world import World
 from instar.run.alarm import GradientWatch
 from instar.run.generators import seed_generators
 from instar.run.gradients import Gradients
+from instar.run.layers import LayerWatch
 from instar.run.optimizer import set_learning_rate
 from instar.tasks.task import Batch, Task
 
@@ -96,6 +97,8 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
         self.watch: GradientWatch | None = None
         """sees every step's global gradient, before clipping"""
+        self.layers: LayerWatch | None = None
+        """sees the next step"""
         self.ema_decay = config.train.ema
         self.ema = (
             {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -170,6 +173,8 @@ class Stepper:
             self.scaler.unscale_(optimizer)
         if self.watch is not None:
             self.watch.see({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
+        if self.layers is not None:
+            self.layers.before(self.parameters)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm_tensor = torch.nn.utils.get_total_norm(gradients)
         norm = norm_tensor.item()
@@ -184,6 +189,8 @@ class Stepper:
                     [p.detach() for p in self.parameters.values()],
                     1.0 - self.ema_decay,
                 )
+        if self.layers is not None:
+            self.layers.after(self.parameters)
         if self.scaler.is_enabled():
             self.scaler.update()
         for optimizer in self.optimizers:

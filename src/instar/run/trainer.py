@@ -23,6 +23,7 @@ from instar.run.changes import change_if_due, loss_of_now
 from instar.run.course import Course, Supply
 from instar.run.evaluate import Evaluation, evaluate
 from instar.run.judge import Judge, Judgement
+from instar.run.layers import LayerWatch
 from instar.run.narrate import Narrator
 from instar.run.progress import Progress
 from instar.run.rig import freeze, rig
@@ -31,6 +32,7 @@ from instar.run.saving import Saver, reasons
 from instar.run.snapshot import snapshot
 from instar.run.step import Stepper, StepResult, enter
 from instar.run.stop import REACHED, Decision, budget_met
+from instar.run.writer import Writer
 from instar.schedule.entries import Entry
 from instar.schedule.operations import History, State, carried_out
 from instar.schedule.settings import Settings, initial_settings, learning_rate
@@ -62,12 +64,13 @@ class Trainer:
         narrator: Narrator,
         log: RankLog,
         judge: Judge,
+        writer: Writer,
         entries: Sequence[Entry] = (),
     ) -> None:
         """`entries`: the schedule, in its order."""
         self.config, self.world = config, world
         self.stepper, self.safe, self.saver = stepper, safe, saver
-        self.narrator, self.log, self.judge = narrator, log, judge
+        self.narrator, self.log, self.judge, self.writer = narrator, log, judge, writer
         safe.save_is_due = saver.overdue
         self.budgets = [parse_budget(text) for text in config.train.until]
         self.entries = tuple(entries)
@@ -121,10 +124,12 @@ class Trainer:
             self.save_if_due()
             self.step()
             self.evaluate_if_due()
+            self.writer.write_if_due(self)
             self.analyst.look_if_due(self)
         self.analyst.tell(self)
         if not decision.interrupted and self.evaluated_at != self.progress.step:
             self.evaluate()
+        self.writer.write_if_due(self, last=not decision.interrupted)
         return Outcome(self.progress, decision, self.evaluated)
 
     def step(self) -> None:
@@ -134,6 +139,9 @@ class Trainer:
         self.safe.enter(f"step {number + 1}", number + 1)
         self.log.step = number + 1
         lr = learning_rate(self.settings, number)
+        every = self.config.record.layers_every
+        if every is not None and (number + 1) % every == 0 and self.world.is_main:
+            self.stepper.layers = LayerWatch()
         try:
             batch = self.next_batch()
             result = self.stepper.step(batch, number, lr, before_sync=self.heard)
@@ -179,6 +187,9 @@ class Trainer:
     def note(self, batch: StepBatch, result: StepResult, lr: float) -> None:
         """Record the step; give up after too many skipped ones."""
         self.narrator.stepped(self.progress, batch, result, lr)
+        if (layers := self.stepper.layers) is not None:
+            self.narrator.layered(self.progress, layers)
+            self.stepper.layers = None
         if (watch := self.stepper.watch) is not None:
             self.narrator.reached_new(self.progress, watch)
             if watch.over:
@@ -344,6 +355,7 @@ class Trainer:
         self.asked_at = msgspec.convert(state.get("asked_at", self.evaluated_at), int)
         self.losses = msgspec.convert(state.get("losses", ()), tuple[tuple[int, float], ...])
         self.skipped_in_a_row = msgspec.convert(state["skipped_in_a_row"], int)
+        self.writer.wrote_at = self.progress.step
         self.stepper.scaler.load_state_dict(state["scaler"])
         self.narrator.restore(state["story"], self.progress)
 
