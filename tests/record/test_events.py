@@ -162,11 +162,11 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, broken: bytes, rea
 
 
 def test_a_kind_of_a_newer_instar_is_handed_on() -> None:
-    line = b'{"v":1,"kind":"alert","time":5.0,"segment":2,"step":7,"ratio":"Infinity"}\n'
+    line = b'{"v":1,"kind":"verdict","time":5.0,"segment":2,"step":7,"ratio":"Infinity"}\n'
     event = decode(line)
     assert event == Unrecognised(
-        name="alert",
-        fields={"v": 1, "kind": "alert", "step": 7, "ratio": math.inf},
+        name="verdict",
+        fields={"v": 1, "kind": "verdict", "step": 7, "ratio": math.inf},
         time=5,
         segment=2,
     )

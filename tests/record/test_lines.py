@@ -183,7 +183,7 @@ def test_what_a_stream_cannot_say_is_spelt() -> None:
     text = "4×H200  val 3.41 → 3.40  max|Δlogit| ±1  ✓ Größe"
     assert printable(text, "utf-8") == text
     assert printable(text, "ascii") == (
-        "4xH200  val 3.41 -> 3.40  max|dlogit| +-1  ok Gr\\xf6\\xdfe"
+        "4xH200  val 3.41 -> 3.40  max|dlogit| +-1  ok Gr\\u00f6\\u00dfe"
     )
     assert printable("→", None) == "->"
     assert printable("→", "no-such-encoding") == "->"

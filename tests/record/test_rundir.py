@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from instar.record.rundir import (
     check_run_dir,
     create_run_dir,
     find_run,
+    hold,
+    holder,
 )
 
 BAD = {
@@ -205,3 +208,22 @@ def test_paths_of_a_run() -> None:
     assert run.id == "r7f3a"
     assert run.log(3) == Path("runs/grow-r7f3a/logs/rank_3.log")
     assert run.report == Path("runs/grow-r7f3a/report.html")
+
+
+def test_asking_who_trains_never_keeps_anybody_from_training(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    asked = threading.Event()
+
+    def ask() -> None:
+        while not asked.is_set():
+            holder(run)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(200):
+            with hold(run):
+                pass
+    finally:
+        asked.set()
+        asking.join()

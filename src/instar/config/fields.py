@@ -81,12 +81,10 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A list of sections as a list of mappings."""
-    if not isinstance(value, tuple):
-        return value
-    return tuple(
-        item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in value
-    )
+    """A section as a mapping, a list of sections as a list of mappings."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 @cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,18 @@ _ASCII = str.maketrans(
         "≥": ">=",
         "·": "*",
         "…": "...",
+        "−": "-",
+        "–": "-",
+        "─": "-",
+        "│": "|",
+        "‖": "|",
+        "ε": "eps",
+        "θ": "theta",
+        "β": "beta",
+        "√": "sqrt ",
+        "²": "^2",
+        "•": "*",
+        "�": "?",
     }
 )
 
@@ -209,8 +223,15 @@ def printable(text: str, encoding: str | None) -> str:
     try:
         text.encode(encoding)
     except (UnicodeEncodeError, LookupError):
-        return text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii")
+        return spelt(text)
     return text
+
+
+def spelt(text: str) -> str:
+    """`text` in ASCII: arrows and signs spelt, other letters as JSON and YAML escape them."""
+    if text.isascii():
+        return text
+    return re.sub("[^\x00-\x7f]", lambda found: json.dumps(found[0])[1:-1], text.translate(_ASCII))
 
 
 def _step(event: Placed) -> str:

@@ -7,11 +7,12 @@ import fcntl
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from instar.config.errors import ConfigError, InstarError
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 """What ids are made of: nothing that looks like something else (i, l, 1, o, 0)."""
 LETTERS_AND_DIGITS = LETTERS + "23456789"
+ASKING_S = 0.1
+"""Whoever only asks who trains in a folder has its lock for a moment, but never so long."""
 _ID = re.compile(rf"[{LETTERS}][{LETTERS_AND_DIGITS}]{{4}}")
 
 
@@ -35,6 +38,11 @@ class RunDir:
         """`r7f3a` of `grow-r7f3a`; the whole name of a folder that was named by hand."""
         last = self.path.name.rpartition("-")[2]
         return last if _ID.fullmatch(last) else self.path.name
+
+    @property
+    def name(self) -> str:
+        """`grow` of `grow-r7f3a`; the whole name of a folder that was named by hand."""
+        return self.path.name.removesuffix(f"-{self.id}")
 
     @property
     def config(self) -> Path:
@@ -86,14 +94,15 @@ def hold(run: RunDir) -> Iterator[None]:
         RunDirBusy: another one is.
     """
     with run.lock.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise RunDirBusy(
-                f"{run.path}: process {file.read().strip() or '?'} is training there; wait for it, "
-                f"or end it with: instar control {run.path} stop"
-            ) from error
+        deadline = time.monotonic() + ASKING_S
+        while not _lock(file, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise RunDirBusy(
+                    f"{run.path}: process {file.read().strip() or '?'} is training there; wait for "
+                    f"it, or end it with: instar control {run.path} stop"
+                )
+            time.sleep(ASKING_S / 20)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -104,14 +113,21 @@ def holder(run: RunDir) -> int | None:
     """The process that is training in a run's folder, or None."""
     try:
         with run.lock.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _lock(file, fcntl.LOCK_SH):
                 text = file.read().strip()
                 return int(text) if text.isdecimal() else 0
     except OSError:
         pass
     return None
+
+
+def _lock(file: TextIO, kind: int) -> bool:
+    """Whether the lock could be had at once."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def create_run_dir(record: RecordConfig, name: str) -> RunDir:
@@ -166,7 +182,7 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     path = Path(text)
     if RunDir(path).holds_run():
         return RunDir(path)
-    runs = _runs_under(out_dir)
+    runs = runs_in(out_dir)
     if not runs:
         raise ConfigError.one(f"no run in {out_dir}", hint="start one with instar train")
     if text == "latest":
@@ -174,7 +190,7 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     for run in reversed(runs):
         if text in (run.path.name, run.id):
             return run
-    named = [run for run in runs if run.path.name.removesuffix(f"-{run.id}") == text]
+    named = [run for run in runs if run.name == text]
     if len(named) == 1:
         return named[0]
     if named:
@@ -236,10 +252,10 @@ def _check_writable(path: Path, key: str) -> None:
         )
 
 
-def _runs_under(out_dir: Path) -> list[RunDir]:
-    """The runs in a folder, the one written to last at the end."""
+def runs_in(folder: Path) -> list[RunDir]:
+    """The runs in a folder, the one that was written to last at the end; none if it is no folder."""
     try:
-        found = [RunDir(path) for path in out_dir.iterdir()]
+        found = [RunDir(path) for path in folder.iterdir()]
     except OSError:
         return []
     times = {run: time for run in found if (time := _written_at(run)) is not None}

@@ -21,6 +21,7 @@ from instar.config.schema import RunConfig
 from instar.record.rundir import check_run_dir
 from instar.schedule.forecast import Forecast, checked_forecast
 from instar.tasks.blueprint import Blueprint, kind_of
+from instar.trackers.configured import missing
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) ->
         ConfigError: it cannot be made, or was made otherwise than the config says.
     """
     config = loaded.config
-    _check_ranks(loaded, world_size)
+    _check_place(loaded, world_size)
     kind_of(config.task).prepare(loaded, world_size, say)
 
 
@@ -81,7 +82,7 @@ def preflight(loaded: Loaded, world_size: int, *, new: bool = True) -> Prepared:
             )
         )
     with _collecting(problems):
-        _check_ranks(loaded, world_size)
+        _check_place(loaded, world_size)
     if problems:
         raise ConfigError(*problems)
     if not new:
@@ -113,9 +114,9 @@ def _resolved(config: RunConfig, blueprint: Blueprint, told: Forecast) -> Prepar
     return Prepared(_with(config, derived), blueprint, told, derived)
 
 
-def _check_ranks(loaded: Loaded, world_size: int) -> None:
-    """Raises ConfigError for what so many ranks contradict."""
-    clashes = rank_checks(loaded.config, world_size)
+def _check_place(loaded: Loaded, world_size: int) -> None:
+    """Raises ConfigError for what so many ranks, or this machine, contradict."""
+    clashes = [*rank_checks(loaded.config, world_size), *missing(loaded.config.record)]
     if clashes:
         raise ConfigError(
             *(loaded.problem(clash.keys[0], clash.message, clash.hint) for clash in clashes)

@@ -11,6 +11,7 @@ from instar.checkpoint.disk import replace_file
 from instar.checkpoint.store import load, point
 from instar.config.dump import resolved
 from instar.config.load import Loaded
+from instar.config.schema import RunConfig
 from instar.distributed.agree import agree, together
 from instar.distributed.failure import (
     NOTHING_STARTED,
@@ -23,11 +24,14 @@ from instar.distributed.ranklog import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join, recall, remember
 from instar.models.shape import count_parameters
-from instar.record.console import open_console, silent_console
+from instar.record.alerts import Rules
+from instar.record.console import Console, open_console, silent_console
 from instar.record.events import Failed, RecordError, RunStarted
+from instar.record.notify import Notifier
 from instar.record.recorder import Recorder, Silent, Sink
 from instar.record.rundir import RunDir, create_run_dir, hold
 from instar.record.system import machine, versions
+from instar.record.watched import Watched
 from instar.run.build import build
 from instar.run.changes import check_ahead
 from instar.run.final import final_test
@@ -38,6 +42,9 @@ from instar.run.safepoint import SafePoint
 from instar.run.snapshot import take_up
 from instar.run.tell import shape_text
 from instar.run.trainer import Trainer
+from instar.trackers.configured import configured
+from instar.trackers.mirror import Mirror
+from instar.trackers.tracker import TrackedRun
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +113,8 @@ def _live(
                 stack.enter_context(hold(run_dir))
         log.open(run_dir.path)
         logger.info("rank %d of %d on %s", world.rank, world.size, world.device)
-        sink = stack.enter_context(closing(Recorder(run_dir.events) if world.is_main else Silent()))
+        record = _record(run_dir, prepared.config, console) if world.is_main else Silent()
+        sink = stack.enter_context(closing(record))
         stack.enter_context(_failures_told(sink, log))
         trainer = build(prepared, world, signal, sink, console, log, run_dir)
         if world.size > 1:
@@ -130,6 +138,17 @@ def _live(
         interrupted = _to_the_end(trainer, run_dir)
     if interrupted:
         raise Interrupted(f"go on with: instar resume {run_dir.path}")
+
+
+def _record(run_dir: RunDir, config: RunConfig, console: Console) -> Sink:
+    """The record, what is copied from it into other tools, and whoever is told of alerts."""
+    sink: Sink = Recorder(run_dir.events)
+    if trackers := configured(config.record.trackers):
+        told = TrackedRun.live(run_dir.path, config.model_dump(mode="json"))
+        sink = Mirror(sink, trackers, told, console.warn)
+    alerts = config.record.alerts
+    notifier = Notifier(run_dir, alerts.argv, alerts.webhook)
+    return Watched(sink, Rules(alerts), notifier, console.warn)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from instar.checkpoint.store import (
     pointers,
 )
 from instar.config.errors import ConfigError, Problem
+from instar.config.explain import nearest
 from instar.config.fields import keys, value_of
 from instar.config.load import load as load_config
 from instar.config.schema import RunConfig
@@ -92,24 +93,35 @@ def choose(resume: Resume) -> tuple[Checkpoint | None, list[CheckpointError]]:
     root = resume.run.path
     if resume.fresh and not checkpoints(root):
         return None, []
-    if resume.start == "latest":
-        return newest_whole(root)
-    if resume.start.startswith(BEST):
-        best = pointed_at(root, resume.start)
+    named = named_checkpoint(resume)
+    return newest_whole(root) if named is None else (load(named), [])
+
+
+def named_checkpoint(resume: Resume) -> Path | None:
+    """The checkpoint that `resume.start` names; None: the latest that is whole.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root, start = resume.run.path, resume.start
+    if start == "latest":
+        return None
+    if start.startswith(BEST):
+        best = pointed_at(root, start)
         if best is None:
             others = ", ".join(name for name in pointers(root) if name != LATEST)
             raise CheckpointError(
-                f"{root}: no checkpoint is its {resume.start}; "
+                f"{root}: no checkpoint is its {start}; "
                 + (f"there are {others}" if others else "checkpoint.on_best saves one at each best")
             )
-        return load(best), []
-    name = resume.start if resume.start.startswith("step-") else f"step-{resume.start}"
+        return best
+    name = f"step-{start}" if start[:1].isdecimal() else start
     there = [path.name for path in checkpoints(root)]
     if name not in there:
-        raise CheckpointError(
-            f"{root}: no checkpoint {name}; there are {', '.join(there) or 'none'}"
-        )
-    return load(root / "checkpoints" / name), []
+        meant = nearest(start, [LATEST, BEST, *there]) if name == start else None
+        hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(there) or 'none'}"
+        raise CheckpointError(f"{root}: no checkpoint {name}; {hint}")
+    return root / "checkpoints" / name
 
 
 def overridden(resume: Resume, now: RunConfig) -> dict[str, tuple[object, object]]:

@@ -1,0 +1,283 @@
+"""Trackers tried for real, each in a process of its own: writing through a mirror, reading back with
+the tool's own reader.
+
+    python tracked.py write TOOL FOLDER FIRST LAST [wait]
+    python tracked.py read TOOL FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("tensorboard", "wandb", "trackio", "mlflow")
+NAN_STEP, INFINITE_STEP = 3, 4
+CONFIG = {
+    "name": "demo",
+    "model": {"n_layer": 4, "n_mlp": None},
+    "train": {"until": ["9it"]},
+    "record": {"alerts": {"webhook": "https://example.org/secret"}},
+}
+
+
+def loss(step: int) -> float:
+    return {NAN_STEP: math.nan, INFINITE_STEP: math.inf}.get(step, 8.0 / (step + 1))
+
+
+def write(tool: str, folder: Path, first: int, last: int, *, wait: bool = False) -> None:
+    """Steps `first` + 1 to `last` of a run; with `wait` it neither ends nor goes on."""
+    from instar.config.record import TrackersConfig
+    from instar.record.events import Alert, Operation, RunFinished, RunStarted, Saved, Stop, Train
+    from instar.record.recorder import Recorder
+    from instar.trackers import mirror
+    from instar.trackers.configured import configured
+    from instar.trackers.tracker import TrackedRun
+
+    mirror.FLUSH_EVERY_S = 0.1
+    config = TrackersConfig.model_validate({tool: settings(tool, folder)})
+    sink = mirror.Mirror(
+        Recorder(folder / "events.jsonl"),
+        configured(config),
+        TrackedRun.live(folder, CONFIG),
+        lambda message: print(message, file=sys.stderr),
+        queue_events=100_000,
+        close_wait_s=60.0,
+    )
+    came_from = f"step-{first}" if first else None
+    sink.write(RunStarted(run_id="ab3cd", step=first, resumed_from=came_from))
+    for step in range(first + 1, last + 1):
+        sink.write(Train(step=step, tokens=64 * step, loss=loss(step), lr=1e-3))
+    sink.write(Operation(step=last, name="widen_mlp", verb="GROW", change="64→128"))
+    sink.write(Saved(step=last, path=f"checkpoints/step-{last}"))
+    sink.write(Alert(step=last, name="divergence", message="it rises"))
+    if wait:
+        sys.stdin.read()
+    sink.write(Stop(step=last, reason="9it"))
+    sink.write(RunFinished(step=last, loss=loss(last), best_loss=0.5))
+    sink.close()
+
+
+def settings(tool: str, folder: Path) -> dict[str, str]:
+    beside = folder.parent
+    return {
+        "trackio": {"dir": str(beside / "trackio")},
+        "mlflow": {"uri": str(beside / "mlruns")},
+    }.get(tool, {})
+
+
+def read(tool: str, folder: Path) -> dict[str, Any]:
+    """What the tool's own reader finds: `runs`, `points` of the loss, `tokens`, `config`, `notes`,
+    `final` and whatever else is there."""
+    return {
+        "tensorboard": read_tensorboard,
+        "wandb": read_wandb,
+        "trackio": read_trackio,
+        "mlflow": read_mlflow,
+    }[tool](folder)
+
+
+def read_tensorboard(folder: Path) -> dict[str, Any]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    everything = {"scalars": 0, "tensors": 0}
+    found = EventAccumulator(str(folder / "tensorboard"), size_guidance=everything).Reload()
+    texts = {
+        tag: [(each.step, make_ndarray(each.tensor_proto).item().decode()) for each in tensors]
+        for tag in found.Tags()["tensors"]
+        if not tag.startswith("_") and (tensors := found.Tensors(tag))
+    }
+    scalars = {
+        name: [(each.step, each.value) for each in found.Scalars(name)]
+        for name in ("loss", "at/tokens")
+    }
+    return {
+        "runs": 1,
+        "points": scalars["loss"],
+        "tokens": scalars["at/tokens"],
+        "config": texts.pop("config")[-1][1],
+        "final": [text for _, text in texts.pop("finished", [])],
+        "notes": texts,
+    }
+
+
+def read_wandb(folder: Path) -> dict[str, Any]:
+    """Of all of its folders, in the order in which `wandb sync` would send them."""
+    rows: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
+    final: dict[str, Any] = {}
+    ids, alerts, kinds = set(), [], set()
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    for file in files:
+        for record in wandb_records(file):
+            kind = record.WhichOneof("record_type")
+            kinds.add(kind)
+            if kind == "run":
+                ids.add(record.run.run_id)
+                config |= {
+                    each.key: json.loads(each.value_json) for each in record.run.config.update
+                }
+            elif kind == "history":
+                items = record.history.item
+                rows.append(
+                    {
+                        each.key or "/".join(each.nested_key): json.loads(each.value_json)
+                        for each in items
+                    }
+                )
+            elif kind == "summary":
+                final |= {
+                    each.key or "/".join(each.nested_key): json.loads(each.value_json)
+                    for each in record.summary.update
+                }
+            elif kind == "alert":
+                alerts.append((record.alert.title, record.alert.text))
+    number = {"NaN": math.nan, "Infinity": math.inf}
+    return {
+        "runs": len(ids),
+        "points": [
+            (row["step"], number.get(row["loss"], row["loss"])) for row in rows if "loss" in row
+        ],
+        "tokens": [(row["step"], row["at/tokens"]) for row in rows if "loss" in row],
+        "config": config,
+        "final": final,
+        "notes": {
+            "operation": [
+                (r["step"], r["events/operation"]) for r in rows if "events/operation" in r
+            ],
+            "alert": alerts,
+        },
+        "folders": len(files),
+        "kinds": sorted(kinds),
+    }
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a transaction log: LevelDB's log format behind seven bytes of W&B's own."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, whole = file.read_bytes(), 7, b""
+    block, head = 32768, 7
+    while place + head <= len(data):
+        if (left := block - place % block) < head:
+            place += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, place)
+        part = data[place + head : place + head + size]
+        if kind == 0 or len(part) < size:
+            return
+        place += head + size
+        whole += part
+        if kind in (1, 4):  # the whole of it, or its last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
+
+
+def read_trackio(folder: Path) -> dict[str, Any]:
+    os.environ["TRACKIO_DIR"] = str(folder.parent / "trackio")
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    runs = list(trackio.Api().runs("instar"))
+    (run,) = runs
+    rows = SQLiteStorage.get_logs("instar", run.name, run_id=run.id)
+    return {
+        "runs": len(runs),
+        "points": [(row["step"], row["loss"]) for row in rows if "loss" in row],
+        "tokens": [(row["step"], row["at/tokens"]) for row in rows if "loss" in row],
+        "config": run.config,
+        "final": {key: value for row in rows for key, value in row.items() if "final/" in key},
+        "notes": {
+            "operation": [(a["step"], a["text"]) for a in run.alerts() if "GROW" in a["title"]],
+            "alert": [(a["step"], a["text"]) for a in run.alerts() if a["title"] == "divergence"],
+        },
+    }
+
+
+def read_mlflow(folder: Path) -> dict[str, Any]:
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=(folder.parent / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("instar")
+    runs = client.search_runs([experiment.experiment_id])
+    (run,) = runs
+    history = {
+        name: [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
+        for name in ("loss", "at/tokens")
+    }
+    tags = run.data.tags
+    return {
+        "runs": len(runs),
+        "points": history["loss"],
+        "tokens": history["at/tokens"],
+        "config": run.data.params,
+        "final": {k: v for k, v in run.data.metrics.items() if "final/" in k}
+        | {"status": run.info.status},
+        "notes": {
+            kind: [
+                (int(key.split()[1]), value) for key, value in tags.items() if key.startswith(kind)
+            ]
+            for kind in ("operation", "alert")
+        },
+    }
+
+
+def process(*arguments: object) -> subprocess.Popen[str]:
+    """This file as a process; a network would be of no use to it."""
+    nowhere = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, __file__, *map(str, arguments)],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=os.environ | nowhere,
+    )
+
+
+def written(*arguments: object) -> None:
+    """Write in a process that ends; it says nothing at all."""
+    said = process("write", *arguments).communicate(timeout=120)
+    assert said == ("", "")
+
+
+def read_back(tool: str, folder: Path) -> dict[str, Any]:
+    """Read in a process, since a tool looks up its folder when it is imported."""
+    with process("read", tool, folder) as reader:
+        output, complaint = reader.communicate(timeout=120)
+    assert reader.returncode == 0, complaint
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def read_when(tool: str, folder: Path, last: int) -> dict[str, Any]:
+    """What can be read as soon as step `last` can."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            found = read_back(tool, folder)
+        except (AssertionError, ValueError):  # not there yet
+            continue
+        if found["points"] and found["points"][-1][0] >= last and found["notes"].get("alert"):
+            return found
+    raise TimeoutError(f"{tool} never held step {last}")
+
+
+if __name__ == "__main__":
+    command, tool, folder, *rest = sys.argv[1:]
+    if command == "write":
+        write(tool, Path(folder), int(rest[0]), int(rest[1]), wait="wait" in rest)
+    else:
+        print(json.dumps(read(tool, Path(folder))))
