@@ -55,4 +55,4 @@ def test_a_run_that_is_not_there_to_hear_is_not_asked(instar: Instar, place: Pat
     said = instar("control", "run", "save", code=3).stderr
     assert "run is not running; to go on with it: instar resume run" in said
     assert not (place / "run" / "control").exists()
-    assert "ended (reached 8it)" in instar("control", "run", "status").stdout
+    assert "finished (reached 8it)" in instar("control", "run", "status").stdout

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from instar.cli.config import json_option
+from instar.cli.lazy import Group
 
 if TYPE_CHECKING:
     from instar.checkpoint.compare import Check
@@ -24,7 +25,7 @@ WHAT_TO_GIVE = (
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def checkpoint() -> None:
     """Look into checkpoints, check and compare them, carry them over."""
 

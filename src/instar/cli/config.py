@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from instar.config.load import Loaded
+from instar.cli.lazy import Group
 
 set_option = click.option(
     "--set",
@@ -20,7 +19,7 @@ set_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@click.group()
+@click.group(cls=Group)
 def config() -> None:
     """Show, validate and compare configs."""
 
@@ -36,6 +35,7 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
     The output is itself a config that can be run (without --json --origin: then it is a
     record of keys).
     """
+    from instar.config.differing import values
     from instar.schedule.checks import load_checked
 
     loaded = load_checked(cfg, overrides)
@@ -46,7 +46,7 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
     else:
         origins = loaded.origins
         _print_json(
-            {key: {"value": v, "origin": origins[key]} for key, v in _values(loaded).items()}
+            {key: {"value": v, "origin": origins[key]} for key, v in values(loaded.config).items()}
         )
 
 
@@ -62,7 +62,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
     from instar.cli.table import print_table
     from instar.config.dump import in_yaml
     from instar.config.errors import ConfigError
-    from instar.config.explain import dotted, nearest
+    from instar.config.explain import dotted, key_meant, nearest
     from instar.config.fields import (
         default,
         editor_schema,
@@ -77,7 +77,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
     name, root = section or "", root_of(task)
     there = list(filter(None, sections(root)))
     if name not in sections(root) and name not in keys(root):
-        meant = nearest(name, [*there, *keys(root)])
+        meant = key_meant(root, name) or nearest(name, [*there, *keys(root)])
         hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(there)}"
         raise ConfigError.one(f"there is no section or key '{name}'", hint=hint)
     if as_json:
@@ -127,29 +127,25 @@ def validate(cfg: str, overrides: tuple[str, ...]) -> None:
 def diff(a: str, b: str, as_json: bool) -> None:
     """List the keys in which the configs A and B differ, defaults and presets included."""
     from instar.cli.table import print_table
+    from instar.config.differing import differing, values
     from instar.config.dump import in_yaml
     from instar.config.errors import ConfigError, Problem
     from instar.schedule.checks import load_checked
 
     problems: list[Problem] = []
-    values: list[dict[str, Any]] = []
+    read: list[dict[str, Any]] = []
     for path in (a, b):
         try:
-            values.append(_values(load_checked(path)))
+            read.append(values(load_checked(path).config))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    left, right = values
-    differing = {
-        key: (left.get(key), right.get(key))
-        for key in {**left, **right}
-        if left.get(key) != right.get(key)
-    }
+    found = differing(read)
     if as_json:
-        _print_json({key: {"a": one, "b": other} for key, (one, other) in differing.items()})
-    elif differing:
-        rows = [(key, in_yaml(one), in_yaml(other)) for key, (one, other) in differing.items()]
+        _print_json({key: {"a": one, "b": other} for key, (one, other) in found.items()})
+    elif found:
+        rows = [(key, in_yaml(one), in_yaml(other)) for key, (one, other) in found.items()]
         print_table(("key", a, b), rows)
     else:
         click.echo("no differences", err=True)
@@ -167,12 +163,6 @@ def _brief(words: str) -> str:
     ):
         words = words.replace(long, short)
     return words.removeprefix("a ")
-
-
-def _values(loaded: Loaded) -> dict[str, Any]:
-    from instar.config.fields import keys, value_of
-
-    return {key: value_of(loaded.config, key) for key in keys(type(loaded.config))}
 
 
 def _print_json(data: Any) -> None:

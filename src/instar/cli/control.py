@@ -77,42 +77,54 @@ def _written_at(path: Path) -> int:
 
 
 def _status(run: RunDir) -> dict[str, Any]:
-    """How a run stands, from its record and its lock."""
-    from instar.record.events import Eval, Placed, RunFinished, Saved, Stop, Train, read_events
-    from instar.record.rundir import holder
+    """How a run stands, from its record, its lock and its logs."""
+    from instar.logs.record import read
+    from instar.logs.state import stand
+    from instar.logs.summary import summarize
+    from instar.record.events import Saved
 
-    process = holder(run)
-    status: dict[str, Any] = {"run": str(run.path), "process": process}
-    state = "ended without a word"
-    for event in read_events(run.events):
-        if isinstance(event, Stop):
-            state = f"stopped ({event.reason})" if event.resumable else f"ended ({event.reason})"
-        elif isinstance(event, Placed) and not isinstance(event, RunFinished):
-            state = "ended without a word"
-        if isinstance(event, Placed):
-            status |= {"step": event.step, "tokens": event.tokens, "seen": event.time}
-        if isinstance(event, Train):
-            status |= {"loss": event.loss, "tokens_per_s": event.tokens_per_s}
-        elif isinstance(event, Eval):
-            status |= {"val_loss": event.loss}
-        elif isinstance(event, Saved):
-            status |= {"saved": event.path}
-    return {"state": "running" if process is not None else state, **status}
+    if not run.events.exists():  # it prepares its data, or came no further
+        standing = stand(run, (), 0.0)
+        stands = {"state": standing.state, "reason": standing.reason}
+        return stands | {"process": standing.process, "run": str(run.path)}
+    record = read(run)
+    found = summarize(record)
+    status: dict[str, Any] = {
+        key: getattr(found, key) for key in ("state", "reason", "process", "step", "tokens")
+    }
+    status |= {"run": found.path, "seen": found.seen, "go_on": found.go_on}
+    for key, metric in (
+        ("loss", "loss"),
+        ("tokens_per_s", "tokens_per_s"),
+        ("val_loss", "val/loss"),
+    ):
+        if metric in found.last:
+            status[key] = found.last[metric].value
+    if saved := record.of(Saved):
+        event = saved[-1].event
+        assert isinstance(event, Saved)
+        status["saved"] = event.path
+    return status
 
 
 def _say(status: dict[str, Any], as_json: bool) -> None:
+    from instar.record.events import to_words
+
     if as_json:
-        click.echo(json.dumps(status, indent=2))
+        click.echo(json.dumps(to_words(status), indent=2))
         return
-    parts = [f"{status['run']}: {status['state']}"]
+    reason = f" ({status['reason']})" if status["reason"] else ""
+    parts = [f"{status['run']}: {status['state']}{reason}"]
     if status["process"]:
         parts.append(f"process {status['process']}")
     if "step" in status:
         parts.append(f"step {status['step']:,}")
-        parts.append(f"{time.time() - status['seen']:.0f} s ago")
+        parts.append(f"{max(0.0, time.time() - status['seen']):.0f} s ago")
     for key, name in (("loss", "loss"), ("val_loss", "val")):
         if key in status:
             parts.append(f"{name} {status[key]:.4f}")
     if "saved" in status:
         parts.append(f"saved {status['saved']}")
     click.echo("  ".join(parts))
+    if status.get("go_on"):
+        click.echo(f"go on with: {status['go_on']}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from instar.cli.config import json_option, set_option
+from instar.cli.lazy import Group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +30,7 @@ DATA_KEYS = (
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def data() -> None:
     """Prepare and inspect training data."""
 
@@ -115,6 +116,7 @@ _TEXTS = frozenset(
 @json_option
 def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
     """Say what the data set in the folder PATH holds, and check that it is whole."""
+    from instar.cli.facts import print_named
     from instar.cli.table import print_table
     from instar.data.tokens import verify_tokens
 
@@ -127,10 +129,13 @@ def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
         _print_json(summary | {"verified": verify} | {"sample": beginnings})
         return
     told = _told(dataset.source)
-    click.echo(f"kind         {_kind(dataset, tokenizer)}")
-    click.echo(f"tokenizer    {dataset.tokenizer}, vocabulary {dataset.vocab_size:,}")
-    click.echo(f"fingerprint  {dataset.fingerprint}{'  verified' if verify else ''}")
-    click.echo(f"made from    {', '.join(f'{key}={value}' for key, value in told.items())}")
+    facts = [
+        ("kind", _kind(dataset, tokenizer)),
+        ("tokenizer", f"{dataset.tokenizer}, vocabulary {dataset.vocab_size:,}"),
+        ("fingerprint", f"{dataset.fingerprint}{'  verified' if verify else ''}"),
+        ("made from", ", ".join(f"{key}={value}" for key, value in told.items())),
+    ]
+    print_named(facts, 13)
     click.echo()
     rows = [
         [name, f"{len(split):,}", str(len(split.arrays))]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.cli.facts import print_named
 from instar.cli.table import print_table
 from instar.record.amounts import bytes_text
 from instar.record.lines import duration, loss, si
@@ -28,8 +29,7 @@ _SWITCHES = ("norm", "activation", "positions", "bias", "tied")
 
 def print_manifest(path: Path, manifest: Manifest, headers: Headers) -> None:
     """What a checkpoint holds; `headers` are those of its files of tensors that can be read."""
-    for name, text in _facts(path, manifest, headers):
-        click.echo(f"{name:<14}{text}".rstrip())
+    print_named(_facts(path, manifest, headers), 14)
     click.echo()
     rows = [
         [

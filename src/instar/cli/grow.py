@@ -65,11 +65,12 @@ def operation_of(text: str) -> Operation:
     """`insert_layers=2 where=even` as an operation; values are YAML.
 
     Raises:
-        ConfigError: not of this form.
+        ConfigError: not of this form, or there is no such operation.
     """
     from instar.config.document import parse
     from instar.config.errors import ConfigError
     from instar.config.operation import Operation
+    from instar.schedule.operations import check
 
     place = f"--op {text}"
     values: dict[str, Any] = {}
@@ -84,7 +85,12 @@ def operation_of(text: str) -> Operation:
             )
         values[name] = None if value is None else value.plain()
     (name, value), *options = values.items()
-    return Operation(name, value, dict(options))
+    operation = Operation(name, value, dict(options))
+    try:
+        check(operation)
+    except ValueError as error:
+        raise ConfigError.one(str(error), place) from None
+    return operation
 
 
 def _tell(made: Grown) -> None:

@@ -6,16 +6,17 @@ signal and resumable, 130 interrupted, 141 whoever read the output went away.
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import click
 
 from instar import __version__
+from instar.cli.lazy import LazyGroup
+from instar.cli.plain import StdoutFails, speak_plainly, watch_stdout
 from instar.config.errors import InstarError
 
 COMMANDS = {
@@ -24,6 +25,9 @@ COMMANDS = {
     "resume": ("instar.cli.resume:resume", "Go on with a run that was stopped."),
     "test": ("instar.cli.test:test", "Test a run's best model on what was kept for it."),
     "control": ("instar.cli.control:control", "Ask a run under way to save or stop, or how it is."),
+    "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),
+    "report": ("instar.cli.report:report", "Write one page that shows all of a run."),
+    "dashboard": ("instar.cli.dashboard:dashboard", "Watch runs in a browser."),
     "sample": ("instar.cli.sample:sample", "Let a trained model write."),
     "grow": ("instar.cli.grow:grow", "Make a larger model of a checkpoint, as a new run."),
     "checkpoint": (
@@ -39,48 +43,9 @@ INTERRUPTED = 130
 READER_GONE = 141
 
 
-class LazyGroup(click.Group):
-    """A group whose commands are imported when they are called, not when they are listed."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(COMMANDS)
-
-    def get_command(
-        self,
-        ctx: click.Context,  # noqa: ARG002
-        cmd_name: str,
-    ) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            ctx.fail(f"No such command '{args[0]}'.{_did_you_mean(args[0])}")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(
-        self,
-        ctx: click.Context,  # noqa: ARG002
-        formatter: click.HelpFormatter,
-    ) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
-
-
-def _did_you_mean(name: str) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, COMMANDS, n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""
-
-
 @click.group(
     cls=LazyGroup,
+    table=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="A first run:  instar init gpt  then  instar train gpt.yaml",
 )
@@ -91,6 +56,7 @@ def instar() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; errors become text on stderr."""
+    speak_plainly()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         if sys.stdout is not None:
@@ -102,7 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except InstarError as error:
+        if isinstance(error, StdoutFails):
+            _silence_stdout()
         click.echo(str(error), err=True)
+        return error.exit_code
+    except click.UsageError as error:
+        from instar.cli.meant import explained
+
+        explained(error).show()
         return error.exit_code
     except click.ClickException as error:
         error.show()
@@ -111,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """The installed command. What it did is done: a late Ctrl-C has nothing left to stop."""
+    watch_stdout()
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
@@ -122,11 +96,28 @@ def _run(args: list[str]) -> int:
 
         return shell_complete(instar, {}, "instar", "_INSTAR_COMPLETE", instruction)
     try:
-        with instar.make_context("instar", args) as context:
+        click.Context.formatter_class = HelpFormatter
+        with instar.make_context("instar", args, terminal_width=_help_width()) as context:
             result: Any = instar.invoke(context)
     except click.exceptions.Exit as end:
         return end.exit_code
     return result if type(result) is int else 0
+
+
+class HelpFormatter(click.HelpFormatter):
+    """Gives names half of a narrow terminal at most, not 30 columns of any."""
+
+    def write_dl(
+        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
+    ) -> None:
+        super().write_dl(rows, min(col_max, self.width // 2), col_spacing)
+
+
+def _help_width() -> int:
+    """As many columns as there are, 78 at most; click by itself takes 50 for the least."""
+    from shutil import get_terminal_size
+
+    return min(get_terminal_size().columns, 80) - 2
 
 
 def _silence_stdout() -> None:

@@ -7,9 +7,10 @@ import json
 import click
 
 from instar.cli.config import json_option, set_option
+from instar.cli.lazy import Group
 
 
-@click.group()
+@click.group(cls=Group)
 def schedule() -> None:
     """Check schedules of operations."""
 

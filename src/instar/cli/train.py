@@ -90,10 +90,11 @@ def train(
     going_on = None
     if resume is not None:
         from instar.record.rundir import find_run
-        from instar.run.resume import Resume
+        from instar.run.resume import Resume, named_checkpoint
 
         run = find_run(resume)
         going_on = Resume(run, start, allow)
+        named_checkpoint(going_on)
         cfg = cfg or str(run.config)
         argv = [*argv, "--resume", str(run.path), "--from", start]
         argv += [word for one in allow for word in ("--allow", one)]

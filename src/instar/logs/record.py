@@ -7,14 +7,19 @@ an earlier step, is masked (`kept` is false) and can still be had.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from instar.config.errors import ConfigError
-from instar.record.events import Eval, Event, Layers, Placed, RunStarted, Train, read_events
+from instar.logs import cache
+from instar.logs.columns import Lazy, Table, present
+from instar.logs.lineage import EVERYTHING, Lineage
+from instar.logs.lines import no_record
+from instar.logs.scan import Content, scan
+from instar.record.events import Event, Placed, RecordError, decode
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -37,15 +42,14 @@ ALIASES = {
 }
 """Other people's names of metrics."""
 
-_TRAIN = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait", "memory_bytes")
-
 
 @dataclass(frozen=True)
 class Series:
     """One metric of one run, in the order in which it was written; all arrays have one length.
 
-    A place that was written before a run went on from an earlier step, and lies behind that
-    step, has `kept` false. Non-finite values are as they were.
+    A place from which the run's newest segment does not descend, because the run went on from an
+    earlier step or from another segment's checkpoint, has `kept` false. Non-finite values are as
+    they were. Arrays are shared between series: not to be written to.
     """
 
     name: str
@@ -91,13 +95,20 @@ class RunRecord:
     """A run's record as it was when it was read."""
 
     def __init__(
-        self, run: RunDir, events: Sequence[Logged], table: dict[str, Series], faults: Sequence[str]
+        self,
+        run: RunDir,
+        events: Sequence[Logged],
+        table: Mapping[str, Series],
+        faults: Sequence[str],
+        end: int = 0,
     ) -> None:
         self.run = run
         self.events = tuple(events)
         """all but `train`, `eval` and `layers`, in the order in which they were written"""
         self.faults = tuple(faults)
         """what could not be read and was passed over, with its line"""
+        self.end = end
+        """the byte of the file behind the last line that was read: where a `Follower` goes on"""
         self._table = table
 
     @property
@@ -134,71 +145,102 @@ def unknown_metric(metric: str, known: Sequence[str], where: str) -> ConfigError
 
 
 def read(run: RunDir) -> RunRecord:
-    """Read a run's record, also while it is written.
+    """Read a run's record, also while it is written; a large one through its column cache.
+
+    Lines that are no events are passed over and told of in `faults`. An empty record holds
+    nothing.
 
     Raises:
-        RecordError: the file cannot be read, or nothing in it is an event.
+        RecordError: the file cannot be read, or it is not empty and nothing in it is an event.
     """
-    rows: dict[str, list[tuple[float, Placed]]] = {}
-    events: list[Event] = []
-    for event in read_events(run.events):
-        if isinstance(event, Train | Eval | Layers):
-            for name, value in _values(event):
-                rows.setdefault(name, []).append((value, event))
-        else:
-            events.append(event)
-    starts = [e for e in events if isinstance(e, RunStarted)]
-    horizon = {
-        s.segment: min([t.step for t in starts if t.segment > s.segment], default=2**62)
-        for s in starts
-    }
-    table = {name: _series(name, found, horizon) for name, found in rows.items()}
+    folder = run.path / "cache"
+    try:
+        small = run.events.stat().st_size < cache.SMALL_BYTES
+        found = scan(run.events) if small else cache.content(run.events, folder)
+        if not found.tables and not found.events and (fault := no_record(run.events)):
+            raise RecordError(fault)
+    except OSError as error:
+        raise RecordError(f"cannot read {run.events}: {error.strerror}") from error
+    try:
+        return _record(run, found)
+    except cache.Damaged:
+        return _record(run, _anew(run, found))
+
+
+def _record(run: RunDir, found: Content) -> RunRecord:
+    events = [decode(line) for line in found.events]
+    lineage = Lineage()
+    for event in events:
+        lineage.take(event)
+    last_steps = lineage.limits(_first_steps(found.tables))
     logged = [
-        Logged(e, not isinstance(e, Placed) or e.step <= horizon.get(e.segment, 2**62))
+        Logged(e, not isinstance(e, Placed) or e.step <= last_steps.get(e.segment, EVERYTHING))
         for e in events
     ]
-    return RunRecord(run, logged, table, ())
+    return RunRecord(run, logged, _Metrics(run, found, last_steps), _faults(run, found), found.end)
 
 
-def _values(event: Train | Eval | Layers) -> Iterator[tuple[str, float]]:
-    if isinstance(event, Train):
-        for name in _TRAIN:
-            if (value := getattr(event, name)) is not None:
-                yield name, value
-        yield from event.extra.items()
-    elif isinstance(event, Eval):
-        yield f"{event.split}/loss", event.loss
-        if event.standard_error is not None:
-            yield f"{event.split}/loss:error", event.standard_error
-        for name, value in event.extra.items():
-            yield f"{event.split}/{name}", value
-        for name, value in event.errors.items():
-            yield f"{event.split}/{name}:error", value
-    else:
-        for group, value in event.grad_norm.items():
-            yield f"grad_norm/{group}", value
-        for group, value in event.update_ratio.items():
-            yield f"update_ratio/{group}", value
+class _Metrics(Mapping[str, Series]):
+    """Series, each made when it is first asked for."""
+
+    def __init__(self, run: RunDir, found: Content, last_steps: dict[int, int]) -> None:
+        self._run = run
+        self._found = found
+        self._last_steps = last_steps
+        self._tables: dict[str, str] = {}
+        for table, columns in found.tables.items():
+            for metric in columns.metrics:
+                self._tables.setdefault(metric, table)
+        self._kept = Lazy([*found.tables], self._kept_of)
+        self._series = Lazy([*self._tables], self._series_of)
+
+    def __getitem__(self, metric: str) -> Series:
+        try:
+            return self._series[metric]  # type: ignore[no-any-return]
+        except cache.Damaged:
+            self._found = _anew(self._run, self._found)
+            self._kept = Lazy([*self._found.tables], self._kept_of)
+            return self._series[metric]  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def _kept_of(self, table: str) -> Bools:
+        axes = self._found.tables[table].axes
+        kept = np.ones(len(axes["step"]), np.bool_)
+        for segment, last in self._last_steps.items():
+            if last != EVERYTHING:
+                kept &= (axes["segment"] != segment) | (axes["step"] <= last)
+        return kept
+
+    def _series_of(self, metric: str) -> Series:
+        table = self._found.tables[self._tables[metric]]
+        value, kept = table.metrics[metric], self._kept[self._tables[metric]]
+        whole = Series(metric, value, **table.axes, kept=kept)
+        there = present(value)
+        return whole if there.all() else whole.take(there)
 
 
-def _series(name: str, found: Sequence[tuple[float, Placed]], horizon: dict[int, int]) -> Series:
-    def whole(key: str) -> Ints:
-        return np.array([getattr(event, key) for _, event in found], np.int64)
+def _first_steps(tables: Mapping[str, Table]) -> dict[int, int]:
+    """The first measured step of each segment."""
+    first: dict[int, int] = {}
+    for table in tables.values():
+        for segment, step in table.first_steps.items():
+            first[segment] = min(step, first.get(segment, step))
+    return first
 
-    def real(key: str) -> Floats:
-        return np.array([getattr(event, key) for _, event in found], np.float64)
 
-    return Series(
-        name,
-        np.array([value for value, _ in found], np.float64),
-        step=whole("step"),
-        samples=whole("samples"),
-        tokens=whole("tokens"),
-        epoch=real("epoch"),
-        flops=real("flops"),
-        wall_s=real("wall_s"),
-        active_s=real("active_s"),
-        time=real("time"),
-        segment=whole("segment"),
-        kept=np.array([e.step <= horizon.get(e.segment, 2**62) for _, e in found], np.bool_),
-    )
+def _anew(run: RunDir, found: Content) -> Content:
+    """At least the same part of the record, without the cache, which is damaged."""
+    cache.discard(run.path / "cache")
+    return scan(run.events, most_bytes=found.end)
+
+
+def _faults(run: RunDir, found: Content) -> list[str]:
+    told = [f"{run.events}:{line}: {reason}" for line, reason in found.faults]
+    if more := found.passed_over - len(told):
+        told.append(f"{run.events}: {more:,} more line{'s' if more > 1 else ''} like these")
+    return told

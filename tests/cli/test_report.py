@@ -1,0 +1,84 @@
+"""`instar report`, typed in a folder with runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from shown_runs import started, steps, told_run, write
+
+Typed = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def typed(tmp_path: Path) -> Typed:
+    told_run(tmp_path / "runs" / "told-aaaaa")
+    write(tmp_path / "runs" / "told-bbbbb", [(started(), 1), *steps(1, 10)])
+
+    def run(*arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "instar.cli.main", "report", *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+def test_one_run_has_its_page_in_its_folder(typed: Typed, tmp_path: Path) -> None:
+    assert typed("aaaaa").stdout == "runs/told-aaaaa/report.html\n"
+    assert "widen_mlp" in (tmp_path / "runs/told-aaaaa/report.html").read_text()
+    assert not (tmp_path / "runs/told-bbbbb/report.html").exists()
+
+
+def test_several_have_one_here(typed: Typed, tmp_path: Path) -> None:
+    assert typed("told").stdout == "report.html\n"
+    text = (tmp_path / "report.html").read_text()
+    assert "told-aaaaa" in text
+    assert "told-bbbbb" in text
+
+
+def test_json_says_what_was_written_and_of_what(typed: Typed, tmp_path: Path) -> None:
+    said = json.loads(typed("aaaaa", "-o", "out.html", "--json").stdout)
+    assert said["path"] == "out.html"
+    assert said["size_bytes"] == (tmp_path / "out.html").stat().st_size
+    assert [run["step"] for run in said["runs"]] == [40]
+
+
+def test_it_is_opened_if_asked(typed: Typed, tmp_path: Path) -> None:
+    opener = tmp_path / "bin" / "xdg-open"
+    opener.parent.mkdir()
+    opener.write_text('#!/bin/sh\necho "$@" > "$OPENED"\n')
+    opener.chmod(opener.stat().st_mode | stat.S_IXUSR)
+    opened = tmp_path / "opened"
+    path = f"{opener.parent}:{os.environ['PATH']}"
+    typed("aaaaa", "-e", PATH=path, OPENED=str(opened))
+    assert opened.read_text().strip().endswith("report.html")
+
+
+def test_what_cannot_be_written_or_found_is_said(typed: Typed) -> None:
+    missing = typed("aaaaa", "-o", "nowhere/out.html", code=2).stderr
+    assert "-o: cannot write nowhere/out.html: No such file or directory" in missing
+    assert "did you mean 'told-aaaaa'" in typed("told-aaaa", code=2).stderr
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(typed: Typed, tmp_path: Path) -> None:
+    broken = tmp_path / "runs" / "told-ccccc"
+    broken.mkdir()
+    (broken / "events.jsonl").write_bytes(b"\x00\xff not a record\n" * 3)
+    done = typed("told", "-o", "all.html", code=4)
+    assert "told-ccccc" in done.stderr
+    assert "told-aaaaa" in (tmp_path / "all.html").read_text()

@@ -1,0 +1,314 @@
+"""Runs side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from written_runs import writing, written
+
+from instar.config.errors import ConfigError
+from instar.logs.arms import Arm, arms
+from instar.logs.compare import Comparison, compare, to_json
+from instar.logs.compare_words import markdown, text
+from instar.logs.places import Place, axis_named, even_places, parse_place, values_at
+from instar.logs.reach import Reached, reach, saving
+from instar.logs.record import read
+from instar.record.rundir import RunDir
+
+
+def side_by_side(*runs: RunDir, by: Any = "run", **more: Any) -> Comparison:
+    sides, faults = arms(runs, by)
+    assert faults == []
+    return compare(sides, [read(run) for run in runs], **more)
+
+
+def means(comparison: Comparison, metric: str) -> list[list[float | None]]:
+    return [[cell.mean for cell in row] for row in comparison.metrics[metric]]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[RunDir, RunDir]:
+    """One goes from 4 to 2 in 40 steps, the other in 20."""
+    slow = written(tmp_path / "slow", {10: 3.5, 20: 3.0, 40: 2.0}, {20: 3.0, 40: 2.0})
+    fast = written(tmp_path / "fast", {10: 3.0, 20: 2.0}, {10: 3.0, 20: 2.0}, {"optimizer.lr": 0.1})
+    return slow, fast
+
+
+def test_values_at_equal_steps_lie_on_the_line_between_measurements(
+    two: tuple[RunDir, RunDir],
+) -> None:
+    found = side_by_side(*two, places=[Place("step", s) for s in (5, 10, 15, 20, 30)])
+    assert means(found, "loss") == [[None, 3.5, 3.25, 3.0, 2.5], [None, 3.0, 2.5, 2.0, None]]
+    assert means(found, "val/loss")[0] == [None, None, None, 3.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("place", "same"),
+    [
+        ("tokens=960", "step=15"),
+        ("samples=60", "step=15"),
+        ("flops=1.5e7", "step=15"),
+        ("wall=15s", "step=15"),
+        ("active=7.5", "step=15"),
+        ("epoch=0.15", "step=15"),
+        ("0.96ktok", "step=15"),
+        ("15it", "step=15"),
+    ],
+)
+def test_runs_are_compared_along_any_axis(
+    two: tuple[RunDir, RunDir], place: str, same: str
+) -> None:
+    one, other = (side_by_side(*two, places=[parse_place(p)]) for p in (place, same))
+    for ours, theirs in zip(means(one, "loss"), means(other, "loss"), strict=True):
+        assert ours == pytest.approx(theirs)
+
+
+def test_without_a_place_there_are_five_up_to_where_all_have_come(
+    two: tuple[RunDir, RunDir],
+) -> None:
+    found = side_by_side(*two)
+    assert found.places == tuple(Place("step", float(s)) for s in (4, 8, 12, 16, 20))
+    assert side_by_side(*two, axis="tokens").places[-1] == Place("tokens", 20 * 64)
+
+
+def test_what_was_superseded_is_compared_with_nothing(tmp_path: Path) -> None:
+    with writing(tmp_path / "a") as writer:
+        writer.start()
+        writer.train(10, 4.0)
+        writer.save(10)
+        writer.train(20, 9.0)
+        writer.start(step=10, resumed_from="step-10")
+        writer.train(20, 2.0)
+    plain = written(tmp_path / "b", {10: 4.0, 20: 2.0})
+    found = side_by_side(writer.run, plain, places=[Place("step", 15), Place("step", 20)])
+    assert means(found, "loss") == [[3.0, 2.0], [3.0, 2.0]]
+
+
+def test_a_run_that_diverged_is_not_taken_for_one_that_has_not_come_so_far(tmp_path: Path) -> None:
+    lost = written(tmp_path / "lost", {10: 4.0, 20: math.nan})
+    short = written(tmp_path / "short", {10: 4.0})
+    found = side_by_side(lost, short, places=[Place("step", 10), Place("step", 20)])
+    lines = [line.split() for line in text(found)]
+    assert ["lost", "4.0000", "nan"] in lines
+    assert ["short", "4.0000", "-"] in lines
+
+
+def test_runs_alike_but_for_the_seed_are_one_group(tmp_path: Path) -> None:
+    runs = [
+        written(
+            tmp_path / f"{name}-{seed}",
+            {10: loss + seed},
+            config={"name": name, "seed": seed, "optimizer.lr": lr},
+        )
+        for name, lr, loss in (("a", 0.1, 1.0), ("b", 0.2, 5.0))
+        for seed in (1, 2, 3)
+    ]
+    found = side_by_side(*runs, by="seed", places=[Place("step", 10)])
+    assert [(arm.name, arm.seeds) for arm in found.arms] == [("a-1", (1, 2, 3)), ("b-1", (1, 2, 3))]
+    cell = found.metrics["loss"][0][0]
+    assert (cell.mean, cell.deviation, cell.low, cell.high, cell.runs) == (3.0, 1.0, 2.0, 4.0, 3)
+    assert cell.error == pytest.approx(3**-0.5)
+    assert found.config["optimizer.lr"] == (0.1, 0.2)
+    assert "seed" not in found.config
+    assert any("3.0000 ±1.0000" in line for line in text(found))
+
+
+def test_runs_of_one_name_are_one_group(tmp_path: Path) -> None:
+    runs = [
+        written(tmp_path / f"{name}-{ids}", {1: loss})
+        for name, ids, loss in (("a", "abcde", 1.0), ("b", "abcde", 9.0), ("a", "fghjk", 3.0))
+    ]
+    found = side_by_side(*runs, by="name", places=[Place("step", 1)])
+    assert [arm.name for arm in found.arms] == ["a", "b-abcde"]
+    assert means(found, "loss") == [[2.0], [9.0]]
+
+
+def test_only_keys_that_differ_are_told(two: tuple[RunDir, RunDir]) -> None:
+    found = side_by_side(*two)
+    assert dict(found.config) == {"optimizer.lr": (0.001, 0.1)}
+
+
+def test_a_config_that_cannot_be_read_does_not_keep_curves_from_being_compared(
+    two: tuple[RunDir, RunDir],
+) -> None:
+    two[1].config.write_text("mdoel: {}\n")
+    sides, faults = arms(two)
+    assert len(faults) == 1
+    assert str(two[1].config) in faults[0]
+    assert means(compare(sides, [read(run) for run in two]), "loss")[1][-1] == 2.0
+
+
+@pytest.mark.parametrize("format_", [text, markdown])
+def test_reaching_a_loss_is_told_as_a_sentence(two: tuple[RunDir, RunDir], format_: Any) -> None:
+    found = side_by_side(*two, target=2.5)
+    said = "\n".join(format_(found))
+    assert (
+        "fast reaches val/loss 2.5 with 50% fewer FLOPs, 50% fewer tokens, 50% fewer steps, "
+        "50% less active time than slow"
+    ) in said
+    assert found.to_loss is not None
+    ((slow,), (fast,)) = found.to_loss.reached
+    assert slow is not None
+    assert fast is not None
+    assert (slow.at["step"], fast.at["step"]) == (30.0, 15.0)
+
+
+def test_a_loss_that_is_not_reached_is_told(two: tuple[RunDir, RunDir]) -> None:
+    found = side_by_side(*two, target=1.0)
+    said = "\n".join(text(found))
+    assert said.count("not reached") == 2
+    assert "fast and slow cannot be compared: slow and fast do not reach it" in said
+    assert said.count("fewer") == 0
+
+
+def test_groups_are_compared_seed_by_seed(tmp_path: Path) -> None:
+    ends = {("a", 1): 10, ("a", 2): 20, ("a", 3): 99, ("b", 1): 5, ("b", 2): 8}
+    runs = [
+        written(
+            tmp_path / f"{name}-{seed}",
+            {1: 4.0},
+            {1: 4.0, end: 2.0 if end < 99 else 3.5},
+            {"seed": seed, "optimizer.lr": {"a": 0.1, "b": 0.2}[name]},
+        )
+        for (name, seed), end in ends.items()
+    ]
+    found = side_by_side(*runs, by="seed", target=2.0)
+    assert found.to_loss is not None
+    (savings,) = found.to_loss.savings
+    steps = savings["step"]
+    assert steps is not None
+    ratios = [5 / 10, 8 / 20]
+    assert steps.share == pytest.approx(1 - math.sqrt(ratios[0] * ratios[1]))
+    assert steps.spread == pytest.approx(np.std(ratios, ddof=1))
+    assert (steps.pairs, steps.left_out) == (2, 0)
+
+
+def reached(step: float) -> Reached:
+    return Reached({"step": step}, from_the_start=False, left_at_step=None)
+
+
+def test_pairs_of_which_one_does_not_arrive_are_counted() -> None:
+    base = {1: reached(10), 2: reached(10), 3: None}
+    found = saving(base, {1: reached(5), 2: None, 3: reached(1)}, "step")
+    assert found is not None
+    assert found.share == pytest.approx(0.5)
+    assert (found.spread, found.pairs, found.left_out) == (None, 1, 2)
+
+
+def test_arms_without_a_common_seed_are_compared_by_their_means() -> None:
+    found = saving({1: reached(8), 2: reached(2)}, {5: reached(2), 6: None}, "step")
+    assert found is not None
+    assert found.share == pytest.approx(0.5)
+    assert (found.pairs, found.left_out) == (0, 1)
+    assert found.spread == pytest.approx(0.5 * np.std(np.log([8, 2]), ddof=1))
+
+
+def test_a_value_that_is_lost_again_is_told(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", {1: 1.0}, {10: 4.0, 20: 2.0, 30: 3.5, 40: 2.0})
+    found = reach(read(run).series("val/loss"), 3.0)
+    assert found is not None
+    assert (found.at["step"], found.left_at_step, found.from_the_start) == (15.0, 30, False)
+    assert reach(read(run).series("val/loss"), 1.0) is None
+    first = reach(read(run).series("val/loss"), 5.0)
+    assert first is not None
+    assert (first.at["step"], first.from_the_start) == (10.0, True)
+
+
+def test_accuracies_are_reached_from_below(tmp_path: Path) -> None:
+    with writing(tmp_path / "run") as writer:
+        writer.start()
+        for step, accuracy in ((10, 0.2), (20, 0.6), (30, 0.9)):
+            writer.val(step, 1.0, extra={"accuracy": accuracy})
+    found = reach(read(writer.run).series("val/accuracy"), 0.5)
+    assert found is not None
+    assert found.at["step"] == pytest.approx(17.5)
+
+
+def test_json_says_all_of_it_by_name(two: tuple[RunDir, RunDir]) -> None:
+    found = side_by_side(*two, target=2.5)
+    said = json.loads(json.dumps(to_json(found), allow_nan=False))
+    assert set(said) == {"arms", "places", "metrics", "config", "to_loss"}
+    assert said["metrics"]["loss"]["fast"][-1]["mean"] == 2.0
+    assert said["config"]["optimizer.lr"] == {"slow": 0.001, "fast": 0.1}
+    assert said["to_loss"]["savings"]["fast"]["flops"]["share"] == pytest.approx(0.5)
+
+
+def test_metrics_are_chosen_by_name_and_pattern(two: tuple[RunDir, RunDir]) -> None:
+    assert list(side_by_side(*two).metrics) == ["val/loss", "loss"]
+    assert list(side_by_side(*two, metrics=["lr", "val/*"]).metrics)[:2] == ["lr", "val/loss"]
+    with pytest.raises(ConfigError, match="did you mean 'val/loss'"):
+        side_by_side(*two, metrics=["val/los"])
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_text_keeps_to_its_width(two: tuple[RunDir, RunDir], width: int) -> None:
+    assert max(map(len, text(side_by_side(*two, target=2.5), width))) <= width
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ("setp=3", "there is no axis 'setp'; did you mean 'step'?"),
+        ("step=x", "'step=x' is no place"),
+        ("step=3min", "'step=3min' is no place"),
+        ("wall=3k", "'wall=3k' is no place"),
+        ("loss<3", "say it with --at-loss"),
+        ("half", "'half' is no place"),
+    ],
+)
+def test_what_is_no_place_is_told(given_: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_place(given_)
+    assert said in str(caught.value)
+
+
+def test_axes_have_other_names() -> None:
+    assert [axis_named(name) for name in ("wall", "iteration", "tokens")] == [
+        "wall_s",
+        "step",
+        "tokens",
+    ]
+
+
+finite = st.floats(-1e6, 1e6)
+curves = st.lists(st.tuples(st.integers(0, 50), finite), min_size=1, max_size=30)
+
+
+@given(curves, st.lists(st.floats(-10, 60), max_size=20))
+def test_a_value_lies_between_its_neighbours_and_never_beyond_the_ends(
+    points: list[tuple[int, float]], wanted: list[float]
+) -> None:
+    last = dict(points)  # of several values at one place the last
+    x, values = (np.array(column, np.float64) for column in zip(*points, strict=True))
+    found = values_at(x, values, np.array(wanted, np.float64))
+    for place, value in zip(wanted, found, strict=True):
+        if place < min(last) or place > max(last):
+            assert math.isnan(value)
+        elif place in last:
+            assert value == last[int(place)]
+        else:
+            ends = max(k for k in last if k < place), min(k for k in last if k > place)
+            low, high = sorted(last[end] for end in ends)
+            assert low - 1e-6 <= value <= high + 1e-6
+
+
+@given(st.floats(0.001, 1e15), st.sampled_from(["step", "tokens", "flops", "wall_s"]))
+def test_even_places_rise_to_the_furthest(furthest: float, axis: str) -> None:
+    amounts = [place.amount for place in even_places(axis, furthest)]
+    assert all(one < other for one, other in pairwise(amounts))
+    if axis in ("flops", "wall_s"):
+        assert amounts[-1] == furthest
+
+
+def test_an_arm_pairs_runs_of_one_seed_by_their_order(tmp_path: Path) -> None:
+    runs = tuple(RunDir(tmp_path / str(n)) for n in range(3))
+    arm = Arm("a", runs, ({"seed": 1}, {"seed": 1}, {"seed": 2}))
+    assert arm.keys == ((1, 0), (1, 1), (2, 0))

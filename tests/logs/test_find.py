@@ -1,0 +1,89 @@
+"""Which runs a text means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from written_runs import written
+
+from instar.config.errors import ConfigError
+from instar.logs.find import find_runs
+from instar.record.rundir import runs_in
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs in `runs`, the last of them written to first, and a folder that is none."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("grow-abcde", "grow-fghjk", "other-mnpqr")):
+        run = written(Path("runs", name), {1: 3.0})
+        os.utime(run.events, (1000 - number, 1000 - number))
+    Path("runs", "notes").mkdir()
+    return Path("runs")
+
+
+def names(*texts: str) -> list[str]:
+    return [run.path.name for run in find_runs(texts)]
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize(
+    ("texts", "meant"),
+    [
+        ((), ["grow-abcde"]),
+        (("latest",), ["grow-abcde"]),
+        (("fghjk",), ["grow-fghjk"]),
+        (("grow-fghjk",), ["grow-fghjk"]),
+        (("runs/grow-fghjk",), ["grow-fghjk"]),
+        (("runs/grow-fghjk/events.jsonl",), ["grow-fghjk"]),
+        (("runs/grow-fghjk/checkpoints/latest",), ["grow-fghjk"]),
+        (("grow",), ["grow-fghjk", "grow-abcde"]),
+        (("runs",), ["other-mnpqr", "grow-fghjk", "grow-abcde"]),
+        (("runs/*",), ["grow-abcde", "grow-fghjk", "other-mnpqr"]),
+        (("grow-*",), ["grow-abcde", "grow-fghjk"]),
+        (("runs/grow-*/events.jsonl",), ["grow-abcde", "grow-fghjk"]),
+        (("**/run.yaml",), ["grow-abcde", "grow-fghjk", "other-mnpqr"]),
+        (("other", "grow-*", "latest"), ["other-mnpqr", "grow-abcde", "grow-fghjk"]),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_text_means_runs(texts: tuple[str, ...], meant: list[str]) -> None:
+    assert names(*texts) == meant
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("grwo", "no run 'grwo' in runs; did you mean 'grow'?"),
+        ("fghjm", "did you mean 'fghjk'?"),
+        ("runs/grow-fghj", "did you mean 'runs/grow-fghjk'?"),
+        ("zzz", "the latest of 3 in runs is 'grow-abcde'"),
+        ("zzz-*", "no run matches 'zzz-*'"),
+        ("runs/notes", "runs/notes is not a run, and holds none"),
+        ("", "no run ''"),
+    ],
+)
+def test_what_means_no_run_is_told(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_runs([text])
+    assert said in str(caught.value)
+
+
+def test_without_any_run_it_is_said_how_to_start_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run in runs; start one with instar train"):
+        find_runs([])
+
+
+def test_a_folder_without_runs_has_none(tmp_path: Path) -> None:
+    assert runs_in(tmp_path) == runs_in(tmp_path / "missing") == []
+
+
+def test_a_folder_named_by_hand_is_its_own_name(tmp_path: Path) -> None:
+    assert written(tmp_path / "by-hand", {1: 1.0}).name == "by-hand"
+    assert written(tmp_path / "grow-abcde", {1: 1.0}).name == "grow"

@@ -1,0 +1,153 @@
+"""Ten thousand damaged records: each is read, or refused as what it is; nothing else is raised."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instar.logs.follow import Follower
+from instar.logs.glance import glance
+from instar.logs.record import AXES, RunRecord, read
+from instar.record.events import (
+    Alert,
+    Eval,
+    Failed,
+    Layers,
+    Operation,
+    RecordError,
+    RunFinished,
+    RunStarted,
+    Saved,
+    Skip,
+    Stop,
+    Train,
+    Warn,
+    encode,
+)
+from instar.record.rundir import RunDir
+
+FILES = 10_000
+SHARES = 4
+PLACE = {"samples": 20, "tokens": 2560, "epoch": 0.25, "flops": 1e9, "wall_s": 3.5, "active_s": 3.0}
+
+TRAIN = [
+    Train(step=s, loss=5.0 / s, lr=1e-3, grad_norm=0.5, extra={"scale": 8.0}, **PLACE)
+    for s in range(1, 5)
+]
+OTHER = [
+    Eval(step=4, split="val", loss=2.0, standard_error=0.1, extra={"acc": 0.5}, **PLACE),
+    Layers(step=4, grad_norm={"head": 1.0}, update_ratio={"head": float("nan")}),
+    Operation(step=4, name="widen_mlp", value=[3, {"a": None}], architecture={"n_layer": 2}),
+    Saved(step=4, path="runs/r/checkpoints/step-4", reason="every 4 steps", size_bytes=10**9),
+    Skip(step=5),
+    Warn(message="slow → disk", step=5),
+    Alert(step=6, name="stall", message="no progress"),
+    Failed(message="rank 1 died", rank=1, step=7),
+    Stop(step=8, reason="SIGTERM", resumable=True),
+    RunFinished(step=8, loss=1.0),
+]
+RECORD = [
+    encode(event, 1.7e9 + number, segment)
+    for segment, start in ((1, 0), (2, 2))
+    for number, event in enumerate(
+        [
+            RunStarted(run_id="r7f3a", step=start, resumed_from=f"step-{start}"),
+            *TRAIN[start:],
+            *OTHER,
+        ]
+    )
+]
+WHOLE = b"".join(RECORD)
+TOKENS = (
+    *(b"NaN", b"-Infinity", b'"NaN"', b"null", b"true", b"[]", b"{}", b'""', b"-1", b"1e308", b"1e999"),
+    *(b"9223372036854775808", b"-9223372036854775809", b"1" * 400, b'"' + b"x" * 300 + b'"'),
+    *(b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b"\0" * 40, b"\n", b"\r\n", b"\n\n\n", b"{" * 300),
+    *(b'{"v":2,"kind":"train"}\n', b'{"v":1,"kind":"train"}\n', b'{"a":1}\n', b"\xef\xbb\xbf", b","),
+)  # fmt: skip
+
+Mutation = Callable[[random.Random, bytes], bytes]
+
+
+def flip(draw: random.Random, text: bytes) -> bytes:
+    changed = bytearray(text)
+    for _ in range(draw.choice((1, 2, 8, 64))):
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def cut(draw: random.Random, text: bytes) -> bytes:
+    begin, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
+    return draw.choice((text[:begin], text[begin:], text[:begin] + text[end:]))
+
+
+def splice(draw: random.Random, text: bytes) -> bytes:
+    place, begin = draw.randrange(len(text)), draw.randrange(len(WHOLE))
+    return text[:place] + WHOLE[begin : begin + draw.randrange(500)] + text[place:]
+
+
+def swap(draw: random.Random, text: bytes) -> bytes:
+    parts = text.split(b"\n")
+    draw.shuffle(parts)
+    return b"\n".join(parts)
+
+
+def token(draw: random.Random, text: bytes) -> bytes:
+    """Put something where a value stands, or anywhere."""
+    place = draw.randrange(len(text))
+    value = text.find(b":", place) + 1
+    end = min(
+        (at for at in (text.find(b",", value), text.find(b"}", value)) if at > 0), default=value
+    )
+    if value and draw.random() < 0.8:
+        return text[:value] + draw.choice(TOKENS) + text[end:]
+    return text[:place] + draw.choice(TOKENS) + text[place:]
+
+
+def noise(draw: random.Random, text: bytes) -> bytes:
+    place = draw.randrange(len(text))
+    return text[:place] + draw.randbytes(draw.choice((1, 100, 5000))) + text[place:]
+
+
+MUTATIONS: tuple[Mutation, ...] = (flip, cut, splice, swap, token, token, noise)
+
+
+def read_or_refused(run: RunDir) -> RunRecord | RecordError:
+    try:
+        return read(run)
+    except RecordError as error:
+        return error
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_damaged_records_are_read_or_refused(share: int, tmp_path: Path) -> None:
+    draw = random.Random(share)
+    run = RunDir(tmp_path)
+    refused = 0
+    for _ in range(FILES // SHARES):
+        text = WHOLE
+        for _ in range(draw.choice((1, 1, 2, 4))):
+            text = draw.choice(MUTATIONS)(draw, text) or WHOLE[:1]
+        run.events.write_bytes(text)
+        seen = glance(run)
+        events = Follower(run.events).poll()
+        record = read_or_refused(run)
+        if isinstance(record, RecordError):
+            refused += 1
+            assert str(run.events) in str(record)
+            assert events == []
+            assert seen.fault
+            continue
+        assert not seen.fault
+        assert len(record.faults) <= 6
+        length = 0
+        for metric in record.metrics:
+            series = record.series(metric)
+            length += len(series)
+            for name in AXES:
+                assert series.axis(name).shape == series.value.shape
+                assert np.isfinite(series.axis(name)).all() or name == "epoch"
+            assert len(series.current()) == series.kept.sum()
+        assert length + len(record.events) >= len(events)
+    assert refused < FILES // SHARES // 4

@@ -1,0 +1,180 @@
+"""Pictures by matplotlib: what is seen, and the same bytes every time."""
+
+import io
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from drawn import falling, read_run, train
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from records import make_runs
+
+from instar.config.errors import ConfigError
+from instar.logs.plot.compose import Wanted, compose
+from instar.logs.plot.picture import draw, picture
+from instar.logs.plot.style import RC
+from instar.logs.record import RunRecord, read
+from instar.record.events import Operation, RunStarted
+
+
+@pytest.fixture
+def record(tmp_path) -> RunRecord:
+    return read_run(tmp_path / "demo-abcde", falling())
+
+
+def drawn(records: list[RunRecord], **wanted) -> Figure:
+    with rc_context(RC):
+        figure = draw(compose(records, Wanted(**wanted)))
+        figure.canvas.draw()
+        return figure
+
+
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def test_a_figure_has_its_curves_its_names_and_its_marks(record):
+    figure = drawn([record], lr=True)
+
+    axes, beside = figure.axes
+    assert axes.get_title("left") == "demo-abcde"
+    assert axes.get_ylabel() == "loss (nats per token)"
+    assert axes.get_xlabel() == "step"
+    assert beside.get_ylabel() == "learning rate (10⁻⁶)"
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == [
+        "training loss",
+        "validation loss",
+        "learning rate",
+        "best, 2.1",
+        "checkpoint",
+    ]
+    assert "widen_mlp 192→352" in texts(figure)
+    assert any(set(line.get_xdata()) == {50} for line in axes.lines)
+
+
+def test_panels_share_their_x_axis(record):
+    figure = drawn([record], panels=(("loss",), ("lr",)), axis="tokens", log=True)
+
+    upper, lower = figure.axes
+    assert upper.get_xlim() == lower.get_xlim()
+    assert (upper.get_xlabel(), lower.get_xlabel()) == ("", "tokens")
+    shown = [t.get_text() for t in lower.get_xticklabels() if t.get_position()[0] >= 0]
+    assert shown[:3] == ["0", "50k", "100k"]
+    assert lower.get_yscale() == "log"
+
+
+def test_labels_of_marks_lie_over_nothing(tmp_path):
+    events = falling(400)
+    names = ("change_batch_size", "widen_mlp", "insert_layers", "set_lr", "reset_lr_schedule")
+    for number, name in enumerate(names):
+        at = 100 + 12 * number
+        events.append(Operation(name=name, change=f"{at}→{2 * at}", step=at, tokens=at * 2048))
+    figure = drawn([read_run(tmp_path / "busy", events)])
+
+    boxes = [t.get_window_extent() for t in figure.axes[0].texts if t.get_text()]
+    assert len(boxes) == len(names) + 1
+    for number, box in enumerate(boxes):
+        assert box.y0 >= figure.axes[0].bbox.y1
+        assert box.x1 <= figure.bbox.x1
+        for other in boxes[number + 1 :]:
+            assert not box.shrunk(0.97, 0.9).overlaps(other.shrunk(0.97, 0.9))
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_the_same_chart_is_the_same_file(record, kind):
+    chart = compose([record], Wanted(weight=0.5, lr=True))
+
+    first = picture(chart, kind)
+
+    assert first == picture(chart, kind)
+    assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
+    assert len(first) < 200_000
+
+
+def test_another_process_draws_the_same_svg(tmp_path):
+    record = read_run(tmp_path / "demo-abcde", falling())
+    code = (
+        "import sys; from pathlib import Path; from instar.record.rundir import RunDir;"
+        "from instar.logs.record import read; from instar.logs.plot.compose import *;"
+        "from instar.logs.plot.picture import picture;"
+        "chart = compose([read(RunDir(Path(sys.argv[1])))], Wanted());"
+        "sys.stdout.buffer.write(picture(chart, 'svg'))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(record.run.path)], capture_output=True, check=True
+    )
+
+    assert told.stdout == picture(compose([record], Wanted()), "svg")
+
+
+def test_a_png_is_not_empty_and_a_svg_is_xml(record):
+    chart = compose([record], Wanted())
+
+    pixels = imread(io.BytesIO(picture(chart, "png")))
+    assert pixels.shape[1] == 1152
+    assert 0.005 < (pixels[..., :3].min(axis=2) < 0.8).mean() < 0.2
+    assert ET.fromstring(picture(chart, "svg")).tag.endswith("svg")
+
+
+@pytest.mark.parametrize("axis", ["step", "samples", "tokens", "epoch", "flops", "wall_s", "time"])
+@pytest.mark.parametrize("log_x", [False, True])
+def test_every_axis_has_ticks_with_words(record, axis, log_x):
+    figure = drawn([record], axis=axis, log_x=log_x, log=True)
+
+    axes = figure.axes[0]
+    low, high = axes.get_xlim()
+    shown = [t.get_text() for t in axes.get_xticklabels() if low <= t.get_position()[0] <= high]
+    assert len(shown) >= 2
+    assert all(shown)
+
+
+def test_names_that_look_like_formulas_or_another_script_are_only_names(tmp_path, recwarn):
+    events = [*falling(), Operation(name="$x_{", change="日本→$^", step=70)]
+    record = read_run(tmp_path / "$\\frac{-名-abcde", events)
+
+    assert picture(compose([record], Wanted()), "png")
+    assert not recwarn.list
+
+
+def test_what_was_superseded_is_faint(tmp_path):
+    first = [train(step, 9 - step / 10) for step in range(1, 31)]
+    resumed = RunStarted(run_id="drawn", step=20, resumed_from="step-20")
+    second = [(2, train(step, 8 - step / 10)) for step in range(21, 41)]
+    figure = drawn([read_run(tmp_path / "run", [*first, (2, resumed), *second])])
+
+    faint = [line for line in figure.axes[0].lines if line.get_alpha() == 0.3]
+    assert [line.get_xdata().tolist() for line in faint] == [list(range(20, 31))]
+    assert "superseded" in [t.get_text() for t in figure.axes[0].get_legend().get_texts()]
+    assert "resumed at step 20" in texts(figure)
+
+
+def test_a_single_point_is_seen(tmp_path):
+    figure = drawn([read_run(tmp_path / "run", [train(1, 3.0)])])
+
+    assert any(line.get_marker() == "o" for line in figure.axes[0].lines)
+
+
+def test_a_hundred_runs_are_drawn_within_seconds(tmp_path):
+    records = [read(run) for run in make_runs(tmp_path, 100, 300)]
+
+    start = time.perf_counter()
+    chart = compose(records, Wanted(weight=0.9))
+    data = picture(chart, "png")
+
+    assert time.perf_counter() - start < 8
+    assert len(data) < 1_000_000
+    spikes = [curve.raw.y.max() for curve in chart.panels[0].curves if curve.metric == "loss"]
+    assert np.min(spikes) > 49
+
+
+def test_without_matplotlib_the_extra_is_named(record, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    with pytest.raises(ConfigError, match=r"matplotlib.*pip install 'instar\[plot\]'"):
+        picture(compose([record], Wanted()), "png")

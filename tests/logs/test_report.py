@@ -1,0 +1,533 @@
+"""The report: all that a record says, in a page that asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from browser import Watched, chromium, watched
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from playwright.sync_api import Browser
+from records import make_run
+from shown_runs import place, started, steps, told_run, write
+
+from instar.logs import tested
+from instar.logs.configured import config_differences, config_lines
+from instar.logs.record import read
+from instar.logs.report import inlined, panels, report_html, write_report
+from instar.record.events import Event, Layers, Operation, RecordError, Warn
+from instar.record.rundir import RunDir
+
+HOSTILE = (
+    "</script><script>window.owned = 1</script><!-- <img src=x onerror='owned=1'> \"&amp; {{ 7 }}"
+)
+
+
+class Page(HTMLParser):
+    """The words of a page, its data, and the elements that are in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words, self.data, self.tags = "", "", list[tuple[str, dict[str, str | None]]]()
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag if dict(attrs).get("id") != "data" else "data"
+
+    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "data":
+            self.data += data
+        elif self._inside not in ("script", "style"):
+            self.words += f" {data}"
+
+
+def words(text: str) -> str:
+    return " ".join(Page(text).words.split())
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> RunDir:
+    return told_run(tmp_path / "told-r7f3a")
+
+
+def test_the_page_says_all_that_the_record_does(told: RunDir) -> None:
+    said = words(report_html([read(told)]))
+    for text in (
+        "told-r7f3a finished",
+        "2L/32d, 24.1k parameters on cpu",
+        "best val/loss 2.9250 ± 0.01 at step 40",
+        "20.0k→24.1k 2L/32d",
+        "tokens 5.12k 320 samples",
+        "20 widen_mlp 64→96 20.0k→24.1k, optimizer mapped val 3.12 < 3.50 20.0k → 24.1k exact 2.5e-07 0 0.12s",
+        "20 – 40 widen_mlp 64→96",
+        "alert step 35 divergence: loss 3.9 is far above 2.8",
+        "skipped step 31 update left out: non-finite gradient, 2 in a row",
+        "failed step 35 rank 0: CUDA out of memory",
+        "warning step 40 the disk is nearly full",
+        "step 40 def square(n): return n * n",
+        "0 – 35 superseded after 30",
+        "rank 0 failed: CUDA out of memory",
+        "step-20 after growth 4.00 KiB 0.50s 2ms removed",
+        "torch 2.13.0",
+        "memory 16.0 GiB",
+    ):
+        assert text in said, text
+
+
+def test_only_what_is_not_at_its_default_is_marked(told: RunDir) -> None:
+    marked = re.findall(r"<mark title=\"([^\"]*)\">([^<]*)</mark>", report_html([read(told)]))
+    assert [(origin, " ".join(text.split())) for origin, text in marked] == [
+        ("--set", "name: told"),
+        ("told.yaml:3:3", "n_layer: 2"),
+        ("told.yaml:5:1", "schedule:"),
+        ("told.yaml:6:5", "- {name: widen_mlp, value: 96}"),
+    ]
+
+
+def test_configs_differ_in_the_keys_that_differ(tmp_path: Path) -> None:
+    one = write(
+        tmp_path / "one", [], "seed: 1  # --set\nmodel:\n  n_layer: 2\ntrain:\n  clip: 1.0\n"
+    )
+    two = write(tmp_path / "two", [], "seed: 2  # --set\nmodel:\n  n_layer: 2\n")
+    found = config_differences([config_lines(one), config_lines(two)])
+    assert found == [("seed", ["1", "2"]), ("train.clip", ["1.0", ""])]
+    assert config_lines(RunDir(tmp_path / "none")) == []
+
+
+def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path) -> None:
+    lines = [
+        (started(), 1),
+        *steps(1, 20),
+        (
+            Operation(
+                name=HOSTILE,
+                change=HOSTILE,
+                reason=HOSTILE,
+                notes=(HOSTILE,),
+                preserves=HOSTILE,
+                **place(20),
+            ),
+            1,
+        ),
+        (Warn(message=HOSTILE), 1),
+    ]
+    folder = tmp_path / HOSTILE.replace("/", "-")
+    text = report_html([read(write(folder, lines, f"name: {HOSTILE}  # {HOSTILE}\n"))])
+    page = Page(text)
+    assert [attributes for tag, attributes in page.tags if tag == "script"] == [
+        {"type": "application/json", "id": "data"},
+        {},
+    ]
+    assert not [tag for tag, _ in page.tags if tag == "img"]
+    assert HOSTILE in json.loads(page.data)["runs"][0]["marks"][0]["title"]
+    assert HOSTILE in page.words
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.recursive(st.text() | st.floats() | st.none(), st.lists))
+def test_inlined_data_is_json_and_ends_nothing(data: Any) -> None:
+    text = inlined(data)
+    assert not set(text) & set("<>&\u2028\u2029")
+    finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
+    assert json.loads(text) == finite
+
+
+def test_several_runs_have_a_column_each(tmp_path: Path) -> None:
+    first = told_run(tmp_path / "told-aaaaa")
+    second = write(
+        tmp_path / "told-bbbbb", [(started(), 1), *steps(1, 30)], "name: told\nseed: 2\n"
+    )
+    text = report_html([read(first), read(second)])
+    said = words(text)
+    assert "2 runs" in said
+    assert "steps 40 0.04 epochs 30 0.03 epochs" in said
+    assert "In what their configs differ told-aaaaa told-bbbbb seed 1 2" in said
+    assert [run["id"] for run in json.loads(Page(text).data)["runs"]] == ["aaaaa", "bbbbb"]
+
+
+def test_every_metric_is_in_one_panel(told: RunDir) -> None:
+    record = read(told)
+    shown = [metric for panel in panels([record]) for metric in panel.metrics]
+    assert len(shown) == len(set(shown))
+    assert set(shown) == {name for name in record.metrics if not name.endswith(":error")}
+    assert panels([record])[0].metrics == ("loss", "val/loss")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\x00\n", b'{"v":1,"kind":"train","st'])
+def test_a_record_without_a_run_in_it_is_refused_or_told_of(tmp_path: Path, content: bytes) -> None:
+    run = write(tmp_path / "odd", [])
+    run.events.write_bytes(content)
+    try:
+        record = read(run)
+    except RecordError:
+        return
+    assert "odd" in words(report_html([record]))
+
+
+ODD = st.sampled_from(["NaN", "Infinity", "-Infinity", -1, 0, 1e308, "", "x", {}, None])
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.tuples(st.integers(0, 79), st.integers(0, 30), ODD), min_size=1, max_size=4))
+def test_odd_values_are_shown_or_refused(told: RunDir, changes: list[Any]) -> None:
+    lines = [json.loads(line) for line in told.events.read_bytes().splitlines()]
+    for number, field, value in changes:
+        line = lines[number % len(lines)]
+        inside = line["proof"] if line.get("proof") and field % 2 else line
+        name = [name for name in inside if name not in ("v", "kind")][field % (len(inside) - 2)]
+        inside[name] = value
+    odd = RunDir(told.path.parent / "odd")
+    odd.path.mkdir(exist_ok=True)
+    odd.events.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    try:
+        record = read(odd)
+    except RecordError:
+        return
+    assert "odd" in words(report_html([record]))
+
+
+def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
+    assert "new crashed" in words(report_html([read(write(tmp_path / "new", [(started(), 1)]))]))
+
+
+def test_ended_in_its_record_is_ended_though_its_process_lives(told: RunDir) -> None:
+    from instar.record.rundir import hold
+
+    with hold(told):
+        assert "told-r7f3a finished" in words(report_html([read(told)]))
+
+
+def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
+    text = report_html([read(make_run(tmp_path / "made", 20_000, evals=400, rewinds=3))])
+    assert len(text.encode()) < 5_000_000
+    data = json.loads(Page(text).data)
+    assert sum(value > 40 for value in data["runs"][0]["series"]["loss"]["value"] if value) == 3
+
+
+def test_the_page_of_a_run_that_had_much_to_say_stays_small(tmp_path: Path) -> None:
+    lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 20)]
+    for step in range(1, 1001):
+        layers = {f"blocks.{number}": 1.0 for number in range(60)}
+        lines.append((Layers(grad_norm=layers, update_ratio=layers, **place(step)), 1))
+        lines.append((Warn(message="x" * 10_000, step=step), 1))
+        lines.append((Operation(name="override", change="y" * 10_000, **place(step)), 1))
+    text = report_html([read(write(tmp_path / "loud", lines))])
+    assert len(text.encode()) < 5_000_000
+    assert "600 earlier operations are left out" in words(text)
+
+
+def test_it_is_written_whole_beside_the_record(told: RunDir) -> None:
+    told.report.write_text("old")
+    assert write_report(told) == told.path / "report.html"
+    assert told.report.read_text().rstrip().endswith("</html>")
+    assert {path.name for path in told.path.iterdir()} == {
+        "checkpoints",
+        "events.jsonl",
+        "report.html",
+        "run.yaml",
+    } | ({"events.idx"} if (told.path / "events.idx").exists() else set())
+
+
+def final_test(run: RunDir) -> None:
+    """A test with a class, a number of each sample, and a number of each node."""
+    folder = run.path / "test"
+    folder.mkdir()
+    result = {
+        "step": 40,
+        "weights": "best",
+        "samples": 5000,
+        "metrics": {"kind/accuracy": {"value": 0.975, "standard_error": 0.0025, "weight": 5000.0}},
+        "confusion": {"kind": [[90, 10], [0, 100]]},
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+    true = np.linspace(-1, 1, 5000, dtype=np.float32)
+    lists = pa.ListArray.from_arrays(np.arange(0, 10001, 2, dtype=np.int32), np.repeat(true, 2))
+    columns = {
+        "sample": np.arange(5000),
+        "kind": np.zeros(5000, int),
+        "kind.predicted": np.zeros(5000, int),
+    }
+    columns |= {
+        "charge": true,
+        "charge.predicted": true / 2,
+        "force": lists,
+        "force.predicted": lists,
+    }
+    pq.write_table(pa.table(columns), folder / "predictions.parquet")
+
+
+def test_the_final_test_is_drawn(told: RunDir) -> None:
+    final_test(told)
+    text = report_html([read(told)])
+    said = words(text)
+    assert "5,000 samples, with the weights of step 40 (best)" in said
+    assert "kind/accuracy 0.9750 0.0025" in said
+    assert re.search(r'style="--share: 90%">90</td>.*--share: 10%">10</td>', text)
+    assert "charge : predicted over true, 2,500 of 5,000" in said
+    assert "force : predicted over true, 2,500 of 10,000" in said
+    (dots,) = re.findall(r'<path d="(M[^"]*h0)" class="dots"/>', text)[:1]
+    pairs = np.array(re.findall(r"M([\d.]+) ([\d.]+)h0", dots), float)
+    assert np.abs(pairs[:, 1] - (320 - (pairs[:, 0] - 160) / 2 - 160)).max() < 0.2
+
+
+def test_without_pyarrow_it_says_what_is_missing(
+    told: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final_test(told)
+    monkeypatch.setattr(tested, "find_spec", lambda _: None)
+    text = report_html([read(told)])
+    assert tested.NO_PYARROW in words(text).replace("’", "'")
+    assert "kind/accuracy 0.9750" in words(text)
+    assert "<svg" not in text
+
+
+@pytest.mark.parametrize("file", ["result.json", "predictions.parquet"])
+def test_a_broken_test_is_said_to_be_broken(told: RunDir, file: str) -> None:
+    final_test(told)
+    (told.path / "test" / file).write_bytes(b"PAR1 {")
+    assert f"test/{file} cannot be read" in words(report_html([read(told)]))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = told_run(tmp_path_factory.mktemp("shown") / "told-r7f3a")
+    final_test(run)
+    return write_report(run)
+
+
+def opened(seen: Watched, page: Path) -> None:
+    seen.page.goto(page.as_uri())
+    drawn(seen)
+
+
+def drawn(seen: Watched) -> None:
+    """Wait until what was asked for is on the screen: charts draw with the next frame."""
+    seen.page.evaluate(
+        "() => new Promise((f) => requestAnimationFrame(() => requestAnimationFrame(f)))"
+    )
+
+
+def painted(seen: Watched, panel: int = 0) -> int:
+    """How many colours there are in a chart's middle half."""
+    return int(
+        seen.page.evaluate(
+            """panel => {
+              const canvas = document.querySelectorAll('.chart canvas')[panel];
+              const { width, height } = canvas;
+              const ctx = canvas.getContext('2d');
+              const pixels = new Uint32Array(
+                ctx.getImageData(width / 4, 0, width / 2, height).data.buffer);
+              return new Set(pixels).size;
+            }""",
+            panel,
+        )
+    )
+
+
+def test_it_opens_and_paints_without_asking_for_anything(browser: Browser, page: Path) -> None:
+    with watched(browser) as seen:
+        opened(seen, page)
+        assert all(painted(seen, number) > 3 for number in range(5))
+        assert seen.errors == []
+        assert seen.urls() == [page.as_uri()]
+        spent = seen.page.evaluate(
+            "performance.timing.loadEventEnd - performance.timing.navigationStart"
+        )
+        assert spent < 2000
+
+
+def test_a_script_that_is_not_the_pages_own_does_not_run(browser: Browser, page: Path) -> None:
+    changed = page.with_name("changed.html")
+    script = "<script>window.owned = 1</script></main>"
+    changed.write_text(page.read_text().replace("</main>", script))
+    with watched(browser) as seen:
+        opened(seen, changed)
+        assert seen.page.evaluate("window.owned") is None
+        assert any("Content Security Policy" in error for error in seen.errors)
+
+
+@pytest.mark.parametrize("how", ["hover", "focus"])
+def test_an_operation_explains_itself(browser: Browser, page: Path, how: str) -> None:
+    with watched(browser) as seen:
+        opened(seen, page)
+        mark = seen.page.locator(".panel").first.locator(".ic-mark.ic-operation")
+        getattr(mark, how)()
+        told = seen.page.locator(".panel").first.locator(".ic-tip").inner_text()
+        assert "widen_mlp 64→96" in told
+        assert "because val 3.12 < 3.50" in told
+        assert "exact, max |Δlogit| 2.5e-07" in told
+
+
+def test_the_cursor_reads_values_on_the_axis_of_choice(browser: Browser, page: Path) -> None:
+    with watched(browser) as seen:
+        opened(seen, page)
+        seen.page.select_option("select[name=x]", "tokens")
+        over = seen.page.locator(".panel").first.locator(".u-over")
+        box = over.bounding_box()
+        assert box is not None
+        seen.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+        told = seen.page.locator(".panel").first.locator(".ic-tip").inner_text()
+        found = re.match(
+            r"tokens ([\d,]+)\s+(?:val/loss|loss)\s+[\d.]+\s+(?:val/loss|loss)\s+[\d.]+", told
+        )
+        assert found, told
+        assert abs(int(found[1].replace(",", "")) - 128 * 20) <= 2 * 128
+
+
+def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, page: Path) -> None:
+    with watched(browser) as seen:
+        opened(seen, page)
+        over = seen.page.locator(".panel").first.locator(".u-over")
+        box = over.bounding_box()
+        assert box is not None
+        marks = seen.page.locator(".panel").first.locator(".ic-mark")
+        before = marks.count()
+        seen.page.mouse.move(box["x"] + 10, box["y"] + 90)
+        seen.page.mouse.down()
+        seen.page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 90, steps=4)
+        seen.page.mouse.up()
+        drawn(seen)
+        assert marks.count() < before
+        seen.page.mouse.dblclick(box["x"] + 0.7 * box["width"], box["y"] + 90)
+        drawn(seen)
+        assert marks.count() == before
+        assert seen.errors == []
+
+
+def test_smoothing_logarithm_and_marks_redraw(browser: Browser, page: Path) -> None:
+    with watched(browser) as seen:
+        opened(seen, page)
+        canvas = "document.querySelector('.chart canvas').toDataURL()"
+        pictures = [seen.page.evaluate(canvas)]
+        seen.page.locator("input[name=smooth]").fill("0.9")
+        drawn(seen)
+        pictures.append(seen.page.evaluate(canvas))
+        seen.page.locator("input[name=log]").check()
+        drawn(seen)
+        pictures.append(seen.page.evaluate(canvas))
+        assert len(set(pictures)) == 3
+        seen.page.locator("input[name=marks]").uncheck()
+        drawn(seen)
+        assert seen.page.locator(".ic-mark").count() == 0
+        assert seen.errors == []
+
+
+def test_dark_and_light_follow_the_system_and_the_button(browser: Browser, page: Path) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    with watched(browser, scheme="dark") as seen:
+        opened(seen, page)
+        dark = seen.page.evaluate(paper)
+        seen.page.click("#theme")
+        light = seen.page.evaluate(paper)
+        assert (dark, light) == ("rgb(18, 22, 27)", "rgb(246, 247, 249)")
+        assert painted(seen) > 3
+    with watched(browser, scheme="light") as seen:
+        opened(seen, page)
+        assert seen.page.evaluate(paper) == light
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_against_what_is_behind_it(
+    browser: Browser, page: Path, scheme: Any
+) -> None:
+    contrast = """() => {
+      const luminance = (text) => {
+        const parts = text.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
+          .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+      };
+      const probe = document.body.appendChild(document.createElement("i"));
+      const colour = (name) => {
+        probe.style.color = `var(--${name})`;
+        return luminance(getComputedStyle(probe).color);
+      };
+      const pairs = [["ic-ink", 7], ["ic-text", 4.5], ["good", 4.5], ["bad", 4.5], ["warn", 4.5],
+        ["live", 4.5], ...[0, 1, 2, 3, 4, 5, 6, 7].map((n) => [`ic-${n}`, 2.9])];
+      return pairs.filter(([name, least]) => {
+        const [a, b] = [colour(name), colour("ic-paper")].sort((x, y) => y - x);
+        return (a + 0.05) / (b + 0.05) < least;
+      });
+    }"""
+    with watched(browser, scheme=scheme) as seen:
+        opened(seen, page)
+        assert seen.page.evaluate(contrast) == []
+
+
+def test_a_phone_needs_no_scrolling_sideways(browser: Browser, page: Path) -> None:
+    with watched(browser, width=375, height=700) as seen:
+        opened(seen, page)
+        assert seen.page.evaluate("document.documentElement.scrollWidth") == 375
+        widths = seen.page.evaluate(
+            "[...document.querySelectorAll('.uplot')].map((u) => u.offsetWidth)"
+        )
+        assert max(widths) <= 375
+        seen.page.set_viewport_size({"width": 900, "height": 700})
+        drawn(seen)
+        assert seen.page.evaluate("document.querySelector('.uplot').offsetWidth") > 700
+
+
+def test_without_a_program_the_tables_are_there(browser: Browser, page: Path) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    try:
+        without = context.new_page()
+        without.goto(page.as_uri())
+        assert without.locator("text=programs are switched off here").is_visible()
+        assert without.locator("td >> text=widen_mlp").first.is_visible()
+        assert not without.locator("#controls").is_visible()
+    finally:
+        context.close()
+
+
+def test_points_and_marks_can_be_appended(browser: Browser, page: Path) -> None:
+    with watched(browser) as seen:
+        opened(seen, page)
+        grown = seen.page.evaluate(
+            """() => {
+              const { runs } = JSON.parse(document.getElementById("data").textContent);
+              const place = document.querySelector("main").appendChild(document.createElement("div"));
+              const chart = new InstarChart(place, { metric: "loss", x: "step" });
+              chart.setRuns(runs);
+              const loss = runs[0].series.loss;
+              const before = loss.value.length;
+              const point = { x: { step: 50, tokens: 6400 }, value: 9.5 };
+              chart.append(runs[0].id, "loss", point);
+              chart.append(runs[0].id, "loss", point);
+              chart.append("nobody", "loss", point);
+              chart.append(runs[0].id, "loss", { x: { step: [51, 52] }, value: [NaN, 2] });
+              chart.append(runs[0].id, "fresh", { x: { step: [1, 2] }, value: [1, 2] });
+              chart.appendMark(runs[0].id, {
+                kind: "alert", x: { step: 51 }, title: "late", text: "", superseded: false,
+              });
+              return new Promise((resolve) =>
+                requestAnimationFrame(() => requestAnimationFrame(() => {
+                  const found = [loss.value.slice(before), loss.x.step.slice(before),
+                    place.querySelectorAll("[aria-label*=late]").length];
+                  chart.destroy();
+                  resolve([...found, place.children.length]);
+                })));
+            }"""
+        )
+        assert grown == [[9.5, None, 2], [50, 51, 52], 1, 0]
+        assert seen.errors == []

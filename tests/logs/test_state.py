@@ -1,0 +1,153 @@
+"""Whether a run goes on, has ended, and how."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from written_runs import BEGAN, Writer, writing
+
+from instar.logs.record import read
+from instar.logs.state import QUIET_S, WITHOUT_A_WORD, Standing, last_error, stand
+from instar.record.events import Eval, Failed
+from instar.record.rundir import RunDir, hold
+
+
+def standing(run: RunDir, now: float = BEGAN + 1e6) -> Standing:
+    record = read(run)
+    return stand(run, [logged.event for logged in record.events], BEGAN + 10, now)
+
+
+def begun(folder: Path, **more: object) -> RunDir:
+    with writing(folder) as writer:
+        writer.start(**more)
+        writer.train(10, 3.0)
+    return RunDir(folder)
+
+
+def log(run: RunDir, rank: int, seconds: float, text: str) -> None:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGAN + seconds))
+    with run.log(rank).open("a") as file:
+        file.write(f"[RANK {rank}] {when} {text}\n")
+
+
+def test_a_run_whose_lock_is_held_runs(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    with hold(run):
+        assert standing(run) == Standing("running", "", False, "", os.getpid())
+    assert standing(run).state == "crashed"
+
+
+def test_a_run_whose_holder_was_killed_has_crashed(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    code = (
+        "import sys; from pathlib import Path; from instar.record.rundir import RunDir, hold\n"
+        "with hold(RunDir(Path(sys.argv[1]))): print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert standing(run).process == process.pid
+        process.kill()
+        process.wait()
+        assert standing(run) == Standing("crashed", WITHOUT_A_WORD, False, "", None)
+
+
+@pytest.mark.parametrize(("resumable", "state"), [(False, "finished"), (True, "stopped")])
+def test_a_run_that_said_why_it_stopped(tmp_path: Path, resumable: bool, state: str) -> None:
+    with writing(tmp_path / "run") as writer:
+        writer.start()
+        writer.save(10)
+        writer.stop(10, "SIGTERM", resumable=resumable)
+    found = standing(writer.run)
+    assert (found.state, found.reason, found.resumable) == (state, "SIGTERM", True)
+    assert found.go_on == (f"instar resume {writer.run.path}" if resumable else "")
+
+
+def test_a_test_made_afterwards_does_not_change_how_a_run_ended(tmp_path: Path) -> None:
+    with writing(tmp_path / "run") as writer:
+        writer.start()
+        writer.stop(10)
+    with writing(tmp_path / "run") as writer:
+        writer.write(Eval(step=5, split="test", loss=1.0))
+    assert standing(writer.run).state == "finished"
+
+
+def test_a_run_gone_on_with_counts_with_its_last_segment(tmp_path: Path) -> None:
+    def going_on(writer: Writer) -> None:
+        writer.start(step=10)
+        writer.train(12, 2.0)
+
+    with writing(tmp_path / "run") as writer:
+        writer.start()
+        writer.stop(10, "SIGTERM", resumable=True)
+        going_on(writer)
+    assert standing(writer.run).state == "crashed"
+    with writing(tmp_path / "run") as writer:
+        writer.stop(12)
+    assert standing(writer.run).state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("rank 1 failed at step 7: ValueError: no", "rank 1 failed at step 7: ValueError: no"),
+        ("ValueError: no", "rank 1 failed at step 7: ValueError: no"),
+    ],
+    ids=["whole sentence", "cause alone"],
+)
+def test_a_run_that_said_why_it_failed(tmp_path: Path, message: str, reason: str) -> None:
+    run = begun(tmp_path / "run")
+    with writing(run.path) as writer:
+        writer.recorder.write(Failed(message=message, rank=1, step=7))
+    assert (standing(run).state, standing(run).reason) == ("crashed", reason)
+
+
+def test_a_run_that_could_not_say_why_is_explained_by_its_logs(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    log(run, 0, -50, "ERROR: rank 0 failed: of an earlier segment")
+    assert standing(run).reason == WITHOUT_A_WORD
+    log(run, 0, 20, "ERROR: rank 0 failed at step 10: PeerLost: rank 1 is gone")
+    assert standing(run).reason == "rank 0 failed at step 10: PeerLost: rank 1 is gone"
+    log(run, 1, 21, "ERROR: rank 1 failed at step 10: ValueError: the cause")
+    log(run, 1, 22, "INFO: last words")
+    assert standing(run).reason == "rank 1 failed at step 10: ValueError: the cause"
+
+
+def test_what_the_interpreter_itself_dies_of_is_an_error(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.log(0).write_bytes(b"\xff\xfe\nFatal Python error: Segmentation fault\n\nThread 0x1:\n")
+    assert last_error(run) == "Fatal Python error: Segmentation fault"
+
+
+@pytest.mark.parametrize("elsewhere", ["another host", "no lock"])
+def test_where_the_lock_cannot_be_asked_a_fresh_record_runs(tmp_path: Path, elsewhere: str) -> None:
+    more = {"machine": {"host": "elsewhere"}} if elsewhere == "another host" else {}
+    run = begun(tmp_path / "run", **more)
+    if elsewhere == "no lock":
+        run.lock.unlink()
+    seen = BEGAN + 10
+    assert standing(run, now=seen + QUIET_S - 1).state == "running"
+    assert standing(run, now=seen + QUIET_S + 1).state == "crashed"
+
+
+def test_a_checkpoint_that_is_not_whole_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    with writing(run.path) as writer:
+        writer.save(10)
+    assert standing(run).go_on == f"instar resume {run.path}"
+    (run.checkpoints / "step-10" / "manifest.json").unlink()
+    assert (standing(run).resumable, standing(run).go_on) == (False, "")
+
+
+def test_a_path_with_a_space_is_quoted_in_the_command(tmp_path: Path) -> None:
+    run = begun(tmp_path / "my run")
+    with writing(run.path) as writer:
+        writer.save(10)
+    assert standing(run).go_on == f"instar resume '{run.path}'"

@@ -1,0 +1,262 @@
+"""What a run comes to."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from written_runs import BEGAN, place, writing, written
+
+from instar.logs.direction import direction
+from instar.logs.record import read
+from instar.logs.summary import Summary, Value, summarize, to_json
+from instar.logs.words import markdown, metric_text, one_lines, page
+from instar.record.events import (
+    Alert,
+    Eval,
+    Event,
+    Operation,
+    RunStarted,
+    Saved,
+    Skip,
+    Stop,
+    Train,
+    Warn,
+    encode,
+)
+from instar.record.rundir import RunDir
+
+
+def summary_of(folder: Path) -> Summary:
+    return summarize(read(RunDir(folder)), now=BEGAN + 1e6)
+
+
+@pytest.fixture
+def grown(tmp_path: Path) -> Summary:
+    """A run that grew, was warned, skipped a step, and ended."""
+    with writing(tmp_path / "grow-abcde") as writer:
+        writer.start()
+        writer.train(1, 4.0, tokens_per_s=100.0, memory_bytes=3000)
+        writer.val(2, 3.0, standard_error=0.5, extra={"accuracy": 0.25})
+        writer.write(
+            Operation(
+                name="widen_mlp",
+                verb="GROW",
+                change="64→128",
+                reason="val 3.00 < 3.50",
+                preserves="exact",
+                proof={"parameters_after": 2000, "max_logit_diff": 0.0},
+                architecture={"n_layer": 2, "n_embd": 64},
+                **place(2),
+            )
+        )
+        writer.write(Skip(**place(3)))
+        writer.recorder.write(Warn(message="a warning"))
+        writer.write(Alert(name="stall", message="no progress", **place(3)))
+        writer.train(4, 2.0, memory_bytes=2000)
+        writer.val(4, 3.5, standard_error=0.4, extra={"accuracy": 0.5})
+        writer.save(4)
+        writer.stop(4, "reached 4it")
+    return summary_of(tmp_path / "grow-abcde")
+
+
+def test_amounts_are_those_of_the_furthest_step(grown: Summary) -> None:
+    assert (grown.step, grown.samples, grown.tokens) == (4, 16, 256)
+    assert (grown.epoch, grown.flops, grown.wall_s, grown.active_s) == (0.04, 4e6, 4.0, 2.0)
+    assert grown.tokens_per_s == 128.0
+    assert (grown.started, grown.seen) == (BEGAN, BEGAN + 4)
+    assert (grown.name, grown.id, grown.state, grown.reason) == (
+        "grow",
+        "abcde",
+        "finished",
+        "reached 4it",
+    )
+
+
+def test_every_value_has_its_own_step(grown: Summary) -> None:
+    assert grown.last["loss"] == Value(2.0, 4)
+    assert grown.last["val/loss"] == Value(3.5, 4, error=0.4)
+    assert grown.best["val/loss"] == Value(3.0, 2, error=0.5)
+    assert grown.best["val/accuracy"] == Value(0.5, 4)
+    assert set(grown.best) == {"loss", "val/loss", "val/accuracy"}
+    assert not any(":" in name for name in grown.last)
+
+
+def test_what_happened_beside_the_curves(grown: Summary) -> None:
+    assert [(o.step, o.name) for o in grown.operations] == [(2, "widen_mlp")]
+    assert (grown.model, grown.parameters) == ("2L/64d", 2000)
+    assert (grown.warnings, grown.skipped_steps) == (("a warning",), 1)
+    assert grown.alerts == ("step 3: stall: no progress",)
+    assert [(kept.name, kept.pointers) for kept in grown.checkpoints] == [("step-4", ("latest",))]
+    assert grown.memory_peak_bytes == 3000
+
+
+def test_what_a_resume_superseded_counts_in_nothing_but_the_memory(tmp_path: Path) -> None:
+    with writing(tmp_path / "run") as writer:
+        writer.start()
+        writer.train(1, 4.0, memory_bytes=10)
+        writer.save(1)
+        writer.train(2, 0.5, memory_bytes=99)
+        writer.val(2, 0.5)
+        writer.start(step=1, resumed_from="step-1")
+        writer.train(2, 3.0, memory_bytes=20)
+        writer.val(2, 3.5)
+    found = summary_of(tmp_path / "run")
+    assert (found.segments, found.step) == (2, 2)
+    assert found.best["val/loss"] == Value(3.5, 2)
+    assert found.last["loss"] == found.best["loss"] == Value(3.0, 2)
+    assert found.memory_peak_bytes == 99
+
+
+def test_values_that_are_no_numbers_are_last_but_never_best(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", {1: 4.0, 2: math.nan}, {1: 3.0, 2: -math.inf})
+    found = summary_of(run.path)
+    assert found.best["val/loss"] == Value(3.0, 1, error=0.01)
+    assert math.isnan(found.last["loss"].value)
+    said = json.loads(json.dumps(to_json(found), allow_nan=False))
+    assert said["last"]["loss"] == {"value": "NaN", "step": 2, "error": None}
+    assert said["last"]["val/loss"]["value"] == "-Infinity"
+
+
+odd = st.sampled_from([0.0, -1.0, 2.5, 1e300, -1e308, math.nan, math.inf, -math.inf])
+steps = st.sampled_from([0, 1, 2, -1, 2**31, 2**62])
+
+
+@st.composite
+def odd_events(draw: st.DrawFn) -> Event:
+    at: dict[str, Any] = {
+        "step": draw(steps),
+        "samples": draw(steps),
+        "tokens": draw(steps),
+        **{axis: draw(odd) for axis in ("epoch", "flops", "wall_s", "active_s")},
+    }
+    return draw(
+        st.sampled_from(
+            [
+                RunStarted(run_id="x", step=at["step"], parameters=at["samples"]),
+                Train(loss=draw(odd), lr=draw(odd), tokens_per_s=draw(odd), **at),
+                Eval(split="val", loss=draw(odd), standard_error=draw(odd), **at),
+                Operation(
+                    name="grow",
+                    value=draw(odd),
+                    proof={"parameters_after": draw(odd), "max_logit_diff": draw(odd)},
+                    architecture={"n_layer": draw(odd)},
+                    **at,
+                ),
+                Saved(path="step-1", size_bytes=at["tokens"], **at),
+                Skip(**at),
+                Stop(reason="", **at),
+            ]
+        )
+    )
+
+
+@given(st.lists(odd_events(), max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_whatever_was_measured_it_is_summarized(
+    tmp_path_factory: pytest.TempPathFactory, events: list[Event]
+) -> None:
+    run = RunDir(tmp_path_factory.getbasetemp() / "odd")
+    run.path.mkdir(exist_ok=True)
+    lines = [encode(event, BEGAN, 1) for event in (RunStarted(run_id="x"), *events)]
+    run.events.write_bytes(b"".join(lines))
+    found = summarize(read(run), now=BEGAN)
+    json.dumps(to_json(found), allow_nan=False)
+    assert page(found, 80)
+    assert one_lines([found])
+    assert markdown([found])
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    with writing(tmp_path / "run") as writer:
+        writer.start()
+    found = summary_of(tmp_path / "run")
+    assert (found.step, found.last, found.best, found.tokens_per_s) == (0, {}, {}, None)
+    assert "best val - at -" in one_lines([found])[0]
+    assert page(found, 80)[0] == "run"
+
+
+def test_a_record_with_nothing_in_it(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", {1: 1.0})
+    run.events.write_bytes(b"")
+    assert (summary_of(run.path).started, summary_of(run.path).state) == (0.0, "crashed")
+    assert page(summary_of(run.path), 80)
+
+
+@pytest.mark.parametrize(
+    ("metric", "better"),
+    [
+        ("loss", "min"),
+        ("val/loss", "min"),
+        ("val/ordering_fraction/mae", "min"),
+        ("test/kind/accuracy", "max"),
+        ("val/top5_accuracy", "max"),
+        ("val/recall@10", "max"),
+        ("val/r2", "max"),
+        ("val/loss:error", None),
+        ("tokens_per_s", None),
+        ("grad_norm/blocks.0", None),
+        ("lr", None),
+        ("val/temperature", None),
+    ],
+)
+def test_what_is_better_is_told_by_the_name(metric: str, better: str | None) -> None:
+    assert direction(metric) == better
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("val/loss", 3.14159, "3.1416"),
+        ("val/mse", 1.234e-5, "1.23e-5"),
+        ("lr", 3e-4, "3.0e-4"),
+        ("lr", 0.0, "0"),
+        ("tokens_per_s", 1_020_000, "1.02M"),
+        ("memory_bytes", 1 << 20, "1.00 MiB"),
+        ("mfu", 0.41, "41%"),
+        ("loss", math.nan, "nan"),
+        ("loss", None, "-"),
+    ],
+)
+def test_values_are_told_in_their_own_manner(name: str, value: float | None, text: str) -> None:
+    assert metric_text(name, value) == text
+
+
+def test_lines_of_several_runs_have_the_same_fields(tmp_path: Path, grown: Summary) -> None:
+    other = summary_of(written(tmp_path / "b", {1000: 12345.6}).path)
+    with writing(tmp_path / "c") as writer:
+        writer.start()
+    lines = one_lines([grown, other, summary_of(tmp_path / "c")])
+    assert " ".join(lines[0].split()) == (
+        "finished grow-abcde step 4 256 tok loss 2.000 best val 3.0000 at 2 128 tok/s "
+        "2.0s active 1 operation"
+    )
+    assert [line.index("step") for line in lines] == [lines[0].index("step")] * 3
+    assert lines[2].startswith("crashed ")
+    assert lines[2].endswith("ended without a word: killed, or the machine went down")
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_page_keeps_to_its_width(grown: Summary, width: int) -> None:
+    too_long = [line for line in page(grown, width) if len(line) > width]
+    assert [line for line in too_long if grown.path not in line] == []
+
+
+def test_markdown_has_sections_for_one_run_and_a_table_for_several(grown: Summary) -> None:
+    lines = markdown([grown])
+    assert lines[0] == "# grow-abcde"
+    assert [line for line in lines if line.startswith("##")] == [
+        "## Metrics",
+        "## Operations",
+        "## Alerts",
+        "## Warnings",
+    ]
+    assert "| val/loss | 3.5000 ±0.4000 | 4 | 3.0000 | 2 |" in lines
+    table = markdown([grown, grown])
+    assert {line.count("|") for line in table} == {11}
+    assert len(table) == 4
