@@ -1,4 +1,4 @@
-from instar.config.explain import FAMILIAR
+from instar.config.familiar import CALLED
 from instar.config.fields import (
     PATTERNS,
     default,
@@ -11,6 +11,7 @@ from instar.config.fields import (
     sections,
     value_of,
 )
+from instar.config.graph import GraphConfig
 from instar.config.language import LanguageConfig
 
 
@@ -74,7 +75,8 @@ def test_defaults_are_those_of_an_empty_config() -> None:
 
 
 def test_what_other_trainers_call_it_leads_to_keys_that_exist() -> None:
-    assert set(FAMILIAR.values()) <= set(keys(LanguageConfig))
+    roots = (LanguageConfig, GraphConfig)
+    assert set(CALLED) <= {key for root in roots for key in (*keys(root), *sections(root))}
 
 
 def test_the_editors_schema_takes_what_the_reader_takes() -> None:

@@ -36,13 +36,13 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ),
     (
         {"kind": "rows"},
-        ("source", "kind"),
+        ("source", "kind", "mixture"),
         "data.source of kind rows must be given: files, a folder or a name on the hub",
         "",
     ),
     (
         {"kind": "stream", "val_source": "held_out.jsonl"},
-        ("source", "kind"),
+        ("source", "kind", "mixture"),
         "data.source of kind stream must be given: files, a folder or a name on the hub",
         "",
     ),
@@ -114,9 +114,9 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     ),
     (
         {"mixture": [*PARTS, {"source": "c.txt", "weight": 2}]},
-        ("mixture",),
+        ("mixture[0]", "mixture"),
         "either all parts of data.mixture have a weight, or none",
-        "",
+        "data.mixture[0] has none",
     ),
     (
         {"mixture": PARTS, "tokenizer": "bpe"},

@@ -201,7 +201,7 @@ def test_a_schedule_is_looked_for_where_one_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_checked(str(config))
     (problem,) = caught.value.problems
-    assert (problem.where, problem.message) == ("grow.yaml", "no such file")
+    assert (problem.where, problem.message) == (f"{config}:1:11", "no such file: grow.yaml")
     assert problem.hint == f"did you mean '{tmp_path / 'grow.yaml'}'?"
 
 

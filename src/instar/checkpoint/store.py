@@ -305,6 +305,9 @@ def resolve(text: str, out_dir: Path = Path("runs")) -> Path:
         return path
     if _NAME.fullmatch(path.name) and path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}")
+    if _NAME.fullmatch(path.name) and path.parent.is_dir():
+        there = ", ".join(each.name for each in checkpoints(path.parent.parent))
+        raise CheckpointError(f"{path} is not there; there are {there or 'none'}")
     root = path if (path / "checkpoints").is_dir() else find_run(text, out_dir).path
     return latest(root)
 

@@ -27,6 +27,15 @@ _UNITS: dict[str, tuple[Kind, int]] = {
 _CLOCK = (("h", 3600), ("min", 60), ("s", 1))
 _SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _COUNTED: tuple[Kind, ...] = ("steps", "tokens", "samples")
+_SPELT_OUT = {
+    "it": "step steps iter iters iteration iterations update updates",
+    "tok": "token tokens toks",
+    "samples": "sample",
+    "ep": "epoch epochs eps",
+    "s": "sec secs second seconds",
+    "min": "m mins minute minutes",
+    "h": "hr hrs hour hours",
+}
 _NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _AMOUNT = re.compile(rf"{_NUMBER}\s*(?:([kKMBGT]?)(it|tok|samples)|(ep|s|min|h))", re.ASCII)
 _LOSS = re.compile(rf"loss\s*<\s*(-?{_NUMBER})", re.ASCII)
@@ -81,7 +90,9 @@ def parse_budget(text: str) -> Budget:
         return Budget("loss", float(loss[1].replace("_", "")))
     match = _AMOUNT.fullmatch(text.strip())
     if not match:
-        raise ValueError(f"not a budget: {text!r}; write {FORMS}")
+        meant = _meant(text.strip())
+        forms = f"write {meant}; there are {FORMS}" if meant else f"write {FORMS}"
+        raise ValueError(f"not a budget: {text!r}; {forms}")
     number, scale, counted, measured = match.groups()
     kind, seconds = _UNITS[counted or measured]
     exact = Decimal(number.replace("_", "")) * _SCALES[scale or ""] * seconds
@@ -89,3 +100,15 @@ def parse_budget(text: str) -> Budget:
         return Budget(kind, float(exact))
     except ValueError as error:
         raise ValueError(f"not a budget: {text!r} ({error}); write {FORMS}") from None
+
+
+def _meant(text: str) -> str:
+    """A budget whose unit is spelt out or left out, as it is written; empty if it is none."""
+    if re.fullmatch(_NUMBER, text, re.A):
+        return f"{text}it for steps"
+    for unit, words in _SPELT_OUT.items():
+        one = "|".join(words.split())
+        found = re.fullmatch(rf"{_NUMBER}\s*([kKMBGT]?)\s*(?:{one}|{unit})", text, re.I | re.A)
+        if found and _AMOUNT.fullmatch(written := f"{found[1]}{found[2]}{unit}"):
+            return written
+    return ""

@@ -19,11 +19,13 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 
 from instar.config.errors import Problem
+from instar.config.syntax import MAX_DEPTH, fault, odd_space
 
-MAX_DEPTH = 40
 MAX_VALUES = 20_000  # aliases of aliases may unfold without end
 MAX_DIGITS = 300  # Python itself refuses to print integers of several thousand
 SHOWN_COLUMNS = 72
+
+_TYPOGRAPHIC = "“”„‘’‚«»"
 
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 _TAG = "tag:yaml.org,2002:"
@@ -34,23 +36,6 @@ KeyPath = tuple[str | int, ...]
 """keys and list indices, from the outside in"""
 
 UNREADABLE = object()  # stands for data about which a mistake has been noted
-
-_SYNTAX = (
-    ("found character '\\t'", "a tab cannot stand here; indent with spaces"),
-    ("mapping values are not", "a ':' cannot stand here; indent wrong, or quotes missing?"),
-    ("could not find expected ':'", "the line before this place has no ':' after its key"),
-    ("found undefined alias", "an alias (*name) whose anchor (&name) was never given"),
-    ("found another document", "a second document begins here; one file is one config"),
-    ("maximum depth of data", f"nested more than {MAX_DEPTH} levels deep"),
-    ("expected <block end>", "this does not line up with what stands above it"),
-    ("found character '", "a value cannot begin with this character; put it in quotes"),
-    ("unknown escape", "no such escape; text with backslashes goes in single quotes"),
-)
-# What was opened and never closed is pointed at where it was opened.
-_UNCLOSED = (
-    ("found unexpected end of stream", "this quote is never closed"),
-    ("expected ',' or", "this bracket is not closed, or a ',' is missing in it"),
-)
 
 
 @dataclass(frozen=True)
@@ -200,8 +185,8 @@ class _Reader:
         text = self.lines[line] if line < len(self.lines) else ""
         return Place(self.source, line + 1, column + 1, text)
 
-    def report(self, message: str, place: Place, key: str = "") -> None:
-        self.mistakes.append(Mistake(place, message, key=key))
+    def report(self, message: str, place: Place, key: str = "", hint: str = "") -> None:
+        self.mistakes.append(Mistake(place, message, hint, key))
 
     def read(self, node: Node, path: tuple[str, ...]) -> Value:
         place = self.place(node.start_mark.line, node.start_mark.column)
@@ -235,11 +220,15 @@ class _Reader:
                 self.report(f"a key{inside} must be a word, not a list or mapping", place)
                 continue
             key = key_node.value
+            if key_node.style is None and (odd := odd_space(key)):
+                self.report(f"this key is none: {odd}", place, hint="write ordinary spaces")
+                continue
             if key_node.tag == f"{_TAG}merge":
                 value = self.read(value_node, path)
                 parts = value.data if isinstance(value.data, tuple) else (value,)
                 if not all(isinstance(part.data, dict) for part in parts):
-                    self.report("'<<' merges mappings only", place)
+                    hint = "give it an alias of one, e.g. <<: *base"
+                    self.report("'<<' merges mappings only", place, hint=hint)
                     continue
                 for part in parts:
                     merged = part.data | merged
@@ -269,6 +258,13 @@ class _Reader:
                     return _whole_number(text)
                 case "float":
                     return float(re.sub(r"\.(inf|nan)$", r"\1", text.replace("_", "").lower()))
+                case "str" if node.style is None and text[:1] in _TYPOGRAPHIC and text:
+                    message = (
+                        f"{'.'.join(path)}: {text[0]} is no quote in YAML, but part of the text"
+                    )
+                    hint = f"write {text.strip(_TYPOGRAPHIC)!r}"
+                    self.report(message, place, ".".join(path), hint)
+                    return UNREADABLE
                 case "str" | "timestamp" | "merge" | "value" | "!":
                     return text
         except ValueError:
@@ -278,21 +274,15 @@ class _Reader:
         return UNREADABLE
 
     def syntax_mistake(self, error: Exception) -> Mistake:
-        place = Place(self.source)
-        said = str(error)
+        place, said, hint = Place(self.source), str(error), ""
         if isinstance(error, MarkedYAMLError):
-            said = f"{error.problem or error.context}"
-            mark = error.problem_mark or error.context_mark
-            if error.context_mark and any(theirs in said for theirs, _ in _UNCLOSED):
-                mark = error.context_mark
-            if mark is not None:
-                place = self.place(mark.line, mark.column)
+            said, hint, line, column = fault(error, self.lines)
+            place = place if line is None else self.place(line, column)
         elif isinstance(error, ReaderError):
             said = f"the character U+{int(error.character):04X} is not allowed in YAML"
             before = _LINE_BREAK.split(self.text[: error.position])
             place = self.place(len(before) - 1, len(before[-1]))
-        message = next((plain for theirs, plain in _UNCLOSED + _SYNTAX if theirs in said), said)
-        return Mistake(place, f"not readable as YAML: {message}")
+        return Mistake(place, f"not readable as YAML: {said}", hint)
 
 
 def _truth(text: str) -> bool:

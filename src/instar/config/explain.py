@@ -4,46 +4,15 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from instar.config.document import show
+from instar.config.familiar import INSIDE, familiar
 from instar.config.fields import Root, default, expected, keys, properties, schema_node, sections
-
-# What other trainers call it.
-FAMILIAR = {
-    "batch": "train.batch_size",
-    "block_size": "model.context",
-    "checkpoint_activations": "train.gradient_checkpointing",
-    "d_model": "model.n_embd",
-    "dataset": "data.source",
-    "decay_lr": "learning_rate.shape",
-    "dtype": "precision",
-    "epochs": "train.until",
-    "grad_accum": "train.gradient_accumulation_steps",
-    "grad_clip": "train.clip",
-    "hidden_size": "model.n_embd",
-    "intermediate_size": "model.n_mlp",
-    "learning_rate": "optimizer.lr",
-    "max_epochs": "train.until",
-    "max_grad_norm": "train.clip",
-    "max_iters": "train.until",
-    "max_seq_len": "model.context",
-    "max_steps": "train.until",
-    "min_lr": "learning_rate.min_lr_ratio",
-    "num_attention_heads": "model.n_head",
-    "num_heads": "model.n_head",
-    "num_hidden_layers": "model.n_layer",
-    "num_key_value_heads": "model.n_kv_head",
-    "num_layers": "model.n_layer",
-    "output_dir": "record.out_dir",
-    "random_seed": "seed",
-    "seq_len": "model.context",
-    "steps": "train.until",
-    "tie_word_embeddings": "model.tied",
-    "warmup_steps": "learning_rate.warmup_iters",
-}
+from instar.config.numerals import meant_number
+from instar.config.syntax import odd_space
 
 _YES_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
@@ -55,21 +24,30 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[close[0]] if close else None
 
 
+def near_path(path: str, pattern: str = "*") -> str:
+    """A hint for a path that is not there: what stands beside it that was probably meant."""
+    folder = Path(path).parent
+    there = [each.name for each in folder.glob(pattern)] if folder.is_dir() else []
+    meant = nearest(Path(path).name, there)
+    return f"did you mean '{folder / meant}'?" if meant else ""
+
+
 def unknown_key(root: Root, name: str, section: str) -> tuple[str, str]:
     """For a key that `section` does not have: a hint, and the dotted key that was meant ("")."""
-    here = sections(root)[section].model_fields
+    here, called = sections(root)[section].model_fields, familiar(root)
     if "." in name and name in keys(root):
         home, _, last = name.rpartition(".")
         return f"write '{last}:' under '{home}:'", name
-    if owners := _owners(name, keys(root)):
+    meant = called.get(f"{section}.{name}")
+    if meant is None and (owners := _owners(name, keys(root))):
         return f"'{name}' belongs {' or '.join(map(_home, owners))}", owners[0]
-    meant = FAMILIAR.get(name)
+    meant = meant or called.get(name.lower().replace("-", "_"))
     if meant is None and (owners := _owners(name, sections(root))):
         return f"'{name}' belongs {' or '.join(map(_home, owners))}", owners[0]
     if meant is None and (close := nearest(name, here)):
         meant = f"{section}.{close}" if section else close
     if meant is None:
-        elsewhere = {key.rpartition(".")[2]: key for key in keys(root)} | FAMILIAR
+        elsewhere = {key.rpartition(".")[2]: key for key in keys(root)} | called
         meant = elsewhere.get(nearest(name, elsewhere, 0.85) or "")
     if meant is None:
         return f"it has {', '.join(here)}" if len(here) <= 8 else "", ""
@@ -77,9 +55,17 @@ def unknown_key(root: Root, name: str, section: str) -> tuple[str, str]:
     return f"did you mean '{last if home == section else meant}'?", meant
 
 
-def no_section(name: str) -> str:
+def key_meant(root: Root, name: str) -> str:
+    """The dotted key, the first of several, that somebody means who knows no sections, or not
+    which; empty if nobody can say."""
+    owners = [key for key in keys(root) if name in (key, key.rpartition(".")[2])]
+    called = familiar(root).get(name.rpartition(".")[2], "")
+    return owners[0] if owners else called if called in keys(root) else ""
+
+
+def no_section(root: Root, name: str) -> str:
     """A hint for a section that was given a value as if it were a key."""
-    meant = FAMILIAR.get(name)
+    meant = familiar(root).get(name)
     return f"did you mean '{meant}'?" if meant else ""
 
 
@@ -103,12 +89,14 @@ def wrong_value(
     name = dotted(path)
     node = schema_node(root, path)
     if kind == "extra_forbidden":
-        meant = nearest(str(path[-1]), properties(root, path[:-1]))
-        hint = f"did you mean '{meant}'?" if meant else ""
+        name, there = str(path[-1]), properties(root, path[:-1])
+        meant = INSIDE[name] if INSIDE.get(name) in there else nearest(name, there)
+        hint = f"did you mean '{meant}'?" if meant else f"it has {', '.join(there)}"
         return f"unknown key '{path[-1]}' in {dotted(path[:-1])}", hint
     if kind == "missing":
         return f"{name} is missing", ""
     if node is None or kind in ("value_error", "assertion_error"):
+        said = said.removeprefix("Value error, ")
         return f"{name}: {said[:1].lower()}{said[1:]}, got {show(given)}", ""
     return f"{name} must be {expected(root, node)}, got {show(given)}", _hint(
         root, name, node, given
@@ -134,6 +122,8 @@ def _hint(root: Root, name: str, node: dict[str, Any], given: Any) -> str:
     if isinstance(given, str):
         if "boolean" in types and (word := _YES_NO.get(given.lower())):
             return f"YAML 1.2 reads '{given}' as text, write {word}"
+        if odd := odd_space(given):
+            return f"{odd}; write ordinary spaces, or none"
         if number is not None and ("number" in types or ("integer" in types and number % 1 == 0)):
             return "drop the quotes"
         if "boolean" in types and given.lower() in ("true", "false"):
@@ -142,8 +132,13 @@ def _hint(root: Root, name: str, node: dict[str, Any], given: Any) -> str:
             return "write null"
         if words and (meant := nearest(given, words)):
             return f"did you mean '{meant}'?"
-        if "integer" in types and re.fullmatch(r"[\d.]+\s*[kKmMbB]", given):
-            return "write the number out"
+        if name == "device" and given.lower() in ("gpu", "nvidia"):
+            return "did you mean 'cuda'?"
+        number = meant_number(given, name)
+        if number is not None and ("number" in types or ("integer" in types and number % 1 == 0)):
+            return f"write the number out, {show(number)}"
+    if name == "device" and type(given) is int:
+        return f"write cuda:{given}"
     if name == "schedule":
         return "or the path of a file with it"
     if isinstance(given, int) and name.startswith("train.until"):

@@ -98,7 +98,7 @@ def _source(data: DataConfig) -> Iterator[Clash]:
         )
     elif data.kind in ("rows", "stream") and data.source == "stdlib" and not data.mixture:
         yield Clash(
-            ("data.source", "data.kind"),
+            ("data.source", "data.kind", "data.mixture"),
             f"data.source of kind {data.kind} must be given: files, a folder or a name on the hub",
         )
     if data.mixture and data.source != "stdlib":
@@ -177,8 +177,14 @@ def _mixture(data: DataConfig) -> Iterator[Clash]:
             f"sources of kind {data.kind} cannot be mixed: they are read from their beginning",
             "use rows, or tokens",
         )
-    if len({part.weight is None for part in data.mixture}) > 1:
-        yield Clash(("data.mixture",), "either all parts of data.mixture have a weight, or none")
+    without = [number for number, part in enumerate(data.mixture) if part.weight is None]
+    if 0 < len(without) < len(data.mixture):
+        key = f"data.mixture[{without[0]}]"
+        yield Clash(
+            (key, "data.mixture"),
+            "either all parts of data.mixture have a weight, or none",
+            f"{key} has none",
+        )
     if data.tokenizer in ("char", "bpe"):
         yield Clash(
             ("data.tokenizer", "data.mixture"),

@@ -61,7 +61,12 @@ class Findings:
 
     def error(self) -> ConfigError:
         """All of it, file by file, a file's mistakes in their order there, before those of options."""
-        mistakes = sorted(self.mistakes, key=self._order)
+        # what stands behind an anchor is one mistake, however often it is merged
+        once: dict[tuple[str, str], Mistake] = {}
+        for each in self.mistakes:
+            said = re.sub(r"\[\d+\]", "", each.message) if each.place.line else each.message
+            once.setdefault((str(each.place), said), each)
+        mistakes = sorted(once.values(), key=self._order)
         return ConfigError(*(each.problem(self.task) for each in mistakes))
 
     def _order(self, mistake: Mistake) -> tuple[bool, int, int, int]:
@@ -175,10 +180,12 @@ def _open_schedule(layer: Layer, findings: Findings) -> None:
         return
     beside = Path(entry.place.source).parent / entry.value.data
     hint = f"did you mean '{beside}'?" if beside.is_file() else "it is read from where you are"
-    document = _read_document(entry.value.data, hint, findings)
+    document = _read_document(entry.value.data, hint, findings, entry.value.place)
     if document is not None and not isinstance(document.data, tuple):
         message = f"a schedule is a list of operations, got {show(document.plain())}"
-        findings.note(document.place, message, "begin each with '- name:'")
+        config = isinstance(document.data, dict) and document.data.keys() & RunConfig.model_fields
+        hint = "this is a config; " if config else ""
+        findings.note(document.place, message, f"{hint}begin each with '- name:'")
         document = None
     if document is None or not document.readable():
         findings.doubtful.add(SCHEDULE)
@@ -187,10 +194,15 @@ def _open_schedule(layer: Layer, findings: Findings) -> None:
         layer[SCHEDULE] = Entry(document, entry.place, entry.origin)
 
 
-def _read_document(path: str, start: str, findings: Findings) -> Value | None:
-    """What a file holds, `start` being a hint where there is none; None after a mistake."""
+def _read_document(
+    path: str, start: str, findings: Findings, named: Place | None = None
+) -> Value | None:
+    """What a file holds, `start` being a hint where there is none; None after a mistake.
+
+    `named`: where its path was written, if it was in another file.
+    """
     findings.files.append(path)
-    text = _read_text(path, start, findings)
+    text = _read_text(path, start, findings, named)
     if text is None:
         return None
     document, found = parse(text, path)
@@ -202,7 +214,7 @@ def _read_document(path: str, start: str, findings: Findings) -> Value | None:
     return document
 
 
-def _read_text(path: str, start: str, findings: Findings) -> str | None:
+def _read_text(path: str, start: str, findings: Findings, named: Place | None) -> str | None:
     whole = Place(path)
     try:
         with Path(path).open("rb") as file:
@@ -211,9 +223,14 @@ def _read_text(path: str, start: str, findings: Findings) -> str | None:
             return raw.decode("utf-8-sig")
         findings.note(whole, f"larger than {MAX_BYTES >> 20} MiB; this is no config")
     except FileNotFoundError:
-        findings.note(whole, "no such file", _near_file(path) or start)
+        hint = explain.near_path(path, "*.y*ml") or start
+        if named is not None and named.line:
+            findings.note(named, f"no such file: {path}", hint)
+        else:
+            findings.note(whole, "no such file", hint)
     except IsADirectoryError:
-        findings.note(whole, "is a folder, not a config file")
+        there = ", ".join(str(each) for each in sorted(Path(path).glob("*.y*ml"))[:3])
+        findings.note(whole, "is a folder, not a config file", there and f"it holds {there}")
     except UnicodeDecodeError as error:
         lines = raw[: error.start].decode("utf-8").split("\n")
         place = Place(path, len(lines), len(lines[-1]) + 1, lines[-1] + "�")
@@ -223,13 +240,6 @@ def _read_text(path: str, start: str, findings: Findings) -> str | None:
         said = error.strerror if isinstance(error, OSError) else str(error)
         findings.note(whole, f"cannot be read: {said}")
     return None
-
-
-def _near_file(path: str) -> str:
-    folder = Path(path).parent
-    there = [each.name for each in folder.glob("*.y*ml")] if folder.is_dir() else []
-    meant = explain.nearest(Path(path).name, there)
-    return f"did you mean '{folder / meant}'?" if meant else ""
 
 
 def _read_option(text: str, findings: Findings) -> Value | None:
@@ -281,7 +291,7 @@ def _flatten(
             )
             if inner.readable():
                 message = f"{key} is a section of 'key: value' lines, got {show(inner.plain())}"
-                hint = explain.no_section(key)
+                hint = explain.no_section(root, key)
                 findings.note(inner.place, message, hint, f"{key}.")
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
+from pydantic import AfterValidator, Field
+
+from instar.config.numerals import meant_number
 from instar.config.schema import FeedConfig
 
-Size = int | float | str
+
+def _no_number(size: int | float | str) -> int | float | str:
+    """Refuses text that is a number to whoever wrote it, and would be a file's name."""
+    if isinstance(size, str) and (number := meant_number(size, "")) is not None:
+        raise ValueError(f"would be the name of a file, write {number}")
+    return size
+
+
+Size = Annotated[int | float | str, AfterValidator(_no_number)]
 """Of a split: a count of samples, a share below 1, or a file with their numbers."""
 
 

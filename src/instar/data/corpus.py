@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
+from instar.config.explain import near_path
 from instar.data.order import Int64Array
 
 STDLIB = "stdlib"
@@ -107,7 +108,8 @@ def _find(source: str) -> list[Path]:
         raise ConfigError.one(
             missing,
             where="data.source",
-            hint=f"give a file, a folder, a glob, or {STDLIB} for the Python standard library",
+            hint=near_path(source)
+            or f"give a file, a folder, a glob, or {STDLIB} for the Python standard library",
             key="data.source",
         )
     return files

@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from instar.config.errors import ConfigError
+from instar.config.explain import near_path
 from instar.data.order import Int64Array
 from instar.data.shards import (
     Shard,
@@ -296,7 +297,7 @@ def _read_record(folder: Path) -> DatasetRecord:
         raise ConfigError.one(
             f"the data set {folder} {what}",
             where="data.path",
-            hint="make one with `instar data prepare`",
+            hint=near_path(str(folder)) or "make one with `instar data prepare`",
         )
     try:
         record = msgspec.json.decode(file.read_bytes(), type=DatasetRecord)

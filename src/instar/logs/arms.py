@@ -24,7 +24,8 @@ class Arm:
     name: str
     runs: tuple[RunDir, ...]
     configs: tuple[Mapping[str, Any], ...] = field(repr=False)
-    """every key and value of each run; empty where its run.yaml cannot be read"""
+    """keys and values of each run, but for what was derived; empty where its run.yaml cannot be
+    read"""
 
     @property
     def seeds(self) -> tuple[Any, ...]:
@@ -51,7 +52,7 @@ def arms(runs: Sequence[RunDir], by: By = "run") -> tuple[list[Arm], list[str]]:
     """The runs as arms, in the order of the first run of each, and what is wrong with configs.
 
     By `name`, runs of one name are one arm; by `seed`, those whose configs are alike but for the
-    seed, what is derived, the name and where they are kept.
+    seed, the name and where they are kept.
     """
     configs, faults = {}, []
     for run in runs:
@@ -71,7 +72,7 @@ def arms(runs: Sequence[RunDir], by: By = "run") -> tuple[list[Arm], list[str]]:
 
 
 def config_of(run: RunDir) -> dict[str, Any]:
-    """Every key of a run's resolved config; nothing is checked against data or machine.
+    """A run's resolved config without what was derived; nothing is checked against data or machine.
 
     Raises:
         ConfigError: it cannot be read.
@@ -79,16 +80,16 @@ def config_of(run: RunDir) -> dict[str, Any]:
     from instar.config.differing import values
     from instar.config.load import load
 
-    return values(load(str(run.config), checks=()).config)
+    derived = {line.key for line in config_lines(run) if line.origin == "derived"}
+    found = values(load(str(run.config), checks=()).config)
+    return {key: value for key, value in found.items() if key not in derived}
 
 
 def _group(run: RunDir, config: Mapping[str, Any], by: By) -> object:
     if by == "name":
         return run.name
     if by == "seed" and config:
-        derived = {line.key for line in config_lines(run) if line.origin == "derived"}
-        own = derived.union(_ITS_OWN)
-        shared = {key: value for key, value in config.items() if key not in own}
+        shared = {key: value for key, value in config.items() if key not in _ITS_OWN}
         return json.dumps(shared, sort_keys=True, default=str)
     return run.path
 
