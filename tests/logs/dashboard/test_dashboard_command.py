@@ -1,0 +1,56 @@
+"""The command's own part: its port, its browser, what it needs."""
+
+import os
+import socket
+import sys
+import webbrowser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from instar.cli.dashboard import dashboard
+from instar.config.errors import ConfigError
+from instar.logs.dashboard import serve
+
+
+def test_without_a_wish_any_port_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr(serve, "PORT", other.getsockname()[1])
+        address = serve.take("127.0.0.1", None, None)
+    os.close(address.descriptor)
+    assert address.port != 0
+    assert address.url == f"http://127.0.0.1:{address.port}/"
+
+
+def test_the_page_is_opened_in_a_browser_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr(serve, "serve", lambda _, address: os.close(address.descriptor))
+    result = CliRunner().invoke(dashboard, [str(tmp_path / "later"), "--port", "0", "-e"])
+    assert result.exit_code == 0
+    assert result.stdout.strip() == opened[0]
+    assert "later is not there yet" in result.stderr
+
+
+@pytest.mark.parametrize("library", ["starlette.applications", "uvicorn"])
+def test_what_is_not_installed_is_named(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("instar.logs.dashboard.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    result = CliRunner().invoke(dashboard, [str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert f"needs {library.partition('.')[0]}" in str(result.exception)
+    assert "pip install 'instar[dashboard]'" in str(result.exception)
+
+
+def test_help_needs_no_server() -> None:
+    code = (
+        "import sys; from instar.cli.main import main; main(['dashboard', '--help']); "
+        "sys.exit(bool({'starlette', 'uvicorn', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", code) == 0

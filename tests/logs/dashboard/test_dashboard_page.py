@@ -1,0 +1,401 @@
+"""The dashboard in a real Chromium, clicked through while real records grow."""
+
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from browser import chromium, watched
+from dashboards import dashboard, make_run, started, train
+from opened import PANEL, expect_points, opened, picture
+from playwright.sync_api import Browser, expect
+
+from instar.record.events import Alert, Eval
+from instar.record.recorder import Recorder
+from instar.record.rundir import RunDir, hold
+
+HOSTILE = "<img src=x onerror=document.title='owned'>&amp;-hhhhh"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    make_run(runs, "small-bbbbb", steps=20)
+    make_run(runs, "grow-aaaaa", grows=True)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with dashboard(folder, "--port", "0") as (found, _):
+        yield found
+
+
+def test_the_latest_run_is_shown_with_its_losses(browser: Browser, address: str) -> None:
+    with opened(browser, address) as seen:
+        page = seen.page
+        expect(page.locator("#chosen .name")).to_have_text("grow-aaaaa")
+        expect_points(page, "loss", 40)
+        expect_points(page, "val/loss", 4)
+        expect(page.locator("#figures")).to_contain_text("Step40")
+        expect(page.locator("#figures")).to_contain_text("1.5k")
+        expect(page.locator("#runs .badge").first).to_have_text("crashed")
+
+
+def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, "live-lllll")
+    with (
+        dashboard(tmp_path, "--port", "0") as (address, _),
+        opened(browser, address) as seen,
+        Recorder(run.events) as record,
+    ):
+        page = seen.page
+        expect_points(page, "loss", 40)
+        expect(page.locator("#figures")).to_contain_text("1k")
+        asked, before = len(seen.requests), picture(page, "loss")
+        for step in range(41, 61):
+            record.write(train(step, 3.0))
+        record.write(Eval(step=60, split="val", loss=3.1))
+        expect_points(page, "loss", 60)
+        expect_points(page, "val/loss", 5)
+        expect(page.locator(f"{PANEL.format('loss')} .last")).to_have_text("3")
+        expect(page.locator("#figures")).to_contain_text("Step60")
+        page.evaluate("() => new Promise(done => requestAnimationFrame(() => done()))")
+        assert picture(page, "loss") != before
+        expect(page.locator("#runs .facts")).to_contain_text("step 60")
+        assert len(seen.requests) == asked
+
+
+def test_a_resume_masks_what_it_supersedes(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "again-aaaaa", steps=20)
+    with (
+        dashboard(tmp_path, "--port", "0") as (address, _),
+        opened(browser, address) as seen,
+        Recorder(run.events) as record,
+    ):
+        expect_points(seen.page, "loss", 20)
+        record.write(started(10, "step-10"))
+        expect_points(seen.page, "loss", 10)
+        for step in (11, 12, 13):
+            record.write(train(step, 2.0))
+        expect_points(seen.page, "loss", 13)
+        expect(seen.page.locator(".ic-mark.ic-resume").first).to_be_attached()
+        seen.page.reload()
+        expect_points(seen.page, "loss", 13)
+
+
+def test_runs_are_found_by_words_and_states(browser: Browser, address: str) -> None:
+    with opened(browser, address) as seen:
+        page = seen.page
+        expect(page.locator("#runs li")).to_have_count(2)
+        page.keyboard.press("/")
+        page.keyboard.type("SMALL bbb")
+        expect(page.locator("#runs li")).to_have_count(1)
+        expect(page.locator("#count")).to_have_text("1 of 2 runs")
+        page.fill("#search", "")
+        page.get_by_role("button", name="crashed 2").click()
+        expect(page.locator("#runs li")).to_have_count(2)
+        page.select_option("#sort", "best")
+        expect(page.locator("#runs .name").first).to_have_text("grow")
+        page.select_option("#sort", "name")
+        assert "states=crashed" in page.url
+        assert "sort=name" in page.url
+
+
+def test_runs_are_laid_over_each_other_and_keep_their_colours(
+    browser: Browser, address: str
+) -> None:
+    with opened(browser, address, "runs=grow-aaaaa") as seen:
+        page = seen.page
+        expect_points(page, "loss", 40)
+        page.get_by_label("Show small-bbbbb").check()
+        expect_points(page, "loss", 60)
+        expect(page.locator("#chosen li")).to_have_count(2)
+
+        def colour() -> str:
+            item = page.locator("#runs li[data-key='small-bbbbb']")
+            return str(item.evaluate("e => e.style.getPropertyValue('--swatch')"))
+
+        before = colour()
+        page.get_by_label("Hide grow-aaaaa").click()
+        expect_points(page, "loss", 20)
+        assert colour() == before
+        page.locator("#runs button.run", has_text="grow").click()
+        expect_points(page, "loss", 40)
+        expect(page.locator("#chosen li")).to_have_count(1)
+
+
+def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -> None:
+    with opened(browser, address) as seen:
+        page = seen.page
+        page.get_by_label("Show small-bbbbb").check()
+        page.get_by_label("Over", exact=True).select_option("tokens")
+        page.get_by_label("Log", exact=True).check()
+        page.get_by_label("Smooth").fill("0.5")
+        page.get_by_label("Add a metric").select_option("lr")
+        expect_points(page, "lr", 60)
+        page.get_by_label("Remove val/loss").click()
+        with watched(browser) as other:
+            other.page.goto(page.url)
+            expect_points(other.page, "lr", 60)
+            expect(other.page.locator(".panel")).to_have_count(2)
+            expect(other.page.get_by_label("Over", exact=True)).to_have_value("tokens")
+            expect(other.page.get_by_label("Log", exact=True)).to_be_checked()
+            expect(other.page.get_by_label("Smooth")).to_have_value("0.5")
+            axis = other.page.locator(f"{PANEL.format('loss')} canvas").first
+            expect(axis).to_have_attribute("aria-label", re.compile("over tokens"))
+            assert other.errors == []
+
+
+def test_a_metric_of_which_nothing_is_known_is_no_error(browser: Browser, address: str) -> None:
+    with opened(browser, address, "metrics=loss,a%252Cb,nothing&runs=grow-aaaaa,gone") as seen:
+        expect_points(seen.page, "loss", 40)
+        expect(seen.page.locator(f"{PANEL.format('nothing')} .none")).to_have_text("not measured")
+        expect(seen.page.locator(".panel")).to_have_count(3)
+
+
+def test_an_operation_is_explained_where_the_pointer_is(browser: Browser, address: str) -> None:
+    with opened(browser, address, "runs=grow-aaaaa") as seen:
+        mark = seen.page.locator(f"{PANEL.format('loss')} .ic-mark.ic-operation")
+        mark.hover()
+        tip = seen.page.locator(f"{PANEL.format('loss')} .ic-tip")
+        expect(tip).to_contain_text("widen_mlp 16→32")
+        expect(tip).to_contain_text("val 1.13 < 1.20")
+        expect(tip).to_contain_text("exact")
+        seen.page.get_by_label("Operations").uncheck()
+        expect(mark).to_have_count(0)
+
+
+def test_the_views_tell_of_one_run(browser: Browser, address: str) -> None:
+    with opened(browser, address, "runs=grow-aaaaa,small-bbbbb") as seen:
+        page = seen.page
+        page.get_by_role("tab", name="Stages").click()
+        expect(page.locator("td.changed")).to_have_text("32")
+        expect(page.get_by_role("table", name="Stages")).to_contain_text("widen_mlp 16→32")
+        page.get_by_role("tab", name="Stages").press("ArrowLeft")
+        expect(page.get_by_role("tab", name="Events")).to_be_focused()
+        page.locator("li[data-kind='operation'] summary").click()
+        expect(page.locator("li[data-kind='operation']")).to_contain_text("max_logit_diff")
+        page.get_by_role("tab", name="System").click()
+        expect_points(page, "tokens_per_s", 60)
+        expect(page.get_by_role("table", name="Machine")).to_contain_text("16 GiB")
+        page.get_by_role("tab", name="Config").click()
+        expect(page.locator("pre")).to_have_text("name: grow")
+        page.get_by_label("Run", exact=True).select_option("small-bbbbb")
+        expect(page.locator("pre")).to_have_text("name: small")
+
+
+def test_a_log_is_followed(browser: Browser, address: str, folder: Path) -> None:
+    with opened(browser, address, "runs=small-bbbbb&tab=logs") as seen:
+        lines = seen.page.locator(".log div")
+        expect(lines).to_have_count(1)
+        with RunDir(folder / "small-bbbbb").log(0).open("a") as log:
+            log.write("[RANK 0] 2026-01-01 00:00:01 ERROR: <b>bad</b>\n")
+        expect(lines).to_have_count(2)
+        expect(lines.last).to_have_text("[RANK 0] 2026-01-01 00:00:01 ERROR: <b>bad</b>")
+        expect(lines.last).to_have_class("error")
+        seen.page.get_by_label("Only lines with").fill("of 1 on")
+        expect(lines.filter(visible=True)).to_have_count(1)
+
+
+def test_runs_appear_change_and_go(browser: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "none yet"
+    with (
+        dashboard(folder, "--port", "0") as (address, _),
+        opened(browser, address) as seen,
+    ):
+        page = seen.page
+        expect(page.locator("#view")).to_contain_text("No run yet")
+        run = make_run(folder, "first-fffff", steps=5)
+        expect_points(page, "loss", 5)
+        with Recorder(run.events) as record:
+            record.write(Alert(step=5, name="divergence", message="loss is 9"))
+            expect(page.locator(".ic-mark.ic-alert").first).to_be_attached()
+        make_run(folder, "second-ggggg", steps=5)
+        expect(page.locator("#runs li")).to_have_count(2)
+        expect(page.locator("#chosen .name")).to_have_text("first-fffff")
+        shutil.rmtree(folder / "second-ggggg")
+        expect(page.locator("#runs li")).to_have_count(1)
+
+
+def test_the_state_follows_the_process_that_trains(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "held-hhhhh", steps=5)
+    with dashboard(tmp_path, "--port", "0") as (address, _), opened(browser, address) as seen:
+        badge = seen.page.locator("#runs .badge")
+        expect(badge).to_have_text("crashed")
+        with hold(run), Recorder(run.events) as record:
+            record.write(train(6, 1.0))
+            expect(badge).to_have_text("running")
+        expect(badge).to_have_text("crashed")
+
+
+def test_a_lost_connection_is_told_and_taken_up_again(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "lost-lllll", steps=10)
+    with opened_twice(browser, tmp_path) as (seen, kill, start), Recorder(run.events) as record:
+        page = seen.page
+        expect_points(page, "loss", 10)
+        kill()
+        expect(page.locator("#link")).to_have_text("no connection")
+        expect(page.get_by_role("alert")).to_be_visible()
+        for step in range(11, 31):
+            record.write(train(step, 1.0))
+        asked = len([url for url in seen.urls() if "/api/curves" in url])
+        start()
+        expect(page.locator("#link")).to_have_text("live")
+        expect(page.get_by_role("alert")).to_be_hidden()
+        expect_points(page, "loss", 30)
+        record.write(train(31, 1.0))
+        expect_points(page, "loss", 31)
+        assert len([url for url in seen.urls() if "/api/curves" in url]) == asked
+        assert all("ERR_" in error for error in seen.errors)
+
+
+@contextmanager
+def opened_twice(browser: Browser, folder: Path) -> Iterator[tuple]:
+    """A page, and how its server is killed and started again on the same port."""
+    with ExitStack() as stack:
+        address, process = stack.enter_context(dashboard(folder, "--port", "0"))
+        port = address.rstrip("/").rpartition(":")[2]
+
+        def kill() -> None:
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+
+        def start() -> None:
+            stack.enter_context(dashboard(folder, "--port", port))
+
+        with opened(browser, address, errors=True) as seen:
+            yield seen, kill, start
+
+
+def test_hostile_names_are_only_ever_text(browser: Browser, tmp_path: Path) -> None:
+    markup = "<script>document.title='owned'</script>"
+    name = HOSTILE.replace("/", "")
+    run = make_run(tmp_path, name, steps=5)
+    with Recorder(run.events) as record:
+        record.write(Alert(step=5, name=markup, message=markup))
+        record.write(train(6, 1.0, extra={f"<b>{markup}": 1.0}))  # type: ignore[arg-type]
+    run.log(0).write_text(markup + "\n")
+    run.config.write_text(markup)
+    with (
+        dashboard(tmp_path, "--port", "0") as (address, _),
+        opened(browser, address) as seen,
+    ):
+        page = seen.page
+        expect(page.locator("#chosen .name")).to_have_text(name)
+        expect_points(page, "loss", 6)
+        page.get_by_label("Add a metric").select_option(f"<b>{markup}")
+        expect(page.locator(".panel h2").last).to_have_text(f"<b>{markup}")
+        page.locator(".ic-mark.ic-alert").first.hover()
+        expect(page.locator(".ic-tip").first).to_contain_text(markup)
+        for tab in ("Events", "Stages", "System", "Logs", "Config"):
+            page.get_by_role("tab", name=tab).click()
+            expect(page.locator("#view")).not_to_be_empty()
+        expect(page.locator("pre")).to_have_text(markup)
+        assert "owned" not in page.title().replace(name, "")
+        assert page.locator("#runs img, #view img, main script").count() == 0
+
+
+def test_broken_records_are_listed_with_their_reason(browser: Browser, tmp_path: Path) -> None:
+    make_run(tmp_path, "good-ggggg", steps=5)
+    (tmp_path / "bad-bbbbb").mkdir()
+    (tmp_path / "bad-bbbbb" / "events.jsonl").write_bytes(b"\x89PNG" * 99)
+    (tmp_path / "empty-eeeee").mkdir()
+    (tmp_path / "empty-eeeee" / "events.jsonl").touch()
+    hash_ = "runs=good-ggggg,bad-bbbbb,empty-eeeee"
+    with (
+        dashboard(tmp_path, "--port", "0") as (address, _),
+        opened(browser, address, hash_) as seen,
+    ):
+        expect(seen.page.locator("#runs li")).to_have_count(3)
+        expect_points(seen.page, "loss", 5)
+        bad = seen.page.locator("#runs li[data-key='bad-bbbbb']")
+        expect(bad.locator(".badge")).to_have_text("unreadable")
+        expect(bad.locator(".facts")).to_contain_text("not the record of a run")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_light_or_dark_as_the_machine_or_its_user_is(
+    browser: Browser, address: str, scheme: str
+) -> None:
+    with opened(browser, address, scheme=scheme) as seen:
+        page = seen.page
+
+        def lightness() -> float:
+            rgb = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)")
+            return sum(map(int, rgb)) / 3
+
+        assert (lightness() > 128) == (scheme == "light")
+        button = page.locator("#theme")
+        while button.text_content() != ("● Dark" if scheme == "light" else "○ Light"):
+            button.click()
+        assert (lightness() > 128) == (scheme == "dark")
+        page.reload()
+        expect(page.locator("#link")).to_have_text("live")
+        assert (lightness() > 128) == (scheme == "dark")
+
+
+def test_a_phone_has_room_for_it(browser: Browser, address: str) -> None:
+    with opened(browser, address, width=375, height=667) as seen:
+        page = seen.page
+        expect_points(page, "loss", 40)
+        expect(page.locator("#side")).to_be_hidden()
+        for tab in ("Events", "Stages", "System", "Logs", "Config", "Curves"):
+            page.get_by_role("tab", name=tab).click()
+            assert page.evaluate("document.documentElement.scrollWidth") <= 375, tab
+        page.get_by_role("button", name="Runs", exact=True).click()
+        expect(page.locator("#side")).to_be_visible()
+        page.locator("#runs button.run", has_text="small").click()
+        expect(page.locator("#side")).to_be_hidden()
+        expect_points(page, "loss", 20)
+
+
+def test_the_list_is_walked_by_keyboard(browser: Browser, address: str) -> None:
+    with opened(browser, address) as seen:
+        page = seen.page
+        page.select_option("#sort", "name")
+        page.locator("#runs button.run").first.focus()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        expect(page.locator("#chosen .name")).to_have_text("small-bbbbb")
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.press("ArrowUp")
+        page.keyboard.press("Space")
+        expect(page.locator("#chosen li")).to_have_count(2)
+
+
+def test_everything_that_is_used_has_a_name(browser: Browser, address: str) -> None:
+    with opened(browser, address) as seen:
+        for tab in ("Events", "Stages", "System", "Logs", "Config", "Curves"):
+            seen.page.get_by_role("tab", name=tab).click()
+            expect(seen.page.locator("#view")).not_to_be_empty()
+            nameless = seen.page.evaluate(
+                """[...document.querySelectorAll('button, input, select')].filter((e) =>
+                  !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length))
+                  .map((e) => e.outerHTML)"""
+            )
+            assert nameless == []
+
+
+def test_a_token_becomes_a_cookie_and_leaves_the_address(browser: Browser, folder: Path) -> None:
+    with (
+        dashboard(folder, "--port", "0", "--token", "abc") as (address, _),
+        watched(browser) as seen,
+    ):
+        seen.page.goto(address)
+        expect(seen.page.locator("#link")).to_have_text("live")
+        assert "abc" not in seen.page.url
+        seen.page.reload()
+        expect(seen.page.locator("#link")).to_have_text("live")
+        assert seen.errors == []
