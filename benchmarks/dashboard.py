@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import Browser, Page
 
-from instar.logs.record import read
+from instar.logs.reading.record import read
 from instar.record.events import Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir

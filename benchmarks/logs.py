@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from instar.logs.glance import glance
-from instar.logs.many import read_many
-from instar.logs.record import read
+from instar.logs.reading.glance import glance
+from instar.logs.reading.many import read_many
+from instar.logs.reading.record import read
 from instar.record.events import Train, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir

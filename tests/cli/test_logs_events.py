@@ -9,7 +9,7 @@ import pytest
 from written_runs import place, writing
 
 from instar.cli.main import main
-from instar.logs.told import Teller
+from instar.logs.telling.told import Teller
 from instar.record.events import (
     Alert,
     Analysis,

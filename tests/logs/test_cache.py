@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from records import lines, make_run, make_runs
 
-from instar.logs import cache
-from instar.logs.glance import glance
-from instar.logs.many import read_many
-from instar.logs.record import AXES, RunRecord, read
-from instar.logs.scan import scan
+from instar.logs.reading import cache
+from instar.logs.reading.glance import glance
+from instar.logs.reading.many import read_many
+from instar.logs.reading.record import AXES, RunRecord, read
+from instar.logs.reading.scan import scan
 from instar.record.events import Eval, RecordError, RunStarted, Stop, Train, encode
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
@@ -228,7 +228,7 @@ def test_readers_and_a_writer_at_once_each_see_a_beginning_of_the_record(tmp_pat
     run = written(tmp_path / "run", LINES[:1000])
     reader = (
         "import sys; from pathlib import Path\n"
-        "from instar.logs.record import read; from instar.record.rundir import RunDir\n"
+        "from instar.logs.reading.record import read; from instar.record.rundir import RunDir\n"
         "run = RunDir(Path(sys.argv[1])); seen = 0\n"
         "while seen < 30000:\n"
         "    loss = read(run).series('loss'); steps = loss.current().step\n"
@@ -250,7 +250,7 @@ def test_many_records_are_read_by_all_cores_as_by_one(
 ) -> None:
     runs = make_runs(tmp_path, 5, 4000)
     plain = [without_cache(run, tmp_path / f"copy-{n}") for n, run in enumerate(runs)]
-    monkeypatch.setattr("instar.logs.many._WORTH_BYTES", 0)
+    monkeypatch.setattr("instar.logs.reading.many._WORTH_BYTES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     for record, expected in zip(read_many(runs), plain, strict=True):
         same(record, expected)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from records import make_run
 from shown_runs import START, place, started, steps, told_run, write
 
-from instar.logs.chartdata import FIGURES, _rounded, chart_data
-from instar.logs.record import AXES, read
+from instar.logs.reading.record import AXES, read
+from instar.logs.reporting.chartdata import FIGURES, _rounded, chart_data
 from instar.record.events import Operation, Train
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from written_runs import writing, written
 
 from instar.config.errors import ConfigError
-from instar.logs.arms import Arm, arms
-from instar.logs.compare import Comparison, compare, to_json
-from instar.logs.compare_words import markdown, text
-from instar.logs.places import Place, axis_named, even_places, parse_place, values_at
-from instar.logs.reach import Reached, reach, saving
-from instar.logs.record import read
+from instar.logs.comparing.arms import Arm, arms
+from instar.logs.comparing.compare import Comparison, compare, to_json
+from instar.logs.comparing.compare_words import markdown, text
+from instar.logs.comparing.places import Place, axis_named, even_places, parse_place, values_at
+from instar.logs.comparing.reach import Reached, reach, saving
+from instar.logs.reading.record import read
 from instar.record.rundir import RunDir
 
 

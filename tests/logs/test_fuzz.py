@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instar.logs.follow import Follower
-from instar.logs.glance import glance
-from instar.logs.record import AXES, RunRecord, read
+from instar.logs.reading.follow import Follower
+from instar.logs.reading.glance import glance
+from instar.logs.reading.record import AXES, RunRecord, read
 from instar.record.events import (
     Alert,
     Eval,

@@ -15,10 +15,10 @@ from matplotlib.image import imread
 from records import make_runs
 
 from instar.config.errors import ConfigError
-from instar.logs.plot.compose import Wanted, compose
-from instar.logs.plot.picture import draw, picture
-from instar.logs.plot.style import RC
-from instar.logs.record import RunRecord, read
+from instar.logs.plotting.compose import Wanted, compose
+from instar.logs.plotting.picture import draw, picture
+from instar.logs.plotting.style import RC
+from instar.logs.reading.record import RunRecord, read
 from instar.record.events import Operation, RunStarted
 
 
@@ -101,8 +101,8 @@ def test_another_process_draws_the_same_svg(tmp_path):
     record = read_run(tmp_path / "demo-abcde", falling())
     code = (
         "import sys; from pathlib import Path; from instar.record.rundir import RunDir;"
-        "from instar.logs.record import read; from instar.logs.plot.compose import *;"
-        "from instar.logs.plot.picture import picture;"
+        "from instar.logs.reading.record import read; from instar.logs.plotting.compose import *;"
+        "from instar.logs.plotting.picture import picture;"
         "chart = compose([read(RunDir(Path(sys.argv[1])))], Wanted());"
         "sys.stdout.buffer.write(picture(chart, 'svg'))"
     )

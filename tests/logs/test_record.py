@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from records import lines, make_run
 
 from instar.config.errors import ConfigError
-from instar.logs.lineage import Lineage
-from instar.logs.record import RunRecord, read
+from instar.logs.reading.lineage import Lineage
+from instar.logs.reading.record import RunRecord, read
 from instar.record.events import (
     Eval,
     Event,

@@ -20,10 +20,10 @@ from playwright.sync_api import Browser
 from records import make_run
 from shown_runs import place, started, steps, told_run, write
 
-from instar.logs import tested
-from instar.logs.configured import config_differences, config_lines
-from instar.logs.record import read
-from instar.logs.report import inlined, panels, report_html, write_report
+from instar.logs.reading.record import read
+from instar.logs.reporting import tested
+from instar.logs.reporting.configured import config_differences, config_lines
+from instar.logs.reporting.report import inlined, panels, report_html, write_report
 from instar.record.events import Event, Layers, Operation, RecordError, Warn
 from instar.record.rundir import RunDir
 

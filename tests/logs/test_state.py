@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from written_runs import BEGAN, Writer, writing
 
-from instar.logs.record import read
-from instar.logs.state import QUIET_S, WITHOUT_A_WORD, Standing, last_error, stand
+from instar.logs.reading.record import read
+from instar.logs.telling.state import QUIET_S, WITHOUT_A_WORD, Standing, last_error, stand
 from instar.record.events import Eval, Failed
 from instar.record.rundir import RunDir, hold
 

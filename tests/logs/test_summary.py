@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_runs import BEGAN, place, writing, written
 
-from instar.logs.direction import direction
-from instar.logs.record import read
-from instar.logs.summary import Summary, Value, summarize, to_json
-from instar.logs.words import markdown, metric_text, one_lines, page
+from instar.logs.reading.record import read
+from instar.logs.telling.direction import direction
+from instar.logs.telling.summary import Summary, Value, summarize, to_json
+from instar.logs.telling.words import markdown, metric_text, one_lines, page
 from instar.record.events import (
     Alert,
     Eval,

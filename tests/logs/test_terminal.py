@@ -6,9 +6,9 @@ import pytest
 from drawn import falling, read_run, train
 
 from instar.config.errors import ConfigError
-from instar.logs.plot.compose import Wanted, compose
-from instar.logs.plot.terminal import Screen, terminal
-from instar.logs.record import RunRecord
+from instar.logs.plotting.compose import Wanted, compose
+from instar.logs.plotting.terminal import Screen, terminal
+from instar.logs.reading.record import RunRecord
 
 BRAILLE = {chr(code) for code in range(0x2801, 0x2900)}
 

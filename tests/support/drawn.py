@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from instar.logs.record import RunRecord, read
+from instar.logs.reading.record import RunRecord, read
 from instar.record.events import Eval, Event, Operation, RunStarted, Saved, Train, encode
 from instar.record.rundir import RunDir
 

@@ -78,9 +78,9 @@ def _written_at(path: Path) -> int:
 
 def _status(run: RunDir) -> dict[str, Any]:
     """How a run stands, from its record, its lock and its logs."""
-    from instar.logs.record import read
-    from instar.logs.state import stand
-    from instar.logs.summary import summarize
+    from instar.logs.reading.record import read
+    from instar.logs.telling.state import stand
+    from instar.logs.telling.summary import summarize
     from instar.record.events import Saved
 
     if not run.events.exists():  # it prepares its data, or came no further

@@ -9,7 +9,7 @@ import click
 from instar.cli.logs_output import as_text, deliver, output_options, runs_argument
 
 if TYPE_CHECKING:
-    from instar.logs.arms import By
+    from instar.logs.comparing.arms import By
 
 
 @click.command()
@@ -74,11 +74,11 @@ def compare(
     from instar.cli.logs_read import chosen, read_all
     from instar.cli.table import terminal_width
     from instar.config.errors import ConfigError
-    from instar.logs.arms import arms
-    from instar.logs.compare import compare as compared
-    from instar.logs.compare import to_json
-    from instar.logs.compare_words import markdown, text
-    from instar.logs.places import axis_named, parse_place
+    from instar.logs.comparing.arms import arms
+    from instar.logs.comparing.compare import compare as compared
+    from instar.logs.comparing.compare import to_json
+    from instar.logs.comparing.compare_words import markdown, text
+    from instar.logs.comparing.places import axis_named, parse_place
 
     axis = axis_named(axis)
     at = [parse_place(place) for place in places]

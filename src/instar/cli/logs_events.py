@@ -11,7 +11,7 @@ import click
 from instar.cli.logs_output import output_options, runs_argument
 
 if TYPE_CHECKING:
-    from instar.logs.sift import Sifted
+    from instar.logs.reading.sift import Sifted
     from instar.record.rundir import RunDir
 
     Each = Iterable[tuple[RunDir, Iterable[Sifted]]]
@@ -48,7 +48,7 @@ def events(
     """
     from instar.cli.logs_output import deliver
     from instar.cli.logs_read import chosen
-    from instar.logs.sift import KINDS, check_kinds, kind_of, sift
+    from instar.logs.reading.sift import KINDS, check_kinds, kind_of, sift
 
     found, met = chosen(runs), set[str]()
 
@@ -66,7 +66,7 @@ def events(
 
 
 def _text(each: Each, *, many: bool, superseded: bool) -> Iterator[str]:  # noqa: ARG001
-    from instar.logs.told import Teller
+    from instar.logs.telling.told import Teller
 
     for number, (run, found) in enumerate(each):
         if many:

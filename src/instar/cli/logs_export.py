@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from instar.config.record import TrackersConfig
-    from instar.logs.record import RunRecord
+    from instar.logs.reading.record import RunRecord
     from instar.trackers.rows import Rows
     from instar.trackers.tracker import Tracker
 
@@ -78,7 +78,7 @@ def _usage(message: str, hint: str) -> Exception:
 
 
 def _last_steps(record: RunRecord, superseded: bool) -> dict[int, int]:
-    from instar.logs.lineage import Lineage
+    from instar.logs.reading.lineage import Lineage
 
     if superseded:
         return {}

@@ -9,7 +9,7 @@ import click
 from instar.cli.logs_output import as_text, deliver, output_options
 
 if TYPE_CHECKING:
-    from instar.logs.listed import Row
+    from instar.logs.telling.listed import Row
 
 HEADERS = ("id", "name", "state", "step", "tokens", "loss", "best val", "at", "time", "started")
 NUMBERS = ("step", "tokens", "loss", "best val", "at", "time")
@@ -40,7 +40,7 @@ def list_(
     import msgspec
 
     from instar.cli.logs_read import OUT_DIR
-    from instar.logs.listed import faults, listed, runs_of
+    from instar.logs.telling.listed import faults, listed, runs_of
     from instar.record.events import to_words
 
     rows = listed(runs_of(folders, OUT_DIR), state=state, name=name, last=last)
@@ -64,8 +64,8 @@ def _print(rows: list[Row]) -> None:
 
 
 def _table(rows: list[Row], form: str) -> str:
-    from instar.logs.aligned import aligned
-    from instar.logs.words import markdown_table
+    from instar.logs.telling.aligned import aligned
+    from instar.logs.telling.words import markdown_table
 
     cells = [_cells(row) for row in rows]
     right = [HEADERS.index(header) for header in NUMBERS]
@@ -76,7 +76,7 @@ def _table(rows: list[Row], form: str) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    from instar.logs.words import NONE, date
+    from instar.logs.telling.words import NONE, date
     from instar.record.lines import duration, loss, si
 
     return (

@@ -15,10 +15,10 @@ from instar.cli.table import terminal_width
 from instar.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from instar.logs.plot.chart import Chart
-    from instar.logs.plot.compose import Wanted
-    from instar.logs.plot.terminal import Screen
-    from instar.logs.record import RunRecord
+    from instar.logs.plotting.chart import Chart
+    from instar.logs.plotting.compose import Wanted
+    from instar.logs.plotting.terminal import Screen
+    from instar.logs.reading.record import RunRecord
 
 FORMATS = ("png", "svg", "pdf", "html", "text", "json")
 _HEIGHT = 24
@@ -91,8 +91,8 @@ def plot(
     resume superseded is drawn faint. Of validation metrics the best value has a ring.
     """
     from instar.cli.logs_read import chosen, read_all
-    from instar.logs.plot.axes import axis_named, place_on
-    from instar.logs.plot.compose import Wanted
+    from instar.logs.plotting.axes import axis_named, place_on
+    from instar.logs.plotting.compose import Wanted
 
     form = _form(form, output, as_json=as_json, open_it=open_it)
     x = axis_named(axis)
@@ -131,7 +131,7 @@ def _form(form: str | None, output: str | None, *, as_json: bool, open_it: bool)
 
 
 def _panels(metrics: str | None, *, loss_curves: bool) -> tuple[tuple[str, ...], ...]:
-    from instar.logs.plot.compose import LOSS_CURVES
+    from instar.logs.plotting.compose import LOSS_CURVES
 
     named = [name.strip() for name in (metrics or "").split(",")]
     panels = tuple((name,) for name in dict.fromkeys(filter(None, named)))
@@ -143,14 +143,14 @@ def _deliver(
 ) -> None:
     """Draw, and write it where it is wanted."""
     from instar.cli.logs_output import as_text, deliver
-    from instar.logs.plot.compose import compose
+    from instar.logs.plotting.compose import compose
 
     chart = compose(records, wanted)
     to_stdout = output is None or output == "-"
     if form == "json":
         deliver(as_text(chart.to_dict()), None if to_stdout else output, open_it=open_it)
     elif form == "text":
-        from instar.logs.plot.terminal import terminal
+        from instar.logs.plotting.terminal import terminal
 
         screen = _screen(to_stdout=to_stdout)
         if to_stdout and not open_it:
@@ -163,10 +163,10 @@ def _deliver(
 
 def _drawn(chart: Chart, records: tuple[RunRecord, ...], wanted: Wanted, form: str) -> bytes:
     if form == "html":
-        from instar.logs.plot.page import page
+        from instar.logs.plotting.page import page
 
         return page(records, chart, wanted).encode("utf-8", "backslashreplace")
-    from instar.logs.plot.picture import picture
+    from instar.logs.plotting.picture import picture
 
     return picture(chart, cast(Literal["png", "svg", "pdf"], form))
 
@@ -200,7 +200,7 @@ def _write(data: bytes, form: str, output: str | None, *, open_it: bool) -> None
 
 def _screen(*, to_stdout: bool) -> Screen:
     """What stdout can show; a file takes everything but colours."""
-    from instar.logs.plot.terminal import Screen
+    from instar.logs.plotting.terminal import Screen
 
     if not to_stdout:
         return Screen(WIDTH, _HEIGHT)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from instar.logs.record import RunRecord
+    from instar.logs.reading.record import RunRecord
     from instar.record.rundir import RunDir
 
 OUT_DIR = Path("runs")
@@ -48,8 +48,8 @@ def read_all(runs: Sequence[RunDir]) -> Read:
     Raises:
         RecordError: none of them can be read.
     """
-    from instar.logs.many import read_many
-    from instar.logs.record import read
+    from instar.logs.reading.many import read_many
+    from instar.logs.reading.record import read
     from instar.record.events import RecordError
 
     with suppress(RecordError):

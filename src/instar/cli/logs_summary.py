@@ -11,7 +11,7 @@ from instar.cli.logs_output import WIDTH, as_text, deliver, output_options, runs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from instar.logs.summary import Summary
+    from instar.logs.telling.summary import Summary
 
 
 @click.command()
@@ -34,7 +34,7 @@ def summary(
     """
     from instar.cli.logs_read import chosen, read_all
     from instar.cli.table import terminal_width
-    from instar.logs.summary import summarize, to_json
+    from instar.logs.telling.summary import summarize, to_json
 
     read = read_all(chosen(runs, every=every))
     found = [summarize(record) for record in read.records]
@@ -47,7 +47,7 @@ def summary(
 
 
 def _lines(found: Sequence[Summary], form: str, width: int) -> list[str]:
-    from instar.logs.words import markdown, one_lines, page
+    from instar.logs.telling.words import markdown, one_lines, page
 
     if form == "one-line":
         return one_lines(found)

@@ -57,9 +57,9 @@ def tail(run: str, count: int, follow: bool, rank: int | None, as_json: bool) ->
 
 def _events(run: RunDir, count: int, follow: bool) -> None:
     from instar.cli.table import terminal_width
-    from instar.logs.tail import follow as added
-    from instar.logs.tail import last_events, unit_of
-    from instar.logs.told import Teller
+    from instar.logs.telling.tail import follow as added
+    from instar.logs.telling.tail import last_events, unit_of
+    from instar.logs.telling.told import Teller
 
     teller = Teller(run.path, terminal_width(), unit_of(run.events))
     with _readable(run.events):
@@ -75,7 +75,7 @@ def _events(run: RunDir, count: int, follow: bool) -> None:
 
 def _log(run: RunDir, rank: int, count: int, follow: bool) -> None:
     from instar.config.errors import ConfigError
-    from instar.logs.tail import follow_log, last_lines
+    from instar.logs.telling.tail import follow_log, last_lines
 
     path = run.log(rank)
     if not path.is_file():
@@ -96,7 +96,7 @@ def _log(run: RunDir, rank: int, count: int, follow: bool) -> None:
 def _json(run: RunDir, count: int) -> None:
     import msgspec
 
-    from instar.logs.tail import last_events
+    from instar.logs.telling.tail import last_events
     from instar.record.events import to_words
 
     with _readable(run.events):

@@ -33,8 +33,8 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     """
     from instar.checkpoint.disk import replace_file
     from instar.cli.logs_read import chosen, read_all
-    from instar.logs.report import report_html
-    from instar.logs.summary import summarize, to_json
+    from instar.logs.reporting.report import report_html
+    from instar.logs.telling.summary import summarize, to_json
 
     read = read_all(chosen(runs))
     if not read.records:

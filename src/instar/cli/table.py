@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import click
 
 from instar.cli.plain import ENCODING
-from instar.logs.aligned import aligned
+from instar.logs.telling.aligned import aligned
 
 _GAP = 2
 _LEAST = 12

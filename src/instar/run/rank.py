@@ -84,7 +84,7 @@ def run(
 def _report(run_dir: RunDir) -> None:
     """What the run came to, for a person to open; a run does not fail because of its report."""
     try:
-        from instar.logs.report import write_report
+        from instar.logs.reporting.report import write_report
 
         write_report(run_dir)
     except Exception as error:

@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from instar.logs.record import Series
+    from instar.logs.reading.record import Series
 
 PLACES = ("step", "samples", "tokens", "epoch", "flops", "wall_s", "active_s", "time", "segment")
 _TIMES_BITS, _STEP_BITS = 10, 40

@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from instar.logs.chartdata import marks, printable
 from instar.logs.dashboard.catalog import Catalog
 from instar.logs.dashboard.live import log_after
-from instar.logs.glance import glance
-from instar.logs.record import AXES, Logged, RunRecord, read
-from instar.logs.stages import stages
-from instar.logs.state import stand
-from instar.logs.summary import summarize, to_json
+from instar.logs.reading.glance import glance
+from instar.logs.reading.record import AXES, Logged, RunRecord, read
+from instar.logs.reporting.chartdata import marks, printable
+from instar.logs.reporting.stages import stages
+from instar.logs.telling.state import stand
+from instar.logs.telling.summary import summarize, to_json
 from instar.record.events import Event, RunStarted, to_words
 from instar.record.rundir import RunDir
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from instar.logs.chartdata import curve, marks
-from instar.logs.record import ALIASES, Series, read
-from instar.logs.thin import thin
+from instar.logs.plotting.thin import thin
+from instar.logs.reading.record import ALIASES, Series, read
+from instar.logs.reporting.chartdata import curve, marks
 from instar.record.rundir import RunDir
 
 KEPT = 400

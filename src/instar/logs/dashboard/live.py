@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from instar.config.errors import ConfigError
 from instar.logs.dashboard.catalog import Catalog
 from instar.logs.dashboard.news import news
-from instar.logs.follow import Follower
+from instar.logs.reading.follow import Follower
 from instar.record.rundir import RunDir
 
 POLL_S = 0.2

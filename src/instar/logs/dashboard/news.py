@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from instar.logs.chartdata import curve, marks, printable
-from instar.logs.columns import Growing, present, tables_of
-from instar.logs.record import Logged, RunRecord, Series
+from instar.logs.reading.columns import Growing, present, tables_of
+from instar.logs.reading.record import Logged, RunRecord, Series
+from instar.logs.reporting.chartdata import curve, marks, printable
 from instar.record.events import Eval, Event, Layers, Placed, RunStarted, Train
 from instar.record.rundir import RunDir
 

@@ -1,7 +1,7 @@
 /* One chart of one or several runs, drawn over uPlot.
 
    const chart = new InstarChart(element, {metric: "loss", x: "step", log: false, smooth: 0, marks: true});
-   chart.setRuns([chartData, …]);            // as `chart_data` of logs/chartdata.py makes them
+   chart.setRuns([chartData, …]);            // as `chart_data` of logs/reporting/chartdata.py makes them
    chart.setOptions({x: "tokens"});          // any of the options
    chart.append(runId, "loss", {x: {step: 9, …}, value: 3.2});   // numbers, or arrays of them
    chart.appendMark(runId, mark);

@@ -1,0 +1,72 @@
+"""What runs are called beside each other: by that which tells them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from instar.logs.reporting.configured import config_lines
+from instar.record.rundir import RunDir
+
+_MOST_KEYS = 3
+_DERIVED = "derived"
+_KEPT = ("name", "resume", "record", "checkpoint")
+"""Keys and sections that say how a run is kept, not what it is."""
+Given = Mapping[str, str]
+"""The values of a run's config that do not follow from others, by dotted keys."""
+
+
+def names(runs: Sequence[RunDir]) -> list[str]:
+    """One for each: the name, if no other has it; else name and the keys that differ, such as
+    `demo seed=2`; else the folder's name."""
+    short = [run.name for run in runs]
+    if len(set(short)) == len(runs):
+        return short
+    given = given_values(runs)
+    keys = differing(given)
+    if 0 < len(keys) <= _MOST_KEYS:
+        told = [_told(name, values, keys) for name, values in zip(short, given, strict=True)]
+        if len(set(told)) == len(runs):
+            return told
+    folders = [run.path.name for run in runs]
+    return folders if len(set(folders)) == len(runs) else [str(run.path) for run in runs]
+
+
+def grouped(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> dict[str, list[int]]:
+    """The numbers of the runs that belong together: of one name, or (`seed`) of one name and alike
+    in all that was said of them but the seed."""
+    given = given_values(runs) if by == "seed" else [{} for _ in runs]
+    keys = [key for key in differing(given) if key != "seed"]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, (run, values) in enumerate(zip(runs, given, strict=True)):
+        told = (values.get(key, "") for key in keys)
+        groups.setdefault((run.name, *told), []).append(number)
+    firsts = names([runs[numbers[0]] for numbers in groups.values()])
+    if len(firsts) == 1:
+        firsts = [runs[0].name]
+    return dict(zip(firsts, groups.values(), strict=True))
+
+
+def given_values(runs: Sequence[RunDir]) -> list[Given]:
+    """What was said of each run; nothing where its config cannot be read."""
+    every = [[line for line in config_lines(run) if line.key] for run in runs]
+    derived = {line.key for lines in every for line in lines if line.origin == _DERIVED}
+    found: list[Given] = []
+    for lines in every:
+        values: dict[str, str] = {}
+        for line in lines:
+            if line.key not in derived and line.key.partition(".")[0] not in _KEPT:
+                values[line.key] = f"{values.get(line.key, '')} {line.value}".strip()
+        found.append(values)
+    return found
+
+
+def differing(given: Sequence[Given]) -> list[str]:
+    """The keys that not all have alike."""
+    every = dict.fromkeys(key for values in given for key in values)
+    return [key for key in every if len({values.get(key) for values in given}) > 1]
+
+
+def _told(name: str, values: Given, keys: Sequence[str]) -> str:
+    pairs = (f"{key.rpartition('.')[2]}={values.get(key, 'none')}" for key in keys)
+    return " ".join([name, *pairs])

@@ -1,0 +1,1 @@
+"""One page that shows all of a run."""
