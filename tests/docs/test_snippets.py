@@ -33,8 +33,12 @@ def snippets(page: Path, language: str) -> list[str]:
     "page", [p for p in PAGES if snippets(p, "bash")], ids=lambda page: page.name
 )
 def test_the_commands_of_a_page_work_one_after_the_other(page: Path, tmp_path: Path) -> None:
+    opener = tmp_path / "desktop" / "xdg-open"  # a machine for tests has no desktop
+    opener.parent.mkdir()
+    opener.write_text('#!/bin/sh\ntest -s "$1"\n')
+    opener.chmod(0o755)
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{opener.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "HF_HOME": str(tmp_path / "huggingface"),
     }
