@@ -5,35 +5,38 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from shown_runs import started, steps, told_run, write
 
-Typed = Callable[..., subprocess.CompletedProcess[str]]
+from instar.cli.main import main
+
+
+class Said(NamedTuple):
+    stdout: str
+    stderr: str
+
+
+Typed = Callable[..., Said]
 
 
 @pytest.fixture
-def typed(tmp_path: Path) -> Typed:
+def typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Typed:
+    """Types `instar report` beside two runs."""
     told_run(tmp_path / "runs" / "told-aaaaa")
     write(tmp_path / "runs" / "told-bbbbb", [(started(), 1), *steps(1, 10)])
+    monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "instar.cli.main", "report", *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done
+    def run(*words: str, code: int = 0) -> Said:
+        done = main(["report", *words])
+        said = Said(*capsys.readouterr())
+        assert done == code, said
+        return said
 
     return run
 
@@ -58,14 +61,17 @@ def test_json_says_what_was_written_and_of_what(typed: Typed, tmp_path: Path) ->
     assert [run["step"] for run in said["runs"]] == [40]
 
 
-def test_it_is_opened_if_asked(typed: Typed, tmp_path: Path) -> None:
+def test_it_is_opened_if_asked(
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opener = tmp_path / "bin" / "xdg-open"
     opener.parent.mkdir()
     opener.write_text('#!/bin/sh\necho "$@" > "$OPENED"\n')
     opener.chmod(opener.stat().st_mode | stat.S_IXUSR)
     opened = tmp_path / "opened"
-    path = f"{opener.parent}:{os.environ['PATH']}"
-    typed("aaaaa", "-e", PATH=path, OPENED=str(opened))
+    monkeypatch.setenv("PATH", str(opener.parent), prepend=os.pathsep)
+    monkeypatch.setenv("OPENED", str(opened))
+    typed("aaaaa", "-e")
     assert opened.read_text().strip().endswith("report.html")
 
 

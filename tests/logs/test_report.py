@@ -16,6 +16,7 @@ import pytest
 from browser import Watched, chromium, watched
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opened import drawn, walked
 from playwright.sync_api import Browser
 from records import make_run
 from shown_runs import place, started, steps, told_run, write
@@ -24,7 +25,7 @@ from instar.logs.reading.record import read
 from instar.logs.reporting import tested
 from instar.logs.reporting.configured import config_differences, config_lines
 from instar.logs.reporting.report import inlined, panels, report_html, write_report
-from instar.record.events import Event, Layers, Operation, RecordError, Warn
+from instar.record.events import Event, Layers, Operation, RecordError, Warn, Wrote
 from instar.record.rundir import RunDir
 
 HOSTILE = (
@@ -56,7 +57,7 @@ class Page(HTMLParser):
 
 
 def words(text: str) -> str:
-    return " ".join(Page(text).words.split())
+    return " ".join(Page(text.replace("<wbr>", "")).words.split())
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_the_page_says_all_that_the_record_does(told: RunDir) -> None:
         "skipped step 31 update left out: non-finite gradient, 2 in a row",
         "failed step 35 rank 0: CUDA out of memory",
         "warning step 40 the disk is nearly full",
-        "step 40 def square(n): return n * n",
+        'step 40, going on from "def " def square(n): return n * n',
         "0 – 35 superseded after 30",
         "rank 0 failed: CUDA out of memory",
         "step-20 after growth 4.00 KiB 0.50s 2ms removed",
@@ -167,6 +168,33 @@ def test_every_metric_is_in_one_panel(told: RunDir) -> None:
     assert panels([record])[0].metrics == ("loss", "val/loss")
 
 
+def test_layers_are_one_panel_in_their_order(tmp_path: Path) -> None:
+    names = ("embedding", "blocks.0", "blocks.1", "head")
+    lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 2)]
+    lines.append((Layers(grad_norm=dict.fromkeys(names, 1.0), update_ratio={}, **place(1)), 1))
+    grown = (*names, "blocks.10", "blocks.2")
+    lines.append((Layers(grad_norm=dict.fromkeys(grown, 1.0), update_ratio={}, **place(2)), 1))
+    (panel,) = [p for p in panels([read(write(tmp_path / "run", lines))]) if p.log]
+    assert [name.removeprefix("grad_norm/") for name in panel.metrics] == [
+        "embedding",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "blocks.10",
+        "head",
+    ]
+
+
+def test_the_latest_sample_is_open_and_its_blanks_are_kept(tmp_path: Path) -> None:
+    lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 2)]
+    lines += [(Wrote(prompt="\n", text=f"  {n}:\tdone\n\n", **place(n)), 1) for n in (1, 2)]
+    text = report_html([read(write(tmp_path / "run", lines))])
+    first, folded = text.index("  2:\tdone\n\n</pre>"), text.index('<details class="part earlier">')
+    assert first < folded < text.index("  1:\tdone\n\n</pre>")
+    assert "step 2, going on from &#34;\\n&#34;" in text.replace("<code>", "")
+    assert text.count('<span class="prompt">\n</span>') == 2
+
+
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\x00\n", b'{"v":1,"kind":"train","st'])
 def test_a_record_without_a_run_in_it_is_refused_or_told_of(tmp_path: Path, content: bytes) -> None:
     run = write(tmp_path / "odd", [])
@@ -204,13 +232,6 @@ def test_odd_values_are_shown_or_refused(told: RunDir, changes: list[Any]) -> No
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     assert "new crashed" in words(report_html([read(write(tmp_path / "new", [(started(), 1)]))]))
-
-
-def test_ended_in_its_record_is_ended_though_its_process_lives(told: RunDir) -> None:
-    from instar.record.rundir import hold
-
-    with hold(told):
-        assert "told-r7f3a finished" in words(report_html([read(told)]))
 
 
 def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
@@ -319,14 +340,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(seen: Watched, page: Path) -> None:
     seen.page.goto(page.as_uri())
-    drawn(seen)
-
-
-def drawn(seen: Watched) -> None:
-    """Wait until what was asked for is on the screen: charts draw with the next frame."""
-    seen.page.evaluate(
-        "() => new Promise((f) => requestAnimationFrame(() => requestAnimationFrame(f)))"
-    )
+    drawn(seen.page)
 
 
 def painted(seen: Watched, panel: int = 0) -> int:
@@ -408,10 +422,10 @@ def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, page: Pat
         seen.page.mouse.down()
         seen.page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 90, steps=4)
         seen.page.mouse.up()
-        drawn(seen)
+        drawn(seen.page)
         assert marks.count() < before
         seen.page.mouse.dblclick(box["x"] + 0.7 * box["width"], box["y"] + 90)
-        drawn(seen)
+        drawn(seen.page)
         assert marks.count() == before
         assert seen.errors == []
 
@@ -422,14 +436,14 @@ def test_smoothing_logarithm_and_marks_redraw(browser: Browser, page: Path) -> N
         canvas = "document.querySelector('.chart canvas').toDataURL()"
         pictures = [seen.page.evaluate(canvas)]
         seen.page.locator("input[name=smooth]").fill("0.9")
-        drawn(seen)
+        drawn(seen.page)
         pictures.append(seen.page.evaluate(canvas))
         seen.page.locator("input[name=log]").check()
-        drawn(seen)
+        drawn(seen.page)
         pictures.append(seen.page.evaluate(canvas))
         assert len(set(pictures)) == 3
         seen.page.locator("input[name=marks]").uncheck()
-        drawn(seen)
+        drawn(seen.page)
         assert seen.page.locator(".ic-mark").count() == 0
         assert seen.errors == []
 
@@ -484,7 +498,7 @@ def test_a_phone_needs_no_scrolling_sideways(browser: Browser, page: Path) -> No
         )
         assert max(widths) <= 375
         seen.page.set_viewport_size({"width": 900, "height": 700})
-        drawn(seen)
+        drawn(seen.page)
         assert seen.page.evaluate("document.querySelector('.uplot').offsetWidth") > 700
 
 
@@ -498,6 +512,58 @@ def test_without_a_program_the_tables_are_there(browser: Browser, page: Path) ->
         assert not without.locator("#controls").is_visible()
     finally:
         context.close()
+
+
+def test_everything_is_reached_by_tab_and_seen_where_it_is(browser: Browser, page: Path) -> None:
+    with watched(browser) as seen:
+        opened(seen, page)
+        assert walked(seen.page) == []
+
+
+def test_of_a_chart_s_marks_one_is_reached_by_tab_and_the_others_by_arrows(
+    browser: Browser, page: Path
+) -> None:
+    with watched(browser) as seen:
+        opened(seen, page)
+        marks = seen.page.locator(".panel").first.locator(".ic-mark")
+        stops = [mark for mark in marks.all() if mark.get_attribute("tabindex") == "0"]
+        assert len(stops) == 1
+        stops[0].focus()
+        told = []
+        for _ in range(marks.count()):
+            told.append(seen.page.evaluate("document.activeElement.getAttribute('aria-label')"))
+            seen.page.keyboard.press("ArrowRight")
+        assert len(set(told)) == marks.count()
+        assert told[0].startswith(("widen_mlp", "checkpoint at step 20"))
+        assert told[-1].startswith("ended at step 40")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_paper_it_is_light_and_every_chart_whole(
+    browser: Browser, page: Path, scheme: Any
+) -> None:
+    width = """() => [...document.querySelectorAll(".chart")].map((place) =>
+      place.clientWidth - place.querySelector(".uplot").offsetWidth)"""
+    with watched(browser, scheme=scheme) as seen:
+        opened(seen, page)
+        before = seen.page.evaluate("document.querySelector('canvas').toDataURL()")
+        seen.page.evaluate(
+            """() => addEventListener("beforeprint", () => (window.open_ =
+              document.querySelectorAll("details.printed:not([open])").length), { once: true })"""
+        )
+        assert seen.page.pdf().startswith(b"%PDF")
+        assert seen.page.evaluate("window.open_") == 0
+        seen.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        seen.page.emulate_media(media="print")
+        assert set(seen.page.evaluate(width)) == {0}
+        assert seen.page.evaluate("document.body.offsetWidth") == 690
+        ink = seen.page.evaluate("getComputedStyle(document.body).color")
+        assert ink == "rgb(27, 31, 36)"
+        seen.page.emulate_media(media="screen")
+        seen.page.evaluate("dispatchEvent(new Event('afterprint'))")
+        drawn(seen.page)
+        assert seen.page.evaluate("document.querySelector('canvas').toDataURL()") == before
+        assert seen.page.evaluate("document.documentElement.dataset.theme") is None
 
 
 def test_points_and_marks_can_be_appended(browser: Browser, page: Path) -> None:

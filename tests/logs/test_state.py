@@ -13,7 +13,8 @@ from written_runs import BEGAN, Writer, writing
 
 from instar.logs.reading.record import read
 from instar.logs.telling.state import QUIET_S, WITHOUT_A_WORD, Standing, last_error, stand
-from instar.record.events import Eval, Failed
+from instar.record.events import Eval, Failed, RunFinished, RunStarted, Saved, Stop
+from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, hold
 
 
@@ -68,6 +69,34 @@ def test_a_run_that_said_why_it_stopped(tmp_path: Path, resumable: bool, state: 
     found = standing(writer.run)
     assert (found.state, found.reason, found.resumable) == (state, "SIGTERM", True)
     assert found.go_on == (f"instar resume {writer.run.path}" if resumable else "")
+
+
+@pytest.mark.parametrize("end", ["stop", "finished", "failed"])
+def test_an_end_holds_while_its_process_puts_things_away(tmp_path: Path, end: str) -> None:
+    run = begun(tmp_path / "run")
+    with hold(run), Recorder(run.events) as record:
+        record.write(RunStarted(run_id="aaaaa", step=10))
+        record.write(Saved(step=10, path=str(run.checkpoints / "step-10")))
+        record.write(Eval(step=10, split="test", loss=1.0))
+        assert standing(run).state == "running"  # at its last save, and its final test
+        if end == "failed":
+            record.write(Failed(message="OSError: no space", rank=0, step=10))
+        else:
+            record.write(Stop(step=10, reason="SIGTERM", resumable=True))
+        if end == "finished":
+            record.write(RunFinished(step=10))
+        found = standing(run)
+    assert (found.state, found.process) == ("crashed" if end == "failed" else "stopped", None)
+    assert standing(run) == found
+
+
+def test_an_ended_run_that_another_process_has_taken_runs_again(tmp_path: Path) -> None:
+    with writing(tmp_path / "run") as writer:
+        writer.start()
+        writer.stop(10, "SIGTERM", resumable=True)
+    with hold(writer.run):
+        assert standing(writer.run).state == "running"
+    assert standing(writer.run).state == "stopped"
 
 
 def test_a_test_made_afterwards_does_not_change_how_a_run_ended(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command `instar dashboard` as a process of its own, and runs for it to show."""
+"""The command `instar dashboard` as a process or in a thread, and runs for it to show."""
 
 import platform
 import subprocess
@@ -6,7 +6,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from socket import socket
+from threading import Thread
 
+import pytest
+import uvicorn
+
+from instar.logs.dashboard import catalog, live
+from instar.logs.dashboard.app import dashboard as dashboard_app
+from instar.logs.dashboard.guard import Guard, own_names
+from instar.logs.dashboard.serve import Ending, take
 from instar.record.events import Eval, Operation, RunStarted, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
@@ -29,6 +38,26 @@ def dashboard(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Pop
         process.wait(20)
         process.stdout.close()
         process.stderr.close()
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of one in a thread of this process, which looks at the runs more often."""
+    ending = Ending()
+    address = take("127.0.0.1", 0, None)
+    app = Guard(dashboard_app(folder, ending), own_names(address.host), address.token, "instar")
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    with pytest.MonkeyPatch.context() as patch, socket(fileno=address.descriptor) as bound:
+        patch.setattr(catalog, "FRESH_S", 0.1)
+        patch.setattr(live, "POLL_S", 0.05)
+        thread = Thread(target=server.run, args=([bound],))
+        thread.start()
+        try:
+            yield address.url
+        finally:
+            ending.is_due = server.should_exit = True
+            thread.join(20)
 
 
 def started(step: int = 0, resumed_from: str | None = None) -> RunStarted:

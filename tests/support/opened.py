@@ -29,3 +29,41 @@ def expect_points(page: Page, metric: str, count: int) -> None:
 
 def picture(page: Page, metric: str) -> str:
     return page.locator(f"{PANEL.format(metric)} canvas").first.evaluate("c => c.toDataURL()")
+
+
+def drawn(page: Page) -> None:
+    """Wait until what was asked for is on the screen: charts draw with the next frame."""
+    page.evaluate("() => new Promise((f) => requestAnimationFrame(() => requestAnimationFrame(f)))")
+
+
+def walked(page: Page, most: int = 120) -> list[str]:
+    """Goes through the page by Tab, and says what is wrong with a stop: without a name, out of
+    view, or not to be told from the others; and which control was never come to."""
+    page.evaluate("document.body.tabIndex = -1; document.body.focus()")
+    wrong: list[str] = []
+    for _ in range(most):
+        page.keyboard.press("Tab")
+        told = page.evaluate(_STOP)
+        if told is None:
+            break
+        wrong += told
+    return wrong + page.evaluate(_MISSED)
+
+
+_STOP = """() => {
+  const e = document.activeElement;
+  if (!e || e === document.body || e.reached) return null;
+  e.reached = true;
+  const name = e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length;
+  const outlined = [e, ...e.children].some((one) => {
+    const { outlineStyle, outlineWidth } = getComputedStyle(one);
+    return outlineStyle !== "none" && parseFloat(outlineWidth) >= 1;
+  });
+  const { top, bottom, width, height } = e.getBoundingClientRect();
+  const there = width && height && bottom > 0 && top < innerHeight;
+  const found = Object.entries({ nameless: !name, "no outline": !outlined, "not there": !there });
+  return found.filter(([, is]) => is).map(([text]) => `${text}: ${e.outerHTML.slice(0, 120)}`);
+}"""
+_MISSED = """() => [...document.querySelectorAll("button, input, select, summary, a[href]")]
+  .filter((e) => !e.reached && e.tabIndex >= 0 && e.checkVisibility())
+  .map((e) => `not reached: ${e.outerHTML.slice(0, 120)}`)"""

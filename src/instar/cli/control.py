@@ -119,6 +119,7 @@ def _say(status: dict[str, Any], as_json: bool) -> None:
         parts.append(f"process {status['process']}")
     if "step" in status:
         parts.append(f"step {status['step']:,}")
+    if status.get("seen"):
         parts.append(f"{max(0.0, time.time() - status['seen']):.0f} s ago")
     for key, name in (("loss", "loss"), ("val_loss", "val")):
         if key in status:

@@ -182,10 +182,14 @@ class Agent(LocalElasticAgent):
             watched.stop_by = now + self._stop_timeout_s
         if watched.fail_by is None and self._anyone_failed():
             watched.fail_by = now + self._grace_s
-        limits = [limit for limit in (watched.stop_by, watched.fail_by) if limit is not None]
-        if self._stop.insisted or (limits and now >= min(limits)):
-            watched.ended_by_agent.update(alive)
-            self._kill(alive)
+            watched.stop_by = watched.stop_by or now + self._stop_timeout_s
+        late = self._stop.insisted or (watched.stop_by is not None and now >= watched.stop_by)
+        ending = set(alive if late else ())
+        if watched.fail_by is not None and now >= watched.fail_by:
+            # who has told how it ends is on its way out, and may be writing the run's report
+            ending.update(local for local in alive if not self._has_told(local))
+        watched.ended_by_agent |= ending
+        self._kill(ending)
 
     def _anyone_failed(self) -> bool:
         """A rank has failed once its record is there: leaving may take it longer."""
@@ -193,8 +197,13 @@ class Agent(LocalElasticAgent):
         assert context is not None
         good = (0, Interrupted.exit_code)
         return any(status not in good for status in self._watched.statuses.values()) or any(
-            Path(path).exists() for path in context.error_files.values()
+            self._has_told(local) for local in context.error_files
         )
+
+    def _has_told(self, local: int) -> bool:
+        context = self._pcontext
+        assert context is not None
+        return Path(context.error_files[local]).exists()
 
     def _alive(self) -> list[int]:
         handlers = self._handlers()

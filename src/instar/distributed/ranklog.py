@@ -48,6 +48,7 @@ class RankLog:
         self.path: Path | None = None
         self._file: TextIO | None = None
         self._streams: tuple[int, int] | None = None
+        self._is_told = False
         form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
         self._format = logging.Formatter(form, "%Y-%m-%d %H:%M:%S")
         self._handler: logging.Handler = logging.handlers.MemoryHandler(
@@ -88,8 +89,8 @@ class RankLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and exit_code_of(error) != 0:
-            self._write_down(error)
+        if error is not None:
+            self.write_down(error)
         threading.excepthook = self._thread_hook
         logging.getLogger().removeHandler(self._handler)
         logging.getLogger("instar").setLevel(self._level)
@@ -99,7 +100,11 @@ class RankLog:
             faulthandler.disable()
             self._file.close()
 
-    def _write_down(self, error: BaseException) -> None:
+    def write_down(self, error: BaseException) -> None:
+        """Say what this rank ends on, here and where a launcher looks; once, at the first call."""
+        if self._is_told or exit_code_of(error) == 0:
+            return
+        self._is_told = True
         if exit_code_of(error) == Interrupted.exit_code:
             logger.info("stopped: %s", error)
             return

@@ -67,6 +67,12 @@ class Inbox:
             self._seen = changed if time.time_ns() - changed > 1e9 else -1
         return self._requests
 
+    def clear(self) -> None:
+        """What was asked of an earlier start came too late."""
+        for request in self.requests():
+            request.withdraw()
+        self._seen = -1
+
     def answer(self, command: Command) -> None:
         """All requests of this kind have been done."""
         for request in self.requests():

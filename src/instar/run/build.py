@@ -11,7 +11,7 @@ from instar.distributed.ranklog import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import Console
-from instar.record.control import COMMANDS, Inbox
+from instar.record.control import Inbox
 from instar.record.recorder import Sink
 from instar.record.rundir import RunDir
 from instar.record.system import measure_peak_flops
@@ -61,7 +61,10 @@ def build(
         task,
         stepper,
         SafePoint(
-            world, signal, min(seconds, key=lambda b: b.amount, default=None), _inbox(run_dir)
+            world,
+            signal,
+            min(seconds, key=lambda b: b.amount, default=None),
+            Inbox(run_dir.control),
         ),
         Saver(
             config.checkpoint,
@@ -76,14 +79,6 @@ def build(
         Writer(config.record, run_dir.path),
         entries(config),
     )
-
-
-def _inbox(run_dir: RunDir) -> Inbox:
-    """Requests to this start of the run; those to an earlier one came too late."""
-    inbox = Inbox(run_dir.control)
-    for command in COMMANDS:
-        inbox.answer(command)
-    return inbox
 
 
 def _round_alike(threads: int, device: torch.device) -> None:

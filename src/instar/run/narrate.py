@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from instar.config.budget import Budget
+from instar.config.dump import in_yaml
 from instar.data.reader import StepBatch
 from instar.distributed.agree import reduce_sums
 from instar.distributed.world import World
@@ -294,11 +295,12 @@ class Narrator:
 
     def overridden(self, progress: Progress, changed: Mapping[str, tuple[object, object]]) -> None:
         """The config was changed while the run stood still."""
-        for key, (before, after) in changed.items():
+        for key, values in changed.items():
+            before, after = map(in_yaml, values)
             event = Operation(
                 step=progress.step,
                 name="override",
-                value={key: after},
+                value={key: values[1]},
                 change=f"{key} {before} → {after}",
                 reason="set at resume",
             )

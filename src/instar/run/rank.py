@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from instar.checkpoint.disk import replace_file
+from instar.checkpoint.disk import replace_file, sweep
 from instar.checkpoint.store import load, point
 from instar.config.dump import resolved
 from instar.config.load import Loaded
@@ -26,6 +26,7 @@ from instar.distributed.world import World, join, recall, remember
 from instar.models.shape import count_parameters
 from instar.record.alerts import Rules
 from instar.record.console import Console, open_console, silent_console
+from instar.record.control import Inbox
 from instar.record.events import Failed, RecordError, RunStarted
 from instar.record.notify import Notifier
 from instar.record.recorder import Recorder, Silent, Sink
@@ -94,9 +95,13 @@ def _report(run_dir: RunDir) -> None:
 def _live(
     loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None, *, only_test: bool
 ) -> None:
-    with join(loaded.config.parallel, loaded.config.device) as world, ExitStack() as stack:
+    with (
+        ExitStack() as record,  # which outlasts the meeting: who was lost is known when it ends
+        join(loaded.config.parallel, loaded.config.device) as world,
+        ExitStack() as stack,
+    ):
         console = open_console() if world.is_main else silent_console()
-        stack.enter_context(closing(console))
+        record.enter_context(closing(console))
         world.at("preparing data")
         with together(world, "preparing data"):
             if world.is_main:
@@ -110,12 +115,14 @@ def _live(
         run_dir = resume.run if resume else _agree_on_run_dir(prepared, loaded, world)
         with together(world, "taking the run's folder"):
             if world.is_main:
-                stack.enter_context(hold(run_dir))
+                record.enter_context(hold(run_dir))
+                Inbox(run_dir.control).clear()
+                sweep(run_dir.path)
         log.open(run_dir.path)
         logger.info("rank %d of %d on %s", world.rank, world.size, world.device)
-        record = _record(run_dir, prepared.config, console) if world.is_main else Silent()
-        sink = stack.enter_context(closing(record))
-        stack.enter_context(_failures_told(sink, log))
+        sink = _record(run_dir, prepared.config, console) if world.is_main else Silent()
+        record.enter_context(closing(sink))
+        record.enter_context(_failures_told(sink, log))
         trainer = build(prepared, world, signal, sink, console, log, run_dir)
         if world.size > 1:
             _kept.append(trainer)
@@ -153,10 +160,14 @@ def _record(run_dir: RunDir, config: RunConfig, console: Console) -> Sink:
 
 @contextmanager
 def _failures_told(sink: Sink, log: RankLog) -> Iterator[None]:
-    """The record's last word says why a run ended that nobody stopped."""
+    """The record's last word says why a run ended that nobody stopped.
+
+    First of all whoever started the ranks learns it: closing a record may take its time.
+    """
     try:
         yield
     except BaseException as error:
+        log.write_down(error)
         code = exit_code_of(error)
         if code not in (0, Interrupted.exit_code):
             failure = describe(error, log.rank, log.step)

@@ -5,15 +5,17 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from browser import chromium, watched
-from dashboards import dashboard, make_run, started, train
-from opened import PANEL, expect_points, opened, picture
+from dashboards import dashboard, make_run, served, started, train
+from opened import PANEL, drawn, expect_points, opened, picture, walked
 from playwright.sync_api import Browser, expect
 
-from instar.record.events import Alert, Eval
+from instar.logs.reporting.assets import CHARTS, STYLES
+from instar.record.events import Alert, Eval, Saved
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, hold
 
@@ -36,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with dashboard(folder, "--port", "0") as (found, _):
+    with served(folder) as found:
         yield found
 
 
@@ -56,7 +58,7 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
 ) -> None:
     run = make_run(tmp_path, "live-lllll")
     with (
-        dashboard(tmp_path, "--port", "0") as (address, _),
+        served(tmp_path) as address,
         opened(browser, address) as seen,
         Recorder(run.events) as record,
     ):
@@ -71,7 +73,7 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
         expect_points(page, "val/loss", 5)
         expect(page.locator(f"{PANEL.format('loss')} .last")).to_have_text("3")
         expect(page.locator("#figures")).to_contain_text("Step60")
-        page.evaluate("() => new Promise(done => requestAnimationFrame(() => done()))")
+        drawn(page)
         assert picture(page, "loss") != before
         expect(page.locator("#runs .facts")).to_contain_text("step 60")
         assert len(seen.requests) == asked
@@ -80,7 +82,7 @@ def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
 def test_a_resume_masks_what_it_supersedes(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "again-aaaaa", steps=20)
     with (
-        dashboard(tmp_path, "--port", "0") as (address, _),
+        served(tmp_path) as address,
         opened(browser, address) as seen,
         Recorder(run.events) as record,
     ):
@@ -93,6 +95,38 @@ def test_a_resume_masks_what_it_supersedes(browser: Browser, tmp_path: Path) -> 
         expect(seen.page.locator(".ic-mark.ic-resume").first).to_be_attached()
         seen.page.reload()
         expect_points(seen.page, "loss", 13)
+
+
+def test_a_resume_from_another_branch_has_the_curves_read_anew_once(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, "branch-aaaaa", steps=20)
+    with Recorder(run.events) as record:
+        record.write(Saved(step=20, path="checkpoints/step-20"))
+        record.write(started(10, "step-10"))
+        record.write(train(11, 2.0))
+    with (
+        served(tmp_path) as address,
+        opened(browser, address) as seen,
+        Recorder(run.events) as record,
+    ):
+        expect_points(seen.page, "loss", 11)
+        record.write(train(12, 2.0))
+        expect_points(seen.page, "loss", 12)
+        asked = sum("metric=loss" in url and "curves" in url for url in seen.urls())
+        record.write(started(20, "step-20"))
+        expect_points(seen.page, "loss", 20)
+        record.write(train(21, 1.0))
+        expect_points(seen.page, "loss", 21)
+        again = sum("metric=loss" in url and "curves" in url for url in seen.urls())
+        assert again == asked + 1
+        expect(seen.page.locator(".ic-mark.ic-resume").first).to_be_attached()
+        drawn(seen.page)
+        live = picture(seen.page, "loss")
+        seen.page.reload()
+        expect_points(seen.page, "loss", 21)
+        drawn(seen.page)
+        assert picture(seen.page, "loss") == live
 
 
 def test_runs_are_found_by_words_and_states(browser: Browser, address: str) -> None:
@@ -212,7 +246,7 @@ def test_a_log_is_followed(browser: Browser, address: str, folder: Path) -> None
 def test_runs_appear_change_and_go(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "none yet"
     with (
-        dashboard(folder, "--port", "0") as (address, _),
+        served(folder) as address,
         opened(browser, address) as seen,
     ):
         page = seen.page
@@ -231,7 +265,7 @@ def test_runs_appear_change_and_go(browser: Browser, tmp_path: Path) -> None:
 
 def test_the_state_follows_the_process_that_trains(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path, "held-hhhhh", steps=5)
-    with dashboard(tmp_path, "--port", "0") as (address, _), opened(browser, address) as seen:
+    with served(tmp_path) as address, opened(browser, address) as seen:
         badge = seen.page.locator("#runs .badge")
         expect(badge).to_have_text("crashed")
         with hold(run), Recorder(run.events) as record:
@@ -289,7 +323,7 @@ def test_hostile_names_are_only_ever_text(browser: Browser, tmp_path: Path) -> N
     run.log(0).write_text(markup + "\n")
     run.config.write_text(markup)
     with (
-        dashboard(tmp_path, "--port", "0") as (address, _),
+        served(tmp_path) as address,
         opened(browser, address) as seen,
     ):
         page = seen.page
@@ -315,7 +349,7 @@ def test_broken_records_are_listed_with_their_reason(browser: Browser, tmp_path:
     (tmp_path / "empty-eeeee" / "events.jsonl").touch()
     hash_ = "runs=good-ggggg,bad-bbbbb,empty-eeeee"
     with (
-        dashboard(tmp_path, "--port", "0") as (address, _),
+        served(tmp_path) as address,
         opened(browser, address, hash_) as seen,
     ):
         expect(seen.page.locator("#runs li")).to_have_count(3)
@@ -386,6 +420,48 @@ def test_everything_that_is_used_has_a_name(browser: Browser, address: str) -> N
                   .map((e) => e.outerHTML)"""
             )
             assert nameless == []
+
+
+def test_everything_is_reached_by_tab_and_seen_where_it_is(browser: Browser, address: str) -> None:
+    with opened(browser, address, "runs=grow-aaaaa") as seen:
+        expect_points(seen.page, "loss", 40)
+        expect(seen.page.locator(".ic-mark").first).to_be_attached()
+        assert walked(seen.page) == []
+
+
+def test_nothing_moves_when_points_arrive(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "still-sssss", steps=5)
+    with (
+        served(tmp_path) as address,
+        opened(browser, address) as seen,
+        Recorder(run.events) as record,
+    ):
+        expect_points(seen.page, "loss", 5)
+        drawn(seen.page)
+        seen.page.evaluate(
+            """() => {
+              window.moved = [];
+              new PerformanceObserver((list) => window.moved.push(...list.getEntries().map(
+                (e) => e.sources.map((s) => s.node?.outerHTML?.slice(0, 80)))))
+                .observe({ type: "layout-shift" });
+            }"""
+        )
+        for step in range(6, 41):
+            record.write(train(step, 9e3 / step))
+        record.write(Eval(step=40, split="val", loss=5e4))
+        record.write(Alert(step=40, name="divergence", message="loss is 9"))
+        expect_points(seen.page, "loss", 40)
+        expect_points(seen.page, "val/loss", 1)
+        expect(seen.page.locator(".ic-mark.ic-alert").first).to_be_attached()
+        expect(seen.page.locator("#runs .facts")).to_contain_text("step 40")
+        drawn(seen.page)
+        assert seen.page.evaluate("window.moved") == []
+
+
+def test_the_page_loads_what_charts_are_drawn_by() -> None:
+    page = (files("instar.logs.dashboard") / "page" / "index.html").read_text()
+    assert tuple(re.findall(r'<script src="/page/(.*)" defer>', page)) == CHARTS
+    assert set(STYLES) <= set(re.findall(r'<link rel="stylesheet" href="/page/(.*)">', page))
 
 
 def test_a_token_becomes_a_cookie_and_leaves_the_address(browser: Browser, folder: Path) -> None:

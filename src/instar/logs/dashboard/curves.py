@@ -53,9 +53,11 @@ class Curves:
         status = run.events.stat()
         with self._lock:
             drawn = self._kept.get(place)
-            if metrics and drawn is not None and drawn.suits(status.st_ino, status.st_size):
+            if drawn is not None:
                 self._kept.move_to_end(place)
-                return drawn.json
+        suits = drawn is not None and drawn.suits(status.st_ino, status.st_size)
+        if metrics and drawn is not None and suits and not _begins_anew(run, drawn.offset):
+            return drawn.json
         data, offset = draw(key, run, metrics, points)
         drawn = Drawn(status.st_ino, offset, msgspec.json.encode(data))
         if not metrics:
@@ -83,6 +85,13 @@ def draw(key: str, run: RunDir, metrics: Sequence[str], points: int) -> tuple[di
         "marks": marks(record),
     }
     return data, record.end
+
+
+def _begins_anew(run: RunDir, offset: int) -> bool:
+    """Whether a segment may have begun since: it may count what the curves do not."""
+    with run.events.open("rb") as file:
+        file.seek(offset)
+        return b'"run_started"' in file.read(STALE_BYTES)
 
 
 def _thinned(series: Series, points: int) -> Series:

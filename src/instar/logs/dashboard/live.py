@@ -21,8 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from instar.config.errors import ConfigError
 from instar.logs.dashboard.catalog import Catalog
-from instar.logs.dashboard.news import news
+from instar.logs.dashboard.news import branches, news
 from instar.logs.reading.follow import Follower
+from instar.record.events import Event, RecordError
 from instar.record.rundir import RunDir
 
 POLL_S = 0.2
@@ -124,7 +125,7 @@ class News:
                 yield "anew", {"key": shown.key}
                 continue
             events = follower.poll()
-            if follower.restarts > restarts:
+            if follower.restarts > restarts or _branches(shown.run, events):
                 yield "anew", {"key": shown.key}
                 continue
             for message in news(shown.run, events, self._metrics):
@@ -183,6 +184,13 @@ class Stream:
 async def _leave(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _branches(run: RunDir, events: list[Event]) -> bool:
+    try:
+        return branches(run, events)
+    except RecordError:
+        return True  # the page asks for the curves, and is told what is wrong
 
 
 def log_after(path: Path, offset: int) -> tuple[str, int, bool]:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from instar.logs.reading.columns import Growing, present, tables_of
-from instar.logs.reading.record import Logged, RunRecord, Series
+from instar.logs.reading.lineage import Lineage
+from instar.logs.reading.record import Logged, RunRecord, Series, read
 from instar.logs.reporting.chartdata import curve, marks, printable
 from instar.record.events import Eval, Event, Layers, Placed, RunStarted, Train
 from instar.record.rundir import RunDir
@@ -40,6 +41,22 @@ def news(run: RunDir, events: Iterable[Event], metrics: frozenset[str]) -> Itera
         yield _stretch(run, stretch, metrics)
 
 
+def branches(run: RunDir, events: Iterable[Event]) -> bool:
+    """Whether one of the segments that begin here goes on from another one than the last: what it
+    superseded had superseded something that counts again, which the stream does not bring.
+
+    Raises:
+        RecordError: the record cannot be read.
+    """
+    began = [e.segment for e in events if isinstance(e, RunStarted) and e.resumed_from]
+    if not began or max(began) <= 2:
+        return False
+    lineage = Lineage()
+    for logged in read(run).events:
+        lineage.take(logged.event)
+    return any(lineage.parents.get(segment, segment - 1) < segment - 1 for segment in began)
+
+
 def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict[str, Any]:
     """One message of what stands in one segment."""
     measured = [event for event in events if isinstance(event, Train | Eval | Layers)]
@@ -63,5 +80,5 @@ def _series(events: Any) -> Iterator[tuple[str, Series]]:
     growing.add(events)
     table = growing.table()
     for name, value in table.metrics.items():
-        whole = Series(name, value, **table.axes, kept=np.ones(len(value), np.bool_))
+        whole = Series(name, value, table.axes, np.ones(len(value), np.bool_))
         yield name, whole.take(present(value))

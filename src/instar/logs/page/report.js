@@ -52,5 +52,25 @@
     weight.value = smooth.value;
     change(() => ({ smooth: Number(smooth.value) }));
   });
+
+  // on paper the page is light and narrow, and what is folded is open
+  let before = null;
+  addEventListener("beforeprint", () => {
+    const folded = [...document.querySelectorAll("details.printed:not([open])")];
+    before = { theme: root.dataset.theme, folded };
+    root.dataset.theme = "light";
+    root.classList.add("printing");
+    folded.forEach((each) => (each.open = true));
+    charts.forEach(({ chart }) => chart.fit());
+  });
+  addEventListener("afterprint", () => {
+    if (!before) return;
+    if (before.theme) root.dataset.theme = before.theme;
+    else delete root.dataset.theme;
+    root.classList.remove("printing");
+    before.folded.forEach((each) => (each.open = false));
+    before = null;
+    charts.forEach(({ chart }) => chart.fit());
+  });
   controls.addEventListener("submit", (event) => event.preventDefault());
 })();

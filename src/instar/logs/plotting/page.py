@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from importlib.resources import files
 
 import instar
 from instar.config.errors import ConfigError, Problem
 from instar.logs.plotting.chart import Chart
 from instar.logs.plotting.compose import Wanted
 from instar.logs.reading.record import ALIASES, RunRecord
+from instar.logs.reporting.assets import asset, program, style
 from instar.logs.reporting.chartdata import chart_data, printable
 from instar.logs.reporting.report import inlined
 
@@ -36,15 +34,13 @@ def page(records: Sequence[RunRecord], chart: Chart, wanted: Wanted) -> str:
     runs = [chart_data(r, points, metrics=metrics) | {"name": printable(n)} for r, n in named]
     wanted_x = {"x": wanted.axis, "log": wanted.log, "smooth": wanted.weight, "marks": wanted.marks}
     shown = [{"metrics": panel, "log": False, "wide": True} for panel in panels]
-    program = "\n".join(map(_asset, ("uplot.min.js", "charts.js", "report.js", "plot.js")))
-    template = Environment(autoescape=True).from_string(_asset("plot.html.j2"))
+    template = Environment(autoescape=True).from_string(asset("plot.html.j2"))
     return template.render(
         title=printable(chart.title),
         subtitle=printable(chart.subtitle),
         data=inlined({"runs": runs, "panels": shown, "wanted": wanted_x}),
-        program=program,
-        program_hash=base64.b64encode(hashlib.sha256(program.encode()).digest()).decode(),
-        style="\n".join(map(_asset, ("uplot.min.css", "charts.css", "report.css"))),
+        **program("report.js", "plot.js"),
+        style=style("report.css", "parts.css", "print.css"),
         panels=[panel.label for panel in chart.panels] + (["learning rate"] if wanted.lr else []),
         version=instar.__version__,
     )
@@ -66,7 +62,3 @@ def _check(wanted: Wanted) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
-
-
-def _asset(name: str) -> str:
-    return (files("instar.logs") / "page" / name).read_text(encoding="utf-8")

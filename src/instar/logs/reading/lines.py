@@ -17,10 +17,13 @@ _HEAD_BYTES = 4096
 _FIRST = b'{"v":%d,"kind":"' % VERSION
 
 
-def blocks(file: BinaryIO, place: int) -> Iterator[tuple[bytes, int]]:
-    """Blocks of whole lines, and the byte behind each; of a line without measure only a part."""
+def blocks(file: BinaryIO, place: int, until: int | None = None) -> Iterator[tuple[bytes, int]]:
+    """Blocks of whole lines, and the byte behind each; of a line without measure only a part.
+
+    `place`: the byte at which the file stands; nothing behind `until` is read.
+    """
     rest = b""
-    while chunk := file.read(BLOCK_BYTES):
+    while chunk := file.read(BLOCK_BYTES if until is None else min(BLOCK_BYTES, until - place)):
         place += len(chunk)
         cut = chunk.rfind(b"\n") + 1
         if cut:

@@ -6,10 +6,9 @@ an earlier step, is masked (`kept` is false) and can still be had.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -43,44 +42,76 @@ ALIASES = {
 """Other people's names of metrics."""
 
 
-@dataclass(frozen=True)
 class Series:
     """One metric of one run, in the order in which it was written; all arrays have one length.
 
     A place from which the run's newest segment does not descend, because the run went on from an
     earlier step or from another segment's checkpoint, has `kept` false. Non-finite values are as
-    they were. Arrays are shared between series: not to be written to.
+    they were. An axis is read when it is asked for. Arrays are shared between series: not to be
+    written to.
     """
 
-    name: str
-    value: Floats
-    step: Ints
-    samples: Ints
-    tokens: Ints
-    epoch: Floats
-    flops: Floats
-    wall_s: Floats
-    active_s: Floats
-    time: Floats
-    """Unix seconds"""
-    segment: Ints
-    kept: Bools
+    def __init__(
+        self, name: str, value: Floats, axes: Mapping[str, npt.NDArray[Any]], kept: Bools
+    ) -> None:
+        """`axes`: those of `AXES`, and `segment`."""
+        self.name = name
+        self.value = value
+        self.kept = kept
+        self._axes = axes
 
     def __len__(self) -> int:
         return len(self.value)
 
+    @property
+    def step(self) -> Ints:
+        return self._axes["step"]
+
+    @property
+    def samples(self) -> Ints:
+        return self._axes["samples"]
+
+    @property
+    def tokens(self) -> Ints:
+        return self._axes["tokens"]
+
+    @property
+    def segment(self) -> Ints:
+        return self._axes["segment"]
+
+    @property
+    def epoch(self) -> Floats:
+        return self._axes["epoch"]
+
+    @property
+    def flops(self) -> Floats:
+        return self._axes["flops"]
+
+    @property
+    def wall_s(self) -> Floats:
+        return self._axes["wall_s"]
+
+    @property
+    def active_s(self) -> Floats:
+        return self._axes["active_s"]
+
+    @property
+    def time(self) -> Floats:
+        """Unix seconds."""
+        return self._axes["time"]
+
     def axis(self, name: str) -> Floats:
         """One of `AXES` as floats."""
-        return np.asarray(getattr(self, name), np.float64)
+        return np.asarray(self._axes[name], np.float64)
 
     def take(self, which: Ints | Bools) -> Series:
         """Of these places only."""
-        arrays = {f.name: getattr(self, f.name)[which] for f in dataclasses.fields(self)[1:]}
-        return Series(self.name, **arrays)
+        axes = Lazy([*self._axes], lambda name: self._axes[name][which])
+        return Series(self.name, self.value[which], axes, self.kept[which])
 
     def current(self) -> Series:
         """Without what was superseded: one curve, its steps never falling."""
-        return self.take(self.kept)
+        return self if self.kept.all() else self.take(self.kept)
 
 
 @dataclass(frozen=True)
@@ -195,12 +226,7 @@ class _Metrics(Mapping[str, Series]):
         self._series = Lazy([*self._tables], self._series_of)
 
     def __getitem__(self, metric: str) -> Series:
-        try:
-            return self._series[metric]  # type: ignore[no-any-return]
-        except cache.Damaged:
-            self._found = _anew(self._run, self._found)
-            self._kept = Lazy([*self._found.tables], self._kept_of)
-            return self._series[metric]  # type: ignore[no-any-return]
+        return self._series[metric]  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tables)
@@ -208,18 +234,26 @@ class _Metrics(Mapping[str, Series]):
     def __len__(self) -> int:
         return len(self._tables)
 
+    def _column(self, table: str, part: Literal["axes", "metrics"], name: str) -> Any:
+        try:
+            return getattr(self._found.tables[table], part)[name]
+        except cache.Damaged:
+            self._found = _anew(self._run, self._found)
+            return getattr(self._found.tables[table], part)[name]
+
     def _kept_of(self, table: str) -> Bools:
-        axes = self._found.tables[table].axes
-        kept = np.ones(len(axes["step"]), np.bool_)
+        kept = np.ones(self._found.tables[table].rows, np.bool_)
         for segment, last in self._last_steps.items():
             if last != EVERYTHING:
-                kept &= (axes["segment"] != segment) | (axes["step"] <= last)
+                written_in, step = (self._column(table, "axes", n) for n in ("segment", "step"))
+                kept &= (written_in != segment) | (step <= last)
         return kept
 
     def _series_of(self, metric: str) -> Series:
-        table = self._found.tables[self._tables[metric]]
-        value, kept = table.metrics[metric], self._kept[self._tables[metric]]
-        whole = Series(metric, value, **table.axes, kept=kept)
+        table = self._tables[metric]
+        value = self._column(table, "metrics", metric)
+        axes = Lazy([*AXES, "segment"], lambda name: self._column(table, "axes", name))
+        whole = Series(metric, value, axes, self._kept[table])
         there = present(value)
         return whole if there.all() else whole.take(there)
 
@@ -236,7 +270,7 @@ def _first_steps(tables: Mapping[str, Table]) -> dict[int, int]:
 def _anew(run: RunDir, found: Content) -> Content:
     """At least the same part of the record, without the cache, which is damaged."""
     cache.discard(run.path / "cache")
-    return scan(run.events, most_bytes=found.end)
+    return scan(run.events, until=found.end)
 
 
 def _faults(run: RunDir, found: Content) -> list[str]:

@@ -63,8 +63,14 @@ class Content:
         )
 
 
-def scan(path: Path, after: Content | None = None, most_bytes: int | None = None) -> Content:
-    """What stands in a record behind `after`, at least about `most_bytes` of it if there is more.
+def scan(
+    path: Path,
+    after: Content | None = None,
+    most_bytes: int | None = None,
+    until: int | None = None,
+) -> Content:
+    """What stands in a record behind `after`, at least about `most_bytes` of it if there is more,
+    and nothing behind the byte `until`.
 
     Raises:
         RecordError: the file cannot be read.
@@ -76,7 +82,7 @@ def scan(path: Path, after: Content | None = None, most_bytes: int | None = None
             inode = os.fstat(file.fileno()).st_ino
             file.seek(start.end)
             end = start.end
-            for block, end in blocks(file, start.end):
+            for block, end in blocks(file, start.end, until):
                 reading.take(block)
                 if most_bytes is not None and end - start.end >= most_bytes:
                     break

@@ -6,14 +6,12 @@ security policy lets nothing else run in it and nothing leave it.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +20,7 @@ import numpy as np
 import instar
 from instar.checkpoint.disk import replace_file
 from instar.logs.reading.record import read
+from instar.logs.reporting.assets import asset, program, style
 from instar.logs.reporting.chartdata import (
     chart_data,
     chart_series,
@@ -69,6 +68,7 @@ _GROUPS = {
     "grad_norm/": "Gradient norm by layer",
     "update_ratio/": "Update ratio by layer",
 }
+_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,6 @@ def report_html(records: Sequence[RunRecord]) -> str:
     configs = [config_lines(record.run) for record in records]
     charts = panels(records)
     data = {"runs": _charted(records, charts), "panels": charts}
-    program = "\n".join(_asset(name) for name in ("uplot.min.js", "charts.js", "report.js"))
     return (
         _environment()
         .get_template("report.html.j2")
@@ -111,9 +110,8 @@ def report_html(records: Sequence[RunRecord]) -> str:
             facts=_side_by_side(runs),
             panels=charts,
             data=inlined(data),
-            program=program,
-            program_hash=base64.b64encode(hashlib.sha256(program.encode()).digest()).decode(),
-            style="\n".join(_asset(name) for name in ("uplot.min.css", "charts.css", "report.css")),
+            **program("report.js"),
+            style=style("report.css", "parts.css", "print.css"),
             made=datetime.now(UTC).timestamp(),
             version=instar.__version__,
         )
@@ -128,13 +126,29 @@ def panels(records: Sequence[RunRecord]) -> list[Panel]:
     found = [Panel("Loss", losses, wide=True)] if losses else []
     layered = tuple(name for name in curves if name.startswith(tuple(_GROUPS)))
     for prefix, title in _GROUPS.items():
-        members = tuple(name for name in layered if name.startswith(prefix))
+        members = _numbered(name for name in layered if name.startswith(prefix))
         if members and len(records) <= MOST_LAYERED:
             found.append(Panel(title, members, log=True, wide=True))
     shown = {*losses, *layered}
     single = [Panel(metric_title(name), (name,)) for name in curves if name not in shown]
     held_out = [panel for panel in single if "/" in panel.metrics[0]]
     return [*found[:1], *held_out, *(p for p in single if p not in held_out), *found[1:]]
+
+
+def _numbered(names: Iterable[str]) -> tuple[str, ...]:
+    """`names` in their order, but those that differ only in a number together and counted up:
+    a layer that was inserted is between its neighbours."""
+    given = list(names)
+    stems = list(dict.fromkeys(_DIGITS.sub("", name) for name in given))
+    return tuple(
+        sorted(
+            given,
+            key=lambda name: (
+                stems.index(_DIGITS.sub("", name)),
+                [int(digits) for digits in _DIGITS.findall(name)],
+            ),
+        )
+    )
 
 
 def metric_title(metric: str) -> str:
@@ -248,14 +262,15 @@ def _took(seconds: float) -> str:
     return f"{1000 * seconds:.2g}ms" if 0 <= seconds < 0.0995 else duration(seconds)
 
 
+def _quoted(text: str) -> str:
+    """`text` so that its blanks can be seen: `"def "`."""
+    return msgspec.json.encode(printable(text)).decode()
+
+
 def _share(row: Iterable[int], count: int) -> str:
     """Of a row of a confusion matrix, in percent."""
     total = sum(row)
     return f"{100 * count / total:.0f}%" if total else "0%"
-
-
-def _asset(name: str) -> str:
-    return (files("instar.logs") / "page" / name).read_text(encoding="utf-8")
 
 
 @cache
@@ -264,7 +279,7 @@ def _environment() -> Environment:
 
     environment = Environment(
         autoescape=True,
-        loader=FunctionLoader(_asset),
+        loader=FunctionLoader(asset),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -277,6 +292,7 @@ def _environment() -> Environment:
         "number": _number,
         "printable": printable,
         "proof": proof_text,
+        "quoted": _quoted,
         "scatter": scatter_svg,
         "share": _share,
         "shortened": shortened,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from instar.logs.reporting.stages import Stage, stages
 from instar.logs.reporting.tested import FinalTest, final_test
-from instar.logs.telling.state import State
 from instar.logs.telling.summary import Summary, summarize
 from instar.record.amounts import bytes_text, count_text, flops_text
 from instar.record.events import (
@@ -93,7 +91,7 @@ class RunView:
 
 def view(record: RunRecord, rows: int) -> RunView:
     """What there is to say of a run, in tables of the last `rows` rows."""
-    summary = _ended(record, summarize(record))
+    summary = summarize(record)
     every: dict[str, Sequence[Logged]] = {
         "operations": record.of(Operation),
         "checkpoints": record.of(Saved),
@@ -123,24 +121,6 @@ def view(record: RunRecord, rows: int) -> RunView:
 def known(text: Callable[[float], str]) -> Callable[[float], str]:
     """`text`, and a question mark for what is no number."""
     return lambda value: text(value) if math.isfinite(value) else "?"
-
-
-def _ended(record: RunRecord, summary: Summary) -> Summary:
-    """A run that has said how it ends counts as ended, also while its process puts things away."""
-    if summary.state != "running":
-        return summary
-    newest = max((each.event.segment for each in record.of(RunStarted)), default=0)
-    for kind in (Failed, Stop):
-        for each in record.of(kind):
-            end = each.event
-            if end.segment < newest:
-                continue
-            if isinstance(end, Failed):
-                return dataclasses.replace(summary, state="crashed", reason=end.message)
-            if isinstance(end, Stop):
-                state: State = "stopped" if end.resumable else "finished"
-                return dataclasses.replace(summary, state=state, reason=end.reason)
-    return summary
 
 
 def _facts(summary: Summary, found: Sequence[Stage]) -> Iterator[Fact]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import platform
 import re
@@ -51,6 +52,10 @@ class Standing:
 def stand(run: RunDir, events: Sequence[Event], seen: float, now: float | None = None) -> Standing:
     """How `run` stands whose last segment has these starts and ends among its `events`.
 
+    An end is the last that a run says, after its last save and its final test: it holds as soon as
+    it is written, also while the process that wrote it still puts things away. A process that has
+    taken the folder since goes on with the run.
+
     `seen`: when the last line was written, and `now`, Unix seconds.
     """
     process = holder(run)
@@ -63,7 +68,8 @@ def stand(run: RunDir, events: Sequence[Event], seen: float, now: float | None =
     ]
     resumable = _whole_latest(run)
     state, reason = _told(ends)
-    if process is not None or (
+    held = process is not None and not (ends and _taken(run) < ends[-1].time)
+    if held or (
         not ends
         and not _can_ask(run, started)
         and abs((time.time() if now is None else now) - seen) < QUIET_S
@@ -101,6 +107,14 @@ def _told(ends: Sequence[Event]) -> tuple[State, str]:
     if stop is not None:
         return ("stopped" if stop.resumable else "finished"), stop.reason
     return ("finished", "") if last is not None else ("crashed", "")
+
+
+def _taken(run: RunDir) -> float:
+    """When its holder took the lock, Unix seconds."""
+    try:
+        return run.lock.stat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def _can_ask(run: RunDir, started: RunStarted | None) -> bool:

@@ -158,8 +158,19 @@ class App {
   #hear(name, data) {
     if (name === "runs") this.runs.take(data);
     else if (name === "news") this.runs.grow(data);
-    else if (name === "anew") this.runs.again(data.key).then(() => this.follow());
+    else if (name === "anew") this.#again(data.key);
     else this.view?.hear?.(data);
+  }
+
+  async #again(key) {
+    try {
+      await this.runs.again(key);
+    } catch {
+      this.#settle("load", () => this.#load());
+      return;
+    }
+    this.follow();
+    this.#happened({ key, placed: true, operated: true });
   }
 
   #listed() {
