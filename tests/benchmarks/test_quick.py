@@ -40,6 +40,7 @@ def result_of(name: str, folder: Path) -> dict[str, Any]:
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
         ("growth", "compute of: grown, copies without first moments"),
+        ("logs", "one log call"),
         ("moments", "loss moved by growing, the most"),
     ],
 )

@@ -84,7 +84,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def files(run_dir: Path) -> dict[str, bytes]:
     """Of a run's folder, all that testing it must leave as it is."""
     there = [file for file in run_dir.rglob("*") if file.is_file()]
-    told = "events.jsonl", "lock"
+    told = "events.jsonl", "lock", "report.html"
     kept = [f for f in there if f.parent.name not in ("test", "logs") and f.name not in told]
     return {str(file.relative_to(run_dir)): file.read_bytes() for file in kept}
 

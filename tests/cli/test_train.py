@@ -21,6 +21,7 @@ def test_a_run_leaves_everything_it_should(instar: Instar, place: Path) -> None:
         "tokenizer.json",
         "events.jsonl",
         "lock",
+        "report.html",
         "logs/rank_0.log",
         "checkpoints/best",
         "checkpoints/latest",
@@ -31,7 +32,7 @@ def test_a_run_leaves_everything_it_should(instar: Instar, place: Path) -> None:
         "checkpoints/step-8/state.json",
     }
     kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
-    assert kinds == ["run_started", "train", "eval", "checkpoint", "stop", "run_finished"]
+    assert kinds == ["run_started", "train", "eval", "sample", "checkpoint", "stop", "run_finished"]
 
 
 def test_the_resolved_config_trains_the_same_run_again(instar: Instar, place: Path) -> None:

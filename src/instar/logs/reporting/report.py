@@ -115,6 +115,7 @@ def report_html(records: Sequence[RunRecord]) -> str:
             made=datetime.now(UTC).timestamp(),
             version=instar.__version__,
         )
+        .lstrip()
     )
 
 
