@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
 from instar.logs.comparing.band import band
+from instar.logs.comparing.names import grouped, names
 from instar.logs.plotting.axes import axis_named, place_on
 from instar.logs.plotting.compose import Wanted, compose
-from instar.logs.plotting.names import grouped, names
 from instar.logs.plotting.numbers import decades, round_places, written
 from instar.logs.plotting.smooth import smooth
 from instar.record.events import Alert, Failed, RunStarted

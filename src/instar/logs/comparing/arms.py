@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from instar.config.errors import ConfigError
+from instar.logs.comparing.names import alike
 from instar.logs.reporting.configured import config_lines
 from instar.record.rundir import RunDir
 
 By = Literal["run", "name", "seed"]
-
-_ITS_OWN = ("seed", "name", "record.run_dir", "record.out_dir")
-"""keys in which runs of one group may differ"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def arms(runs: Sequence[RunDir], by: By = "run") -> tuple[list[Arm], list[str]]:
     """The runs as arms, in the order of the first run of each, and what is wrong with configs.
 
     By `name`, runs of one name are one arm; by `seed`, those whose configs are alike but for the
-    seed, the name and where they are kept.
+    seed and how they are kept.
     """
     configs, faults = {}, []
     for run in runs:
@@ -61,13 +58,12 @@ def arms(runs: Sequence[RunDir], by: By = "run") -> tuple[list[Arm], list[str]]:
         except ConfigError as error:
             configs[run] = {}
             faults.append(f"{run.config}: {error.problems[0].message}")
-    groups: dict[object, list[RunDir]] = {}
-    for run in runs:
-        groups.setdefault(_group(run, configs[run], by), []).append(run)
-    names = _names(list(groups.values()), by)
+    numbers = [[n] for n in range(len(runs))] if by == "run" else alike(runs, by)
+    groups = [[runs[n] for n in group] for group in numbers]
+    names = _names(groups, by)
     return [
         Arm(name, tuple(group), tuple(configs[run] for run in group))
-        for name, group in zip(names, groups.values(), strict=True)
+        for name, group in zip(names, groups, strict=True)
     ], faults
 
 
@@ -83,15 +79,6 @@ def config_of(run: RunDir) -> dict[str, Any]:
     derived = {line.key for line in config_lines(run) if line.origin == "derived"}
     found = values(load(str(run.config), checks=()).config)
     return {key: value for key, value in found.items() if key not in derived}
-
-
-def _group(run: RunDir, config: Mapping[str, Any], by: By) -> object:
-    if by == "name":
-        return run.name
-    if by == "seed" and config:
-        shared = {key: value for key, value in config.items() if key not in _ITS_OWN}
-        return json.dumps(shared, sort_keys=True, default=str)
-    return run.path
 
 
 def _names(groups: Sequence[Sequence[RunDir]], by: By) -> list[str]:

@@ -10,10 +10,10 @@ import numpy as np
 
 from instar.config.errors import ConfigError
 from instar.logs.comparing.band import band
+from instar.logs.comparing.names import grouped, names
 from instar.logs.plotting.axes import axis_label, check_axis
 from instar.logs.plotting.chart import Chart, Curve, Line, Panel
 from instar.logs.plotting.marked import marked
-from instar.logs.plotting.names import grouped, names
 from instar.logs.plotting.smooth import smooth
 from instar.logs.plotting.thin import thin
 from instar.logs.plotting.words import panel_label, subtitle

@@ -13,6 +13,10 @@ from instar.logs.reading.glance import glance
 from instar.logs.telling.state import STATES, State, stand
 from instar.record.rundir import RunDir, runs_in
 
+FEW = 32
+"""Runs that are looked at sooner than threads are started."""
+AT_ONCE = 4
+
 
 @dataclass(frozen=True)
 class Row:
@@ -87,19 +91,26 @@ def listed(
     """
     if state is not None and state not in STATES:
         raise ConfigError.one(f"there is no state {state!r}", "--state", _meant(state))
-    rows: list[Row] = []
-    for run in reversed([run for run in runs if name is None or _is_called(run, name)]):
-        if last is not None and len(rows) == last:
-            break
-        row = _row(run, now)
-        if state in (None, row.state):
-            rows.append(row)
-    return rows[::-1]
+    chosen = [run for run in runs if name is None or _is_called(run, name)]
+    if state is None and last is not None:
+        chosen = chosen[-last:]
+    rows = [row for row in _rows(chosen, now) if state in (None, row.state)]
+    return rows if last is None else rows[-last:]
 
 
 def faults(rows: Sequence[Row]) -> Iterator[str]:
     """What is wrong with those of which nothing can be read."""
     return (row.fault for row in rows if row.fault)
+
+
+def _rows(runs: Sequence[RunDir], now: float | None) -> list[Row]:
+    """Of many runs several at a time: while a disk brings one, others are read."""
+    if len(runs) < FEW:
+        return [_row(run, now) for run in runs]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda run: _row(run, now), runs))
 
 
 def _row(run: RunDir, now: float | None) -> Row:

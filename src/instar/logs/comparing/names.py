@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from instar.logs.reporting.configured import config_lines
@@ -12,7 +12,7 @@ _MOST_KEYS = 3
 _DERIVED = "derived"
 _KEPT = ("name", "resume", "record", "checkpoint")
 """Keys and sections that say how a run is kept, not what it is."""
-Given = Mapping[str, str]
+Given = dict[str, str]
 """The values of a run's config that do not follow from others, by dotted keys."""
 
 
@@ -33,18 +33,28 @@ def names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def grouped(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> dict[str, list[int]]:
-    """The numbers of the runs that belong together: of one name, or (`seed`) of one name and alike
-    in all that was said of them but the seed."""
-    given = given_values(runs) if by == "seed" else [{} for _ in runs]
-    keys = [key for key in differing(given) if key != "seed"]
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for number, (run, values) in enumerate(zip(runs, given, strict=True)):
-        told = (values.get(key, "") for key in keys)
-        groups.setdefault((run.name, *told), []).append(number)
-    firsts = names([runs[numbers[0]] for numbers in groups.values()])
+    """The numbers of the runs that are alike, by what the groups are called."""
+    groups = alike(runs, by)
+    firsts = names([runs[numbers[0]] for numbers in groups])
     if len(firsts) == 1:
         firsts = [runs[0].name]
-    return dict(zip(firsts, groups.values(), strict=True))
+    return dict(zip(firsts, groups, strict=True))
+
+
+def alike(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> list[list[int]]:
+    """The numbers of the runs that belong together: of one name, or (`seed`) alike in all that was
+    said of them but the seed and how they are kept; one whose config cannot be read is alone.
+    """
+    keys: list[object] = [run.name for run in runs]
+    if by == "seed":
+        said = [values | {"seed": ""} if values else {} for values in given_values(runs)]
+        keys = [
+            frozenset(values.items()) or run.path for run, values in zip(runs, said, strict=True)
+        ]
+    groups: dict[object, list[int]] = {}
+    for number, key in enumerate(keys):
+        groups.setdefault(key, []).append(number)
+    return list(groups.values())
 
 
 def given_values(runs: Sequence[RunDir]) -> list[Given]:
@@ -53,7 +63,7 @@ def given_values(runs: Sequence[RunDir]) -> list[Given]:
     derived = {line.key for lines in every for line in lines if line.origin == _DERIVED}
     found: list[Given] = []
     for lines in every:
-        values: dict[str, str] = {}
+        values: Given = {}
         for line in lines:
             if line.key not in derived and line.key.partition(".")[0] not in _KEPT:
                 values[line.key] = f"{values.get(line.key, '')} {line.value}".strip()
