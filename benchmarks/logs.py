@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from instar.config.load import load
 from instar.logs.reading.glance import glance
 from instar.logs.reading.many import read_many
 from instar.logs.reading.record import read
@@ -80,6 +82,9 @@ def made(folder: Path, runs: int, steps: int) -> Path:
         with ProcessPoolExecutor() as pool:
             names = [folder / f"made-{number:04}" for number in range(runs)]
             list(pool.map(make_run, names, [steps] * runs, range(runs)))
+        config = load(None).to_yaml()
+        for number, name in enumerate(names):
+            (name / "run.yaml").write_text(re.sub("(?m)^seed: .*$", f"seed: {number}", config))
     return folder
 
 
