@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instar.checkpoint.compare import check, compare_tensors, differing
+from instar.checkpoint.compare import check, compare_tensors
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import publish
 
@@ -134,9 +134,3 @@ def test_a_torn_file_is_named(tmp_path: Path, whole: Path) -> None:
     (other / "model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match=r"step-5/model\.safetensors: not a safetensors file"):
         compare_tensors(whole, other)
-
-
-def test_differing_keys_come_with_both_values() -> None:
-    a, b = {"x": 1, "y": 2, "z": 3}, {"y": 2, "z": 4, "w": 5}
-    assert differing(a, b) == {"x": (1, None), "z": (3, 4), "w": (None, 5)}
-    assert differing(a, a) == {}

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from instar.config.written import lines_of, origins_of
+
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
 EVERY_2 = ("--set", "checkpoint.every_steps=2", "--set", "checkpoint.keep_last=9")
@@ -79,6 +81,11 @@ def test_what_is_set_otherwise_is_recorded_and_stays(instar: Instar, run: Path) 
     assert "lr: 0.0001" in (run / "run.yaml").read_text()
     assert "lr: 0.001" in (run / "run-until-step-8.yaml").read_text()
     instar("resume", "run", "--until", "12it")
+    origins = origins_of(lines_of((run / "run.yaml").read_text()))
+    assert origins["model.n_mlp"] == "derived"
+    assert origins["model.norm"] == "default"
+    assert origins["optimizer.lr"] == origins["train.until"] == "--set"
+    assert origins["model.n_layer"].endswith("tiny.yaml:2:9"), origins
     changed = [event["change"] for event in events(run, "operation")]
     assert [change for change in changed if "lr" in change] == ["optimizer.lr 0.001 → 0.0001"]
 

@@ -18,7 +18,8 @@ from instar.growth.moments import grow_optimizer, grow_state, grown_states, mome
 from instar.growth.operators import plan
 from instar.growth.plan import Fresh, Grown, GrowthPlan, Old
 from instar.models.architecture import Architecture
-from instar.models.gpt import GPT, named_generator
+from instar.models.gpt import GPT
+from instar.models.initial import named_generator
 from instar.models.lora import Lora
 from instar.run.muon import BatchedMuon
 

@@ -17,7 +17,7 @@ from instar.growth.apply import Role, apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.proof import Probe, Proof, compare, split_norms
-from instar.models.gpt import named_generator
+from instar.models.initial import named_generator
 from instar.models.shape import Growable, Parameter
 
 Tensors = Mapping[str, Tensor]

@@ -155,6 +155,9 @@ def test_runs_are_called_by_what_tells_them_apart(tmp_path):
     assert names([one, wide]) == ["demo n_mlp=64", "demo n_mlp=96"]
     assert names([one, two, bare])[2] == "demo seed=none n_mlp=none"
     assert grouped([one, two, wide], "seed") == {"demo n_mlp=64": [0, 1], "demo n_mlp=96": [2]}
+    derived = write_run(tmp_path / "demo-fffff", [], "name: demo\nmodel:\n  n_mlp: 64  # derived\n")
+    said = write_run(tmp_path / "demo-ggggg", [], "name: demo\nmodel:\n  n_mlp: 96  # --set\n")
+    assert grouped([derived, said], "seed") == {"demo n_mlp=64": [0], "demo n_mlp=96": [1]}
     assert grouped([one, two, other], "name") == {"demo": [0, 1], "other": [2]}
 
 

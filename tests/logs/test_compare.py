@@ -143,7 +143,9 @@ def test_a_config_that_cannot_be_read_does_not_keep_curves_from_being_compared(
     sides, faults = arms(two)
     assert len(faults) == 1
     assert str(two[1].config) in faults[0]
-    assert means(compare(sides, [read(run) for run in two]), "loss")[1][-1] == 2.0
+    found = compare(sides, [read(run) for run in two])
+    assert means(found, "loss")[1][-1] == 2.0
+    assert found.config == {}
 
 
 @pytest.mark.parametrize("format_", [text, markdown])

@@ -23,7 +23,7 @@ from shown_runs import place, started, steps, told_run, write
 
 from instar.logs.reading.record import read
 from instar.logs.reporting import tested
-from instar.logs.reporting.configured import config_differences, config_lines
+from instar.logs.reporting.configured import config_lines, config_values, derived_keys
 from instar.logs.reporting.report import inlined, panels, report_html, write_report
 from instar.record.events import Event, Layers, Operation, RecordError, Warn, Wrote
 from instar.record.rundir import RunDir
@@ -99,14 +99,53 @@ def test_only_what_is_not_at_its_default_is_marked(told: RunDir) -> None:
     ]
 
 
-def test_configs_differ_in_the_keys_that_differ(tmp_path: Path) -> None:
-    one = write(
-        tmp_path / "one", [], "seed: 1  # --set\nmodel:\n  n_layer: 2\ntrain:\n  clip: 1.0\n"
-    )
-    two = write(tmp_path / "two", [], "seed: 2  # --set\nmodel:\n  n_layer: 2\n")
-    found = config_differences([config_lines(one), config_lines(two)])
-    assert found == [("seed", ["1", "2"]), ("train.clip", ["1.0", ""])]
+def told_apart(page: str) -> dict[str, list[str]]:
+    """The keys in which configs differ, and their values."""
+    table = page.partition("In what their configs differ")[2].partition("</table>")[0]
+    rows = re.findall(r"<tr><th>([^<]+)</th>(.*?)</tr>", table)
+    return {key: re.findall(r"<td>([^<]*)</td>", cells) for key, cells in rows}
+
+
+def test_configs_differ_in_the_keys_whose_values_differ(tmp_path: Path) -> None:
+    lines = [(started(), 1), *steps(1, 2)]
+    texts = {
+        "one": "seed: 1  # --set\noptimizer:\n  lr: 1e-3\nmodel:\n  n_layer: 2\n",
+        "two": "seed: 2  # --set\noptimizer:\n  lr: 0.001\ntrain:\n  until: [9it]\n",
+        "graph": "task: graph\nmodel:\n  heads:\n    - {name: h, kind: regression}\n",
+    }
+    one, two, graph = (read(write(tmp_path / name, lines, text)) for name, text in texts.items())
+    assert told_apart(report_html([one, two])) == {
+        "seed": ["1", "2"],
+        "model.n_layer": ["2", "4"],
+        "train.until": ["[2000it]", "[9it]"],
+    }
+    found = told_apart(report_html([one, graph]))
+    assert found["task"] == ["language", "graph"]
+    assert found["data.tokenizer"] == ["byte", ""]
+    assert found["eval.eval_epochs"] == ["null", "1"]
+    assert "name: h, target: null, kind: regression" in found["model.heads"][1]
+
+
+def test_a_config_that_cannot_be_read_is_told_apart_from_nothing(tmp_path: Path) -> None:
+    lines = [(started(), 1), *steps(1, 2)]
+    texts = ("seed: 1\n", "seed: 2\n", "mdoel: {}\n")
+    runs = [write(tmp_path / f"run{n}", lines, text) for n, text in enumerate(texts)]
+    page = report_html([read(run) for run in runs])
+    assert told_apart(page) == {"seed": ["1", "2", ""]}
+    assert f"Not compared: {runs[2].config}: unknown key" in words(page)
     assert config_lines(RunDir(tmp_path / "none")) == []
+
+
+def test_what_is_derived_and_nowhere_given_is_no_difference(tmp_path: Path) -> None:
+    def run(n_mlp: int, origin: str) -> RunDir:
+        model = f"model:\n  n_mlp: {n_mlp}  # {origin}\n"
+        return write(tmp_path / str(len(list(tmp_path.iterdir()))), [], model)
+
+    derived, wider, given = run(64, "derived"), run(96, "derived"), run(96, "--set")
+    assert derived_keys([config_lines(run) for run in (derived, wider)]) == {"model.n_mlp"}
+    assert "model.n_mlp" not in config_values([derived, wider])[0][1]
+    assert [c["model.n_mlp"] for c in config_values([derived, given])[0]] == [64, 96]
+    assert derived_keys([config_lines(given)]) == set()
 
 
 def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path) -> None:

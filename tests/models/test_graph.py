@@ -18,9 +18,9 @@ from instar.growth.apply import Role, apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
 from instar.growth.proof import Probe, compare, split_norms
-from instar.models.gpt import named_generator
 from instar.models.graph import ACTIVATIONS, GraphNetwork
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
+from instar.models.initial import named_generator
 from instar.models.shape import ArchitectureError, count_parameters
 
 LAYERS = ("gin", "sage", "gcn", "gat")

@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from instar.models.architecture import Architecture, flops_per_token
-from instar.models.gpt import GPT, named_generator
+from instar.models.gpt import GPT
+from instar.models.initial import named_generator
 from instar.models.lora import TARGETS, Lora, adapter_of, covering
 from instar.models.shape import ArchitectureError, count_parameters
 

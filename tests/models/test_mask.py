@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from instar.models.architecture import Architecture
-from instar.models.gpt import GPT, named_generator
+from instar.models.gpt import GPT
+from instar.models.initial import named_generator
 from instar.models.lora import Lora
 from instar.models.mask import Mask, MaskedAxis
 from instar.models.shape import ArchitectureError, layer_of

@@ -15,7 +15,8 @@ from instar.growth.operators import plan
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import Probe, Proof, compare
 from instar.models.architecture import Architecture
-from instar.models.gpt import GPT, named_generator
+from instar.models.gpt import GPT
+from instar.models.initial import named_generator
 
 KEY = (7, 0)
 

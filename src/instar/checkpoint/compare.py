@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -103,13 +103,6 @@ def compare_tensors(a: Path, b: Path) -> dict[str, list[Difference]]:
     """
     files = dict.fromkeys([*_tensor_files(read_manifest(a)), *_tensor_files(read_manifest(b))])
     return {name: list(_compare_files(a / name, b / name)) for name in files}
-
-
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, with both; None stands for a key that is not there."""
-    return {
-        key: (a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)
-    }
 
 
 def _tensor_files(manifest: Manifest) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.cli.config import json_option
+from instar.cli.facts import print_json
 from instar.cli.lazy import Group
+from instar.cli.options import json_option
 
 if TYPE_CHECKING:
     from instar.checkpoint.compare import Check
@@ -42,7 +42,7 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
     root = _root(run)
     rows = [_row(path, verify) for path in checkpoints(root)]
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     elif rows:
         print_rows(rows)
     else:
@@ -78,7 +78,7 @@ def inspect(where: str, tensors: bool, as_json: bool) -> None:
     if as_json:
         said = {"path": str(path), "parameters": parameter_count(headers)}
         said |= msgspec.to_builtins(manifest)
-        _print_json(said | ({"tensors": msgspec.to_builtins(headers)} if tensors else {}))
+        print_json(said | ({"tensors": msgspec.to_builtins(headers)} if tensors else {}))
     else:
         print_manifest(path, manifest, headers)
         if tensors:
@@ -112,7 +112,7 @@ def verify(where: str, every: bool, as_json: bool) -> int:
         if not as_json:
             print_check(checks[-1])
     if as_json:
-        _print_json([_of_check(each) for each in checks])
+        print_json([_of_check(each) for each in checks])
     return _advise(_root(where)) if any(each.broken for each in checks) else 0
 
 
@@ -125,9 +125,10 @@ def verify(where: str, every: bool, as_json: bool) -> int:
 @json_option
 def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
     """Say in what the checkpoints A and B differ (each a folder, or a run: its latest)."""
-    from instar.checkpoint.compare import compare_tensors, differing
+    from instar.checkpoint.compare import compare_tensors
     from instar.checkpoint.manifest import read_manifest
     from instar.cli.describe import print_facts, print_tensors
+    from instar.config.differing import differing
 
     path_a, path_b = checkpoint_at(a), checkpoint_at(b)
     with _advised(path_a):
@@ -135,10 +136,10 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
     with _advised(path_b):
         other = read_manifest(path_b)
     groups = {
-        "architecture": differing(one.architecture, other.architecture),
-        "settings": differing(_settings(path_a, one), _settings(path_b, other)),
-        "history": differing(_numbered(one.history), _numbered(other.history)),
-        "saved": differing(_outline(one), _outline(other)),
+        "architecture": differing([one.architecture, other.architecture]),
+        "settings": differing([_settings(path_a, one), _settings(path_b, other)]),
+        "history": differing([_numbered(one.history), _numbered(other.history)]),
+        "saved": differing([_outline(one), _outline(other)]),
     }
     compared = compare_tensors(path_a, path_b)
     if as_json:
@@ -146,7 +147,7 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
         for group, found in groups.items():
             said[group] = {key: {"a": left, "b": right} for key, (left, right) in found.items()}
         said["tensors"] = {file: [d.to_dict() for d in found] for file, found in compared.items()}
-        _print_json(said)
+        print_json(said)
     else:
         print_facts(groups, str(path_a), str(path_b))
         print_tensors(compared, tensors)
@@ -172,7 +173,7 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
     with _advised(path):
         found = analyze_checkpoint(path, before)
     if as_json:
-        _print_json(found.to_dict())
+        print_json(found.to_dict())
     else:
         print_analysis(found)
 
@@ -364,9 +365,3 @@ def _outline(manifest: Manifest) -> dict[str, Any]:
         **{f"progress.{unit}": value for unit, value in manifest.progress.items()},
         **{f"version of {name}": version for name, version in manifest.versions.items()},
     }
-
-
-def _print_json(value: Any) -> None:
-    from instar.record.events import to_words
-
-    click.echo(json.dumps(to_words(value), indent=2, ensure_ascii=False))

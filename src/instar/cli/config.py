@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
+from instar.cli.facts import print_json
 from instar.cli.lazy import Group
-
-set_option = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Set a key over the file's, e.g. model.n_layer=6; may be given several times.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+from instar.cli.options import json_option, set_option
 
 
 @click.group(cls=Group)
@@ -35,17 +27,17 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
     The output is itself a config that can be run (without --json --origin: then it is a
     record of keys).
     """
-    from instar.config.differing import values
+    from instar.config.fields import values
     from instar.schedule.checks import load_checked
 
     loaded = load_checked(cfg, overrides)
     if not as_json:
         click.echo(loaded.to_yaml(origin=origin), nl=False)
     elif not origin:
-        _print_json(loaded.config.model_dump(mode="json"))
+        print_json(loaded.config.model_dump(mode="json"))
     else:
         origins = loaded.origins
-        _print_json(
+        print_json(
             {key: {"value": v, "origin": origins[key]} for key, v in values(loaded.config).items()}
         )
 
@@ -81,7 +73,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
         hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(there)}"
         raise ConfigError.one(f"there is no section or key '{name}'", hint=hint)
     if as_json:
-        _print_json(editor_schema(root, name))
+        print_json(editor_schema(root, name))
         return
     rows = [
         (
@@ -127,9 +119,10 @@ def validate(cfg: str, overrides: tuple[str, ...]) -> None:
 def diff(a: str, b: str, as_json: bool) -> None:
     """List the keys in which the configs A and B differ, defaults and presets included."""
     from instar.cli.table import print_table
-    from instar.config.differing import differing, values
+    from instar.config.differing import differing
     from instar.config.dump import in_yaml
     from instar.config.errors import ConfigError, Problem
+    from instar.config.fields import values
     from instar.schedule.checks import load_checked
 
     problems: list[Problem] = []
@@ -143,7 +136,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
         raise ConfigError(*problems)
     found = differing(read)
     if as_json:
-        _print_json({key: {"a": one, "b": other} for key, (one, other) in found.items()})
+        print_json({key: {"a": one, "b": other} for key, (one, other) in found.items()})
     elif found:
         rows = [(key, in_yaml(one), in_yaml(other)) for key, (one, other) in found.items()]
         print_table(("key", a, b), rows)
@@ -163,7 +156,3 @@ def _brief(words: str) -> str:
     ):
         words = words.replace(long, short)
     return words.removeprefix("a ")
-
-
-def _print_json(data: Any) -> None:
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.cli.config import json_option, set_option
+from instar.cli.facts import print_json
 from instar.cli.lazy import Group
+from instar.cli.options import json_option, set_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,7 +96,7 @@ def prepare(
         click.echo("\n".join(map(str, made)))
         return
     summaries = [_summary(*_open(str(folder))) for folder in made]
-    _print_json(summaries if config.data.mixture else summaries[0])
+    print_json(summaries if config.data.mixture else summaries[0])
 
 
 _TEXTS = frozenset(
@@ -126,7 +127,7 @@ def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
     beginnings = _beginnings(dataset, tokenizer, sample)
     if as_json:
         summary = _summary(dataset, tokenizer)
-        _print_json(summary | {"verified": verify} | {"sample": beginnings})
+        print_json(summary | {"verified": verify} | {"sample": beginnings})
         return
     told = _told(dataset.source)
     facts = [
@@ -234,7 +235,3 @@ def _summary(dataset: TokenDataset, tokenizer: Tokenizer) -> dict[str, Any]:
         },
         "elsewhere": _elsewhere(dataset, tokenizer),
     }
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))

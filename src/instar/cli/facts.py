@@ -1,9 +1,11 @@
-"""Facts on stdout, each behind its name: wrapped on a terminal, a line each elsewhere."""
+"""Facts on stdout: each behind its name, wrapped on a terminal, or all as JSON."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 import click
 
@@ -24,3 +26,10 @@ def print_named(texts: Iterable[tuple[str, str]], indent: int) -> None:
             ) or [""]
         for number, line in enumerate(lines):
             click.echo(f"{'' if number else name:<{indent}}{line}".rstrip())
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document; numbers that are not finite are words."""
+    from instar.record.events import to_words
+
+    click.echo(json.dumps(to_words(value), indent=2, ensure_ascii=False))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.cli.config import json_option
+from instar.cli.facts import print_json
+from instar.cli.options import json_option
 
 if TYPE_CHECKING:
     from instar.config.operation import Operation
@@ -52,9 +53,7 @@ def grow(where: str, out: Path, texts: tuple[str, ...], check: bool, as_json: bo
 
     made = grow_checkpoint(load(path), out, operations, check=check)
     if as_json:
-        from instar.record.events import to_words
-
-        click.echo(json.dumps(to_words(made.to_dict()), indent=2, ensure_ascii=False))
+        print_json(made.to_dict())
         return
     _tell(made)
     click.echo(str(out))

@@ -37,15 +37,12 @@ def list_(
 
     A DIR may also be a run, a name, or a pattern.
     """
-    import msgspec
-
     from instar.cli.logs_read import OUT_DIR
-    from instar.logs.telling.listed import faults, listed, runs_of
-    from instar.record.events import to_words
+    from instar.logs.telling.listed import faults, listed, runs_of, to_json
 
     rows = listed(runs_of(folders, OUT_DIR), state=state, name=name, last=last)
     if as_json or form == "json":
-        deliver(as_text(to_words(msgspec.to_builtins(rows))), output, open_it=open_it)
+        deliver(as_text([to_json(row) for row in rows]), output, open_it=open_it)
     elif form == "text" and output is None and not open_it:
         _print(rows)
     else:
@@ -79,15 +76,16 @@ def _cells(row: Row) -> tuple[str, ...]:
     from instar.logs.telling.words import NONE, date
     from instar.record.lines import duration, loss, si
 
+    seen = row.glance
     return (
-        row.id,
-        row.name,
-        row.state,
-        NONE if row.step is None else f"{row.step:,}",
-        NONE if row.tokens is None else si(row.tokens),
-        NONE if row.loss is None else loss(row.loss),
-        NONE if row.best is None else loss(row.best, 4),
-        NONE if row.best_step is None else f"{row.best_step:,}",
+        seen.id,
+        seen.name,
+        row.standing.state,
+        NONE if seen.step is None else f"{seen.step:,}",
+        NONE if seen.tokens is None else si(seen.tokens),
+        NONE if seen.loss is None else loss(seen.loss),
+        NONE if seen.best is None else loss(seen.best, 4),
+        NONE if seen.best_step is None else f"{seen.best_step:,}",
         NONE if row.time_s is None else duration(row.time_s),
-        date(row.started or 0.0)[:-3] or NONE,
+        date(seen.started or 0.0)[:-3] or NONE,
     )

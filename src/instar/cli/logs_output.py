@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from instar.cli.options import Command
 from instar.config.errors import ConfigError
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 WIDTH = 80
 """columns where there is no terminal"""

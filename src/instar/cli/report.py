@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from instar.cli.config import json_option
 from instar.cli.logs_output import as_text, deliver, launch, runs_argument
+from instar.cli.options import json_option
 from instar.config.errors import ConfigError
 
 BESIDE = "report.html"

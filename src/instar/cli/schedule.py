@@ -6,8 +6,8 @@ import json
 
 import click
 
-from instar.cli.config import json_option, set_option
 from instar.cli.lazy import Group
+from instar.cli.options import json_option, set_option
 
 
 @click.group(cls=Group)

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
+
+from instar.cli.options import allow_option, rank_options, set_option
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
     from instar.distributed.ranklog import RankLog
     from instar.run.resume import Resume
-
-
-def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """How many ranks a command starts, and on which devices."""
-    for option in (
-        click.option("--devices", help="GPUs of the ranks, e.g. 0,1; as many ranks as devices."),
-        click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start on this machine."),
-    ):
-        command = option(command)
-    return command
 
 
 @click.command(
@@ -31,7 +23,7 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.argument("cfg", required=False, type=click.Path())
 @rank_options
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value.")
+@set_option
 @click.option(
     "--schedule", metavar="FILE", help="Operations that change the run while it runs; YAML or JSON."
 )
@@ -50,12 +42,7 @@ def rank_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--resume", metavar="RUN", help="Go on with this run; CFG is its run.yaml.")
 @click.option("--from", "start", default="latest", help="With --resume: latest, best, or a step.")
-@click.option(
-    "--allow",
-    multiple=True,
-    type=click.Choice(["architecture", "data", "tokenizer"]),
-    help="With --resume: go on although this is another than it was.",
-)
+@allow_option("With --resume: go on although this is another than it was.")
 @click.option("--only-test", is_flag=True, hidden=True)
 @click.option("--dry-run", is_flag=True, help="Say what the run would be, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: as JSON.")

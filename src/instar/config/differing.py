@@ -1,21 +1,19 @@
-"""In which keys configs differ."""
+"""In which keys configs, or other mappings, differ."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from instar.config.fields import keys, value_of
-from instar.config.schema import RunConfig
 
+def differing(each: Sequence[Mapping[str, Any] | None]) -> dict[str, tuple[Any, ...]]:
+    """The keys that are not alike in all, with the value of each; None where there is no such key.
 
-def values(config: RunConfig) -> dict[str, Any]:
-    """Every key of a config and its value, defaults included, as plain data."""
-    return {key: value_of(config, key) for key in keys(type(config))}
-
-
-def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """The keys that are not alike in all, with the value of each; None where there is no such key."""
-    every = {key: None for config in configs for key in config}
-    found = {key: tuple(config.get(key) for config in configs) for key in every}
-    return {key: each for key, each in found.items() if any(one != each[0] for one in each)}
+    A mapping that is None is not known: nothing differs from it.
+    """
+    known = [one for one in each if one is not None]
+    found: dict[str, tuple[Any, ...]] = {}
+    for key in dict.fromkeys(key for one in known for key in one):
+        if any(one.get(key) != known[0].get(key) for one in known):
+            found[key] = tuple(None if one is None else one.get(key) for one in each)
+    return found

@@ -80,6 +80,11 @@ def value_of(config: RunConfig, key: str) -> Any:
     return _plain(value)
 
 
+def values(config: RunConfig) -> dict[str, Any]:
+    """Every key of a config and its value, defaults included, as plain data."""
+    return {key: value_of(config, key) for key in keys(type(config))}
+
+
 def _plain(value: Any) -> Any:
     """A section as a mapping, a list of sections as a list of mappings."""
     if isinstance(value, BaseModel):

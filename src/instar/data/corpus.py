@@ -9,10 +9,11 @@ import codecs
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +37,8 @@ _PARQUET_ROWS = 1024
 
 Part = tuple[int, int, int]
 """A document's number, and the first and the end byte of what is wanted of it."""
+
+Document = TypeVar("Document")
 
 
 class _Format(Protocol):
@@ -206,14 +209,7 @@ class _JSONLines:
             yield len(self._text(number, line).encode())
 
     def texts(self, parts: list[Part]) -> Iterator[Iterator[str]]:
-        wanted = iter(parts)
-        part = next(wanted, None)
-        for document, (number, line) in enumerate(self._lines()):
-            while part is not None and part[0] == document:
-                yield iter([clip(self._text(number, line), part)])
-                part = next(wanted, None)
-            if part is None:
-                return
+        return _clipped(self._lines(), parts, lambda line: self._text(*line))
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         with _open(self.path) as file:
@@ -255,16 +251,7 @@ class _Parquet:
             yield from (len(text.encode()) for text in texts)
 
     def texts(self, parts: list[Part]) -> Iterator[Iterator[str]]:
-        wanted = iter(parts)
-        part = next(wanted, None)
-        first = 0
-        for texts in self._batches():
-            while part is not None and part[0] < first + len(texts):
-                yield iter([clip(texts[part[0] - first], part)])
-                part = next(wanted, None)
-            if part is None:
-                return
-            first += len(texts)
+        return _clipped(chain.from_iterable(self._batches()), parts, str)
 
     def _batches(self) -> Iterator[list[str]]:
         try:
@@ -296,6 +283,21 @@ class _Parquet:
                     f"cannot read column {self.text_field!r} as text: {error}",
                     where=str(self.path),
                 ) from None
+
+
+def _clipped(
+    documents: Iterable[Document], parts: list[Part], text: Callable[[Document], str]
+) -> Iterator[Iterator[str]]:
+    """The parts, in their order, of a file's documents; `text` reads one. No more is read than
+    there are parts of."""
+    wanted = iter(parts)
+    part = next(wanted, None)
+    for number, document in enumerate(documents):
+        while part is not None and part[0] == number:
+            yield iter([clip(text(document), part)])
+            part = next(wanted, None)
+        if part is None:
+            return
 
 
 def _is_utf8(content: bytes) -> bool:

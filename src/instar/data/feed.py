@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Self
 
 from instar.data.reader import Block, Key, Reader, Request, StepBatch
@@ -82,12 +81,7 @@ class Feed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _take_from_next_block(self, key: Key, give_up: Callable[[], bool]) -> StepBatch | Exception:

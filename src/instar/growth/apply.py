@@ -20,7 +20,7 @@ from instar.growth.plan import (
     TensorPlan,
     Truncated,
 )
-from instar.models.gpt import named_generator
+from instar.models.initial import named_generator
 
 
 class Role(Enum):

@@ -6,7 +6,6 @@ K key and value heads, C channels of a head.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from instar.models.adapted import Linear, Table
 from instar.models.architecture import Architecture
 from instar.models.attention import causal_attention
+from instar.models.initial import set_parameters
 from instar.models.lora import Lora, adapter_of
 from instar.models.loss import head_cross_entropy
 from instar.models.mask import MaskedAxis
@@ -109,30 +109,10 @@ class GPT(nn.Module):
             for start, stop in mask.new:
                 self.openings[start:stop] = mask.opening(step)
 
-    @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Sets every parameter, and the buffers.
-
-        A parameter's values depend on (seed, name, architecture) alone, not on the device, the
-        order of construction or any other parameter. Norms start at one, biases and adapters' B at
-        zero, the rest normal with the table's deviation.
-        """
+        """Sets every parameter (see `set_parameters`), and the buffers."""
         self.reset_buffers()
-        for name, entry in self.arch.parameters().items():
-            tensor = self.get_parameter(name)
-            if entry.std:
-                values = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
-                values.normal_(0.0, entry.std, generator=named_generator(seed, name))
-                tensor.copy_(values)
-            else:
-                gain = entry.kind == "norm" and name.endswith(".weight")
-                tensor.fill_(1.0 if gain else 0.0)
-
-
-def named_generator(*key: int | str) -> torch.Generator:
-    """A CPU generator whose stream is a function of the key, such as (seed, parameter name)."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        set_parameters(self, self.arch.parameters(), seed)
 
 
 def rope_table(arch: Architecture) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ from torch_geometric.nn import aggr
 from torch_geometric.utils import index_sort, scatter, softmax
 
 from instar.config.graph import Activation, Layer, Pooling
-from instar.models.gpt import named_generator
 from instar.models.graph_shape import GraphShape
+from instar.models.initial import set_parameters
 from instar.models.norm import rms_norm
 from instar.models.shape import Parameter
 
@@ -92,19 +92,9 @@ class GraphNetwork(nn.Module):
         said = [self.get_submodule(f"head_{name}")(read) for name, _ in self.shape.outputs]
         return torch.cat(said, dim=-1)
 
-    @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Sets every parameter: its values depend on (seed, name, shape) alone. Norms start at one,
-        biases at zero, the rest normal with the table's deviation."""
-        for name, entry in self.shape.parameters().items():
-            tensor = self.get_parameter(name)
-            if entry.std:
-                values = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
-                values.normal_(0.0, entry.std, generator=named_generator(seed, name))
-                tensor.copy_(values)
-            else:
-                gain = entry.kind == "norm" and name.endswith(".weight")
-                tensor.fill_(1.0 if gain else 0.0)
+        """Sets every parameter (see `set_parameters`)."""
+        set_parameters(self, self.shape.parameters(), seed)
 
 
 class _Block(nn.Module):

@@ -33,7 +33,7 @@ from instar.growth.moments import moments_mode
 from instar.growth.plan import GrowthPlan, Label
 from instar.growth.proof import Probe, Proof, compare
 from instar.models.architecture import Architecture, resolve
-from instar.models.gpt import named_generator
+from instar.models.initial import named_generator
 from instar.models.saved import load_gpt
 from instar.models.shape import Growable, count_parameters
 from instar.record.rundir import RunDir

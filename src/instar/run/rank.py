@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from instar.checkpoint.store import load, point
 from instar.config.dump import resolved
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
+from instar.config.written import DERIVED, lines_of, origins_of
 from instar.distributed.agree import agree, together
 from instar.distributed.failure import (
     NOTHING_STARTED,
@@ -254,7 +255,7 @@ def _agree_on_run_dir(prepared: Prepared, loaded: Loaded, world: World) -> RunDi
     with together(world, "making the run's folder"):
         if world.is_main:
             made = create_run_dir(prepared.config.record, prepared.config.name)
-            _write_config(made, prepared, loaded)
+            _write_config(made, prepared, loaded.origins)
             for name, file in prepared.blueprint.kept.items():
                 replace_file(made.path / name, file.read_bytes())
             path = str(made.path)
@@ -262,16 +263,22 @@ def _agree_on_run_dir(prepared: Prepared, loaded: Loaded, world: World) -> RunDi
     return RunDir(Path(str(agree(world, path))))
 
 
-def _write_config(run_dir: RunDir, prepared: Prepared, loaded: Loaded) -> None:
-    origins = {**loaded.origins, **dict.fromkeys(prepared.derived, "derived")}
+def _write_config(run_dir: RunDir, prepared: Prepared, origins: Mapping[str, str]) -> None:
+    origins = {**origins, **dict.fromkeys(prepared.derived, DERIVED)}
     replace_file(run_dir.config, resolved(prepared.config, origins).encode())
 
 
 def _replace_config(run_dir: RunDir, prepared: Prepared, loaded: Loaded, step: int) -> None:
     """What is set otherwise becomes the run's own config; the one until now stays beside it."""
-    before = run_dir.path / f"run-until-step-{step}.yaml"
-    replace_file(before, run_dir.config.read_bytes())
-    _write_config(run_dir, prepared, loaded)
+    text = run_dir.config.read_text("utf-8")
+    replace_file(run_dir.path / f"run-until-step-{step}.yaml", text.encode())
+    # what the run's own file gives has come from where that file says
+    kept = {
+        key: origin
+        for key, origin in origins_of(lines_of(text)).items()
+        if loaded.origins.get(key, "").startswith(f"{run_dir.config}:")
+    }
+    _write_config(run_dir, prepared, {**loaded.origins, **kept})
 
 
 def _started(

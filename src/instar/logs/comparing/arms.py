@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from instar.config.errors import ConfigError
 from instar.logs.comparing.names import alike
-from instar.logs.reporting.configured import config_lines
+from instar.logs.reporting.configured import config_values
 from instar.record.rundir import RunDir
 
 By = Literal["run", "name", "seed"]
@@ -21,7 +20,7 @@ class Arm:
     name: str
     runs: tuple[RunDir, ...]
     configs: tuple[Mapping[str, Any], ...] = field(repr=False)
-    """keys and values of each run, but for what was derived; empty where its run.yaml cannot be
+    """keys and values of each run, but for what was derived; empty where its config cannot be
     read"""
 
     @property
@@ -36,9 +35,10 @@ class Arm:
         return tuple((seed, seeds[:number].count(seed)) for number, seed in enumerate(seeds))
 
     def config(self) -> dict[str, Any]:
-        """The values that all of its runs have; of the others a list, one of each run."""
-        first = self.configs[0]
-        every = {key: [config.get(key) for config in self.configs] for key in first}
+        """The values that all of its runs have; of the others a list, one of each run. Runs whose
+        config cannot be read are left out; empty if all are."""
+        known = [config for config in self.configs if config]
+        every = {key: [config.get(key) for config in known] for config in known for key in config}
         return {
             key: one[0] if all(each == one[0] for each in one) else one
             for key, one in every.items()
@@ -51,34 +51,13 @@ def arms(runs: Sequence[RunDir], by: By = "run") -> tuple[list[Arm], list[str]]:
     By `name`, runs of one name are one arm; by `seed`, those whose configs are alike but for the
     seed and how they are kept.
     """
-    configs, faults = {}, []
-    for run in runs:
-        try:
-            configs[run] = config_of(run)
-        except ConfigError as error:
-            configs[run] = {}
-            faults.append(f"{run.config}: {error.problems[0].message}")
+    configs, faults = config_values(runs)
     numbers = [[n] for n in range(len(runs))] if by == "run" else alike(runs, by)
-    groups = [[runs[n] for n in group] for group in numbers]
-    names = _names(groups, by)
+    names = _names([[runs[n] for n in group] for group in numbers], by)
     return [
-        Arm(name, tuple(group), tuple(configs[run] for run in group))
-        for name, group in zip(names, groups, strict=True)
+        Arm(name, tuple(runs[n] for n in group), tuple(configs[n] for n in group))
+        for name, group in zip(names, numbers, strict=True)
     ], faults
-
-
-def config_of(run: RunDir) -> dict[str, Any]:
-    """A run's resolved config without what was derived; nothing is checked against data or machine.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    from instar.config.differing import values
-    from instar.config.load import load
-
-    derived = {line.key for line in config_lines(run) if line.origin == "derived"}
-    found = values(load(str(run.config), checks=()).config)
-    return {key: value for key, value in found.items() if key not in derived}
 
 
 def _names(groups: Sequence[Sequence[RunDir]], by: By) -> list[str]:

@@ -134,7 +134,7 @@ def compare(
             name: tuple(_cells([run.metrics.get(name, {}) for run in arm], at) for arm in curves)
             for name in names
         },
-        config=differing([arm.config() for arm in arms]),
+        config=differing([arm.config() or None for arm in arms]),
         to_loss=None if target is None else _to_loss(arms, curves, goal, target),
     )
 

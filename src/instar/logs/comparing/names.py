@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from instar.logs.reporting.configured import config_lines
+from instar.config.differing import differing
+from instar.logs.reporting.configured import config_lines, derived_keys
 from instar.record.rundir import RunDir
 
 _MOST_KEYS = 3
-_DERIVED = "derived"
 _KEPT = ("name", "resume", "record", "checkpoint")
 """Keys and sections that say how a run is kept, not what it is."""
 Given = dict[str, str]
@@ -23,7 +23,7 @@ def names(runs: Sequence[RunDir]) -> list[str]:
     if len(set(short)) == len(runs):
         return short
     given = given_values(runs)
-    keys = differing(given)
+    keys = list(differing(given))
     if 0 < len(keys) <= _MOST_KEYS:
         told = [_told(name, values, keys) for name, values in zip(short, given, strict=True)]
         if len(set(told)) == len(runs):
@@ -59,22 +59,17 @@ def alike(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> list[list[int]
 
 def given_values(runs: Sequence[RunDir]) -> list[Given]:
     """What was said of each run; nothing where its config cannot be read."""
-    every = [[line for line in config_lines(run) if line.key] for run in runs]
-    derived = {line.key for lines in every for line in lines if line.origin == _DERIVED}
+    every = [config_lines(run) for run in runs]
+    derived = derived_keys(every)
     found: list[Given] = []
     for lines in every:
         values: Given = {}
         for line in lines:
-            if line.key not in derived and line.key.partition(".")[0] not in _KEPT:
-                values[line.key] = f"{values.get(line.key, '')} {line.value}".strip()
+            if not line.key or line.key in derived or line.key.partition(".")[0] in _KEPT:
+                continue
+            values[line.key] = f"{values.get(line.key, '')} {line.value}".strip()
         found.append(values)
     return found
-
-
-def differing(given: Sequence[Given]) -> list[str]:
-    """The keys that not all have alike."""
-    every = dict.fromkeys(key for values in given for key in values)
-    return [key for key in every if len({values.get(key) for values in given}) > 1]
 
 
 def _told(name: str, values: Given, keys: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 
 import instar
 from instar.checkpoint.disk import replace_file
+from instar.config.differing import differing
 from instar.logs.reading.record import read
 from instar.logs.reporting.assets import asset, program, style
 from instar.logs.reporting.chartdata import (
@@ -28,7 +29,7 @@ from instar.logs.reporting.chartdata import (
     proof_text,
     shortened,
 )
-from instar.logs.reporting.configured import config_differences, config_lines
+from instar.logs.reporting.configured import config_lines, config_values
 from instar.logs.reporting.reported import Fact, RunView, known, view
 from instar.record.amounts import bytes_text, count_text, flops_text
 from instar.record.lines import duration
@@ -106,7 +107,7 @@ def report_html(records: Sequence[RunRecord]) -> str:
             title=_title(runs),
             runs=runs,
             configs=configs if len(runs) <= MOST_CONFIGS else [[] for _ in configs],
-            differences=config_differences(configs) if len(runs) > 1 else [],
+            **_differences(records),
             facts=_side_by_side(runs),
             panels=charts,
             data=inlined(data),
@@ -216,6 +217,21 @@ def _side_by_side(runs: Sequence[RunView]) -> list[tuple[str, list[Fact | None]]
     tables = [{fact.label: fact for fact in run.facts} for run in runs]
     labels = dict.fromkeys(label for table in tables for label in table)
     return [(label, [table.get(label) for table in tables]) for label in labels]
+
+
+def _differences(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """The keys that configs do not have alike, with the value of each run as it was written, and
+    what is wrong with configs; nothing of one run."""
+    if len(records) == 1:
+        return {"differences": [], "not_compared": []}
+    from instar.config.dump import in_yaml
+
+    configs, faults = config_values([record.run for record in records])
+    rows = [
+        (key, [in_yaml(config[key]) if key in config else "" for config in configs])
+        for key in differing([config or None for config in configs])
+    ]
+    return {"differences": rows, "not_compared": faults}
 
 
 def _title(runs: Sequence[RunView]) -> str:

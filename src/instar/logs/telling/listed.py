@@ -3,56 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from instar.config.errors import ConfigError
 from instar.logs.find import find_runs
-from instar.logs.reading.glance import glance
-from instar.logs.telling.state import STATES, State, stand
+from instar.logs.reading.glance import Glance, glance
+from instar.logs.telling.state import STATES, Standing, stand
+from instar.record.events import to_words
 from instar.record.rundir import RunDir, runs_in
 
 FEW = 32
 """Runs that are looked at sooner than threads are started."""
 AT_ONCE = 4
+_INNER = ("run", "kind", "events")
+"""of a glance, but not of a list"""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run in a list; what is not known is None."""
+    """A run in a list."""
 
-    path: str
-    id: str
-    name: str
-    state: State
-    reason: str
-    resumable: bool
-    go_on: str
-    model: str
-    unit: str
-    """what `tokens` counts"""
-    segments: int
-    step: int | None
-    tokens: int | None
-    loss: float | None
-    val: float | None
-    """the last validation loss"""
-    val_step: int | None
-    best: float | None
-    """the lowest validation loss that is not superseded"""
-    best_step: int | None
-    started: float | None
-    """Unix seconds"""
-    seen: float | None
-    """Unix seconds of its last line"""
-    fault: str
-    """why nothing can be read of it"""
+    glance: Glance
+    standing: Standing
+
+    @property
+    def reason(self) -> str:
+        """Why it ended; of one that crashed and cannot be read, why it cannot."""
+        unreadable = self.glance.fault if self.standing.state == "crashed" else ""
+        return unreadable or self.standing.reason
 
     @property
     def time_s(self) -> float | None:
         """From its first start to its last line."""
-        return None if self.started is None or self.seen is None else self.seen - self.started
+        started, seen = self.glance.started, self.glance.seen
+        return None if started is None or seen is None else seen - started
+
+
+def to_json(row: Row) -> dict[str, Any]:
+    """All of it in what JSON can say; what is not known is null."""
+    glance, standing = row.glance, row.standing
+    said: dict[str, Any] = {
+        "path": str(glance.run.path),
+        "id": glance.id,
+        "name": glance.name,
+        "state": standing.state,
+        "reason": row.reason,
+        "resumable": standing.resumable,
+        "go_on": standing.go_on,
+    }
+    names = [field.name for field in fields(glance) if field.name not in _INNER]
+    told: dict[str, Any] = to_words(said | {name: getattr(glance, name) for name in names})
+    return told
 
 
 def runs_of(folders: Sequence[str], out_dir: Path) -> list[RunDir]:
@@ -94,13 +98,13 @@ def listed(
     chosen = [run for run in runs if name is None or _is_called(run, name)]
     if state is None and last is not None:
         chosen = chosen[-last:]
-    rows = [row for row in _rows(chosen, now) if state in (None, row.state)]
+    rows = [row for row in _rows(chosen, now) if state in (None, row.standing.state)]
     return rows if last is None else rows[-last:]
 
 
 def faults(rows: Sequence[Row]) -> Iterator[str]:
     """What is wrong with those of which nothing can be read."""
-    return (row.fault for row in rows if row.fault)
+    return (row.glance.fault for row in rows if row.glance.fault)
 
 
 def _rows(runs: Sequence[RunDir], now: float | None) -> list[Row]:
@@ -115,30 +119,7 @@ def _rows(runs: Sequence[RunDir], now: float | None) -> list[Row]:
 
 def _row(run: RunDir, now: float | None) -> Row:
     seen = glance(run)
-    standing = stand(run, seen.events, seen.seen or 0.0, now)
-    unreadable = seen.fault if standing.state == "crashed" else ""
-    return Row(
-        path=str(run.path),
-        id=seen.id,
-        name=seen.name,
-        state=standing.state,
-        reason=unreadable or standing.reason,
-        resumable=standing.resumable,
-        go_on=standing.go_on,
-        model=seen.model,
-        unit=seen.unit,
-        segments=seen.segments,
-        step=seen.step,
-        tokens=seen.tokens,
-        loss=seen.loss,
-        val=seen.val,
-        val_step=seen.val_step,
-        best=seen.best,
-        best_step=seen.best_step,
-        started=seen.started,
-        seen=seen.seen,
-        fault=seen.fault,
-    )
+    return Row(seen, stand(run, seen.events, seen.seen or 0.0, now))
 
 
 def _is_called(run: RunDir, name: str) -> bool:

@@ -1,0 +1,414 @@
+"""Blocks of lines, and pieces read by other processes: what each line by itself would give."""
+
+import itertools
+import json
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from records import lines, make_run
+
+from instar.data.workers import Workers
+from instar.logs.reading import cache, spread
+from instar.logs.reading import lines as blocks
+from instar.logs.reading.columns import Table
+from instar.logs.reading.record import AXES, RunRecord, read
+from instar.logs.reading.scan import FAULTS_TOLD, Content, scan
+from instar.logs.reading.spread import pieces
+from instar.logs.reading.steps import ABSENT
+from instar.record.events import (
+    NOT_AN_EVENT,
+    Eval,
+    Layers,
+    RecordError,
+    RunStarted,
+    Saved,
+    Train,
+    Warn,
+    decode,
+    encode,
+)
+from instar.record.metrics import TRAIN_METRICS, metrics
+from instar.record.rundir import RunDir
+
+Expected = tuple[dict[str, list[Any]], list[bytes], list[int], int, int]
+
+
+def one_by_one(text: bytes) -> Expected:
+    """What whole lines hold, each decoded by itself: the measurements of each table, other events'
+    lines, the numbers of lines that are no events, how many lines, and the byte behind them."""
+    tables: dict[str, list[Any]] = {}
+    others, faults = [], []
+    whole = text[: text.rfind(b"\n") + 1]
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+        if not line.strip():
+            continue
+        try:
+            event = decode(line)
+        except NOT_AN_EVENT:
+            faults.append(number)
+            continue
+        if isinstance(event, Train):
+            tables.setdefault("train", []).append(event)
+        elif isinstance(event, Eval):
+            tables.setdefault(f"eval {event.split}", []).append(event)
+        elif isinstance(event, Layers):
+            tables.setdefault("layers", []).append(event)
+        else:
+            others.append(line)
+    return tables, others, faults, whole.count(b"\n"), len(whole)
+
+
+def bits(values: Any) -> list[int]:
+    found: list[int] = np.ascontiguousarray(values, "<f8").view("<i8").tolist()
+    return found
+
+
+def check(found: Content, expected: Expected) -> None:
+    tables, others, faults, count, end = expected
+    assert list(found.events) == others
+    assert (found.lines, found.end, found.passed_over) == (count, end, len(faults))
+    assert [number for number, _ in found.faults] == faults[:FAULTS_TOLD]
+    assert set(found.tables) == set(tables)
+    for name, events in tables.items():
+        check_table(found.tables[name], events)
+
+
+def check_table(table: Table, events: list[Any]) -> None:
+    assert table.rows == len(events)
+    for name in (*AXES, "segment"):
+        expected = [getattr(event, name) for event in events]
+        kind = table.axes[name].dtype.kind
+        if kind == "i":
+            assert table.axes[name].tolist() == expected
+        else:
+            assert bits(table.axes[name]) == bits(expected)
+    rows = [metrics(event) for event in events]
+    assert set(table.metrics) == {name for row in rows for name in row}
+    for name, values in table.metrics.items():
+        assert bits(values) == bits([row.get(name, ABSENT) for row in rows])
+    first = {event.segment: event.step for event in reversed(events)}
+    assert dict(table.first_steps) == first
+
+
+class Here:
+    """Stands in for `Workers`, without processes."""
+
+    def __init__(self, open_thing: Callable[[], Any], number: int) -> None:
+        self.things = [open_thing() for _ in range(number)]
+
+    def call(self, worker: int, method: str, *args: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_result(getattr(self.things[worker], method)(*args))
+        return answer
+
+    def __enter__(self) -> "Here":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def in_all_ways(path: Path, text: bytes, block: int, piece: int) -> Iterator[Content]:
+    path.write_bytes(text)
+    with pytest.MonkeyPatch.context() as patch:
+        yield scan(path)
+        patch.setattr(blocks, "BLOCK_BYTES", block)
+        yield scan(path)
+        patch.setattr(spread, "AT_ONCE_BYTES", piece)
+        yield Content().then(*pieces(path, workers=1))
+        patch.setattr(spread, "WORTH_BYTES", 0)
+        patch.setattr(spread, "PIECE_BYTES", piece)
+        patch.setattr(spread, "Workers", Here)
+        yield Content().then(*pieces(path, workers=3))
+
+
+counts = st.one_of(st.integers(0, 200), st.integers(0, 2**63 - 1))
+numbers = st.one_of(
+    st.floats(), st.floats(-10, 10, width=32), st.sampled_from([0.0, -0.0, 1e-7, 1e22, math.nan])
+)
+finite = st.floats(0, 1e300)
+names = st.one_of(
+    st.sampled_from(["scale", *TRAIN_METRICS, '"loss":1,', "val/loss", "}\n{"]), st.text(max_size=3)
+)
+some = st.dictionaries(names, numbers, max_size=2)
+places: dict[str, Any] = {
+    "step": counts,
+    "samples": counts,
+    "tokens": counts,
+    "epoch": numbers,
+    "flops": finite,
+    "wall_s": finite,
+    "active_s": finite,
+}
+trains = st.builds(
+    Train,
+    **places,
+    loss=numbers,
+    grad_norm=st.none() | numbers,
+    lr=st.none() | numbers,
+    tokens_per_s=st.none() | numbers,
+    mfu=st.none() | numbers,
+    data_wait=st.none() | numbers,
+    memory_bytes=st.none() | counts,
+    extra=st.just({}) | some,
+)
+evals = st.builds(
+    Eval, **places, split=st.sampled_from(["val", "test"]), loss=numbers, extra=some, errors=some
+)
+others = st.one_of(
+    evals,
+    st.builds(Layers, **places, grad_norm=some, update_ratio=some),
+    st.builds(RunStarted, run_id=st.text(max_size=3), step=counts),
+    st.builds(Saved, step=counts, path=st.text(max_size=5)),
+    st.builds(Warn, message=st.text(max_size=5)),
+)
+NUMBERS = [
+    *(None, True, "NaN", "-Infinity", "nan", "5", "5.0", "1e3", "x", "", [], {}, {"loss": 1}),
+    *(5, 5.0, 5.5, -1, -0.0, 2**63 - 1, 2**63, 10**400, 1e-320, 253402300800.0, 1e300, 1.1e300),
+]
+TWO_IN_ONE = b'{"v":1,"kind":"train","step":1,"loss":1}{"v":1,"kind":"train","step":2,"loss":1}'
+ONE_IN_TWO = b'{"v":1,"kind":"train",\n"step":1,"loss":1}'
+LOST = [
+    *(b"", b" ", b"\0" * 9, b"text", b"1", b"[]", b"{}", b"\xff", b"{", b'{"v":2,"kind":"train"}'),
+    *(b'{"v":1,"kind":"new","time":1}', b'{"v":1,"kind":"train"}', b'{"loss":1}', b"{" * 2000),
+    *(TWO_IN_ONE, ONE_IN_TWO),
+    b'{"v":1,"kind":"train","step":1,"loss":1,"extra":{}\n{"a":1}}',
+    b' {"v":1,"kind":"train","step":1,"loss":1} \r',
+    b'{"kind":"train","loss":"NaN","v":1,"step":1,"step":2,"more":[{"loss":3}]}',
+    b'{"v":1,"kind":"train","step":1,"loss":2.0000000000000001e-5,"lr":1E+2}',
+    b'{"v":1,"kind":"train","step":01,"loss":.5}',
+]
+
+
+@st.composite
+def foreign(draw: st.DrawFn) -> bytes:
+    """A step as another program, or a mistaken one, might write it."""
+    line = json.loads(encode(draw(trains), 1.0, 1))
+    for key in draw(st.lists(st.sampled_from([*line]), max_size=2)):
+        line[key] = draw(st.sampled_from(NUMBERS))
+    keys = draw(st.permutations(list(line))) if draw(st.booleans()) else list(line)
+    text = json.dumps({key: line[key] for key in keys}, allow_nan=draw(st.booleans()) or True)
+    return text.encode()
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    line = bytearray(encode(draw(trains | others), 1.0, 1)[:-1])
+    place = draw(st.integers(0, len(line) - 1))
+    match draw(st.integers(0, 2)):
+        case 0:
+            line[place] = draw(st.integers(0, 255))
+        case 1:
+            del line[place:]
+        case _:
+            line[place:place] = draw(st.sampled_from([b"0", b"-", b".", b",", b'"', b" ", b"\n"]))
+    return bytes(line)
+
+
+written = st.builds(
+    lambda event, time, segment: encode(event, time, segment)[:-1],
+    trains | trains | others,
+    st.floats(0, 2e11),
+    st.integers(1, 3),
+)
+any_line = st.one_of(written, written, written, foreign(), damaged(), st.sampled_from(LOST))
+records = st.builds(
+    lambda parts, torn: b"".join(part + b"\n" for part in parts) + torn,
+    st.lists(any_line, max_size=12),
+    st.sampled_from([b"", b"{", b'{"v":1,"kind":"train","step":1,"loss":1}']),
+)
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=records, block=st.integers(1, 3000), piece=st.integers(1, 3000))
+@example(b"\n".join(LOST) + b"\n", 100, 300)
+@example(TWO_IN_ONE + b"\n" + ONE_IN_TWO + b"\n", 3000, 3000)
+def test_any_record_is_read_as_line_by_line(
+    tmp_path: Path, text: bytes, block: int, piece: int
+) -> None:
+    expected = one_by_one(text)
+    for found in in_all_ways(tmp_path / "events.jsonl", text, block, piece):
+        check(found, expected)
+
+
+def test_every_odd_value_in_every_field_is_read_as_line_by_line(tmp_path: Path) -> None:
+    whole = {"v": 1, "kind": "train", "time": 1.0, "segment": 1, "step": 3, "samples": 1}
+    whole |= {"tokens": 1, "epoch": 0.5, "flops": 1.0, "wall_s": 1.0, "active_s": 1.0, "loss": 2.0}
+    whole |= {"lr": 0.1, "memory_bytes": 1, "extra": {"a": 1.0}}
+    sound = json.dumps(whole).encode() + b"\n"
+    for key in whole:
+        for value in NUMBERS:
+            odd = json.dumps(whole | {key: value}).encode() + b"\n"
+            text = sound + odd + sound
+            for found in in_all_ways(tmp_path / "events.jsonl", text, 1 << 18, 1 << 18):
+                check(found, one_by_one(text))
+
+
+def test_bytes_of_a_real_record_changed_at_random_are_read_as_line_by_line(tmp_path: Path) -> None:
+    whole = b"".join(lines(60, 3, evals=6, rewinds=2))
+    draw = random.Random(5)
+    for _ in range(300):
+        text = bytearray(whole)
+        for _ in range(draw.choice((1, 5, 50))):
+            text[draw.randrange(len(text))] = draw.choice(b'0123456789.-eE+,:{}[]"\n \0')
+        for found in in_all_ways(tmp_path / "events.jsonl", bytes(text), 2000, 3000):
+            check(found, one_by_one(bytes(text)))
+
+
+def test_a_metric_that_was_measured_as_nan_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    steps = [Train(step=s, loss=1.0, lr=math.nan if s == 3 else None) for s in range(1, 6)]
+    path.write_bytes(b"".join(encode(step, 1.0, 1) for step in steps))
+    lr = read(RunDir(tmp_path)).series("lr")
+    assert lr.step.tolist() == [3]
+    assert np.isnan(lr.value).all()
+
+
+@pytest.fixture
+def long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A record of 4 MB with rewinds, damaged lines and a torn end, read in about 20 pieces."""
+    monkeypatch.setattr(spread, "WORTH_BYTES", 1 << 20)
+    monkeypatch.setattr(spread, "PIECE_BYTES", 200_000)
+    monkeypatch.setattr(spread, "cores", lambda: 3)
+    run = make_run(tmp_path / "run", 9000, 4, rewinds=2)
+    parts = run.events.read_bytes().splitlines(keepends=True)
+    for place in range(1000, 10000, 900):
+        parts[place] = b"\0" * 50 + b"\n"
+    parts[5000] = b"x" * 500_000 + b"\n"
+    run.events.write_bytes(b"".join(parts) + b'{"v":1,"ki')
+    return run
+
+
+def alone(run: RunDir) -> RunRecord:
+    """As one process reads it that looks at one line after another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "content", lambda record, _: scan(record))
+        patch.setattr("instar.logs.reading.scan.decode_lines", not_at_once)
+        return read(run)
+
+
+def not_at_once(_: bytes) -> list[Any]:
+    raise msgspec.DecodeError
+
+
+def same(one: RunRecord, other: RunRecord) -> None:
+    assert one.metrics == other.metrics
+    assert one.events == other.events
+    assert one.faults == other.faults
+    assert one.end == other.end
+    for metric in one.metrics:
+        first, second = one.series(metric), other.series(metric)
+        assert bits(first.value) == bits(second.value)
+        for name in ("kept", "segment", *AXES):
+            assert np.array_equal(getattr(first, name), getattr(second, name))
+
+
+def test_processes_read_a_long_record_as_one_does(long: RunDir) -> None:
+    expected = alone(long)
+    assert len(expected.faults) == FAULTS_TOLD + 1
+    assert not expected.series("loss").kept.all()
+    same(read(long), expected)
+    assert cache.held_bytes(long.events, long.path / "cache") == expected.end
+    same(read(long), expected)
+
+
+def test_processes_go_on_behind_what_the_cache_holds(long: RunDir) -> None:
+    whole = long.events.read_bytes()
+    long.events.write_bytes(whole[: len(whole) // 3])
+    read(long)
+    with long.events.open("ab") as file:
+        file.write(whole[len(whole) // 3 :])
+    same(read(long), alone(long))
+    assert cache.held_bytes(long.events, long.path / "cache") > len(whole) - 1000
+
+
+def test_processes_read_a_long_record_whose_folder_cannot_be_written(long: RunDir) -> None:
+    (long.path / "cache").write_text("in the way")
+    same(read(long), alone(long))
+
+
+def test_without_its_helpers_a_process_reads_all_by_itself(
+    long: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost(Workers):
+        """Loses its first process when that has read something."""
+
+        def call(self, worker: int, method: str, *args: Any) -> Future[Any]:
+            answer = super().call(worker, method, *args)
+            if args[0] > 0 and worker == 0:
+                os.kill(self.processes[0], signal.SIGKILL)
+            return answer
+
+    monkeypatch.setattr(spread, "Workers", Lost)
+    same(read(long), alone(long))
+
+    def refused(*_: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    cache.discard(long.path / "cache")
+    monkeypatch.setattr(spread, "Workers", refused)
+    same(read(long), alone(long))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_record_that_is_replaced_meanwhile_is_read_anew(long: RunDir, cached: bool) -> None:
+    if not cached:
+        (long.path / "cache").write_text("in the way")
+    fresh = b"".join(lines(9000, 8))
+
+    class Replacing(Workers):
+        def call(self, worker: int, method: str, *args: Any) -> Future[Any]:
+            if args[0] > 1_500_000 and long.events.stat().st_size != len(fresh):
+                other = long.path / "other"
+                other.write_bytes(fresh)
+                other.replace(long.events)
+            return super().call(worker, method, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "Workers", Replacing)
+        found = read(long)
+    same(found, alone(long))
+    same(read(long), alone(long))
+
+
+def test_a_record_that_grows_meanwhile_is_read_to_a_line(long: RunDir) -> None:
+    class Growing(Workers):
+        def call(self, worker: int, method: str, *args: Any) -> Future[Any]:
+            with long.events.open("ab") as file:
+                file.write(b'"more"}\n' + encode(Train(step=args[0], loss=1.0), 1.0, 3))
+            return super().call(worker, method, *args)
+
+    before = long.events.stat().st_size
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "Workers", Growing)
+        found = read(long)
+    assert found.end == long.events.stat().st_size > before
+    same(found, alone(long))
+
+
+def test_pieces_begin_at_lines_and_end_where_the_record_did(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"ab\n" * 30 + b"x" * 50 + b"\n" + b"\n" * 9)
+    text = path.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "PIECE_BYTES", 7)
+        for size in range(20, len(text)):
+            *inner, last = spread._borders(path, 3, size)
+            assert last == size
+            assert all(3 < one < other for one, other in itertools.pairwise([*inner, last]))
+            assert all(text[place - 1 : place] == b"\n" for place in inner)
+
+
+def test_a_record_that_vanishes_is_said_to_be_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="No such file"):
+        list(pieces(tmp_path / "events.jsonl"))
