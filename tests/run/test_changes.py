@@ -318,16 +318,6 @@ def make_grown(trainer: Make) -> Make:
     return made
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import of inductor
-@pytest.mark.timeout(600)
-def test_a_compiled_model_grows_like_an_eager_one(make_grown: Make, losses: Any) -> None:
-    grows = schedule(at(2, "widen_mlp", 192))
-    few = ("train.until=[4it]", "learning_rate.lr_decay_iters=14")
-    make_grown(grows, *few, name="eager").train()
-    make_grown(grows, *few, "compile=true", name="compiled").train()
-    assert losses("compiled") == pytest.approx(losses("eager"), rel=1e-4)
-
-
 def test_a_schedule_for_earlier_orchestrators_runs_as_it_stands(
     make_grown: Make, tmp_path: Path
 ) -> None:

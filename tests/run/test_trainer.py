@@ -202,14 +202,6 @@ def test_muon_trains_the_matrices(trainer: Make, losses: Losses) -> None:
     assert losses("muon")[-1] < 0.8 * losses("muon")[0]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on import of inductor
-@pytest.mark.timeout(300)
-def test_a_compiled_model_follows_the_eager_one(trainer: Make, losses: Losses) -> None:
-    trainer("train.until=[3it]", name="eager").train()
-    trainer("train.until=[3it]", "compile=true", name="compiled").train()
-    assert losses("compiled") == pytest.approx(losses("eager"), rel=1e-4)
-
-
 @pytest.mark.parametrize("order", ["sequential", "random"])
 def test_other_orders_train_too(trainer: Make, losses: Losses, order: str) -> None:
     trainer(f"data.order={order}", "optimizer.lr=1e-2", "train.until=[30it]", name=order).train()

@@ -323,6 +323,11 @@ class RunConfig(Section):
         "fp32", description="of the forward pass; weights stay fp32"
     )
     compile: bool = Field(False, description="torch.compile the model")
+    compile_ahead: bool = Field(
+        True,
+        description="with compile: a process beside the run compiles the model that the schedule's "
+        "next growth leads to",
+    )
     reproducible: Literal["fixed", "elastic"] = Field(
         "fixed",
         description="bit for bit: fixed, with the same number of ranks and threads; elastic, with "
