@@ -5,18 +5,23 @@
 A trainer makes steps in this process and grows in between, through the same function as in a run:
 planning, applying the plan to parameters and moments, proving the label, and whatever must be made
 anew around the model. A first step after growth may be slower than the next ones; that counts too.
-Then a model that grew under a mask, now folded away, takes turns with one that was born that size.
+A compiled model is grown alike, each time from an empty cache: left to itself, and with the next model
+compiled beside its steps. Then a model that grew under a mask, now folded away, takes turns with one
+that was born that size.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import sys
 import tempfile
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from instar.config.operation import Operation
 from instar.run.changes import carry_out
@@ -31,6 +36,8 @@ OPERATIONS = (
     Operation("add_heads", 2),
     Operation("widen_hidden", "x1.25"),
 )
+COMPILED = Operation("insert_layers", 1)
+LATER = "schedule=[{name: insert_layers, value: 1, when: {at_step: 1000000}}]"
 MASKED = Operation("widen_mlp", "x1.25", {"mask": 1})
 FOLD = Operation("fold_masks")
 
@@ -55,6 +62,7 @@ def main() -> None:
     cases: list[Case] = []
     for plan in QUICK if chosen.quick else PLANS:
         cases += pauses(plan.size, chosen.quick)
+        cases += compiled(plan.size, chosen.quick)
         cases += folded(plan, chosen.quick)
     publish("operations", cases, chosen)
 
@@ -79,9 +87,49 @@ def pauses(size: Size, quick: bool) -> list[Case]:
 def pause(trainer: Trainer, operation: Operation, steps: int) -> float:
     """Steps for which the run stands still."""
     before = turn(trainer, steps)
+    return stall(trainer, operation, steps) / before
+
+
+def stall(trainer: Trainer, operation: Operation, steps: int) -> float:
+    """Seconds for which the run stands still."""
     stood = timed(lambda: carry_out(trainer, operation))
     first, after = timed(trainer.step), turn(trainer, steps)
-    return (stood + max(0.0, first - after)) / before
+    return stood + max(0.0, first - after)
+
+
+def compiled(size: Size, quick: bool) -> list[Case]:
+    """Seconds for which a compiled model stands still to grow, and what compiling beside it costs."""
+    stalls: dict[bool, list[float]] = {False: [], True: []}
+    beside, alone = list[float](), list[float]()
+    for repeat in range(size.repeats):
+        for ahead in (False, True):
+            torch.compiler.reset()
+            overrides = ("compile=true", f"compile_ahead={str(ahead).lower()}", LATER)
+            compiling = replace(size, overrides=(*size.overrides, *overrides))
+            with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
+                with closing(trainer_of(compiling, Path(folder), quick)) as trainer:
+                    timed(trainer.step)
+                    while trainer.ahead.pending is not None and not trainer.ahead.pending.done():
+                        beside.append(timed(trainer.step))
+                    alone += [timed(trainer.step) for _ in range(size.steps)]
+                    stalls[ahead].append(stall(trainer, COMPILED, size.steps))
+        print(f"{size.name}, compiled: {repeat + 1} of {size.repeats}", file=sys.stderr)
+    name = f"{size.name}, compiled"
+    return [
+        case(f"{name}: pause of insert_layers, nothing compiled ahead", stalls[False], "s"),
+        case(f"{name}: pause of insert_layers, compiled ahead", stalls[True], "s"),
+        case(
+            f"{name}: pause of insert_layers, compiled ahead / not",
+            [with_it / without for without, with_it in zip(*stalls.values(), strict=True)],
+            "ratio",
+        ),
+        case(
+            f"{name}: step beside the compiler / alone",
+            [each / statistics.median(alone) for each in beside],
+            "ratio",
+        ),
+    ]
 
 
 def folded(plan: Plan, quick: bool) -> list[Case]:

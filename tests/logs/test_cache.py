@@ -74,7 +74,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         read_bytes.append(found.end - (after.end if after else 0))
         return found
 
-    monkeypatch.setattr(cache, "scan", counting)
+    monkeypatch.setattr("instar.logs.reading.spread.scan", counting)
     return read_bytes
 
 

@@ -29,15 +29,15 @@ import xxhash
 
 import instar
 from instar.logs.reading.aside import Mark, mark_of, read_checked, write_checked
-from instar.logs.reading.columns import AXIS_TYPES, Lazy, Table, absent
-from instar.logs.reading.scan import Content, scan
+from instar.logs.reading.columns import Lazy, Table, absent
+from instar.logs.reading.scan import FAULTS_TOLD, Content, scan
+from instar.logs.reading.spread import pieces
+from instar.logs.reading.steps import AXIS_TYPES
 
 SMALL_BYTES = 1 << 20
 """Of a record up to here, parsing is as fast."""
 GROWN_SHARE = 128
 """What was added to a record is written down once it is one part in so many."""
-AT_ONCE_BYTES = 1 << 28
-"""Bytes of a record whose columns are in memory at a time while the cache is made."""
 FORM = 1
 
 
@@ -71,29 +71,33 @@ class _Index(msgspec.Struct):
     tables: dict[str, _Table]
 
 
-def content(record: Path, folder: Path) -> Content:
+def content(record: Path, folder: Path, workers: int | None = None) -> Content:
     """All of a record, with the cache in `folder`, which is made or added to where that is worth it.
 
     Columns are read when they are asked for, and then raise `Damaged` if they are not what was
-    written.
+    written. `workers`: see `pieces`.
 
     Raises:
         RecordError: the record cannot be read.
     """
-    worth = SMALL_BYTES
-    while True:
-        held = load(record, folder)
-        more = scan(record, held, AT_ONCE_BYTES)
-        if held and held.inode != more.inode:
+    held = added = last = load(record, folder)
+    begin = held.end if held else 0
+    adding = _size(record) - begin > max(SMALL_BYTES, begin // GROWN_SHARE)
+    rest: list[Content] = []
+    for more in pieces(record, held, workers):
+        if last and last.inode != more.inode:
             return scan(record)
-        found = held.then(more) if held else more
-        begin = held.end if held else 0
-        worth = max(SMALL_BYTES, begin // GROWN_SHARE) if worth else 0
-        if more.end - begin <= worth:
-            return found
-        if not _add(record, folder, held, more):
-            return found.then(scan(record, found))
-        worth = 0  # being at it, all of it
+        adding = adding and more.end > begin and _add(record, folder, added, more)
+        if adding:
+            added, begin = more, more.end
+        else:
+            rest.append(more)
+        last = more
+    if added is not held:
+        held = load(record, folder)
+        if held is None or held.end != begin:  # another process has made it anew
+            return scan(record)
+    return (held or Content()).then(*rest)
 
 
 def load(record: Path, folder: Path) -> Content | None:
@@ -134,6 +138,13 @@ def held_bytes(record: Path, folder: Path) -> int:
     except (OSError, ValueError, msgspec.MsgspecError):
         return 0
     return index.mark.end if index else 0
+
+
+def _size(record: Path) -> int:
+    try:
+        return record.stat().st_size
+    except OSError:
+        return 0
 
 
 def _index(record: Path, folder: Path) -> _Index | None:
@@ -195,8 +206,7 @@ def _add(record: Path, folder: Path, held: Content | None, more: Content) -> boo
             _append(folder / index.folder, index, more)
             index.mark, index.lines = mark, more.lines
             index.passed_over += more.passed_over
-            whole = Content(faults=tuple(index.faults)).then(more)
-            index.faults = list(whole.faults)
+            index.faults = [*index.faults, *more.faults][:FAULTS_TOLD]
             write_checked(folder / "columns.json", msgspec.json.encode(index))
             if not held:
                 for other in folder.glob("columns-*"):

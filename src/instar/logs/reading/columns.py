@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from instar.logs.reading.steps import ABSENT, ABSENT_BITS, AXIS_TYPES, table_of
 from instar.record.events import Eval, Event, Layers, Train
 from instar.record.metrics import TRAIN_METRICS, extra, metrics
 
@@ -17,21 +18,6 @@ if TYPE_CHECKING:
 
     Column = npt.NDArray[Any]
     Measured = Sequence[Train] | Sequence[Eval] | Sequence[Layers]
-
-AXIS_TYPES = {
-    "step": "<i8",
-    "samples": "<i8",
-    "tokens": "<i8",
-    "segment": "<i8",
-    "epoch": "<f8",
-    "flops": "<f8",
-    "wall_s": "<f8",
-    "active_s": "<f8",
-    "time": "<f8",
-}
-_ABSENT_BITS = 0x7FF8_0000_000A_B5E7
-ABSENT: float = np.array([_ABSENT_BITS], "<i8").view("<f8")[0].item()
-"""A NaN of its own: no value was written there. `present` tells it from one that was measured."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +44,17 @@ class Growing:
     first_steps: dict[int, int] = field(default_factory=dict)
 
     def add(self, events: Measured) -> None:
+        axes, found = _columns(events)
         for name, dtype in AXIS_TYPES.items():
-            column = self.axes.setdefault(name, _Column(dtype))
-            column.add(np.fromiter(map(attrgetter(name), events), dtype, len(events)))
-        found = dict(_metrics(events))
+            self.axes.setdefault(name, _Column(dtype)).add(axes[name])
         for name in found:
             if name not in self.metrics:
                 self.metrics[name] = _Column("<f8")
                 self.metrics[name].add(absent(self.rows))
         for name, column in self.metrics.items():
             column.add(found[name] if name in found else absent(len(events)))
-        for segment in {event.segment for event in events}.difference(self.first_steps):
-            first = next(event for event in events if event.segment == segment)
-            self.first_steps[segment] = first.step
+        for segment, place in zip(*np.unique(axes["segment"], return_index=True), strict=True):
+            self.first_steps.setdefault(int(segment), int(axes["step"][place]))
         self.rows += len(events)
 
     def table(self) -> Table:
@@ -83,21 +67,18 @@ class Growing:
 
 
 class _Column:
-    """An array that grows in place."""
+    """An array that grows part by part."""
 
     def __init__(self, dtype: str) -> None:
-        self._room: Column = np.empty(0, dtype)
-        self._rows = 0
+        self._parts: list[Column] = [np.empty(0, dtype)]
 
     def add(self, values: Column) -> None:
-        rows = self._rows + len(values)
-        if rows > len(self._room):
-            self._room.resize(max(rows, len(self._room) * 5 // 4), refcheck=False)
-        self._room[self._rows : rows] = values
-        self._rows = rows
+        self._parts.append(np.ascontiguousarray(values))
 
     def values(self) -> Column:
-        return self._room[: self._rows]
+        if len(self._parts) > 1:
+            self._parts = [np.concatenate(self._parts)]
+        return self._parts[0]
 
 
 def absent(rows: int) -> Column:
@@ -106,30 +87,38 @@ def absent(rows: int) -> Column:
 
 def present(values: Column) -> Column:
     """Where a metric's column holds what was written."""
-    there: Column = values.view("<i8") != _ABSENT_BITS
+    there: Column = values.view("<i8") != ABSENT_BITS
     return there
+
+
+def is_measured(kind: type[Event]) -> bool:
+    """Whether events of a kind are rows of a table."""
+    return issubclass(kind, Train | Eval | Layers)
 
 
 def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
     """The measurements among events by the name of their table; each held-out split has one."""
-    trained = [event for event in events if type(event) is Train]
-    found: dict[str, Any] = {"train": trained} if trained else {}
-    if len(trained) < len(events):
-        for event in events:
-            if isinstance(event, Eval):
-                found.setdefault(f"eval {event.split}", []).append(event)
-            elif isinstance(event, Layers):
-                found.setdefault("layers", []).append(event)
+    if events and set(map(type, events)) == {type(events[0])} and isinstance(events[0], Train):
+        return {"train": cast("Sequence[Train]", events)}
+    found: dict[str, Any] = {}
+    for event in events:
+        if isinstance(event, Train):
+            found.setdefault("train", []).append(event)
+        elif isinstance(event, Eval):
+            found.setdefault(f"eval {event.split}", []).append(event)
+        elif isinstance(event, Layers):
+            found.setdefault("layers", []).append(event)
     return found
 
 
-def join(first: Table, second: Table) -> Table:
+def join(tables: Sequence[Table]) -> Table:
     """One table after another; a column is joined when it is asked for."""
-    rows = first.rows + second.rows
+    if len(tables) == 1:
+        return tables[0]
 
     def joined(part: str, name: str) -> Column:
         sides: list[Column] = []
-        for table in (first, second):
+        for table in tables:
             columns: Mapping[str, Column] = getattr(table, part)
             if name not in columns:
                 sides.append(absent(table.rows))
@@ -140,10 +129,13 @@ def join(first: Table, second: Table) -> Table:
         return np.concatenate(sides)
 
     def lazily(part: str) -> Mapping[str, Column]:
-        names = dict.fromkeys([*getattr(first, part), *getattr(second, part)])
+        names = dict.fromkeys(name for table in tables for name in getattr(table, part))
         return Lazy(list(names), lambda name: joined(part, name))
 
-    first_steps = {**second.first_steps, **first.first_steps}
+    first_steps: dict[int, int] = {}
+    for table in tables:
+        first_steps = {**table.first_steps, **first_steps}
+    rows = sum(table.rows for table in tables)
     return Table(rows, lazily("axes"), lazily("metrics"), first_steps)
 
 
@@ -173,18 +165,19 @@ class Lazy(Mapping[str, Any]):
         return len(self._names)
 
 
-def _metrics(events: Measured) -> Iterator[tuple[str, Column]]:
+def _columns(events: Measured) -> tuple[Mapping[str, Column], dict[str, Column]]:
+    """The axes and the metrics of measurements of one kind."""
     if isinstance(events[0], Train):
-        for name in TRAIN_METRICS:
-            values = np.fromiter(map(attrgetter(name), events), "<f8", len(events))
-            if np.isnan(values).any():  # measured as a NaN, or a None
-                missing = [getattr(event, name) is None for event in events]
-                if all(missing):
-                    continue
-                values[missing] = ABSENT
-            yield name, values
-        if not any(map(attrgetter("extra"), events)):
-            return
-    rows = [extra(e) if isinstance(e, Train) else metrics(e) for e in events]
+        table = table_of(cast("Sequence[Train]", events))
+        axes = {name: table[name] for name in AXIS_TYPES}
+        found = {name: table[name] for name in TRAIN_METRICS if present(table[name]).any()}
+        rows = [extra(cast("Train", e)) for e in events] if table["extra"].any() else []
+    else:
+        axes = {
+            name: np.fromiter(map(attrgetter(name), events), dtype, len(events))
+            for name, dtype in AXIS_TYPES.items()
+        }
+        found, rows = {}, [metrics(event) for event in events]
     for name in dict.fromkeys(name for row in rows for name in row):
-        yield name, np.array([row.get(name, ABSENT) for row in rows], "<f8")
+        found[name] = np.array([row.get(name, ABSENT) for row in rows], "<f8")
+    return axes, found

@@ -12,6 +12,7 @@ from pathlib import Path
 from instar.config.errors import InstarError
 from instar.logs.reading import cache
 from instar.logs.reading.record import RunRecord, read
+from instar.logs.reading.spread import cores
 from instar.record.rundir import RunDir
 
 _WORTH_BYTES = 1 << 26
@@ -28,8 +29,7 @@ def read_many(runs: Sequence[RunDir]) -> list[RunRecord]:
         RecordError: see `read`.
     """
     unread = {run: _unread_bytes(run) for run in runs}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    shares = _shares(unread, cores or 1)
+    shares = _shares(unread, cores())
     if len(shares) > 1 and sum(unread.values()) >= _WORTH_BYTES:
         started = [_start(share) for share in shares[1:]]
         try:
@@ -79,7 +79,7 @@ def _fill(runs: Sequence[RunDir]) -> None:
     """Bring the caches of runs up to date; what is wrong with one shows when it is read."""
     for run in runs:
         with suppress(InstarError):
-            cache.content(run.events, run.path / "cache")
+            cache.content(run.events, run.path / "cache", workers=1)
 
 
 if __name__ == "__main__":

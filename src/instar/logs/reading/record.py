@@ -19,6 +19,7 @@ from instar.logs.reading.lineage import EVERYTHING, Lineage
 from instar.logs.reading.lines import no_record
 from instar.logs.reading.scan import Content, scan
 from instar.record.events import Event, Placed, RecordError, decode
+from instar.record.metrics import TRAIN_METRICS
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -219,8 +220,10 @@ class _Metrics(Mapping[str, Series]):
         self._found = found
         self._last_steps = last_steps
         self._tables: dict[str, str] = {}
-        for table, columns in found.tables.items():
-            for metric in columns.metrics:
+        for table in sorted(found.tables, key=lambda name: name != "train"):
+            there = found.tables[table].metrics
+            first = [metric for metric in TRAIN_METRICS if table == "train" and metric in there]
+            for metric in (*first, *there):
                 self._tables.setdefault(metric, table)
         self._kept = Lazy([*found.tables], self._kept_of)
         self._series = Lazy([*self._tables], self._series_of)

@@ -10,24 +10,19 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from instar.logs.reading.columns import Growing, Table, join, tables_of
+from instar.logs.reading.columns import Growing, Table, is_measured, join, tables_of
 from instar.logs.reading.lines import blocks, what_it_is
-from instar.record.events import (
-    NOT_AN_EVENT,
-    Eval,
-    Event,
-    Layers,
-    RecordError,
-    Train,
-    decode,
-    decode_lines,
-)
+from instar.logs.reading.steps import decode_lines
+from instar.record.events import NOT_AN_EVENT, Event, RecordError, decode
+
+if TYPE_CHECKING:
+    from instar.logs.reading.columns import Column
 
 FAULTS_TOLD = 5
-_MEASURED = frozenset({Train, Eval, Layers})
 
 
 @dataclass(frozen=True)
@@ -47,19 +42,21 @@ class Content:
     inode: int = 0
     """of the file"""
 
-    def then(self, more: Content) -> Content:
-        """This, and what follows it in the file."""
-        tables = dict(self.tables)
-        for name, table in more.tables.items():
-            tables[name] = join(tables[name], table) if name in tables else table
+    def then(self, *more: Content) -> Content:
+        """This, and what follows it in the file, part after part."""
+        parts = (self, *more)
+        tables: dict[str, list[Table]] = {}
+        for part in parts:
+            for name, table in part.tables.items():
+                tables.setdefault(name, []).append(table)
         return Content(
-            tables,
-            self.events + more.events,
-            more.end,
-            more.lines,
-            (self.faults + more.faults)[:FAULTS_TOLD],
-            self.passed_over + more.passed_over,
-            more.inode,
+            {name: join(found) for name, found in tables.items()},
+            tuple(line for part in parts for line in part.events),
+            parts[-1].end,
+            parts[-1].lines,
+            tuple(fault for part in parts for fault in part.faults)[:FAULTS_TOLD],
+            sum(part.passed_over for part in parts),
+            parts[-1].inode,
         )
 
 
@@ -110,21 +107,22 @@ class _Reading:
 
     def take(self, block: bytes) -> None:
         """Whole lines, all at once if they are all sound, or else one by one."""
-        count = block.count(b"\n")
+        text = np.frombuffer(block, "u1")
+        ends = np.flatnonzero(text == ord("\n"))
         try:
             events = decode_lines(block)
         except NOT_AN_EVENT:
             events = []
-        if len(events) == count == block.count(b"}\n{") + 1:  # each line holds one
-            if others := [n for n, event in enumerate(events) if type(event) not in _MEASURED]:
-                ends = np.flatnonzero(np.frombuffer(block, "u1") == ord("\n"))
+        if len(events) == len(ends) and _each_holds_one(text, ends):
+            if not all(map(is_measured, set(map(type, events)))):
                 starts = np.concatenate([[0], ends + 1])
+                others = [n for n, event in enumerate(events) if not is_measured(type(event))]
                 self.events += [block[starts[n] : ends[n]] for n in others]
         else:
             events = list(self._one_by_one(block))
         for name, found in tables_of(events).items():
             self.tables.setdefault(name, Growing()).add(found)
-        self.lines += count
+        self.lines += len(ends)
 
     def _one_by_one(self, block: bytes) -> Iterator[Event]:
         for number, line in enumerate(block.split(b"\n")[:-1], self.lines + 1):
@@ -137,6 +135,12 @@ class _Reading:
                 if len(self.faults) < FAULTS_TOLD:
                     self.faults.append((number, what_it_is(line, error)))
                 continue
-            if type(event) not in _MEASURED:
+            if not is_measured(type(event)):
                 self.events.append(line)
             yield event
+
+
+def _each_holds_one(text: Column, ends: Column) -> bool:
+    """Of as many objects as lines, whether none spans lines or shares its line with another."""
+    opened, closed = text[ends[:-1] + 1] == ord("{"), text[ends - 1] == ord("}")
+    return bool(opened.all() and closed.all())

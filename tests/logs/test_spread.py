@@ -1,0 +1,161 @@
+"""Pieces of a long record, read by other processes: the record as one process reads it."""
+
+import itertools
+import os
+import signal
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from records import lines, make_run
+
+from instar.data.workers import Workers
+from instar.logs.reading import cache, spread
+from instar.logs.reading.record import AXES, RunRecord, read
+from instar.logs.reading.scan import FAULTS_TOLD, scan
+from instar.logs.reading.spread import pieces
+from instar.record.events import RecordError, Train, encode
+from instar.record.rundir import RunDir
+
+
+@pytest.fixture
+def long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A record of 4 MB with rewinds, damaged lines and a torn end, read in about 20 pieces."""
+    monkeypatch.setattr(spread, "WORTH_BYTES", 1 << 20)
+    monkeypatch.setattr(spread, "PIECE_BYTES", 200_000)
+    monkeypatch.setattr(spread, "cores", lambda: 3)
+    run = make_run(tmp_path / "run", 9000, 4, rewinds=2)
+    parts = run.events.read_bytes().splitlines(keepends=True)
+    for place in range(1000, 10000, 900):
+        parts[place] = b"\0" * 50 + b"\n"
+    parts[5000] = b"x" * 500_000 + b"\n"
+    run.events.write_bytes(b"".join(parts) + b'{"v":1,"ki')
+    return run
+
+
+def alone(run: RunDir) -> RunRecord:
+    """As one process reads it that looks at one line after another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "content", lambda record, _: scan(record))
+        patch.setattr("instar.logs.reading.scan.decode_lines", not_at_once)
+        return read(run)
+
+
+def not_at_once(_: bytes) -> list[Any]:
+    raise msgspec.DecodeError
+
+
+def same(one: RunRecord, other: RunRecord) -> None:
+    assert one.metrics == other.metrics
+    assert one.events == other.events
+    assert one.faults == other.faults
+    assert one.end == other.end
+    for metric in one.metrics:
+        first, second = one.series(metric), other.series(metric)
+        assert np.array_equal(first.value.view("<i8"), second.value.view("<i8"))
+        for name in ("kept", "segment", *AXES):
+            assert np.array_equal(getattr(first, name), getattr(second, name))
+
+
+def test_processes_read_a_long_record_as_one_does(long: RunDir) -> None:
+    expected = alone(long)
+    assert len(expected.faults) == FAULTS_TOLD + 1
+    assert not expected.series("loss").kept.all()
+    same(read(long), expected)
+    assert cache.held_bytes(long.events, long.path / "cache") == expected.end
+    same(read(long), expected)
+
+
+def test_processes_go_on_behind_what_the_cache_holds(long: RunDir) -> None:
+    whole = long.events.read_bytes()
+    long.events.write_bytes(whole[: len(whole) // 3])
+    read(long)
+    with long.events.open("ab") as file:
+        file.write(whole[len(whole) // 3 :])
+    same(read(long), alone(long))
+    assert cache.held_bytes(long.events, long.path / "cache") > len(whole) - 1000
+
+
+def test_processes_read_a_long_record_whose_folder_cannot_be_written(long: RunDir) -> None:
+    (long.path / "cache").write_text("in the way")
+    same(read(long), alone(long))
+
+
+def test_without_its_helpers_a_process_reads_all_by_itself(
+    long: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost(Workers):
+        """Loses its first process when that has read something."""
+
+        def call(self, worker: int, method: str, *args: Any) -> Future[Any]:
+            answer = super().call(worker, method, *args)
+            if args[0] > 0 and worker == 0:
+                os.kill(self.processes[0], signal.SIGKILL)
+            return answer
+
+    monkeypatch.setattr(spread, "Workers", Lost)
+    same(read(long), alone(long))
+
+    def refused(*_: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    cache.discard(long.path / "cache")
+    monkeypatch.setattr(spread, "Workers", refused)
+    same(read(long), alone(long))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_record_that_is_replaced_meanwhile_is_read_anew(long: RunDir, cached: bool) -> None:
+    if not cached:
+        (long.path / "cache").write_text("in the way")
+    fresh = b"".join(lines(9000, 8))
+
+    class Replacing(Workers):
+        def call(self, worker: int, method: str, *args: Any) -> Future[Any]:
+            if args[0] > 1_500_000 and long.events.stat().st_size != len(fresh):
+                other = long.path / "other"
+                other.write_bytes(fresh)
+                other.replace(long.events)
+            return super().call(worker, method, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "Workers", Replacing)
+        found = read(long)
+    same(found, alone(long))
+    same(read(long), alone(long))
+
+
+def test_a_record_that_grows_meanwhile_is_read_to_a_line(long: RunDir) -> None:
+    class Growing(Workers):
+        def call(self, worker: int, method: str, *args: Any) -> Future[Any]:
+            with long.events.open("ab") as file:
+                file.write(b'"more"}\n' + encode(Train(step=args[0], loss=1.0), 1.0, 3))
+            return super().call(worker, method, *args)
+
+    before = long.events.stat().st_size
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "Workers", Growing)
+        found = read(long)
+    assert found.end == long.events.stat().st_size > before
+    same(found, alone(long))
+
+
+def test_pieces_begin_at_lines_and_end_where_the_record_did(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"ab\n" * 30 + b"x" * 50 + b"\n" + b"\n" * 9)
+    text = path.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "PIECE_BYTES", 7)
+        for size in range(20, len(text)):
+            *inner, last = spread._borders(path, 3, size)
+            assert last == size
+            assert all(3 < one < other for one, other in itertools.pairwise([*inner, last]))
+            assert all(text[place - 1 : place] == b"\n" for place in inner)
+
+
+def test_a_record_that_vanishes_is_said_to_be_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="No such file"):
+        list(pieces(tmp_path / "events.jsonl"))
