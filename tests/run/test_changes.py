@@ -25,6 +25,7 @@ from instar.record.events import (
     read_events,
 )
 from instar.run.optimizer import group_parameters
+from instar.run.preflight import Prepared
 from instar.run.snapshot import take_up
 from instar.run.state import optimizer_tensors
 from instar.run.trainer import Trainer
@@ -316,6 +317,24 @@ def make_grown(trainer: Make) -> Make:
         return trainer(*common, *overrides, **options)
 
     return made
+
+
+def test_the_optimizer_remembers_what_the_forecast_says(
+    trainer: Make, prepared: Callable[..., Prepared]
+) -> None:
+    freezes = schedule(
+        at(0, "freeze", "*_embedding.*"),
+        at(0, "freeze", "final_norm.*"),
+        at(3, "freeze", "blocks.0.*"),
+        at(6, "unfreeze", "final_norm.*"),
+    )
+    made = trainer(freezes)
+    made.train()
+    told = prepared(freezes).forecast.stages[-1].memory_bytes
+    remembered = optimizer_tensors(made.stepper.optimizers, made.stepper.parameters)
+    assert told["optimizer"] == sum(each.nbytes for each in remembered.values() if each.dim())
+    training = (each for each in made.stepper.parameters.values() if each.requires_grad)
+    assert told["gradients"] == sum(each.nbytes for each in training)
 
 
 def test_a_schedule_for_earlier_orchestrators_runs_as_it_stands(

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,31 @@ def test_memory_follows_the_settings() -> None:
     assert memory(precision="bf16")["activations"] < plain["activations"]
     frugal = memory(train=TrainConfig(gradient_checkpointing=True))
     assert frugal["activations"] < plain["activations"]
+
+
+def test_what_stands_still_has_no_gradient_and_what_never_trained_no_moments() -> None:
+    begin = {"when": {"at_step": 0}}
+    told = foretold(
+        schedule=[
+            {"name": "set_lora_rank", "value": {"target": "attn", "rank": 4}, **begin},
+            {"name": "freeze", "value": "*.weight", **begin},
+            {"name": "freeze", "value": "*.bias", **begin},
+            {"name": "unfreeze", "value": "blocks.0.*", "when": {"at_step": 50}},
+            {"name": "freeze", "value": "blocks.0.*", "when": {"at_step": 90}},
+        ]
+    )
+    last = told.stages[-1].architecture.parameters()
+    sizes = {name: 4 * math.prod(entry.shape) for name, entry in last.items()}
+    adapters = sum(size for name, size in sizes.items() if ".lora_" in name)
+    block = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
+    other = sum(
+        size for n, size in sizes.items() if ".lora_" in n and not n.startswith("blocks.0.")
+    )
+    tuned, more, less = (stage.memory_bytes for stage in told.stages[3:])
+    assert tuned["weights"] == more["weights"] == less["weights"] == sum(sizes.values())
+    assert (tuned["gradients"], tuned["optimizer"]) == (adapters, 2 * adapters)
+    assert (more["gradients"], more["optimizer"]) == (block + other, 2 * (block + other))
+    assert (less["gradients"], less["optimizer"]) == (other, 2 * (block + other))
 
 
 GROWN = [

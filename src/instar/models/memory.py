@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from instar.models.architecture import Architecture
 from instar.models.lora import is_adapter
-from instar.models.shape import count_parameters
+from instar.models.shape import Parameter, count_parameters
 
 _WIDE = 4
 """Bytes of a float32: weights, gradients, moments, the residual stream, normalised logits."""
@@ -19,6 +21,19 @@ a slow backward pass there (1.1 against 8.0 ms at 12 × 4 heads × 64 tokens, 80
 _CHUNKED_FROM_LOGITS = {"cpu": 2**20, "cuda": 2**28}
 _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 _CHUNK_ROWS = {"cpu": (128, 512), "cuda": (1024, 8192)}
+
+
+@dataclass(frozen=True)
+class Still:
+    """Parameters, by name, that do not train."""
+
+    now: frozenset[str] = frozenset()
+    """they have no gradient"""
+    ever: frozenset[str] = frozenset()
+    """of these the ones that never trained: the optimizer remembers nothing of them"""
+
+
+ALL_TRAIN = Still()
 
 
 def chunk_rows(tokens: int, vocab_size: int, device: str = "cpu") -> int | None:
@@ -39,8 +54,36 @@ def materialised(context: int, low_precision: bool, device: str) -> bool:
     return low_precision and device == "cpu" and context <= MATERIALISED_UP_TO
 
 
+def state_bytes(
+    parameters: Mapping[str, Parameter],
+    still: Still = ALL_TRAIN,
+    *,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    ema: bool = False,
+) -> dict[str, int]:
+    """Bytes by part of what a rank keeps for each parameter."""
+    sizes = {name: _WIDE * math.prod(entry.shape) for name, entry in parameters.items()}
+    one_moment = {
+        name
+        for name, entry in parameters.items()
+        if optimizer == "muon" and entry.kind == "matrix" and not is_adapter(name)
+    }
+    total = sum(sizes.values())
+    return {
+        "weights": total,
+        "gradients": sum(size for name, size in sizes.items() if name not in still.now),
+        "optimizer": sum(
+            size * (1 if name in one_moment else 2)
+            for name, size in sizes.items()
+            if name not in still.ever
+        ),
+        "ema": total if ema else 0,
+    }
+
+
 def memory_estimate(
     arch: Architecture,
+    still: Still = ALL_TRAIN,
     *,
     batch_size: int,
     context: int | None = None,
@@ -54,23 +97,15 @@ def memory_estimate(
 
     Their sum is the peak of the tensors alive, up to what allocators, kernels' workspaces and
     Python itself take. Dropout inside attention is left out, which on a CPU holds a matrix of
-    context × context for each head, and so is what an open mask holds.
+    context × context for each head, and so is what an open mask holds; activations are those of a
+    model all of which trains.
     """
     context = arch.context if context is None else context
     tokens = batch_size * context
     count = count_parameters(arch)
     low = _WIDE if precision == "fp32" else 2
-    in_matrices = sum(
-        math.prod(entry.shape)
-        for name, entry in arch.parameters().items()
-        if entry.kind == "matrix" and not is_adapter(name)
-    )
-    with_one_moment = in_matrices if optimizer == "muon" else 0
     return {
-        "weights": _WIDE * count.total,
-        "gradients": _WIDE * count.total,
-        "optimizer": _WIDE * (2 * count.total - with_one_moment),
-        "ema": _WIDE * count.total if ema else 0,
+        **state_bytes(arch.parameters(), still, optimizer=optimizer, ema=ema),
         "activations": _activations(
             arch,
             tokens,

@@ -59,7 +59,7 @@ class Ahead:
         try:
             recipe = following(trainer, micro)
         except Exception as error:  # what a user's own model says of being made without memory
-            logger.info("the next model is not compiled ahead: %s", error)
+            _give_up(error)
             return
         if recipe is not None:
             self.pending = in_background(partial(_compile, recipe), "instar-compiler")
@@ -72,7 +72,7 @@ class Ahead:
         try:
             logger.info("compiled the next model ahead, in %.1f s", pending.result())
         except Exception as error:  # it is compiled when it is needed, then
-            logger.info("the next model is not compiled ahead: %s", error)
+            _give_up(error)
 
 
 def following(trainer: Trainer, micro: MicroBatch) -> Recipe | None:
@@ -121,6 +121,11 @@ def next_shape(trainer: Trainer) -> State | None:
 def has_room(device: torch.device) -> bool:
     """Whether a second process may use the device."""
     return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > ROOM_BYTES
+
+
+def _give_up(error: Exception) -> None:
+    first, *_ = str(error).strip().splitlines() or [""]
+    logger.info("the next model is not compiled ahead: %s: %s", type(error).__name__, first)
 
 
 def _compile(recipe: Recipe) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,12 +16,13 @@ from instar.config.operation import Operation
 from instar.config.schema import RunConfig
 from instar.growth.operators import is_growth
 from instar.models.mask import mask_of
+from instar.models.memory import Still
 from instar.models.shape import Growable, ParameterCount, count_parameters
 from instar.schedule.checks import mistakes
 from instar.schedule.entries import Entry, entries, too_large
 from instar.schedule.operations import State, carried_out, fold, planned
 from instar.schedule.pace import Pace, Spot
-from instar.schedule.settings import Settings
+from instar.schedule.settings import Settings, is_frozen
 from instar.schedule.timeline import Leg, Timeline, timeline
 from instar.schedule.triggers import words
 from instar.tasks.blueprint import Blueprint
@@ -129,7 +131,15 @@ def forecast(config: RunConfig, blueprint: Blueprint, world_size: int) -> Foreca
     )
     return Forecast(
         stages=tuple(
-            _stage(config, blueprint, leg, _at(early, number), _at(late, number), world_size)
+            _stage(
+                config,
+                blueprint,
+                leg,
+                _at(early, number),
+                _at(late, number),
+                world_size,
+                _still(leg.state, [legs[n].state for n in range(number) if _lasts(late, n)]),
+            )
             for number, leg in enumerate(legs)
         ),
         world_size=world_size,
@@ -264,6 +274,7 @@ def _stage(
     early: int | None,
     late: int | None,
     world_size: int,
+    still: Still,
 ) -> Stage:
     settings, architecture = leg.state.settings, leg.state.architecture
     elastic = config.reproducible == "elastic"
@@ -288,10 +299,26 @@ def _stage(
             settings.context,
             batch_size,
             "cuda" if config.device.startswith("cuda") else "cpu",
+            still,
         ),
         batch_size=batch_size,
         steps_per_epoch=None if size is None else -(-size // settings.global_batch),
     )
+
+
+def _lasts(told: Timeline, number: int) -> bool:
+    """Whether a leg has steps, as far as is known."""
+    begins, ends = _at(told, number), _at(told, number + 1)
+    return begins is None or ends is None or begins < ends
+
+
+def _still(state: State, before: Sequence[State]) -> Still:
+    """What does not train now, and of that, what did not in the legs before, by its name."""
+    frozen = frozenset(
+        name for name in state.architecture.parameters() if is_frozen(state.settings.frozen, name)
+    )
+    ever = (name for name in frozen if all(is_frozen(s.settings.frozen, name) for s in before))
+    return Still(frozen, frozenset(ever))
 
 
 def described(operation: Operation) -> str:

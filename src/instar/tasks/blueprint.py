@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from instar.config.load import Loaded
 from instar.config.roots import ROOTS
 from instar.config.schema import RunConfig
+from instar.models.memory import ALL_TRAIN, Still
 from instar.models.shape import Growable
 
 if TYPE_CHECKING:
@@ -62,9 +63,18 @@ class Blueprint(Protocol):
         ...
 
     def memory(
-        self, architecture: Any, context: int, batch_size: int, device: str
+        self,
+        architecture: Any,
+        context: int,
+        batch_size: int,
+        device: str,
+        still: Still = ALL_TRAIN,
     ) -> dict[str, int]:
-        """Bytes by part at the top of a step, on one rank; empty where nobody knows."""
+        """Bytes by part at the top of a step, on one rank; empty where nobody knows.
+
+        Args:
+            still: what does not train.
+        """
         ...
 
     def style(self, architecture: Any) -> Sequence[tuple[str, Sequence[str]]]:

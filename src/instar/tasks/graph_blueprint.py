@@ -22,7 +22,8 @@ from instar.data.order import Int64Array
 from instar.data.samples import Samples, Weighed
 from instar.data.source import Source
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
-from instar.models.shape import ArchitectureError, count_parameters
+from instar.models.memory import ALL_TRAIN, Still, state_bytes
+from instar.models.shape import ArchitectureError
 from instar.tasks.blueprint import Say
 from instar.tasks.graph_survey import GraphSurvey, ragged, survey_graphs
 from instar.tasks.samples_blueprint import SamplesBlueprint
@@ -64,13 +65,21 @@ class GraphBlueprint(SamplesBlueprint):
         return round(of_graph / self.weight(context))
 
     def memory(
-        self, architecture: GraphShape, context: int, batch_size: int, device: str
+        self,
+        architecture: GraphShape,
+        context: int,
+        batch_size: int,
+        device: str,
+        still: Still = ALL_TRAIN,
     ) -> dict[str, int]:
         """Without what a step keeps for its backward pass, which hangs on the graphs."""
         del context, batch_size, device
-        size = 4 * count_parameters(architecture).total
-        ema = size if self.config.train.ema is not None else 0
-        return {"weights": size, "gradients": size, "optimizer": 2 * size, "ema": ema}
+        return state_bytes(
+            architecture.parameters(),
+            still,
+            optimizer=self.config.optimizer.name,
+            ema=self.config.train.ema is not None,
+        )
 
     def style(self, architecture: GraphShape) -> Sequence[tuple[str, Sequence[str]]]:
         arch, survey = architecture, self.survey

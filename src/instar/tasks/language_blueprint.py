@@ -17,7 +17,7 @@ from instar.data.dataset import DataSet
 from instar.data.source import windows_of
 from instar.data.tokenizer import TOKENIZER_FILE, named_tokenizer
 from instar.models.architecture import Architecture, flops_per_token, resolve
-from instar.models.memory import memory_estimate
+from instar.models.memory import ALL_TRAIN, Still, memory_estimate
 from instar.models.shape import ArchitectureError
 from instar.tasks.blueprint import Say
 
@@ -80,11 +80,17 @@ class LanguageBlueprint:
         return flops_per_token(architecture, context)
 
     def memory(
-        self, architecture: Architecture, context: int, batch_size: int, device: str
+        self,
+        architecture: Architecture,
+        context: int,
+        batch_size: int,
+        device: str,
+        still: Still = ALL_TRAIN,
     ) -> dict[str, int]:
         config = self.config
         return memory_estimate(
             architecture,
+            still,
             batch_size=batch_size,
             context=context,
             precision=config.precision,

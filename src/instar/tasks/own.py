@@ -26,6 +26,7 @@ from instar.data.division import SampleSet, divide_samples
 from instar.data.order import Order
 from instar.data.samples import Samples
 from instar.data.source import Source
+from instar.models.memory import ALL_TRAIN, Still, state_bytes
 from instar.models.shape import Growable, Parameter, count_parameters
 from instar.tasks.blueprint import Say
 from instar.tasks.samples_blueprint import SamplesBlueprint
@@ -143,12 +144,16 @@ class OwnBlueprint(SamplesBlueprint):
         return self.own.flops(architecture)
 
     def memory(
-        self, architecture: Any, context: int, batch_size: int, device: str
+        self,
+        architecture: Any,
+        context: int,
+        batch_size: int,
+        device: str,
+        still: Still = ALL_TRAIN,
     ) -> dict[str, int]:
         """Without what the model keeps for its backward pass, which nobody knows."""
         del context, batch_size, device
-        size = 4 * count_parameters(architecture).total
-        return {"weights": size, "gradients": size, "optimizer": 2 * size}
+        return state_bytes(architecture.parameters(), still)
 
     def style(self, architecture: Any) -> Sequence[tuple[str, Sequence[str]]]:
         sizes = architecture.sizes()
