@@ -5,9 +5,9 @@
 A trainer makes steps in this process and grows in between, through the same function as in a run:
 planning, applying the plan to parameters and moments, proving the label, and whatever must be made
 anew around the model. A first step after growth may be slower than the next ones; that counts too.
-A compiled model is grown alike, each time from an empty cache: left to itself, and with the next model
-compiled beside its steps. Then a model that grew under a mask, now folded away, takes turns with one
-that was born that size.
+Then a model that grew under a mask, now folded away, takes turns with one that was born that size.
+Last, compiled models grow, each time from an empty cache: left to itself, and with the next model
+compiled beside its steps.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ OPERATIONS = (
     Operation("add_heads", 2),
     Operation("widen_hidden", "x1.25"),
 )
-COMPILED = Operation("insert_layers", 1)
-LATER = "schedule=[{name: insert_layers, value: 1, when: {at_step: 1000000}}]"
+COMPILED = Operation("widen_mlp", "x1.25")
+LATER = "schedule=[{name: widen_mlp, value: x1.25, when: {at_step: 1000000}}]"
 MASKED = Operation("widen_mlp", "x1.25", {"mask": 1})
 FOLD = Operation("fold_masks")
 
@@ -62,8 +62,8 @@ def main() -> None:
     cases: list[Case] = []
     for plan in QUICK if chosen.quick else PLANS:
         cases += pauses(plan.size, chosen.quick)
-        cases += compiled(plan.size, chosen.quick)
         cases += folded(plan, chosen.quick)
+        cases += compiled(plan.size, chosen.quick)
     publish("operations", cases, chosen)
 
 
@@ -117,10 +117,10 @@ def compiled(size: Size, quick: bool) -> list[Case]:
         print(f"{size.name}, compiled: {repeat + 1} of {size.repeats}", file=sys.stderr)
     name = f"{size.name}, compiled"
     return [
-        case(f"{name}: pause of insert_layers, nothing compiled ahead", stalls[False], "s"),
-        case(f"{name}: pause of insert_layers, compiled ahead", stalls[True], "s"),
+        case(f"{name}: pause of {COMPILED.name}, nothing compiled ahead", stalls[False], "s"),
+        case(f"{name}: pause of {COMPILED.name}, compiled ahead", stalls[True], "s"),
         case(
-            f"{name}: pause of insert_layers, compiled ahead / not",
+            f"{name}: pause of {COMPILED.name}, compiled ahead / not",
             [with_it / without for without, with_it in zip(*stalls.values(), strict=True)],
             "ratio",
         ),
