@@ -14,11 +14,10 @@ from instar.data.reader import MicroBatch, StepBatch
 from instar.data.workers import Workers
 from instar.models.mask import mask_of
 from instar.run.background import in_background
-from instar.run.changes import FOLD
 from instar.run.precompile import Precompiled, Recipe, call_of, namesake
 from instar.run.step import DTYPES, to_device
 from instar.schedule.entries import next_entry, too_large
-from instar.schedule.operations import State, carried_out, planned
+from instar.schedule.operations import FOLD, State, carried_out, planned
 from instar.schedule.settings import is_frozen
 
 if TYPE_CHECKING:

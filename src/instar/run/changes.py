@@ -10,20 +10,17 @@ from instar.config.errors import ConfigError
 from instar.config.operation import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
-from instar.growth.operators import is_growth
 from instar.models.mask import mask_of
 from instar.run.alarm import GradientWatch
 from instar.run.reshape import Draft, draft, take_shape
 from instar.run.rig import freeze
 from instar.run.stop import fraction_used
 from instar.schedule.entries import Entry, due, last_step, next_entry, too_large
-from instar.schedule.operations import Change, State, carried_out, planned
+from instar.schedule.operations import FOLD, Change, State, carried_out, planned, when_due
 from instar.schedule.triggers import Moment
 
 if TYPE_CHECKING:
     from instar.run.trainer import Trainer
-
-FOLD = Operation("fold_masks")
 
 
 def change_if_due(trainer: Trainer) -> bool:
@@ -71,11 +68,8 @@ def check_ahead(trainer: Trainer) -> None:
     state, step = trainer.in_force, trainer.progress.step
     done = next_entry(trainer.entries, trainer.history)
     for entry in trainer.entries[done.number :] if done is not None else ():
-        mask = mask_of(state.architecture)
         try:
-            if mask is not None and is_growth(entry.operation.name):
-                state = carried_out(state, FOLD, mask.end)
-            state = carried_out(state, entry.operation, step)
+            state = carried_out(when_due(state, entry.operation), entry.operation, step)
         except ValueError as error:
             raise ConfigError.one(str(error), where=entry.place) from error
 

@@ -15,12 +15,11 @@ from instar.config.load import Loaded
 from instar.config.operation import Operation
 from instar.config.schema import RunConfig
 from instar.growth.operators import is_growth
-from instar.models.mask import mask_of
 from instar.models.memory import Still
 from instar.models.shape import Growable, ParameterCount, count_parameters
 from instar.schedule.checks import mistakes
 from instar.schedule.entries import Entry, entries, too_large
-from instar.schedule.operations import State, carried_out, fold, planned
+from instar.schedule.operations import State, carried_out, fold, planned, when_due
 from instar.schedule.pace import Pace, Spot
 from instar.schedule.settings import Settings, is_frozen
 from instar.schedule.timeline import Leg, Timeline, timeline
@@ -196,9 +195,7 @@ def _leg(before: State, entry: Entry, blueprint: Blueprint, world_size: int) -> 
 
 def _tried(state: State, entry: Entry) -> tuple[State, str]:
     """The state after an entry, and the label of what it does to the model."""
-    mask = mask_of(state.architecture)
-    if mask is not None and is_growth(entry.operation.name):
-        state = carried_out(state, Operation("fold_masks"), mask.end)
+    state = when_due(state, entry.operation)
     try:
         after, plan = planned(state, entry.operation, 0)
     except ValueError as error:

@@ -14,6 +14,7 @@ from instar.config.operation import Operation
 from instar.config.schema import RunConfig
 from instar.growth import operators as growth
 from instar.growth.plan import GrowthPlan
+from instar.models.mask import mask_of
 from instar.models.shape import Growable
 from instar.schedule.settings import THAWED, Settings, initial_settings, is_frozen
 
@@ -46,6 +47,9 @@ History = tuple[Change, ...]
 LARGEST = 10**12
 """of any number in the settings: beyond are typing errors, and the end of floating point"""
 
+FOLD = Operation("fold_masks")
+"""what a run does by itself where a mask is open"""
+
 Effect = Callable[[Settings, Any, int], Settings]
 
 
@@ -73,6 +77,14 @@ def carried_out(state: State, operation: Operation, step: int) -> State:
             as it is does not allow it; says what would be.
     """
     return planned(state, operation, step)[0]
+
+
+def when_due(state: State, operation: Operation) -> State:
+    """`state` as an operation will find it: growth waits until a mask is open and folded."""
+    mask = mask_of(state.architecture)
+    if mask is None or not growth.is_growth(operation.name):
+        return state
+    return carried_out(state, FOLD, mask.end)
 
 
 def planned(state: State, operation: Operation, step: int) -> tuple[State, GrowthPlan | None]:
