@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -308,3 +309,25 @@ def test_a_glance_at_what_is_no_record_says_so(content: bytes | None, tmp_path: 
     seen = glance(RunDir(tmp_path))
     assert (seen.step, seen.kind, seen.events) == (None, "", ())
     assert bool(seen.fault) == (content != b"")
+
+
+def test_one_metric_takes_its_own_columns_and_no_others(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read(run)
+    held = cache.load(run.events, cache_of(run))
+    assert held is not None
+    table = held.tables["train"]
+    assert len(table.axes) + len(table.metrics) > 10
+    opened: list[Path] = []
+    of_the_cache = cache._read
+
+    def counted(place: Path, file: Any, dtype: str) -> Any:
+        opened.append(place / file.name)
+        return of_the_cache(place, file, dtype)
+
+    monkeypatch.setattr(cache, "_read", counted)
+    assert "lr" in table.metrics
+    assert not opened
+    assert len(read(run).series("loss").value) > 5000
+    assert 1 <= len(opened) <= 4, opened

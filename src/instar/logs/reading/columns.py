@@ -158,6 +158,9 @@ class Lazy(Mapping[str, Any]):
             raise KeyError(name)
         return self._made[name] if name in self._made else self._make(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
