@@ -317,7 +317,24 @@ class Watch:
             telling = threading.Thread(target=self._tell, args=[verdict], daemon=True)
             telling.start()
             telling.join(1.0)
+            if self._served.rank == self._rank:
+                self._outlast_others(verdict)
             leave(RunFailed.exit_code)
+
+    def _outlast_others(self, verdict: Verdict) -> None:
+        """Serve the store until the others have left on the verdict: without it they would only
+        hear that this rank is gone."""
+        deadline = time.monotonic() + self._search_s
+        while any(self._may_listen(rank, verdict) for rank in self._others):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
+    def _may_listen(self, rank: int, verdict: Verdict) -> bool:
+        beat = self._seen[rank].beat
+        if beat is None or beat.ended is not None or rank in verdict.ranks:
+            return False
+        return beat.host != self._host or process_state(beat.pid) != GONE
 
     def _tell(self, verdict: Verdict) -> None:
         verdict = self._decide(verdict)
