@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,8 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from instar.config.language import LanguageConfig
 from instar.data.workers import Workers
+from instar.distributed.world import World
 from instar.models.mask import mask_of
+from instar.run import ahead
 from instar.run.ahead import next_shape
 from instar.run.precompile import Call, Precompiled, Recipe, call_of, namesake
 from instar.run.trainer import Trainer
@@ -72,7 +76,7 @@ def test_a_compiled_model_grows_like_an_eager_one_and_finds_its_graphs(
         "checkpoint.every_minutes=null",
     )
     trainer(*few, name="eager").train()
-    compiled = trainer(*few, "compile=true", name="compiled")
+    compiled = trainer(*few, "compile=true", "compile_ahead=true", name="compiled")
     compiled.step()
     looked_up()
     assert compiled.ahead.pending is not None
@@ -89,6 +93,19 @@ def test_nothing_is_compiled_of_what_nobody_will_run(trainer: Make) -> None:
             "train.until=[4it]", "checkpoint.every_minutes=null", grows, *more, name=name
         )
         assert not made.ahead.on
+
+
+def test_by_itself_only_an_idle_processor_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LanguageConfig.model_validate({"compile": True})
+    threads = torch.get_num_threads()
+    world = World(0, 0, 1, torch.device("cpu"), "none")
+    for idle in (False, True):
+        monkeypatch.setattr(ahead, "cores", lambda idle=idle: threads + idle)
+        assert ahead.is_wanted(config, world) == idle
+        assert not ahead.is_wanted(config, replace(world, rank=1, local_rank=1))
+        assert not ahead.is_wanted(config.model_copy(update={"compile": False}), world)
+        for said in (False, True):
+            assert ahead.is_wanted(config.model_copy(update={"compile_ahead": said}), world) == said
 
 
 def test_what_comes_next_is_the_first_growth_that_will_be_made(trainer: Make) -> None:

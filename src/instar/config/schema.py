@@ -323,10 +323,10 @@ class RunConfig(Section):
         "fp32", description="of the forward pass; weights stay fp32"
     )
     compile: bool = Field(False, description="torch.compile the model")
-    compile_ahead: bool = Field(
-        True,
+    compile_ahead: Literal["auto"] | bool = Field(
+        "auto",
         description="with compile: a process beside the run compiles the model that the schedule's "
-        "next growth leads to",
+        "next growth leads to; auto: where a processor is idle",
     )
     reproducible: Literal["fixed", "elastic"] = Field(
         "fixed",

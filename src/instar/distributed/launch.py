@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from instar.config.errors import ConfigError
+from instar.distributed.cores import cores
 from instar.distributed.failure import LAUNCHER_VARIABLE, NOTHING_STARTED, Interrupted, RunFailed
 from instar.distributed.placement import DEVICES_VARIABLE, Placement
 from instar.distributed.signals import StopSignal
@@ -168,10 +169,9 @@ def torchrun_line(
 
 def threads_per_rank(nproc: int) -> int:
     """Cores this process may use, divided among the ranks; at least 1."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = cores()
     # Two threads of one core share its arithmetic units.
-    cores = min(usable or 1, psutil.cpu_count(logical=False) or usable or 1)
-    return max(1, cores // nproc)
+    return max(1, min(usable, psutil.cpu_count(logical=False) or usable) // nproc)
 
 
 def _conclude(ended: Sequence[Ended], stop: StopSignal) -> tuple[int, str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 import instar
+from instar.distributed.cores import cores
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,7 @@ def machine(device: str = "cpu") -> dict[str, str | int | float | None]:
         "host": platform.node(),
         "platform": platform.platform(),
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cores": cores(),
         "cores_total": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import Future
 from functools import partial
@@ -10,8 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from instar.config.schema import RunConfig
 from instar.data.reader import MicroBatch, StepBatch
 from instar.data.workers import Workers
+from instar.distributed.cores import cores
+from instar.distributed.placement import placement
+from instar.distributed.world import World
 from instar.models.mask import mask_of
 from instar.run.background import in_background
 from instar.run.precompile import Precompiled, Recipe, call_of, namesake
@@ -115,6 +120,17 @@ def next_shape(trainer: Trainer) -> State | None:
             return after
         state = after
     return None
+
+
+def is_wanted(config: RunConfig, world: World) -> bool:
+    """Whether this rank compiles ahead: the first of a host, and by itself only where a processor is
+    idle, for else training loses what growth would have waited."""
+    if not config.compile or world.local_rank != 0:
+        return False
+    if config.compile_ahead != "auto":
+        return config.compile_ahead
+    threads = torch.get_num_threads() if world.device.type == "cpu" else 1
+    return cores() > threads * placement(os.environ, config.parallel).local_size
 
 
 def has_room(device: torch.device) -> bool:

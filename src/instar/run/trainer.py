@@ -18,7 +18,7 @@ from instar.data.reader import StepBatch
 from instar.distributed.agree import agree
 from instar.distributed.ranklog import RankLog
 from instar.distributed.world import RunFailed, World
-from instar.run.ahead import Ahead
+from instar.run.ahead import Ahead, is_wanted
 from instar.run.analyst import Analyst
 from instar.run.changes import change_if_due, loss_of_now
 from instar.run.course import Course, Supply
@@ -85,8 +85,7 @@ class Trainer:
         self.losses_kept = max((losses_needed(e.trigger) for e in self.entries), default=0) or 1
         self.skipped_in_a_row = 0
         self.analyst = Analyst(config.record.analyze_every if world.is_main else None)
-        compiles = config.compile and config.compile_ahead
-        self.ahead = Ahead(on=compiles and world.local_rank == 0)
+        self.ahead = Ahead(on=is_wanted(config, world))
         self.in_force = self.initial = State(initial_settings(config), task.architecture)
         self.task = task
         self.supply = Supply(config, world)

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from instar.config.errors import InstarError
+from instar.distributed.cores import cores
 from instar.logs.reading import cache
 from instar.logs.reading.record import RunRecord, read
-from instar.logs.reading.spread import cores
 from instar.record.rundir import RunDir
 
 _WORTH_BYTES = 1 << 26

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from instar.data.workers import WorkerLost, Workers
+from instar.distributed.cores import cores
 from instar.logs.reading.scan import Content, scan
 
 WORTH_BYTES = 1 << 28
@@ -59,13 +59,6 @@ def pieces(
         if more.end - last.end < AT_ONCE_BYTES:
             return
         last = more
-
-
-def cores() -> int:
-    """How many this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _spread(path: Path, after: Content, most: int) -> Iterator[Content]:
