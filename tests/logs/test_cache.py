@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from read_alike import same
 from records import lines, make_run, make_runs
 
 from instar.logs.reading import cache
 from instar.logs.reading.glance import glance
 from instar.logs.reading.many import read_many
-from instar.logs.reading.record import AXES, RunRecord, read
+from instar.logs.reading.record import RunRecord, read
 from instar.logs.reading.scan import scan
 from instar.record.events import Eval, RecordError, RunStarted, Stop, Train, encode
 from instar.record.recorder import Recorder
@@ -38,19 +39,6 @@ def written(path: Path, parts: tuple[bytes, ...]) -> RunDir:
 
 def cache_of(run: RunDir) -> Path:
     return run.path / "cache"
-
-
-def same(one: RunRecord, other: RunRecord) -> None:
-    assert one.metrics == other.metrics
-    assert one.events == other.events
-    assert one.faults == other.faults
-    assert one.end == other.end
-    for metric in one.metrics:
-        first, second = one.series(metric), other.series(metric)
-        for name in ("value", "kept", "segment", *AXES):
-            assert np.array_equal(
-                getattr(first, name), getattr(second, name), equal_nan=name == "value"
-            )
 
 
 def without_cache(run: RunDir, place: Path) -> RunRecord:

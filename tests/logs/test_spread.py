@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
+from read_alike import same
 from records import lines, make_run
 
 from instar.data.workers import Workers
 from instar.logs.reading import cache, spread
-from instar.logs.reading.record import AXES, RunRecord, read
+from instar.logs.reading.record import RunRecord, read
 from instar.logs.reading.scan import FAULTS_TOLD, scan
 from instar.logs.reading.spread import pieces
 from instar.record.events import RecordError, Train, encode
@@ -46,18 +46,6 @@ def alone(run: RunDir) -> RunRecord:
 
 def not_at_once(_: bytes) -> list[Any]:
     raise msgspec.DecodeError
-
-
-def same(one: RunRecord, other: RunRecord) -> None:
-    assert one.metrics == other.metrics
-    assert one.events == other.events
-    assert one.faults == other.faults
-    assert one.end == other.end
-    for metric in one.metrics:
-        first, second = one.series(metric), other.series(metric)
-        assert np.array_equal(first.value.view("<i8"), second.value.view("<i8"))
-        for name in ("kept", "segment", *AXES):
-            assert np.array_equal(getattr(first, name), getattr(second, name))
 
 
 def test_processes_read_a_long_record_as_one_does(long: RunDir) -> None:
