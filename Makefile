@@ -4,18 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+LOWEST := .venv-lowest
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser test test-gpu lint format bench torture docs clean
+.PHONY: help demo browser test test-gpu test-lowest lint format bench torture docs clean
 
 help:
 	@echo "make demo      train a small GPT on the Python standard library's source, then sample"
 	@echo "make test      all tests that need no GPU"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-lowest  what depends on torch's version, with the lowest one allowed (5 GB download)"
 	@echo "make lint      format, lint, types, import rules"
 	@echo "make bench     benchmarks; results in benchmarks/results"
-	@echo "make torture   long fault trials; results in benchmarks/results"
+	@echo "make torture   long fault trials, properties with all examples; results in benchmarks/results"
 	@echo "make docs      check that every snippet in README and docs runs"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -40,11 +42,23 @@ browser:
 	  || { echo "the tests of pages need Chromium: apt-get install chromium" >&2; exit 1; }
 
 test: $(STAMP) browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 tests --ignore tests/torture
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" tests/torture
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal tests --ignore tests/torture
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal tests/torture
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+
+# That version has no CPU build on PyPI, hence the size, and no place in `make test`.
+$(LOWEST)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LOWEST)
+	sed -n 's/.*"torch>=\([0-9.]*\),.*/torch==\1.*/p' pyproject.toml > $(LOWEST)/constraints.txt
+	grep -v '^torch==' constraints.txt >> $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable ".[dev]"
+	@touch $@
+
+test-lowest: $(LOWEST)/.installed
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -m "not gpu" tests/distributed/test_parallel.py \
+	  tests/distributed/test_all_reduce.py tests/run/test_trainer.py tests/run/test_many_ranks.py tests/run/test_module_state.py
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -62,9 +76,11 @@ bench: $(BENCH_STAMP)
 
 torture: $(STAMP)
 	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest tests/torture -s --timeout 7200
+	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest -m "hypothesis and not gpu" -n 2 \
+	  tests --ignore tests/torture --timeout 7200
 
 docs: $(STAMP) browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -29,8 +29,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
 
 from instar.config.load import load
-from instar.data.tokens import open_dataset
-from instar.distributed.ranklog import RankLog
+from instar.data.text.shards import open_dataset
+from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import join
 from instar.models.gpt import GPT
@@ -38,11 +38,10 @@ from instar.record.console import open_console
 from instar.record.events import Event, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run.build import build
-from instar.run.optimizer import group_parameters
-from instar.run.preflight import Prepared, preflight, prepare_data
-from instar.tasks.language import LanguageTask
-from instar.tasks.language_blueprint import LanguageBlueprint
+from instar.run.lifecycle.build import build
+from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
+from instar.run.loop.optimizer import group_parameters
+from instar.tasks.language import LanguageTask, LanguageTaskSpec
 
 
 class Pace:
@@ -144,7 +143,7 @@ class Work:
         return Windows(tokens, order.indices(0, 0, wanted), self.text.architecture.context)
 
     @property
-    def text(self) -> LanguageBlueprint:
+    def text(self) -> LanguageTaskSpec:
         return text_of(self.prepared)
 
     @property
@@ -152,11 +151,11 @@ class Work:
         return self.text.task(self.prepared.config)
 
 
-def text_of(prepared: Prepared) -> LanguageBlueprint:
+def text_of(prepared: Prepared) -> LanguageTaskSpec:
     """A run's text, all of which is there."""
-    blueprint = prepared.blueprint
-    assert isinstance(blueprint, LanguageBlueprint)
-    return blueprint
+    spec = prepared.spec
+    assert isinstance(spec, LanguageTaskSpec)
+    return spec
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -194,7 +193,7 @@ def instar(work: Work, pace: Pace) -> None:
         with Paced(Path(folder) / "events.jsonl") as sink:
             run_dir = RunDir(Path(folder))
             trainer = build(work.prepared, world, signal, sink, console, log, run_dir)
-            model = trainer.stepper.bare_model
+            model = trainer.parts.stepper.bare_model
             assert isinstance(model, GPT)
             pace.watch(model)
             with closing(trainer):

@@ -24,10 +24,11 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import Browser, Page
 
-from instar.logs.reading.record import read
+from instar.logs.read.record import read
+from instar.logs.read.sidecar import cache_folder
 from instar.record.events import Train
 from instar.record.recorder import Recorder
-from instar.record.rundir import RunDir
+from instar.record.rundir import RunDir, runs_in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from browser import Watched, chromium, watched
@@ -93,8 +94,9 @@ def painted(browser: Browser, runs: Path) -> Iterator[Case]:
         "latest run": ("", 1),
         f"{len(keys)} runs overlaid": (f"#runs={','.join(keys)}", len(keys)),
     }
-    for path in runs.glob("*/cache"):
-        shutil.rmtree(path)
+    for run in runs_in(runs):
+        if (kept := cache_folder(run)) is not None:
+            shutil.rmtree(kept, ignore_errors=True)
     for state in ("cold", "warm"):
         for name, (hash_, count) in views.items():
             found = []

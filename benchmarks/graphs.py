@@ -30,16 +30,16 @@ from torch_geometric.loader import DataLoader
 from instar.config.graph import GraphConfig
 from instar.config.load import load
 from instar.data.columns import Ragged
-from instar.distributed.ranklog import RankLog
+from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.build import build
-from instar.run.optimizer import group_parameters
-from instar.run.preflight import Prepared, preflight, prepare_data
-from instar.run.trainer import Trainer
+from instar.run.lifecycle.build import build
+from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
+from instar.run.loop.optimizer import group_parameters
+from instar.run.loop.trainer import Trainer
 from instar.tasks.graph import GraphTask
 from report import Case, case, options, parser, publish
 from scaling import Size, pace, ratios
@@ -145,7 +145,7 @@ def trainer(prepared: Prepared, folder: Path) -> Trainer:
 def bare_steps(prepared: Prepared, steps: int) -> Iterator[None]:
     """What a plain script does with the same network, on the graphs that Instar takes at each step."""
     config = prepared.config
-    task = prepared.blueprint.task(config)
+    task = prepared.spec.task(config)
     assert isinstance(task, GraphTask)
     assert isinstance(config, GraphConfig)
     source, order = task.train_samples()

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from instar.config.load import load
-from instar.data.prepare import prepare
-from instar.data.tokens import open_dataset
+from instar.data.text.prepare import prepare
+from instar.data.text.shards import open_dataset
 from instar.models.shape import count_parameters
 from report import case, options, publish
 from segments import Result, Segment, Workshop, place_of, study_parser
@@ -43,6 +43,7 @@ SOURCE = f"{sysconfig.get_path('purelib')}/[st][ory]*[hsy]/**/*.py"
 RECIPE = (
     "data.tokenizer=bpe",
     "data.test_fraction=0.0",
+    "precision=fp32",
     "learning_rate.shape=constant",
     "learning_rate.min_lr_ratio=0.0",
     "eval.eval_interval=1000000",

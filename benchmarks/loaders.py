@@ -24,15 +24,18 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from instar.data.allocator import keep_freed_memory
-from instar.data.blocks import BlockShuffled
-from instar.data.feed import Feed
-from instar.data.order import Order, Sequential, Shuffled
-from instar.data.reader import LocalReader
-from instar.data.shards import ShardWriter
+from instar.data.loader import LocalReader, Prefetcher
+from instar.data.order import BlockShuffled, Order, Sequential, Shuffled
 from instar.data.source import TokenWindows
-from instar.data.tokens import TokenizerRecord, open_dataset, publishing, write_record
-from instar.run.step import to_device
+from instar.data.text.shards import (
+    ShardWriter,
+    TokenizerRecord,
+    open_dataset,
+    write_record,
+)
+from instar.data.workers import keep_freed_memory
+from instar.record.atomic import atomic_dir
+from instar.run.loop.step import to_device
 
 VOCABULARY = 1 << 16
 TOKEN_BYTES = 16
@@ -70,7 +73,7 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
     import pyarrow
 
     drawn = np.random.default_rng(1).integers(VOCABULARY, size=tokens, dtype=np.uint16)
-    with publishing(folder / "shards") as aside:
+    with atomic_dir(folder / "shards") as aside:
         writer = ShardWriter(aside, "train", tokenizer="random", vocab_size=VOCABULARY)
         writer.append(drawn)
         write_record(
@@ -143,10 +146,10 @@ def in_blocks(n: int) -> Order:
     return BlockShuffled(n, seed=1, block=256, window=4096)
 
 
-def lone_feed(windows: TokenWindows, order: Order, *, prefetch: bool) -> Feed:
+def lone_feed(windows: TokenWindows, order: Order, *, prefetch: bool) -> Prefetcher:
     """As of a run on one rank."""
     keep_freed_memory()
-    return Feed(LocalReader(windows, order, 1, range(1), "rank 0"), prefetch)
+    return Prefetcher(LocalReader(windows, order, 1, range(1), "rank 0"), prefetch)
 
 
 def epochs_of(loader: Any, take: Callable[[Any], Pair]) -> Pairs:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from growth import RECIPE, SOURCE
 from instar.config.load import load
-from instar.data.prepare import prepare
-from instar.record.events import Eval, Operation, read_events
+from instar.data.text.prepare import prepare
+from instar.record.events import Eval, OperationEvent, read_events
 from report import Case, case, options, publish
 from segments import Segment, Workshop, place_of, study_parser
 from study import Shape
@@ -102,6 +102,7 @@ def settings(effort: Effort, work: Path) -> tuple[str, ...]:
     base = (
         *RECIPE,
         *effort.shape.settings(),
+        "precision=fp32",
         f"model.n_layer={effort.shape.layers}",
         f"data.source={SOURCE}",
         f"data.max_bytes={effort.data_bytes}",
@@ -143,7 +144,7 @@ def curve(run: Path, effort: Effort) -> dict[int, float]:
 def drift(run: Path) -> float:
     """How far the loss on the probe moved when the run grew."""
     every = read_events(run / "events.jsonl")
-    (event,) = (e for e in every if isinstance(e, Operation) and e.verb == "GROW")
+    (event,) = (e for e in every if isinstance(e, OperationEvent) and e.verb == "GROW")
     return abs(event.proof["delta_loss"])
 
 

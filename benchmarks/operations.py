@@ -6,8 +6,8 @@ A trainer makes steps in this process and grows in between, through the same fun
 planning, applying the plan to parameters and moments, proving the label, and whatever must be made
 anew around the model. A first step after growth may be slower than the next ones; that counts too.
 Then a model that grew under a mask, now folded away, takes turns with one that was born that size.
-Last, compiled models grow, each time from an empty cache: left to itself, and with the next model
-compiled beside its steps.
+Last, compiled models grow, each time from an empty cache: with nothing compiled beforehand, and with
+`compile_stages`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import sys
 import tempfile
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from instar.config.operation import Operation
-from instar.run.changes import carry_out
-from instar.run.trainer import Trainer
+from instar.config.sections import Operation
+from instar.run.changes import scheduled
+from instar.run.lifecycle.compile_stages import compile_stages
+from instar.run.loop.trainer import Trainer
 from pauses import Size, timed, trainer_of
 from report import Case, case, options, parser, publish
 from throughput import gpt
@@ -98,37 +100,32 @@ def stall(trainer: Trainer, operation: Operation, steps: int) -> float:
 
 
 def compiled(size: Size, quick: bool) -> list[Case]:
-    """Seconds for which a compiled model stands still to grow, and what compiling beside it costs."""
+    """Seconds for which a compiled model stands still to grow, and that compiling its stages takes."""
     stalls: dict[bool, list[float]] = {False: [], True: []}
-    beside, alone = list[float](), list[float]()
+    starts = list[float]()
     for repeat in range(size.repeats):
-        for ahead in (False, True):
+        for before in (False, True):
             torch.compiler.reset()
-            overrides = ("compile=true", f"compile_ahead={str(ahead).lower()}", LATER)
+            overrides = ("compile=true", f"compile_stages={str(before).lower()}", LATER)
             compiling = replace(size, overrides=(*size.overrides, *overrides))
             with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "inductor")
                 with closing(trainer_of(compiling, Path(folder), quick)) as trainer:
+                    seconds = timed(partial(compile_stages, trainer.state, trainer.parts))
+                    starts += [seconds] * before
                     timed(trainer.step)
-                    while trainer.ahead.pending is not None and not trainer.ahead.pending.done():
-                        beside.append(timed(trainer.step))
-                    alone += [timed(trainer.step) for _ in range(size.steps)]
-                    stalls[ahead].append(stall(trainer, COMPILED, size.steps))
+                    stalls[before].append(stall(trainer, COMPILED, size.steps))
         print(f"{size.name}, compiled: {repeat + 1} of {size.repeats}", file=sys.stderr)
     name = f"{size.name}, compiled"
     return [
-        case(f"{name}: pause of {COMPILED.name}, nothing compiled ahead", stalls[False], "s"),
-        case(f"{name}: pause of {COMPILED.name}, compiled ahead", stalls[True], "s"),
+        case(f"{name}: pause of {COMPILED.name}, nothing compiled before", stalls[False], "s"),
+        case(f"{name}: pause of {COMPILED.name}, compile_stages", stalls[True], "s"),
         case(
-            f"{name}: pause of {COMPILED.name}, compiled ahead / not",
+            f"{name}: pause of {COMPILED.name}, compile_stages / not",
             [with_it / without for without, with_it in zip(*stalls.values(), strict=True)],
             "ratio",
         ),
-        case(
-            f"{name}: step beside the compiler / alone",
-            [each / statistics.median(alone) for each in beside],
-            "ratio",
-        ),
+        case(f"{name}: compile_stages before the first step", starts, "s"),
     ]
 
 
@@ -142,7 +139,7 @@ def folded(plan: Plan, quick: bool) -> list[Case]:
         carry_out(grown, MASKED)
         timed(grown.step)
         carry_out(grown, FOLD)
-        wide = grown.in_force.architecture.n_mlp
+        wide = grown.state.in_force.architecture.n_mlp
         size = Size("born", (*plan.size.overrides, f"model.n_mlp={wide}"), plan.size.steps, 1)
         born = trainer_of(size, Path(folder), quick)
         stack.enter_context(closing(born))
@@ -156,6 +153,10 @@ def folded(plan: Plan, quick: bool) -> list[Case]:
             ratios.append(seconds[id(born)] / seconds[id(grown)])
     name = f"{plan.size.name}: tokens/s with the mask folded away / born that size"
     return [case(name, ratios, "ratio", least=0.99)]
+
+
+def carry_out(trainer: Trainer, operation: Operation) -> None:
+    trainer.state = scheduled.carry_out(trainer.state, trainer.parts, operation)
 
 
 def turn(trainer: Trainer, steps: int) -> float:

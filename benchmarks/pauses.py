@@ -22,18 +22,18 @@ from pathlib import Path
 
 import torch
 
+from instar.checkpoint.listing import checkpoints
 from instar.checkpoint.manifest import read_manifest, verify
-from instar.checkpoint.store import checkpoints
 from instar.config.load import load
-from instar.distributed.ranklog import RankLog
+from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.build import build
-from instar.run.preflight import preflight, prepare_data
-from instar.run.trainer import Trainer
+from instar.run.lifecycle.build import build
+from instar.run.lifecycle.preflight import preflight, prepare_data
+from instar.run.loop.trainer import Trainer
 from report import Case, case, options, parser, publish
 from throughput import gpt
 
@@ -80,7 +80,7 @@ def measure(size: Size, folder: Path, quick: bool) -> list[Case]:
             stall_s.append(background(trainer, statistics.median(alone)))
             trainer.step()
             sync_s.append(timed(lambda: trainer.save("waited for", wait=True)))
-            path = checkpoints(trainer.saver.root)[-1]
+            path = checkpoints(trainer.parts.saver.root)[-1]
             files = {file: file.stat().st_size for file in path.rglob("*.safetensors")}
             raw_s.append(raw_write(folder, sum(files.values())))
             seconds = timed(lambda path=path: verify(path, read_manifest(path)))
@@ -136,9 +136,9 @@ def trainer_of(size: Size, folder: Path, quick: bool) -> Trainer:
 def background(trainer: Trainer, step_s: float) -> float:
     """Seconds that a background save costs: its call, and what it takes from the steps beside it."""
     lost = timed(lambda: trainer.save("in the background"))
-    while trainer.saver.pending is not None and not trainer.saver.pending.done():
+    while trainer.parts.saver.pending is not None and not trainer.parts.saver.pending.done():
         lost += timed(trainer.step) - step_s
-    trainer.saver.finish()
+    trainer.parts.saver.finish()
     return max(0.0, lost)
 
 

@@ -32,8 +32,8 @@ import datasets
 import numpy as np
 
 from instar.config.load import load
-from instar.data.corpus import STDLIB, open_corpus
-from instar.data.prepare import prepare
+from instar.data.text.corpus import STDLIB, open_corpus
+from instar.data.text.prepare import prepare
 from instar.record.events import Train, read_events
 from report import Case, case, options, parser, publish
 
@@ -84,7 +84,7 @@ STRATEGIES = (
     Strategy("dispatched stream", (STREAM, DISPATCHED), least_of_first=0.95, data="stream"),
 )
 
-ONE_M = ("model.n_layer=5", "model.n_head=4", "model.n_embd=128")
+ONE_M = ("precision=fp32", "model.n_layer=5", "model.n_head=4", "model.n_embd=128")
 SIZES = (Size("1 M, 32×128 tokens", ONE_M, batch=32, context=128, warmup=10, steps=30, repeats=5),)
 QUICK = Size(
     "tiny, 4×32 tokens",

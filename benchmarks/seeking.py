@@ -17,7 +17,7 @@ from typing import Any
 
 from instar.data.order import OrderKind, make_order
 from instar.data.source import TokenWindows
-from instar.data.tokens import open_dataset
+from instar.data.text.shards import open_dataset
 from loaders import Asked, GrainWindows, Windows, hf_rows, lone_feed
 
 Seek = Callable[[Asked], Callable[[], object]]

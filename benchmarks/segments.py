@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from instar.checkpoint.store import newest_whole
+from instar.checkpoint.listing import latest_intact
 from instar.cli.main import main
 from report import parser
 
@@ -76,7 +76,9 @@ class Workshop:
         )
         # segments share the machine by being several, not by having threads
         os.environ["OMP_NUM_THREADS"] = "1"
-        _FORKS.set_forkserver_preload(["instar.run.rank", "instar.run.grow"])
+        _FORKS.set_forkserver_preload(
+            ["instar.run.lifecycle.worker", "instar.run.lifecycle.offline"]
+        )
 
     def results(self, segments: Sequence[Segment]) -> dict[str, Result]:
         """What every segment, and those that it goes on from, came to, by name.
@@ -147,7 +149,7 @@ class Workshop:
             else:
                 shutil.copytree(parent, run, ignore=shutil.ignore_patterns("events.jsonl"))
             _instar(log, "resume", str(run), *until, *_sets(segment.settings))
-        checkpoint, _ = newest_whole(run)
+        checkpoint, _ = latest_intact(run)
         said, progress = checkpoint.manifest, checkpoint.manifest.progress
         if said.loss is None or said.step != segment.until:
             sys.exit(f"{segment.name}: ended at step {said.step:,} without an evaluation")

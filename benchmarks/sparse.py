@@ -13,12 +13,17 @@ import json
 import sys
 from pathlib import Path
 
-from instar.data.feed import Feed
+from instar.data.loader import LocalReader, Prefetcher
 from instar.data.order import make_order
-from instar.data.reader import LocalReader
-from instar.data.shards import SHARD_FORMAT, Shard
 from instar.data.source import TokenWindows
-from instar.data.tokens import TokenizerRecord, open_dataset, publishing, write_record
+from instar.data.text.shards import (
+    SHARD_FORMAT,
+    Shard,
+    TokenizerRecord,
+    open_dataset,
+    write_record,
+)
+from instar.record.atomic import atomic_dir
 
 VOCABULARY = 1 << 16
 LOOK_EVERY = 20
@@ -39,7 +44,7 @@ def make_sparse(folder: Path, tokens: int) -> None:
     tensor = {"dtype": "U16", "shape": [tokens], "data_offsets": [0, size]}
     header = json.dumps({"__metadata__": metadata, "tokens": tensor}).encode()
     header += b" " * (-len(header) % 8)
-    with publishing(folder) as aside:
+    with atomic_dir(folder) as aside:
         with (aside / shard.file).open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             file.truncate(8 + len(header) + size)
@@ -57,7 +62,7 @@ def growth(folder: Path, batches: int, batch: int, context: int) -> dict[str, fl
     windows = TokenWindows(open_dataset(folder).split("train"), context)
     order = make_order("shuffled", len(windows), seed=1)
     before = most = resident()
-    with Feed(LocalReader(windows, order, 1, range(1), "rank 0")) as feed:
+    with Prefetcher(LocalReader(windows, order, 1, range(1), "rank 0")) as feed:
         for step in range(batches):
             feed.take(step * batch, batch, batch)
             if step % LOOK_EVERY == LOOK_EVERY - 1:

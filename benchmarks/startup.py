@@ -3,7 +3,7 @@
     python benchmarks/startup.py [--quick]
 
 A tiny run's first step is timed from the start of its process, and so is that of `bare.py`, which
-imports torch, reads the same tokens and makes the same step with the same model. Peak memory is that
+imports torch, reads the same tokens and makes the same step with the same model. PeakFlops memory is that
 of whole processes at 10 M parameters: `instar train`, with its evaluation and its checkpoint, and
 `bare.py`, which has neither.
 """
@@ -22,13 +22,14 @@ from pathlib import Path
 
 from contenders import text_of
 from instar.config.load import load
-from instar.data.prepare import prepare
+from instar.data.text.prepare import prepare
 from instar.record.events import Train, read_events
-from instar.run.preflight import preflight
+from instar.run.lifecycle.preflight import preflight
 from report import Case, case, options, parser, publish
 
 TINY = (
     "device=cpu",
+    "precision=fp32",
     "model.n_layer=2",
     "model.n_head=2",
     "model.n_embd=64",
@@ -39,6 +40,7 @@ TINY = (
 )
 TEN_M = (
     "device=cpu",
+    "precision=fp32",
     "model.n_layer=6",
     "model.n_head=6",
     "model.n_embd=384",
@@ -163,7 +165,7 @@ def bare_loop(overrides: Sequence[str], steps: int) -> list[str]:
     """`bare.py` with the same model, tokens and batch."""
     prepared = preflight(load(None, overrides), 1)
     shard = text_of(prepared).folder / "train-00000.safetensors"
-    shape = json.dumps(prepared.blueprint.architecture.to_dict())
+    shape = json.dumps(prepared.spec.architecture.to_dict())
     script = Path(__file__).with_name("bare.py")
     batch = prepared.config.train.batch_size
     return [sys.executable, *map(str, (script, shard, shape, batch, steps))]

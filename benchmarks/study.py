@@ -64,6 +64,7 @@ class Shape:
             "model.positions=rope",
             "model.bias=false",
             f"model.n_head={self.heads}",
+            "precision=fp32",
             f"model.n_embd={self.width}",
             f"model.context={self.context}",
             f"data.vocab_size={self.vocabulary}",

@@ -27,11 +27,11 @@ from typing import IO, Any
 import torch
 
 from instar.config.load import load
-from instar.data.prepare import prepare
+from instar.data.text.prepare import prepare
 from instar.models.architecture import flops_per_token
 from instar.models.shape import count_parameters
 from instar.record.system import measure_peak_flops
-from instar.run.preflight import preflight
+from instar.run.lifecycle.preflight import preflight
 from report import Case, case, options, parser, publish
 
 NAMES = {
@@ -71,8 +71,22 @@ def gpt(layers: int, heads: int, width: int, context: int, batch: int) -> tuple[
 
 
 CPU = (
-    Size("1 M", ("device=cpu", *gpt(5, 4, 128, 128, 16)), warmup=10, round=10, rounds=3, heats=5),
-    Size("10 M", ("device=cpu", *gpt(6, 6, 384, 256, 8)), warmup=10, round=10, rounds=2, heats=3),
+    Size(
+        "1 M",
+        ("device=cpu", "precision=fp32", *gpt(5, 4, 128, 128, 16)),
+        warmup=10,
+        round=10,
+        rounds=3,
+        heats=5,
+    ),
+    Size(
+        "10 M",
+        ("device=cpu", "precision=fp32", *gpt(6, 6, 384, 256, 8)),
+        warmup=10,
+        round=10,
+        rounds=2,
+        heats=3,
+    ),
 )
 GPU = Size(
     "124 M",
@@ -84,7 +98,7 @@ GPU = Size(
 )
 QUICK = Size(
     "tiny",
-    ("device=cpu", "record.log_interval=2", *gpt(1, 2, 32, 32, 4)),
+    ("device=cpu", "precision=fp32", "record.log_interval=2", *gpt(1, 2, 32, 32, 4)),
     warmup=2,
     round=2,
     rounds=2,
@@ -143,7 +157,7 @@ def measure(
 ) -> list[Case]:
     """Speeds, Instar's ratio to each of the others, and its share of the peak."""
     prepared = preflight(load(None, overrides), 1)
-    arch, config = prepared.blueprint.architecture, prepared.config
+    arch, config = prepared.spec.architecture, prepared.config
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     seconds: dict[str, list[float]] = {name: [] for name in names}
     peak = 0.0

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instar.config.load import load
-from instar.data.prepare import prepare
+from instar.data.text.prepare import prepare
 from instar.models.shape import count_parameters
 from instar.record.events import Eval, read_events
-from instar.run.preflight import preflight
+from instar.run.lifecycle.preflight import preflight
 from report import Case, case, options, parser, publish
 from throughput import NEEDS, present
 
@@ -114,7 +114,7 @@ def text_for(folder: Path, size: int) -> tuple[str, ...]:
 def parameters(name: str, data: Sequence[str]) -> int:
     preset = name.removeprefix("instar-")
     loaded = load(None, (f"preset={preset}", *SHAPE, *data))
-    return count_parameters(preflight(loaded, 1).blueprint.architecture).total
+    return count_parameters(preflight(loaded, 1).spec.architecture).total
 
 
 def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path) -> Reached:

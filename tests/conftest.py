@@ -1,7 +1,108 @@
 """What all tests have in common."""
 
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import figures
+import forks as forking
+import pytest
 from hypothesis import settings
 
 # how long an example takes is the machine's business
 settings.register_profile("instar", deadline=None)
 settings.load_profile("instar")
+MOST_EXAMPLES = figures.times(30, sys.maxsize)
+"""of a property in `make test`; `make torture` tries as many as each property names"""
+
+# precision: auto is fp32 then, and curves do not depend on whether a processor has bf16 units
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
+
+# nohup and background jobs have these ignored, which processes that tests start would inherit, and honour
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+CACHES = tempfile.mkdtemp(prefix="instar-tests-")
+# read when `datasets` is imported, which may be while tests are collected
+os.environ["HF_HOME"] = f"{CACHES}/huggingface"
+os.environ["INSTAR_CACHE_DIR"] = f"{CACHES}/instar"
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(CACHES, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if not isinstance(item, pytest.Function) or hasattr(item.module, "figures"):
+            continue  # the latter names both numbers itself
+        test = item.obj
+        # decorators have made the settings, and Hypothesis has no other way to change them later
+        name = "_hypothesis_internal_use_settings"
+        asked = getattr(test, name, None)
+        if asked is not None and asked.max_examples > MOST_EXAMPLES:
+            setattr(test, name, settings(asked, max_examples=MOST_EXAMPLES))
+
+
+@pytest.fixture(scope="session")
+def forks() -> forking.Forks:
+    """One process that has imported everything and forks those that tests start."""
+    return forking.forks()
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_process_as_it_was() -> Iterator[None]:
+    """No test depends on which others have run before it in this process: what training sets for
+    the whole of its own process is set back."""
+    environment, folder, restore_torch = dict(os.environ), Path.cwd(), _torch_as_it_is()
+    levels = {name: (found.level, found.handlers[:]) for name, found in _loggers()}
+    yield
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    os.chdir(folder)
+    for name, found in _loggers():
+        level, handlers = levels.get(name, (logging.NOTSET, []))
+        if found.level != level:
+            found.setLevel(level)
+        if found.handlers != handlers:
+            found.handlers[:] = handlers
+    restore_torch()
+
+
+def _loggers() -> list[tuple[str, logging.Logger]]:
+    return [
+        (name, found)
+        for name, found in logging.root.manager.loggerDict.items()
+        if isinstance(found, logging.Logger) and name.partition(".")[0] == "instar"
+    ]
+
+
+def _torch_as_it_is() -> Callable[[], None]:
+    """Gives back what is set in torch for the whole process, where it is imported by now."""
+    if "torch" not in sys.modules:
+        return lambda: None
+    import torch
+
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    matmul, gradients = torch.get_float32_matmul_precision(), torch.is_grad_enabled()
+
+    def restore() -> None:
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if torch.get_float32_matmul_precision() != matmul:
+            torch.set_float32_matmul_precision(matmul)
+        torch.set_grad_enabled(gradients)
+
+    return restore

@@ -1,6 +1,6 @@
-"""Training from a script of one's own: `train` is what one rank does, `launch` starts ranks.
+"""Training from a Python script: `train` is the work of one rank, `launch` starts ranks.
 
-Importing this costs nothing; torch is imported by the first call.
+Importing this module is cheap; torch is imported by the first call.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.config.errors import ConfigError
-from instar.distributed.failure import Interrupted, RunFailed
+from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
 from instar.distributed.placement import LAUNCH_VARIABLE, placement, share_cores
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
-    from instar.run.resume import Resume
+    from instar.run.lifecycle.resume import Resume
 
 
 def train(
@@ -27,37 +27,38 @@ def train(
     world_size: int | None = None,
     port: int | None = None,
 ) -> Path:
-    """Train as one rank, to the end; returns the run's folder.
+    """Train as one rank until the run ends, and return the run's folder. Call from the main thread.
 
-    Without a rank, this process is what torchrun's or SLURM's variables say, or the only one. With
-    one it is that of `world_size` ranks on this machine, as in a function that
-    `torch.multiprocessing.spawn` runs; all give the same `port`, or the config or MASTER_PORT names it.
+    Without `rank`, torchrun's or SLURM's environment variables give the rank, or it is the only
+    one. With `rank`, it is one of `world_size` ranks on this machine, as in a function run by
+    `torch.multiprocessing.spawn`; all pass the same `port`, or the config or MASTER_PORT gives it.
 
     Args:
         config: path of a config file; None: the default config.
-        overrides: texts such as "train.until=100it", as after `--set`.
+        overrides: strings such as "train.until=100it", as after `--set`.
 
     Raises:
         ConfigError: the run cannot start.
-        RunFailed: it started and cannot go on; names the rank to blame, its step and the cause.
-        Interrupted: SIGINT or SIGTERM asked it to stop, and all ranks did, at the same step.
-
-    Call from the main thread.
+        RunFailed: the run failed; names the rank at fault, its step and the cause.
+        Interrupted: all ranks stopped at the same step after a stop signal (SIGINT, SIGTERM,
+            SIGHUP, …); its subclass StoppedUnsaved if there is nothing to resume.
     """
     from instar.distributed.launch import environment
-    from instar.distributed.ranklog import RankLog
+    from instar.distributed.rank_log import RankLog
     from instar.distributed.signals import StopSignal
 
     share_cores(os.environ)
     with environment(_variables(rank, world_size, port)), StopSignal() as signal:
-        from instar.run.rank import run
+        from instar.run.lifecycle.build import as_before
+        from instar.run.lifecycle.worker import run
         from instar.schedule.checks import load_checked
 
-        if rank is not None:
-            _share_threads()
-        loaded = load_checked(None if config is None else os.fspath(config), overrides)
-        with RankLog(placement(os.environ).rank) as log:
-            run(loaded, log, signal)
+        with as_before():
+            if rank is not None:
+                _share_threads()
+            loaded = load_checked(None if config is None else os.fspath(config), overrides)
+            with RankLog(placement(os.environ).rank) as log:
+                run(loaded, log, signal)
     assert log.path is not None
     return log.path.parents[1]
 
@@ -70,24 +71,24 @@ def launch(
     devices: Sequence[int] | None = None,
     max_restarts: int = 0,
 ) -> Path:
-    """Start ranks on this machine as `instar train --nproc` does, and wait; returns the run's folder.
+    """Start ranks on this machine, as `instar train --nproc` does, wait for them, and return the
+    run's folder. Call from the main thread.
 
     Args:
         config: path of a config file; None: the default config.
-        overrides: texts such as "train.until=100it", as after `--set`.
-        world_size: ranks; default: as many as devices, or as the config says, or one.
-        devices: GPUs of the ranks by index; default: as the config says.
-        max_restarts: how often all ranks are started again, from the last checkpoint, if one fails.
+        overrides: strings such as "train.until=100it", as after `--set`.
+        world_size: number of ranks; default: the number of devices, else from the config, else 1.
+        devices: GPU indices of the ranks; default: from the config.
+        max_restarts: how many times all ranks are restarted from the last checkpoint after a failure.
 
     Raises:
         ConfigError: the run cannot start.
         RunFailed: a rank failed; names it, its step and the cause, with the last lines of its log.
-        Interrupted: Ctrl-C or SIGTERM asked it to stop, and all ranks did, at the same step.
-
-    Call from the main thread.
+        Interrupted: all ranks stopped at the same step after a stop signal (SIGINT, SIGTERM,
+            SIGHUP, …); its subclass StoppedUnsaved if there is nothing to resume.
     """
     from instar.distributed.launch import run_ranks, say
-    from instar.distributed.start import start_of
+    from instar.distributed.placement import resolve_ranks
     from instar.schedule.checks import load_checked
 
     path = [] if config is None else [os.fspath(config)]
@@ -99,7 +100,7 @@ def launch(
             where="environment",
             hint="call instar.api.train in each",
         )
-    start = start_of(loaded.config.parallel, place, world_size, devices)
+    start = resolve_ranks(loaded.config.parallel, place, world_size, devices)
     make_ready(loaded, start.ranks, None, say)
     parallel = loaded.config.parallel
     ended = run_ranks(
@@ -110,12 +111,16 @@ def launch(
         host=parallel.master_address,
         port=parallel.master_port,
         max_restarts=max_restarts,
+        resumable=loaded.config.resume == "auto",
+        config=loaded.packed(),
     )
     run_dir = ended.log.parents[1] if ended.log else None
     if ended.code == Interrupted.exit_code:
         raise Interrupted(ended.text or f"go on with: instar resume {run_dir}")
+    if ended.code == StoppedUnsaved.exit_code:
+        raise StoppedUnsaved(ended.text or NOTHING_STARTED)
     if ended.code == ConfigError.exit_code:
-        raise ConfigError.one("the ranks refused to start", hint="rank 0 has said why")
+        raise ConfigError.one("the ranks could not start", hint="see the output of rank 0")
     if ended.code or run_dir is None:
         raise RunFailed(ended.text)
     return run_dir
@@ -124,27 +129,27 @@ def launch(
 def make_ready(
     loaded: Loaded, ranks: int, resume: Resume | None, say: Callable[[str], None]
 ) -> None:
-    """Prepare the data, and find all mistakes before any rank is started; raises what they are."""
-    from instar.run.preflight import preflight, prepare_data
-    from instar.run.resume import automatic, choose, overridden
+    """Prepare the data and raise all errors that can be found before any rank is started."""
+    from instar.run.lifecycle.preflight import check_memory, preflight, prepare_data
+    from instar.run.lifecycle.resume import automatic, choose, continuation
 
-    prepare_data(loaded, ranks, say)
     going_on = resume or automatic(loaded.config)
-    prepared = preflight(loaded, ranks, new=going_on is None)
     if going_on is not None:
-        overridden(going_on, prepared.config)
-        if ranks > 1:
-            choose(going_on)
+        checkpoint, _ = choose(going_on, check=ranks > 1)
+        loaded = continuation(going_on, loaded, checkpoint).loaded
+    prepare_data(loaded, ranks, say)
+    prepared = preflight(loaded, ranks, new=going_on is None)
+    check_memory(loaded, prepared.forecast, loaded.config.device)
 
 
 def _variables(rank: int | None, world_size: int | None, port: int | None) -> dict[str, str]:
-    """What torchrun would have set for this rank."""
+    """Return the environment variables that torchrun would set for this rank."""
     if rank is None:
         if world_size is not None or port is not None:
             raise ConfigError.one(
-                "world_size and port are for a rank that says which it is",
+                "world_size and port need rank",
                 where="instar.api.train",
-                hint="give rank, or call instar.api.launch to start ranks",
+                hint="pass rank, or call instar.api.launch to start ranks",
             )
         return {}
     if world_size is None or not 0 <= rank < world_size:
@@ -165,12 +170,12 @@ def _variables(rank: int | None, world_size: int | None, port: int | None) -> di
         return {}
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     here |= {"LOCAL_WORLD_SIZE": world_size} | ({"MASTER_PORT": port} if port else {})
-    # Ranks that one process has started are of one launch.
+    # Ranks started by the same process belong to one launch.
     return {LAUNCH_VARIABLE: f"of-{os.getppid()}", **{k: str(v) for k, v in here.items()}}
 
 
 def _share_threads() -> None:
-    """The cores of this machine are divided among its ranks, if nobody has said how."""
+    """Divide the cores of this machine among its ranks, unless OMP_NUM_THREADS is set."""
     import torch
 
     from instar.distributed.launch import threads_per_rank

@@ -1,13 +1,7 @@
-"""What a task of your own is made of: `from instar.own import …`. See docs/own-task.md."""
+"""The former name of `instar.custom`, for scripts that import `OwnTask` from here."""
 
-from pydantic import Field
-
-from instar.config.samples import SamplesConfig
-from instar.config.section import Section
-from instar.data.columns import Ragged
-from instar.models.shape import Shape, Table
-from instar.tasks.own import OwnTask
-from instar.tasks.task import Batch
+from instar.custom import Batch, Field, Ragged, SamplesConfig, Section, Shape, Table
+from instar.custom import CustomTask as OwnTask
 
 __all__ = [
     "Batch",

@@ -7,11 +7,13 @@ import re
 import sys
 
 from instar.cli.main import main
-from instar.distributed.signals import follow_launcher, leave
+from instar.distributed.signals import exit_now, exit_with_parent, ignore_stop_signals
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
-"""What `python -m torch.distributed.launch` tells each rank, which is in LOCAL_RANK as well."""
+"""the argument that `python -m torch.distributed.launch` passes beside LOCAL_RANK"""
 
 if __name__ == "__main__":
-    follow_launcher(os.environ)
-    leave(main(["train", *(word for word in sys.argv[1:] if not _LOCAL_RANK.fullmatch(word))]))
+    exit_with_parent(os.environ)
+    code = main(["train", *(word for word in sys.argv[1:] if not _LOCAL_RANK.fullmatch(word))])
+    ignore_stop_signals()
+    exit_now(code)

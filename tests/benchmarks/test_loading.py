@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from instar.data.order import Shuffled
-from instar.data.tokens import open_dataset
+from instar.data.text.shards import open_dataset
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TOKENS, CONTEXT, BATCH = 5_000, 16, 4

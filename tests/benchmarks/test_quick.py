@@ -44,6 +44,7 @@ def result_of(name: str, folder: Path) -> dict[str, Any]:
         ("moments", "loss moved by growing, the most"),
     ],
 )
+@pytest.mark.timeout(600)  # the operations compile several shapes
 def test_a_smoke_run_leaves_whole_results(name: str, barred: str, tmp_path: Path) -> None:
     result = result_of(name, tmp_path)
     assert result.keys() == {"name", "machine", "versions", "cases"}

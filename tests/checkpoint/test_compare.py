@@ -1,15 +1,23 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from instar.checkpoint.compare import check, compare_tensors
-from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import publish
+from instar.checkpoint.inspect import check, compare_tensors
+from instar.checkpoint.manifest import (
+    CheckpointError,
+    FileEntry,
+    encode_manifest,
+    read_manifest,
+)
+from instar.checkpoint.store import load, publish
 
 
 def save(root: Path, tensors: dict[str, Tensor], **components: dict[str, Tensor]) -> Path:
@@ -40,7 +48,7 @@ def test_every_broken_file_is_named_not_only_the_first(whole: Path) -> None:
     found = check(whole).broken
     assert len(found) == 3
     for name, wrong in [
-        ("model.safetensors", "its checksum is another"),
+        ("model.safetensors", "its checksum does not match"),
         ("optimizer.safetensors", "missing"),
         ("state.json", "0 bytes, but"),
     ]:
@@ -59,7 +67,7 @@ def test_a_broken_manifest_is_the_one_fault(whole: Path) -> None:
     manifest = (whole / "manifest.json").read_text().replace('"step": 5', '"step": 6')
     (whole / "manifest.json").write_text(manifest)
     (fault,) = check(whole).broken
-    assert "manifest.json: not what was saved" in fault
+    assert "manifest.json: content has changed" in fault
 
 
 def test_a_file_that_nobody_saved_is_pointed_out(whole: Path) -> None:
@@ -67,6 +75,73 @@ def test_a_file_that_nobody_saved_is_pointed_out(whole: Path) -> None:
     (whole / "rng/rank-9.safetensors").touch()
     found = check(whole)
     assert (found.broken, found.unlisted) == ((), ("rng/rank-9.safetensors",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../dev/zero",
+        "/dev/zero",
+        "model/../../x",
+        "..",
+        ".",
+        "",
+        "rng/../x",
+        "rng//b",
+        "rng/a/b",
+        "notes.txt",
+        ".model",
+        "model.safetensors\n",
+        "model\x00.safetensors",
+    ],
+)
+def test_a_manifest_names_no_files_but_those_of_a_checkpoint(whole: Path, name: str) -> None:
+    manifest = read_manifest(whole)
+    files = manifest.files | {name: FileEntry(0, "", "REPLICATED")}
+    text = encode_manifest(msgspec.structs.replace(manifest, files=files))
+    (whole / "manifest.json").write_bytes(text)
+    (fault,) = check(whole).broken
+    assert f"{name!r} is not the name of a file" in fault
+    with pytest.raises(CheckpointError, match="is not the name of a file"):
+        compare_tensors(whole, whole)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step", -1),
+        ("step", 10**25),
+        ("time", 1e300),
+        ("time", -1.0),
+        ("world_size", 10**4000),
+        ("files", {"model.safetensors": FileEntry(10**4000, "", "REPLICATED")}),
+    ],
+)
+def test_a_number_that_no_checkpoint_has_is_a_fault(whole: Path, field: str, value: object) -> None:
+    manifest = read_manifest(whole)
+    text = encode_manifest(msgspec.structs.replace(manifest, **{field: value}))
+    (whole / "manifest.json").write_bytes(text)
+    assert ["not a manifest" in fault for fault in check(whole).broken] == [True]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+def test_a_file_of_a_checkpoint_that_is_no_file_is_a_fault(
+    whole: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    path = whole / name
+    path.rename(tmp_path / "mine")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "mine")
+    (fault,) = check(whole).broken
+    assert str(path) in fault
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load(whole)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load(whole, check=False).tensors()
 
 
 def test_tensors_are_same_changed_or_only_in_one(tmp_path: Path) -> None:

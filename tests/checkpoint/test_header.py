@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from instar.checkpoint.header import TensorEntry, read_header
+from instar.checkpoint.inspect import TensorEntry, read_header
 from instar.checkpoint.manifest import CheckpointError
 
 

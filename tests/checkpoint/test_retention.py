@@ -1,13 +1,24 @@
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instar.checkpoint.listing import (
+    BEST,
+    RetentionPolicy,
+    best_pointer,
+    checkpoints,
+    latest,
+    point,
+    pointed_at,
+    prunable,
+    prune,
+)
 from instar.checkpoint.manifest import Facts, Manifest, read_manifest
-from instar.checkpoint.retention import Keep, prune, superfluous
-from instar.checkpoint.store import BEST, checkpoints, latest, load, point, publish
+from instar.checkpoint.store import load, publish
 
 
 def save(root: Path, step: int, loss: float | None = None) -> Path:
@@ -38,11 +49,52 @@ def test_the_last_the_best_and_every_so_many_steps_stay(tmp_path: Path) -> None:
     losses = {100: 3.0, 150: 2.0, 200: 2.5, 250: None, 300: 2.9, 350: 2.8}
     for step, loss in losses.items():
         save(tmp_path, step, loss)
-    gone = prune(tmp_path, Keep(last=2, best=1, every=100))
+    gone = prune(tmp_path, RetentionPolicy(last=2, best=1, every=100))
     assert names(tmp_path) == ["step-100", "step-150", "step-200", "step-300", "step-350"]
     assert [path.name for path in gone] == ["step-250"]
     for path in checkpoints(tmp_path):
         load(path)
+
+
+@pytest.mark.parametrize(("better", "kept"), [("max", 2), ("min", 3)])
+def test_the_best_are_those_of_a_metric_in_its_direction(
+    tmp_path: Path, better: Literal["min", "max"], kept: int
+) -> None:
+    for step, score in {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.4}.items():
+        facts = Facts(loss=float(step), metrics={"loss": float(step), "a/b": score})
+        publish(
+            tmp_path, step, {"model": {"w": torch.ones(step)}}, {}, architecture={}, facts=facts
+        )
+    save(tmp_path, 5)  # which was not evaluated
+    prune(tmp_path, RetentionPolicy(last=1, best=1, metric="a/b", better=better))
+    assert names(tmp_path) == [f"step-{kept}", "step-5"]
+
+
+def test_checkpoints_of_earlier_versions_are_the_best_by_their_loss(tmp_path: Path) -> None:
+    for step, loss in {1: 2.0, 2: 1.0, 3: 3.0}.items():
+        save(tmp_path, step, loss)
+    prune(tmp_path, RetentionPolicy(last=1, best=1, metric="loss"))
+    assert names(tmp_path) == ["step-2", "step-3"]
+
+
+METRICS = st.text(st.sampled_from("ab-/%2F_.é "), min_size=1, max_size=6)
+
+
+@given(METRICS, METRICS)
+def test_no_two_metrics_have_one_pointer(one: str, other: str) -> None:
+    assert "/" not in best_pointer(one)
+    assert (best_pointer(one) == best_pointer(other)) == (one == other)
+
+
+def test_the_best_of_a_metric_is_found_by_any_of_its_names(tmp_path: Path) -> None:
+    first, second, third = (save(tmp_path, step) for step in (1, 2, 3))
+    (tmp_path / "checkpoints" / "best-c-d").write_text(f"{third.name}\n")  # of an earlier version
+    point(tmp_path, best_pointer("a/b"), first)
+    point(tmp_path, best_pointer("a-b"), second)
+    assert pointed_at(tmp_path, "best-a/b") == pointed_at(tmp_path, "best-a%2Fb") == first
+    assert pointed_at(tmp_path, "best-a-b") == second
+    assert pointed_at(tmp_path, "best-c/d") == pointed_at(tmp_path, "best-c-d") == third
+    assert pointed_at(tmp_path, "best-../../x") is None
 
 
 def test_what_latest_and_best_name_stays_whatever_is_asked(tmp_path: Path) -> None:
@@ -50,7 +102,7 @@ def test_what_latest_and_best_name_stays_whatever_is_asked(tmp_path: Path) -> No
     point(tmp_path, BEST, first)
     for step in (2, 3, 4):
         save(tmp_path, step)
-    prune(tmp_path, Keep(last=1, best=0))
+    prune(tmp_path, RetentionPolicy(last=1, best=0))
     assert names(tmp_path) == ["step-1", "step-4"]
     assert latest(tmp_path).name == "step-4"
 
@@ -60,7 +112,7 @@ def test_one_whose_manifest_cannot_be_read_is_left_alone(tmp_path: Path) -> None
     (broken / "manifest.json").write_text("{")
     save(tmp_path, 2)
     save(tmp_path, 3)
-    prune(tmp_path, Keep(last=1))
+    prune(tmp_path, RetentionPolicy(last=1))
     assert names(tmp_path) == ["step-1", "step-3"]
 
 
@@ -69,7 +121,7 @@ def test_the_last_saved_is_not_the_highest_step_after_going_back(tmp_path: Path)
     for step in (100, 200, 300, 150):
         save(tmp_path, step)
     assert names(tmp_path)[-1] == "step-150"
-    prune(tmp_path, Keep(last=1))
+    prune(tmp_path, RetentionPolicy(last=1))
     assert names(tmp_path) == ["step-150"]
 
 
@@ -78,7 +130,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path, loss: float)
     save(tmp_path, 1, loss)
     save(tmp_path, 2, 5.0)
     save(tmp_path, 3)
-    prune(tmp_path, Keep(last=1, best=1))
+    prune(tmp_path, RetentionPolicy(last=1, best=1))
     assert names(tmp_path) == ["step-2", "step-3"]
     assert read_manifest(tmp_path / "checkpoints" / "step-2").loss == 5.0
 
@@ -93,7 +145,7 @@ def test_no_more_and_no_less_than_asked_for_goes(
     losses: list[float | None], last: int, best: int, every: int | None
 ) -> None:
     saved = [manifest(step, loss) for step, loss in enumerate(losses)]
-    gone = superfluous(saved, Keep(last, best, every))
+    gone = prunable(saved, RetentionPolicy(last, best, every))
     kept = [path for path, _ in saved if path not in gone]
     assert {path for path, _ in saved[-last:]} <= set(kept)
     judged = sorted(loss for loss in losses if loss is not None)

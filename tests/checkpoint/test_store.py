@@ -3,8 +3,11 @@ import math
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +18,12 @@ import torch
 from safetensors.torch import load_file
 
 import instar
+from instar.checkpoint.inspect import check
+from instar.checkpoint.listing import latest, resolve
 from instar.checkpoint.manifest import CheckpointError, encode_manifest, read_manifest
-from instar.checkpoint.store import latest, load, publish, resolve
+from instar.checkpoint.store import load, publish
 from instar.config.errors import ConfigError
+from instar.record import atomic
 
 ARCHITECTURE = {"n_layer": 2, "n_embd": 8, "rope_base": 10000.0}
 STATE = {"cursor": 6400, "best": math.inf, "rng": 2**127 + 1, "name": "Größe", "none": None}
@@ -213,7 +219,7 @@ def test_a_newer_format_is_refused_by_its_number(tmp_path: Path) -> None:
 def test_nonsense_is_no_manifest(tmp_path: Path, content: str) -> None:
     path = save(tmp_path, 10)
     (path / "manifest.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: not"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: (not|content has changed)"):
         load(path)
 
 
@@ -352,3 +358,59 @@ def test_an_unknown_sharing_pattern_is_named(tmp_path: Path) -> None:
         CheckpointError, match=r"model\.safetensors has the sharing pattern 'SHARDED'"
     ):
         load(path)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_of_a_checkpoint_honour_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        path = save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.rglob("*.*")}
+    assert len(modes) == 3
+    assert set(modes.values()) == {mode}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o777 & ~mask
+
+
+def test_what_is_being_deleted_is_waited_for(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(path: Path) -> None:
+        begun.set()
+        go_on.wait(30)
+        remove(path)
+
+    remove = atomic.remove_tree
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(atomic, "remove_tree", slowly)
+        atomic.discard(folder)
+    assert begun.wait(30)
+    atomic.finish_deleting(0.05)
+    assert any(tmp_path.iterdir())
+    go_on.set()
+    atomic.finish_deleting(30)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_that_may_not_be_read_is_not_called_broken() -> None:
+    """As a member of a group sees the checkpoint of somebody who shares nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        path = save(root, 1)
+        (path / "model.safetensors").chmod(0)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.seteuid(65534)
+        try:
+            found = check(path)
+        finally:
+            if is_root:
+                os.seteuid(0)
+    assert found.broken == ()
+    assert [text.rpartition("/")[2] for text in found.unreadable] == [
+        "model.safetensors: cannot be read: Permission denied"
+    ]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.stream import DTYPES, Outline, outlines, reading, write_tensors
+from instar.checkpoint.tensor_file import DTYPES, Outline, outlines, reading, write_tensors
 
 TENSORS = {
     "weight/exp_avg": torch.arange(6.0).view(2, 3),
@@ -65,7 +65,7 @@ def test_a_tensor_that_is_not_as_announced_is_refused(tensor: torch.Tensor, tmp_
 
 def test_a_type_that_no_run_saves_is_named(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, dtype=torch.int16)}, tmp_path / "file")
-    with pytest.raises(CheckpointError, match="w is of the type I16"):
+    with pytest.raises(CheckpointError, match="w has dtype I16"):
         outlines(tmp_path / "file")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from broken_commands import COMMANDS
 from broken_configs import CONFIGS, GOOD
+from forks import forks
 from typed import Outcome, typed
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
@@ -63,7 +64,7 @@ def answers(place: Path) -> Mapping[str, Outcome]:
 
 def train(folder: Path, *words: str) -> None:
     subprocess.run(
-        [sys.executable, "-m", "instar.cli.main", "train", *words],
+        [forks().command, "train", *words],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=True,

@@ -34,9 +34,9 @@ def test_show_without_a_file_prints_the_defaults(capsys: Captured) -> None:
 
 def test_show_tells_origins(cfg: str, capsys: Captured) -> None:
     main(["config", "show", cfg, "--origin", "--set", "seed=3"])
-    lines = {line.split(":")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
-    assert lines["n_layer"].endswith(f"# {cfg}:4:3")
-    assert lines["norm"].endswith("# preset llama")
+    lines = {line.split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["  n_layer"].endswith(f"# {cfg}:4:3")
+    assert lines["  norm"].endswith("# preset llama")
     assert lines["seed"].endswith("# --set")
     assert lines["device"].endswith("# default")
 

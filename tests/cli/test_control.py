@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import science
 from started import Started, start_instar
+from tiny_run import codes, events, said
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -56,3 +58,47 @@ def test_a_run_that_is_not_there_to_hear_is_not_asked(instar: Instar, place: Pat
     assert "run is not running; to go on with it: instar resume run" in said
     assert not (place / "run" / "control").exists()
     assert "finished (reached 8it)" in instar("control", "run", "status").stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_request_is_answered_by_a_save_however_many_others_there_are(
+    tmp_path: Path, ranks: int
+) -> None:
+    """The run saves after every step, in the background."""
+    place, run_dir = science.place(tmp_path), tmp_path / "run"
+    settings = (
+        "train.until=[1Mit]",
+        "learning_rate.lr_decay_iters=1000",
+        "early_stopping.rules=[]",
+    )
+    settings += ("checkpoint.every_steps=1", "checkpoint.keep_last=2", "record.log_interval=1000")
+    run = place.train(run_dir, *settings, ranks=ranks)
+    assert run[0].wait_until((run_dir / "checkpoints" / "latest").exists), said(run)
+    for _ in range(12):
+        (asking,) = place.instar("control", "run", "save")
+        assert asking.finish() == 0, asking.output()
+        assert re.match(r"saved: step-\d+$", asking.output())
+    (asking,) = place.instar("control", "run", "stop")
+    assert asking.finish() == 0, asking.output()
+    assert codes(run) == [75] * ranks, said(run)
+
+
+def test_a_request_that_cannot_be_removed_is_answered_and_does_not_end_the_run(
+    tmp_path: Path,
+) -> None:
+    place, run_dir = science.place(tmp_path), tmp_path / "run"
+    settings = (
+        "train.until=[1Mit]",
+        "learning_rate.lr_decay_iters=1000",
+        "early_stopping.rules=[]",
+    )
+    run = place.train(run_dir, *settings, "checkpoint.on_best=false", "test.weights=last", ranks=2)
+    assert run[0].wait_until((run_dir / "events.jsonl").exists), said(run)
+    (run_dir / "control" / "another-users.save").mkdir(parents=True)
+    assert run[0].wait_until((run_dir / "checkpoints" / "latest").exists), said(run)
+    (asking,) = place.instar("control", "run", "stop")
+    assert asking.finish() == 0, asking.output()
+    assert codes(run) == [75, 75], said(run)
+    reasons = [event["reason"] for event in events(run_dir, "checkpoint")]
+    assert reasons == ["asked for", "instar control stop"]
+    assert "cannot be removed" in (run_dir / "logs" / "rank_0.log").read_text("utf-8")

@@ -6,19 +6,19 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Forks
 from tiny_run import TEXT
 
 from instar.checkpoint.manifest import read_manifest
-from instar.cli.grow import operation_of
+from instar.cli.growth import operation_of
 from instar.cli.main import main
 from instar.config.errors import ConfigError
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -57,7 +57,7 @@ def content(run: Path, step: int) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     """A folder with a run of 8 steps in it, saved every 2."""
     place = tmp_path_factory.mktemp("trained")
     (place / "squares.txt").write_text(TEXT)
@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     often = ("--set", "checkpoint.every_steps=2", "--set", "checkpoint.keep_last=9")
     train = ("train", "tiny.yaml", *COURSE, *often, "--set", "record.run_dir=run")
     subprocess.run(
-        [sys.executable, "-m", "instar.cli.main", *train],
+        [forks.command, *train],
         cwd=place,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=True,
@@ -218,3 +218,13 @@ def test_analysis_looks_at_the_data_and_at_the_checkpoint_before(
     said = capsys.readouterr().out
     assert "rank at 90%" in said
     assert "left out: attention: " in said
+
+
+@pytest.mark.usefixtures("place")
+def test_a_grown_vocabulary_writes_only_what_its_tokenizer_can_read(instar: Instar) -> None:
+    """Of a tokenizer of bytes, and more rows than there are bytes."""
+    byte = ("--set", "data.tokenizer=byte", "--set", "data.path=bytes")
+    instar("train", "tiny.yaml", *COURSE, *byte, "--set", "record.run_dir=bytes-run")
+    assert main(["grow", "bytes-run", "larger", "--op", "resize_vocab=2000"]) == 0
+    done = instar("sample", "larger", "--tokens", "60", "--temperature", "9", "--top-k", "2000")
+    assert done.stdout

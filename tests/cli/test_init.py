@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from instar.cli.main import main
+from instar.config import STARTERS, names_in
 from instar.config.load import load
-from instar.config.template import KINDS
 from instar.schedule.checks import load_checked
 
 Captured = pytest.CaptureFixture[str]
@@ -30,7 +30,7 @@ def test_init_writes_where_it_is_told(here: Path) -> None:
 
 
 def test_init_writes_every_kind(here: Path) -> None:
-    for kind in KINDS:
+    for kind in names_in(STARTERS):
         assert main(["init", kind]) == 0
         assert load_checked(str(here / f"{kind}.yaml")).config.name == kind
 
@@ -39,7 +39,7 @@ def test_init_overwrites_nothing_unless_forced(here: Path, capsys: Captured) -> 
     file = here / "gpt.yaml"
     file.write_text("name: mine\n")
     assert main(["init", "gpt"]) == 2
-    assert "gpt.yaml: the file is there already; --force overwrites it" in capsys.readouterr().err
+    assert "gpt.yaml: the file already exists; --force overwrites it" in capsys.readouterr().err
     assert file.read_text() == "name: mine\n"
     assert main(["init", "gpt", "--force"]) == 0
     assert load(str(file)).config.name == "gpt"
@@ -51,7 +51,7 @@ def test_init_overwrites_nothing_unless_forced(here: Path, capsys: Captured) -> 
         (["gpt", "no/such/gpt.yaml"], "no/such/gpt.yaml: cannot be written"),
         (["gtp"], "'gtp' is not"),
         (["gpt", "--preset", "lama"], "'lama' is not one of"),
-        (["graph", "--preset", "llama"], "presets are of language models, not of task graph"),
+        (["graph", "--preset", "llama"], "presets are for language models, not for task graph"),
     ],
 )
 def test_what_cannot_be_written_ends_in_2(

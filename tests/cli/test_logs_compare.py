@@ -59,6 +59,22 @@ def test_what_is_saved_is_told_over_seeds(capsys: Capture) -> None:
     assert "(2 pairs of equal seed)" in out
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [({}, True), ({"data.seed": 7}, False), ({"data.path": "tokens"}, False)],
+    ids=["nothing", "data.seed", "data.path"],
+)
+def test_seeds_that_also_change_the_data_are_told(
+    runs: Path, capsys: Capture, keys: dict[str, object], told: bool
+) -> None:
+    for seed, ids in ((1, "abcde"), (2, "fghjk")):
+        config = {"name": "other", "seed": seed, **keys}
+        written(runs / f"other-{ids}", {10: 4.0}, {10: 4.0}, config)
+    assert main(["logs", "compare", "other", "--by", "seed", "--at", "step=10"]) == 0
+    note = "its 2 runs differ in their data as well, for data.seed follows seed"
+    assert (note in capsys.readouterr().err) == told
+
+
 def test_json_and_markdown(capsys: Capture) -> None:
     assert main(["logs", "compare", "base", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -76,7 +92,7 @@ def test_json_and_markdown(capsys: Capture) -> None:
         (["base", "--metric", "los"], "no metric 'los' in base-abcde, base-fghjk; did you mean"),
         (["base", "--at", "stpe=3"], "there is no axis 'stpe'; did you mean 'step'?"),
         (["base", "--x", "flosp"], "did you mean 'flops'?"),
-        (["base", "--at", "3"], "'3' is no place in a run; write one like step=1000"),
+        (["base", "--at", "3"], "'3' is not a place in a run; write one like step=1000"),
         (["base", "--at-loss", "low"], "'low' is not a valid float"),
         (["base", "--at-loss", "3", "--of", "val/acuracy"], "no metric 'val/acuracy'"),
         (["base", "--by", "sede"], "'sede' is not one of 'run', 'name', 'seed'"),

@@ -9,14 +9,14 @@ import pytest
 from written_runs import place, writing
 
 from instar.cli.main import main
-from instar.logs.telling.told import Teller
+from instar.logs.text.format_event import EventFormatter
 from instar.record.events import (
     Alert,
-    Analysis,
+    AnalysisEvent,
     Failed,
     Layers,
     NewGradients,
-    Operation,
+    OperationEvent,
     Skip,
     Unrecognised,
     Warn,
@@ -36,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         writer.train(10, 4.0)
         writer.save(10)
         writer.train(20, 9.0)
-        writer.write(Operation(name="change_lr", change="1→2", **place(20)))
+        writer.write(OperationEvent(name="change_lr", change="1→2", **place(20)))
         writer.start(step=10, resumed_from="step-10")
         writer.recorder.write(Warn(message="gone back"))
         writer.train(20, 3.0)
@@ -119,15 +119,15 @@ def test_every_kind_has_a_line(tmp_path: Path) -> None:
         Alert(name="stall", message="no step for 5 min", **at),
         Skip(**at),
         Wrote(prompt="a", text="b\nc", **at),
-        Analysis(findings={}, suggestions=("more width",), **at),
-        Analysis(findings={}, **at),
+        AnalysisEvent(findings={}, suggestions=("more width",), **at),
+        AnalysisEvent(findings={}, **at),
         NewGradients(operation="widen_mlp", grad_norm_kept=1.0, grad_norm_new=0.5, **at),
         Layers(grad_norm={"blocks.0": 0.5}, update_ratio={"blocks.0": 1e-3}, **at),
         Warn(message="careful"),
         Failed(message="rank 1 failed", rank=1),
         Unrecognised(name="new", fields={"x": float("nan")}),
     ]
-    teller = Teller(tmp_path)
+    teller = EventFormatter(tmp_path)
     said = [line for event in events for line in teller.every(event)]
     assert said == [
         "      7  alert: stall: no step for 5 min",

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tracked import TOOLS, read_back
 
-from instar.record.events import Eval, Operation, RunFinished, RunStarted, Saved, Stop, Train
+from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, Stop, Train
 from instar.record.recorder import Recorder
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
@@ -37,7 +37,7 @@ def record(folder: Path, *starts: int) -> None:
                 sink.write(Train(step=step, tokens=64 * step, loss=loss(step, segment), lr=1e-3))
                 sink.write(Saved(step=step, path=f"checkpoints/step-{step}"))
             sink.write(Eval(step=step, tokens=64 * step, split="val", loss=2.0))
-            sink.write(Operation(step=step, name="widen_mlp", verb="GROW", change="64→128"))
+            sink.write(OperationEvent(step=step, name="widen_mlp", verb="GROW", change="64→128"))
             sink.write(Eval(step=step, tokens=64 * step, split="val", loss=2.5))
         sink.write(Stop(step=step, reason="done"))
         sink.write(RunFinished(step=step, loss=1.0))

@@ -181,22 +181,22 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed
             ["--metrics", "val/los"],
             "no metric 'val/los' in runs/demo-bcdef; did you mean 'val/loss'?",
         ),
-        (["-x", "flopz"], "--x: no x axis 'flopz'; did you mean 'flops'?"),
+        (["-x", "flopz"], "--x: there is no axis 'flopz'; did you mean 'flops'?"),
         (
             ["-o", "a.jpg"],
-            "-o: a.jpg does not say by its suffix what to write; that may be .png, .svg",
+            "-o: a.jpg has no suffix of a known format; use .png, .svg",
         ),
         (["-o", "none/a.png"], "-o: cannot write none/a.png: No such file or directory"),
         (["-o", "runs", "--format", "png"], "-o: cannot write runs: Is a directory"),
         (
             ["--from", "soon"],
-            "--from: 'soon' is no place on the axis step; write it like 2000, 20M",
+            "--from: 'soon' is not a place on the axis step; write it like 2000, 20M",
         ),
         (["--from", "5k"], "nothing to draw: loss, val/loss of runs/demo-bcdef has no point"),
         (["--smooth", "1"], "Invalid value for '--smooth': 1.0 is not in the range 0<=x<1"),
         (["--clip", "101"], "Invalid value for '--clip': 101.0 is not in the range 50<x<=100"),
         (["nowhere"], "no run 'nowhere' in runs"),
-        (["--by", "name", "-o", "a.html"], "--by: a page of html has no --by; draw a part"),
+        (["--by", "name", "-o", "a.html"], "--by: html has no --by; zoom in the page"),
     ],
 )
 def test_what_cannot_be_drawn_says_what_instead(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from written_runs import writing, written
 
 from instar.cli.main import main
-from instar.logs.telling.tail import last_events, last_lines
+from instar.logs.query.tail import last_events, last_lines
 from instar.record.rundir import RunDir, hold
 
 Capture = pytest.CaptureFixture[str]

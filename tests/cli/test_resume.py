@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import re
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from forks import Forks
 
-from instar.config.written import lines_of, origins_of
+from instar.checkpoint.manifest import encode_manifest, read_manifest
+from instar.config.fields import values
+from instar.config.load import load
 
-Instar = Callable[..., subprocess.CompletedProcess[str]]
+Typed = Callable[..., str]
 
 EVERY_2 = ("--set", "checkpoint.every_steps=2", "--set", "checkpoint.keep_last=9")
 COURSE = ("--set", "learning_rate.lr_decay_iters=8")
@@ -28,73 +34,113 @@ def weights(run: Path, step: str = "step-8") -> bytes:
 
 
 @pytest.fixture
-def run(instar: Instar, place: Path) -> Path:
+def run(typed: Typed, place: Path) -> Path:
     """A run of 8 steps, saved every 2."""
-    instar("train", "tiny.yaml", *EVERY_2, "--set", "record.run_dir=run")
+    typed("train", "tiny.yaml", *EVERY_2, "--set", "record.run_dir=run")
     return place / "run"
 
 
-def test_it_goes_on_from_the_step_that_is_named(instar: Instar, run: Path) -> None:
+def test_it_goes_on_from_the_step_that_is_named(typed: Typed, run: Path) -> None:
     before = weights(run)
-    instar("resume", "run", "--from", "4")
+    typed("resume", "run", "--from", "4")
     assert [event["resumed_from"] for event in events(run, "run_started")[1:]] == ["step-4"]
     assert events(run, "checkpoint")[-1]["step"] == 8
     assert weights(run) == before
 
 
-def test_it_walks_back_past_a_broken_one_and_says_so(instar: Instar, run: Path) -> None:
+def test_it_walks_back_past_a_broken_one_and_says_so(typed: Typed, run: Path) -> None:
     expected = weights(run)
     for step in ("step-8", "step-6"):
         model = run / "checkpoints" / step / "model.safetensors"
         content = bytearray(model.read_bytes())
         content[-1] ^= 1
         model.write_bytes(content)
-    said = instar("resume", "run").stderr
+    said = typed("resume", "run")
     assert "passed over" in said
-    assert "step-8/model.safetensors: not what was saved" in said
+    assert "step-8/model.safetensors: content has changed" in said
     assert events(run, "run_started")[-1]["resumed_from"] == "step-4"
     latest = (run / "checkpoints" / "latest").read_text().strip()
     assert latest == "step-8.1"
     assert weights(run, latest) == expected
 
 
-def test_it_says_what_there_is_when_the_step_is_not(instar: Instar, run: Path) -> None:
-    said = instar("resume", run.name, "--from", "5", code=3).stderr
+def test_it_says_what_there_is_when_the_step_is_not(typed: Typed, run: Path) -> None:
+    said = typed("resume", run.name, "--from", "5", code=3)
     assert "no checkpoint step-5; there are step-2, step-4, step-6, step-8" in said
     (run / "checkpoints" / "best").unlink()
-    assert "no checkpoint is its best" in instar("resume", "run", "--from", "best", code=3).stderr
+    assert "no checkpoint is its best" in typed("resume", "run", "--from", "best", code=3)
 
 
-def test_it_goes_on_from_the_best(instar: Instar, place: Path) -> None:
+def test_it_goes_on_from_the_best(typed: Typed, place: Path) -> None:
     best = ("--set", "checkpoint.on_best=true", "--set", "eval.eval_interval=3")
-    instar("train", "tiny.yaml", *best, "--set", "record.run_dir=run")
+    typed("train", "tiny.yaml", *best, "--set", "record.run_dir=run")
     named = (place / "run" / "checkpoints" / "best").read_text().strip()
-    instar("resume", "run", "--from", "best", "--until", "9it")
+    typed("resume", "run", "--from", "best", "--until", "9it")
     assert events(place / "run", "run_started")[-1]["resumed_from"] == named
 
 
-def test_what_is_set_otherwise_is_recorded_and_stays(instar: Instar, run: Path) -> None:
-    said = instar("resume", "run", "--until", "10it", "--set", "optimizer.lr=1e-4").stderr
+def test_what_is_set_otherwise_is_recorded_and_stays(typed: Typed, run: Path) -> None:
+    said = typed("resume", "run", "--until", "10it", "--set", "optimizer.lr=1e-4")
     changed = [event["change"] for event in events(run, "operation")]
     assert "optimizer.lr 0.001 → 0.0001" in changed
     assert "optimizer.lr: 0.001 → 0.0001" in said
-    assert "lr: 0.0001" in (run / "run.yaml").read_text()
-    assert "lr: 0.001" in (run / "run-until-step-8.yaml").read_text()
-    instar("resume", "run", "--until", "12it")
-    origins = origins_of(lines_of((run / "run.yaml").read_text()))
-    assert origins["model.n_mlp"] == "derived"
-    assert origins["model.norm"] == "default"
-    assert origins["optimizer.lr"] == origins["train.until"] == "--set"
-    assert origins["model.n_layer"].endswith("tiny.yaml:2:9"), origins
+    typed("resume", "run", "--until", "12it")
     changed = [event["change"] for event in events(run, "operation")]
     assert [change for change in changed if "lr" in change] == ["optimizer.lr 0.001 → 0.0001"]
 
 
-def test_what_cannot_change_any_more_is_refused_by_name(instar: Instar, run: Path) -> None:
+def test_a_source_may_be_spelled_in_another_way(typed: Typed, run: Path) -> None:
+    source = values(load(str(run / "run.yaml")).config)["data.source"]
+    spelled = run.parent / str(source)
+    (run.parent / "link.txt").symlink_to(spelled)
+    for until, path in ((9, spelled), (10, "link.txt")):
+        typed("resume", "run", "--until", f"{until}it", "--set", f"data.source={path}")
+    changed = [event["change"] for event in events(run, "operation")]
+    assert not [change for change in changed if "data.source" in change]
+    said = typed("resume", "run", "--set", "data.source=stdlib", "--until", "11it", code=2)
+    assert "data.source was 'squares.txt' when the run began and cannot become 'stdlib'" in said
+
+
+def test_a_run_of_before_data_had_a_seed_goes_on(typed: Typed, run: Path) -> None:
+    text = (run / "run.yaml").read_text()
+    (run / "run.yaml").write_text(re.sub(r"  seed: 1337 .*derived\n", "", text))
+    assert (run / "run.yaml").read_text() != text
+    for path in (run / "checkpoints").glob("step-*"):
+        older = msgspec.structs.replace(read_manifest(path), config={}, line=[])
+        (path / "manifest.json").write_bytes(encode_manifest(older))
+    typed("resume", "run", "--until", "9it")
+    said = typed("resume", "run", "--set", "data.seed=5", "--until", "11it", code=2)
+    assert "data.seed" in said
+
+
+def test_damaged_shards_are_named_with_the_command_that_makes_them_again(
+    typed: Typed, run: Path
+) -> None:
+    place = run.parent
+    shard = place / "tokens" / "val-00000.safetensors"
+    shard.chmod(0o644)
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    said = typed("resume", "run", "--until", "9it", code=2)
+    assert "tokens/val-00000.safetensors: the tokens are not those that were written" in said
+    said = typed("train", "tiny.yaml", "--set", "record.run_dir=other", code=2)
+    assert "tokens/val-00000.safetensors" in said
+    assert not (place / "other").exists()
+    command = re.search(r"prepare the data set again: (rm -r .*)", said)
+    assert command is not None
+    removed, _, prepared = command[1].partition(" && instar ")
+    assert shlex.split(removed) == ["rm", "-r", "tokens"]
+    shutil.rmtree(place / "tokens")
+    typed(*shlex.split(prepared))
+    typed("resume", "run", "--until", "9it")
+
+
+def test_what_cannot_change_any_more_is_refused_by_name(typed: Typed, run: Path) -> None:
     before = (run / "events.jsonl").read_bytes()
-    said = instar(
+    said = typed(
         "resume", "run", "--set", "model.n_layer=3", "--set", "seed=5", "--until", "9it", code=2
-    ).stderr
+    )
     assert "model.n_layer was 2 when the run began and cannot become 3" in said
     assert "seed was 1337 when the run began and cannot become 5" in said
     assert (run / "events.jsonl").read_bytes() == before
@@ -110,50 +156,154 @@ def test_what_cannot_change_any_more_is_refused_by_name(instar: Instar, run: Pat
     ],
 )
 def test_what_was_left_out_is_said_with_what_it_costs(
-    instar: Instar, place: Path, part: str, loss: str
+    typed: Typed, place: Path, part: str, loss: str
 ) -> None:
     without = ("--set", f"checkpoint.save_{part}_state=false", *COURSE)
-    instar("train", "tiny.yaml", *without, "--set", "record.run_dir=run", "--until", "3it")
-    said = instar("resume", "run", "--until", "5it").stderr
+    typed("train", "tiny.yaml", *without, "--set", "record.run_dir=run", "--until", "3it")
+    said = typed("resume", "run", "--until", "5it")
     assert f"saved without its {part} state" in said
     assert loss in said
     samples = 8 if part == "dataset" else 20
     assert events(place / "run", "run_finished")[-1]["samples"] == samples
 
 
-def test_automatic_begins_a_run_and_then_goes_on_with_it(instar: Instar, place: Path) -> None:
+def test_automatic_begins_a_run_and_then_goes_on_with_it(typed: Typed, place: Path) -> None:
     auto = ("train", "tiny.yaml", "--set", "resume=auto", "--set", "record.run_dir=run", *COURSE)
-    instar(*auto, "--until", "3it")
-    instar(*auto, "--until", "8it")
+    typed(*auto, "--until", "3it")
+    typed(*auto, "--until", "8it")
     steps = [event["step"] for event in events(place / "run", "run_started")]
     assert steps == [0, 3]
-    instar("train", "tiny.yaml", *COURSE, "--set", "record.run_dir=whole")
+    typed("train", "tiny.yaml", *COURSE, "--set", "record.run_dir=whole")
     assert weights(place / "run") == weights(place / "whole")
 
 
-def test_a_missing_component_is_named(instar: Instar, run: Path) -> None:
+def test_a_missing_component_is_named(typed: Typed, run: Path) -> None:
     folder = run / "checkpoints" / "step-8"
     (folder / "optimizer.safetensors").unlink()
-    said = instar("resume", "run", "--from", "8", "--until", "9it", code=3).stderr
+    said = typed("resume", "run", "--from", "8", "--until", "9it", code=3)
     assert "step-8/optimizer.safetensors: missing" in said
 
 
-def test_switches_of_the_same_tensors_may_change_where_one_says_so(
-    instar: Instar, run: Path
-) -> None:
+def test_switches_of_the_same_tensors_may_change_where_one_says_so(typed: Typed, run: Path) -> None:
     more = ("--until", "9it", "--set", "model.dropout=0.1")
-    said = instar("resume", "run", *more, code=2).stderr
+    said = typed("resume", "run", *more, code=2)
     assert "model.dropout was 0.0 when the run began" in said
-    instar("resume", "run", *more, "--allow", "architecture")
+    typed("resume", "run", *more, "--allow", "architecture")
     changed = [event["value"] for event in events(run, "operation")]
     assert {"model.dropout": 0.1} in changed
     assert events(run, "run_started")[-1]["architecture"]["dropout"] == 0.1
     # it is the run's own from then on
-    instar("resume", "run", "--until", "10it")
+    typed("resume", "run", "--until", "10it")
 
 
-def test_other_tensors_are_refused_even_so(instar: Instar, run: Path) -> None:
+def test_other_tensors_are_refused_even_so(typed: Typed, run: Path) -> None:
     wider = ("--set", "model.n_mlp=64", "--allow", "architecture")
-    said = instar("resume", run.name, "--until", "9it", *wider, code=3).stderr
+    said = typed("resume", run.name, "--until", "9it", *wider, code=3)
     assert "of another architecture than the config's" in said
     assert "n_mlp" in said
+
+
+def names(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").glob("step-*")}
+
+
+def test_the_way_that_a_run_has_left_is_never_taken_up_again_unasked(
+    typed: Typed, run: Path
+) -> None:
+    typed("resume", "run", "--from", "4", "--until", "6it")
+    assert names(run) == {"step-2", "step-4", "step-6", "step-8", "step-6.1"}
+    listed = typed("checkpoint", "list", "run").splitlines()
+    left = {line.split()[0] for line in listed if "left at step 4" in line}
+    assert left == {"step-6", "step-8"}
+    (run / "checkpoints" / "step-6.1" / "model.safetensors").write_bytes(b"")
+    typed("resume", "run", "--until", "5it")
+    assert events(run, "run_started")[-1]["resumed_from"] == "step-4"
+    # the newest on its line, of two that have the step
+    typed("test", "run", "--from", "5")
+    said = typed("resume", "run", "--from", "8", "--until", "9it")
+    assert "step-8 lies on a branch that the run left at step 4" in said
+    assert events(run, "run_started")[-1]["resumed_from"] == "step-8"
+    listed = typed("checkpoint", "list", "run").splitlines()
+    assert not any("left at" in line for line in listed if line.startswith(("step-6 ", "step-8")))
+    said = typed("resume", "run", "--from", "step-6.1", "--until", "9it", code=3)
+    assert "step-6.1/model.safetensors" in said
+
+
+def test_a_resume_of_a_finished_run_saves_nothing_and_says_how_to_go_on(
+    typed: Typed, run: Path
+) -> None:
+    before, text = names(run), (run / "checkpoints" / "latest").read_text()
+    for _ in range(2):
+        said = typed("resume", "run", "--set", "train.clip=0.5")
+        assert "reached 8it: nothing is left to train" in said
+        assert "instar resume run --until" in said
+    assert names(run) == before
+    assert (run / "checkpoints" / "latest").read_text() == text
+    assert events(run, "run_finished")[-1]["step"] == 8
+    assert [e for e in events(run, "operation") if e["name"] == "override"] == []
+    assert not (run / "test").exists()
+    # what is missing is made, once
+    typed("resume", "run", *("--set", "test.at_end=true", "--set", "test.weights=last"))
+    made = (run / "test" / "result.json").read_bytes()
+    typed("resume", "run", *("--set", "test.at_end=true", "--set", "test.weights=last"))
+    assert (run / "test" / "result.json").read_bytes() == made
+    assert names(run) == before
+
+
+def test_a_run_that_died_before_its_first_save_begins_anew_in_its_folder(
+    typed: Typed, run: Path
+) -> None:
+    expected = weights(run)
+    for path in (run / "checkpoints").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    said = typed("train", "tiny.yaml", *EVERY_2, "--set", "record.run_dir=run", code=2)
+    assert "instar resume run" in said
+    said = typed("resume", "run")
+    assert "nothing was saved" in said
+    assert events(run, "run_started")[-1]["step"] == 0
+    assert weights(run) == expected
+
+
+def test_automatic_begins_where_a_start_left_nothing_but_folders(typed: Typed, place: Path) -> None:
+    for name in ("logs", "checkpoints"):
+        (place / "run" / name).mkdir(parents=True)
+    (place / "run" / "lock").touch()
+    typed("train", "tiny.yaml", "--set", "resume=auto", "--set", "record.run_dir=run")
+    assert names(place / "run") == {"step-8"}
+    (place / "other" / "logs").mkdir(parents=True)
+    (place / "other" / "logs" / "mine.txt").touch()
+    said = typed("train", "tiny.yaml", "--set", "record.run_dir=other", code=2)
+    assert "is not empty: it holds logs" in said
+
+
+def test_a_budget_of_time_counts_training_over_the_whole_run(typed: Typed, place: Path) -> None:
+    course = (*COURSE, "--set", "record.run_dir=run", "--set", "record.log_interval=1")
+    typed("train", "tiny.yaml", *course, "--until", "0.05s")
+    run = place / "run"
+    first = events(run, "run_finished")[-1]
+    assert first["active_s"] >= 0.05
+    said = typed("resume", "run")
+    assert "reached 0.05s: nothing is left to train" in said
+    typed("resume", "run", "--until", f"{first['active_s'] + 0.05:.3f}s")
+    second = events(run, "run_finished")[-1]
+    assert second["step"] > first["step"]
+    assert second["active_s"] >= first["active_s"] + 0.049
+
+
+def test_the_time_left_does_not_count_the_pause_before_a_resume(
+    typed: Typed, place: Path, forks: Forks
+) -> None:
+    log = ("--set", "record.log_interval=1", "--set", "record.run_dir=run")
+    typed("train", "tiny.yaml", *COURSE, *log)
+    times_left = []
+    for more in ("12it", f"{events(place / 'run', 'run_finished')[-1]['active_s'] + 1:.3f}s"):
+        child = forks.start(
+            "failures:an_hour_later", ["resume", "run", "--until", more], place=place
+        )
+        assert child.finish() == 0, child.output()
+        assert events(place / "run", "run_finished")[-1]["wall_s"] > 3600
+        times_left.append(re.findall(r"eta (\S+)$", child.output(), re.MULTILINE))
+    for_steps, for_seconds = times_left
+    assert len(for_steps) == 4
+    assert all(re.fullmatch(r"[\d.]+s", left) for left in for_steps), for_steps  # under a minute
+    assert float(for_seconds[0].removesuffix("s")) > 0.3

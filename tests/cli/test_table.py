@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from terminal import environment, run_on_terminal
 
-from instar.cli.table import print_table
+from instar.cli.output import print_table
 
 CODE = """
-from instar.cli.table import print_table
+from instar.cli.output import print_table
 print_table(
     ["run", "state", "step", "words"],
     [["a-run", "running", "1,000", "one two three four"], ["b", "crashed", "5", "six"]],

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 import pytest
-from terminal import Shown, environment, into_pipes, on_terminal, run_on_terminal
+from terminal import HANG_UP, Shown, environment, into_pipes, on_terminal, run_on_terminal
 
 from instar.cli.main import instar
 
@@ -313,3 +313,20 @@ def test_ctrl_c_on_a_terminal_stops_a_run_that_can_go_on(place: Path, tmp_path: 
     assert code == 75, seen
     assert "instar resume" in _CSI.sub("", seen)
     assert "Traceback" not in seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_terminal_that_is_closed_stops_a_run_that_can_go_on(
+    place: Path, tmp_path: Path, ranks: int
+) -> None:
+    argv = [sys.executable, "-m", "instar.cli.main", "train", "run.yaml", "--until", "100000it"]
+    argv += ["--set", f"record.run_dir={tmp_path / 'run'}", "--nproc", str(ranks)]
+    code, seen = run_on_terminal(
+        argv, place, environment(), 80, lambda seen: HANG_UP if "tok/s" in seen else b""
+    )
+    assert code == 75, seen
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    (stop,) = [event for event in map(json.loads, lines) if event["kind"] == "stop"]
+    assert stop["resumable"]
+    assert stop["reason"] == ("SIGHUP" if ranks == 1 else "SIGTERM")
+    assert (tmp_path / "run" / "checkpoints" / f"step-{stop['step']}").is_dir()

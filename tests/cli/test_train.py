@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from threading import Barrier, Thread
 
 import pytest
+
+from instar.config.errors import ConfigError
+from instar.config.sections import RecordConfig
+from instar.logs.read.cache import load as load_columns
+from instar.record.events import Warn, encode
+from instar.record.rundir import RunDir, check_run_dir, create_run_dir
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -25,6 +34,7 @@ def test_a_run_leaves_everything_it_should(instar: Instar, place: Path) -> None:
         "logs/rank_0.log",
         "checkpoints/best",
         "checkpoints/latest",
+        "checkpoints/line",
         "checkpoints/step-8/manifest.json",
         "checkpoints/step-8/model.safetensors",
         "checkpoints/step-8/optimizer.safetensors",
@@ -32,7 +42,23 @@ def test_a_run_leaves_everything_it_should(instar: Instar, place: Path) -> None:
         "checkpoints/step-8/state.json",
     }
     kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
-    assert kinds == ["run_started", "train", "eval", "sample", "checkpoint", "stop", "run_finished"]
+    # of the steps behind the last whole interval there is a line too
+    assert kinds == [
+        "run_started", "train", "eval", "train", "sample", "checkpoint", "stop", "run_finished"
+    ]  # fmt: skip
+
+
+def test_a_run_with_a_long_record_leaves_its_columns(instar: Instar, place: Path) -> None:
+    instar("train", "tiny.yaml", "--set", "record.run_dir=run", "--until", "4it")
+    run = RunDir(place / "run")
+    assert not (run.path / "columns").exists()
+    with run.events.open("ab") as file:
+        file.writelines(encode(Warn(message="x" * 1000), 1.0, 1) for _ in range(1100))
+    instar("resume", "run", "--until", "8it")
+    columns = load_columns(run.events, run.path / "columns", portable=True)
+    assert columns is not None
+    assert columns.end == run.events.stat().st_size
+    assert columns.tables["train"].axes["step"].max() == 8
 
 
 def test_the_resolved_config_trains_the_same_run_again(instar: Instar, place: Path) -> None:
@@ -96,7 +122,7 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(instar: Instar, place: 
         ("model.n_embd=31", "divisible"),
         ("data.source=nothing.txt", "nothing.txt"),
         ("data.source=empty.txt", "empty.txt"),
-        ("device=cuda", "cuda:0 is not there"),
+        ("device=cuda", "cuda:0 does not exist"),
         ("model.context=100000", "a context of 100,000"),
         ("record.out_dir=squares.txt", "is a file, not a folder"),
     ],
@@ -115,12 +141,117 @@ def test_bad_input_is_refused_by_name_and_nothing_is_started(
     assert not (place / "runs").exists()
 
 
+def test_a_preset_trains_in_fp32_on_a_processor_without_bf16_units(
+    instar: Instar, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    sets = ("preset=fast", "train.until=[1it]", "record.run_dir=run")
+    instar("train", "tiny.yaml", *(word for each in sets for word in ("--set", each)))
+    resolved = (place / "run" / "run.yaml").read_text(encoding="utf-8")
+    assert re.search(r"^precision: fp32\b", resolved, re.MULTILINE)
+
+
 def test_devices_that_are_not_there_are_refused(instar: Instar, place: Path) -> None:
     done = instar("train", "tiny.yaml", "--devices", "0,1", code=2)
-    assert "devices 0,1 were asked for, but no GPU is there" in done.stderr
-    assert done.stderr.count("no GPU is there") == 1
+    assert "devices 0,1 were requested, but this host has no GPU" in done.stderr
+    assert done.stderr.count("this host has no GPU") == 1
     assert not (place / "runs").exists()
 
 
 def test_samples_of_no_run(instar: Instar) -> None:
     assert "no run in runs" in instar("sample", "latest", code=2).stderr
+
+
+def everything(place: Path) -> set[str]:
+    return {str(path.relative_to(place)) for path in place.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data.kind=tokens",
+        "train.until=[3ep]",
+        "test.at_end=true",
+        "data.tokenizer=bpe",
+    ],
+)
+def test_a_dry_run_writes_nothing_and_says_what_would_be_prepared(
+    instar: Instar, place: Path, change: str
+) -> None:
+    before = everything(place)
+    best = ["--set", "test.weights=last"]
+    done = instar("train", "tiny.yaml", "--dry-run", "--set", change, *best)
+    assert "which a run would prepare" in done.stderr
+    assert "2 layers × 32 wide" in done.stdout
+    assert everything(place) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("data.source=nothing.txt", "nothing.txt"), ("data.val_source=nothing.txt", "nothing.txt")],
+)
+def test_a_dry_run_names_a_source_that_is_not_there(
+    instar: Instar, place: Path, change: str, says: str
+) -> None:
+    before = everything(place)
+    assert says in instar("train", "tiny.yaml", "--dry-run", "--set", change, code=2).stderr
+    assert everything(place) == before
+
+
+def test_a_dry_run_of_generated_graphs_writes_nothing(instar: Instar, place: Path) -> None:
+    before = everything(place)
+    done = instar("train", "--dry-run", "--set", "task=graph")
+    assert "a run would generate" in done.stderr
+    assert everything(place) == before
+
+
+def test_of_two_starts_on_one_folder_one_is_told_who_has_it(tmp_path: Path) -> None:
+    record = RecordConfig(run_dir=str(tmp_path / "run"))
+    run = create_run_dir(record, "first")
+    run.lock.write_text(f"{os.getppid()}\n")
+    for look in (create_run_dir, check_run_dir):
+        with pytest.raises(ConfigError, match=f"process {os.getppid()} has started a run there"):
+            look(record, "second")
+
+
+def leave_config(run: RunDir) -> None:
+    """What every start leaves in its folder before it lets go of the lock."""
+    run.config.write_text("name: first\n")
+
+
+def test_of_starts_at_the_same_moment_one_has_the_folder(tmp_path: Path) -> None:
+    for turn in range(30):
+        told = started_together(RecordConfig(run_dir=str(tmp_path / f"run-{turn}")))
+        refused = [said for said in told if said]
+        assert len(told) - len(refused) == 1
+        assert all(re.search("has started a run|holds another run", said) for said in refused)
+
+
+def started_together(record: RecordConfig) -> list[str]:
+    """What each of eight starts is told; "" for one that has the folder."""
+    ready, told = Barrier(8), list[str]()
+
+    def start() -> None:
+        ready.wait()
+        try:
+            create_run_dir(record, "same", leave_config)
+            told.append("")
+        except ConfigError as error:
+            told.append(str(error))
+
+    threads = [Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def test_a_folder_that_a_dead_process_claimed_is_not_said_to_be_held(tmp_path: Path) -> None:
+    record = RecordConfig(run_dir=str(tmp_path / "run"))
+    run = create_run_dir(record, "first", leave_config)
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    run.lock.write_text(f"{gone.pid}\n")
+    with pytest.raises(ConfigError, match="holds another run"):
+        check_run_dir(record, "second")

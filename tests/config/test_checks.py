@@ -2,11 +2,12 @@ from typing import Any
 
 import pytest
 
-from instar.config.checks import Clash, cross_checks, rank_checks
+from instar.config.checks import cross_checks, rank_checks
+from instar.config.errors import ConfigProblem
 from instar.config.language import LanguageConfig
 
 
-def clashes(**sections: Any) -> list[Clash]:
+def clashes(**sections: Any) -> list[ConfigProblem]:
     return cross_checks(LanguageConfig.model_validate(sections))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instar.config.differing import differing
+from instar.config.fields import differing
 
 
 def test_differing_keys_come_with_all_values() -> None:

@@ -4,20 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.config.document import Place, Value, parse, show
+from instar.config.document import Document, parse, show
+from instar.config.errors import SourceLocation
 
 
 def read(text: str) -> Any:
     value, mistakes = parse(text, "x.yaml")
     assert not mistakes
     assert value is not None
-    return value.plain()
+    return value.data
 
 
-def value_of(text: str) -> Value:
-    value, _ = parse(text, "x.yaml")
-    assert value is not None
-    return value
+def document_of(text: str, problems: int = 0) -> Document:
+    document, found = parse(text, "x.yaml")
+    assert document is not None
+    assert len(found) == problems
+    return document
 
 
 @pytest.mark.parametrize(
@@ -63,46 +65,57 @@ def test_an_anchor_may_be_given_anew() -> None:
 
 
 def test_keys_and_values_know_their_places() -> None:
-    value = value_of("model:\n  heads: [1, 22]\n")
-    key, inner = value.data["model"]
-    assert str(key) == "x.yaml:1:1"
-    assert str(inner.within(("heads",)).place) == "x.yaml:2:10"
-    assert str(inner.within(("heads", 1)).place) == "x.yaml:2:14"
-    assert str(inner.within(("heads", 7)).place) == "x.yaml:2:10"
+    document = document_of("model:\n  heads: [1, 22]\n")
+    assert str(document.place(("model",), key=True)) == "x.yaml:1:1"
+    assert str(document.place(("model", "heads"))) == "x.yaml:2:10"
+    assert str(document.place(("model", "heads", 1))) == "x.yaml:2:14"
+    assert str(document.place(("model", "heads", 7))) == "x.yaml:2:10"
+
+
+def test_what_is_merged_has_the_place_where_it_was_written() -> None:
+    document = document_of("a: &a {x: 1, y: !t 2, z: [1, 2]}\nb: {<<: *a, y: 3, z: 4}\n", 2)
+    assert document.data["b"] == {"x": 1, "y": 3, "z": 4}
+    assert str(document.place(("b", "x"))) == "x.yaml:1:11"
+    assert str(document.place(("b", "y"))) == "x.yaml:2:16"
+    assert document.place(("b",)).column == 4
+    assert document.unreadable == {("a", "y")}
 
 
 def test_windows_line_ends_count_as_one() -> None:
-    value = value_of("a: 1\r\nb: 2\r\n")
-    place = value.data["b"][1].place
+    value = document_of("a: 1\r\nb: 2\r\n")
+    place = value.place(("b",))
     assert str(place) == "x.yaml:2:4"
     assert place.excerpt() == "  2 | b: 2\n    |    ^"
 
 
 def test_the_caret_stands_under_the_column() -> None:
-    assert Place("x", 4, 3, "  d_modle: 768").excerpt() == "  4 |   d_modle: 768\n    |   ^"
-    assert Place("x", 1234, 1, "ab").excerpt() == "1234 | ab\n     | ^"
+    assert (
+        SourceLocation("x", 4, 3, "  d_modle: 768").excerpt() == "  4 |   d_modle: 768\n    |   ^"
+    )
+    assert SourceLocation("x", 1234, 1, "ab").excerpt() == "1234 | ab\n     | ^"
 
 
 def test_the_caret_knows_tabs_and_wide_characters() -> None:
-    assert Place("x", 1, 3, "\t漢b").excerpt() == "  1 | \t漢b\n    | \t  ^"
+    assert SourceLocation("x", 1, 3, "\t漢b").excerpt() == "  1 | \t漢b\n    | \t  ^"
 
 
 def test_a_long_line_is_cut_around_the_caret() -> None:
     text = "x" * 500 + "!" + "y" * 500
-    line, caret = Place("x", 1, 501, text).excerpt().splitlines()
+    line, caret = SourceLocation("x", 1, 501, text).excerpt().splitlines()
     assert line[caret.index("^")] == "!"
     assert len(line) < 80
 
 
 def test_an_excerpt_carries_no_control_characters() -> None:
-    assert "\x1b" not in Place("x", 1, 1, "a\x1b[31mb").excerpt()
+    assert "\x1b" not in SourceLocation("x", 1, 1, "a\x1b[31mb").excerpt()
     assert "\x1b" not in show("\x1b[31m")
 
 
 def test_a_source_of_one_text_is_named_as_a_whole() -> None:
-    value, _ = parse("[1, x]", "--set a=[1, x]", numbered=False)
-    assert value is not None
-    assert str(value.within((1,)).place) == "--set a=[1, x]"
+    document, _ = parse("[1, x]", "--set a.b=[1, x]", ("a", "b"))
+    assert document is not None
+    assert document.data == {"a": {"b": [1, "x"]}}
+    assert str(document.place(("a", "b", 1))) == "--set a.b=[1, x]"
 
 
 @given(st.text())
@@ -112,20 +125,21 @@ def test_any_text_is_read_or_refused_with_a_place(text: str) -> None:
     for mistake in mistakes:
         assert mistake.message
         assert 0 <= mistake.place.line <= lines
-    assert value is None or mistakes or value.readable()
-
-
-def test_every_scalar_is_found_with_the_way_there() -> None:
-    document, _ = parse("a: [1, {b: 2}]\nc: 3\n", "x.yaml")
-    assert document is not None
-    found = {path: value.data for path, value in document.leaves()}
-    assert found == {("a", 0): 1, ("a", 1, "b"): 2, ("c",): 3}
+    assert value is None or mistakes or not value.unreadable
 
 
 def test_a_key_has_a_place_of_its_own() -> None:
-    document, _ = parse("a: [1, {b: 2}]\n", "x.yaml")
+    document = document_of("a: [1, {b: 2}]\n")
+    assert document.place(("a", 1, "b"), key=True).column == 9
+    assert document.place(("a", 1, "b")).column == 12
+    assert document.place(("a", 1, "z"), key=True).column == 8
+    assert document.place((), key=True).column == 1
+
+
+def test_what_cannot_be_read_is_left_out_and_named() -> None:
+    document, problems = parse("a: !x 1\nb: [2, .nan]\nc: 3\n", "x.yaml")
     assert document is not None
-    assert document.key_place(("a", 1, "b")).column == 9
-    assert document.within(("a", 1, "b")).place.column == 12
-    assert document.key_place(("a", 1, "z")).column == 8
-    assert document.key_place(()).column == 1
+    assert document.data == {"b": [2, None], "c": 3}
+    assert document.unreadable == {("a",), ("b", 1)}
+    assert [problem.where for problem in problems] == ["x.yaml:1:4", "x.yaml:2:8"]
+    assert "b[1] must be a finite number" in problems[1].message

@@ -1,23 +1,26 @@
-from instar.config.errors import ConfigError, InstarError, Problem
+from instar.config.errors import ConfigError, ConfigProblem, InstarError, SourceLocation
 
 
 def test_a_problem_reads_place_message_hint_then_excerpt() -> None:
-    problem = Problem("unknown key 'a'", "x.yaml:1:1", "  1 | a: 2\n    | ^", "did you mean 'b'?")
+    place = SourceLocation("x.yaml", 1, 1, "a: 2")
+    problem = ConfigProblem((), "unknown key 'a'", "did you mean 'b'?", place)
     assert str(problem) == ("x.yaml:1:1: unknown key 'a'; did you mean 'b'?\n  1 | a: 2\n    | ^")
 
 
 def test_what_is_left_out_leaves_no_gap() -> None:
-    assert str(Problem("the disk is full")) == "the disk is full"
+    assert str(ConfigProblem((), "the disk is full")) == "the disk is full"
 
 
 def test_an_error_lists_all_its_problems_and_counts_them() -> None:
-    error = ConfigError(Problem("one"), Problem("two"))
+    error = ConfigError(ConfigProblem((), "one"), ConfigProblem((), "two"))
     assert str(error) == "one\ntwo\n2 errors. Nothing was started."
 
 
 def test_one_builds_an_error_of_one_problem() -> None:
     error = ConfigError.one("too short", where="data.path", hint="prepare more text")
-    assert error.problems == (Problem("too short", "data.path", "", "prepare more text"),)
+    assert error.problems == (
+        ConfigProblem((), "too short", "prepare more text", place="data.path"),
+    )
     assert str(error) == ("data.path: too short; prepare more text\n1 error. Nothing was started.")
 
 

@@ -1,18 +1,19 @@
-from instar.config.familiar import CALLED
 from instar.config.fields import (
     PATTERNS,
+    choices,
     default,
     editor_schema,
     expected,
+    flat,
     keys,
-    properties,
+    nested,
     schedule_keys,
-    schema_node,
     sections,
-    value_of,
+    values,
 )
 from instar.config.graph import GraphConfig
 from instar.config.language import LanguageConfig
+from instar.config.suggestions import ALIASES
 
 
 def test_nested_sections_are_found() -> None:
@@ -32,51 +33,61 @@ def test_every_key_is_described() -> None:
 
 def test_every_key_can_be_put_into_words() -> None:
     for key in keys(LanguageConfig):
-        node = schema_node(LanguageConfig, tuple(key.split(".")))
-        assert node is not None
-        assert "something else" not in expected(LanguageConfig, node), key
+        said = expected(LanguageConfig, tuple(key.split(".")))
+        assert said, key
+        assert "something else" not in said, key
 
 
 def test_every_key_of_an_operation_is_described_and_can_be_put_into_words() -> None:
     assert ("schedule", 0, "when", "plateau", "slope") in schedule_keys()
     for path, field in schedule_keys().items():
         assert field.description, path
-        node = schema_node(LanguageConfig, path)
-        assert node is not None, path
-        assert "something else" not in expected(LanguageConfig, node), path
+        assert expected(LanguageConfig, path), path
+        assert "something else" not in expected(LanguageConfig, path), path
 
 
 def test_what_a_section_may_have_is_known_where_it_may_be_left_out_too() -> None:
-    assert "window" in properties(LanguageConfig, ("schedule", 3, "when", "any", 0, "plateau"))
-    assert properties(LanguageConfig, ("seed",)) == []
+    (plateau, null) = choices(LanguageConfig, ("schedule", 3, "when", "any", 0, "plateau"))
+    assert "window" in plateau["properties"]
+    assert null["type"] == "null"
+    assert "properties" not in choices(LanguageConfig, ("seed",))[0]
+    assert choices(LanguageConfig, ("seed", "x")) == []
 
 
-def test_values_are_scalars_tuples_and_dicts() -> None:
+def test_values_are_those_of_json() -> None:
     config = LanguageConfig.model_validate(
         {"schedule": [{"name": "change_lr", "value": 2, "how": 3}]}
     )
-    assert value_of(config, "schedule") == ({"name": "change_lr", "value": 2, "how": 3},)
+    assert values(config)["schedule"] == [{"name": "change_lr", "value": 2, "how": 3}]
+    assert list(values(config)) == list(keys(LanguageConfig))
+
+
+def test_nested_data_is_flattened_to_its_keys_and_back() -> None:
+    tree = {"seed": 1, "parallel": {"ddp": {"static_graph": True}, "devices": [0, 1]}}
+    paths = dict(flat(LanguageConfig, tree))
+    assert list(paths) == [("seed",), ("parallel", "devices"), ("parallel", "ddp", "static_graph")]
+    assert nested(paths) == tree
 
 
 def test_every_pattern_of_the_schema_has_words() -> None:
     patterns = {
         str(node["pattern"])
         for key in keys(LanguageConfig)
-        if (node := schema_node(LanguageConfig, tuple(key.split(".")))) and "pattern" in node
+        for node in choices(LanguageConfig, tuple(key.split(".")))
+        if "pattern" in node
     }
     assert patterns <= PATTERNS.keys()
 
 
 def test_defaults_are_those_of_an_empty_config() -> None:
     config = LanguageConfig.model_validate({})
-    assert {key: default(LanguageConfig, key) for key in keys(LanguageConfig)} == {
-        key: value_of(config, key) for key in keys(LanguageConfig)
-    }
+    defaults = {key: default(field) for key, field in keys(LanguageConfig).items()}
+    assert defaults == values(config)
 
 
 def test_what_other_trainers_call_it_leads_to_keys_that_exist() -> None:
     roots = (LanguageConfig, GraphConfig)
-    assert set(CALLED) <= {key for root in roots for key in (*keys(root), *sections(root))}
+    assert set(ALIASES) <= {key for root in roots for key in (*keys(root), *sections(root))}
 
 
 def test_the_editors_schema_takes_what_the_reader_takes() -> None:

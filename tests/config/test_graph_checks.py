@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 
 from instar.config.checks import cross_checks
-from instar.config.graph import GraphConfig
-from instar.config.graph_checks import graph_clashes
+from instar.config.graph import GraphConfig, graph_checks
 from instar.config.schema import RunConfig
 
 KIND = {"name": "kind", "kind": "classification", "classes": 2}
@@ -16,7 +15,7 @@ def config(**sections: Any) -> GraphConfig:
 
 
 def test_the_defaults_fit_each_other() -> None:
-    assert graph_clashes(config()) == []
+    assert graph_checks(config()) == []
 
 
 def test_a_section_with_one_key_keeps_the_defaults_of_this_kind_of_run() -> None:
@@ -40,7 +39,7 @@ def test_a_section_with_one_key_keeps_the_defaults_of_this_kind_of_run() -> None
         (
             {"model": {"heads": [SIZE, {**KIND, "classes": None}]}},
             "model.heads[1].classes",
-            "head 'kind' is a classification and does not say how many classes",
+            "the classification head 'kind' needs a number of classes",
         ),
         (
             {"model": {"heads": [{**SIZE, "classes": 3}]}},
@@ -52,7 +51,7 @@ def test_a_section_with_one_key_keeps_the_defaults_of_this_kind_of_run() -> None
             "model.heads",
             "kind of graphs and size of nodes cannot be trained together",
         ),
-        ({"model": {"pooling": []}}, "model.pooling", "heads for graphs would have nothing"),
+        ({"model": {"pooling": []}}, "model.pooling", "heads for graphs would have no input"),
         ({"model": {"pooling": ["sum", "max", "sum"]}}, "model.pooling", "has sum 2 times"),
         (
             {"model": {"layer": "gat", "width": 30, "n_head": 4}},
@@ -91,9 +90,9 @@ def test_an_unknown_metric_says_which_there_are() -> None:
 
 
 def test_what_needs_no_attention_needs_no_even_heads() -> None:
-    assert graph_clashes(config(model={"layer": "sage", "width": 30, "n_head": 4})) == []
+    assert graph_checks(config(model={"layer": "sage", "width": 30, "n_head": 4})) == []
     nodes = {**KIND, "level": "node"}
-    assert graph_clashes(config(model={"heads": [nodes], "pooling": []})) == []
+    assert graph_checks(config(model={"heads": [nodes], "pooling": []})) == []
 
 
 def test_every_metric_has_a_direction() -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from instar.config.clash import Clash
-from instar.config.errors import ConfigError
-from instar.config.language import DataConfig
-from instar.config.language_checks import data_checks, data_rank_checks
+from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.language import DataConfig, data_checks, data_rank_checks
 from instar.config.load import load
 
 ROWS = {"kind": "rows", "source": "rows.parquet"}
@@ -24,8 +22,8 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     (
         {"val_fraction": 0.6, "test_fraction": 0.5},
         ("val_fraction", "test_fraction"),
-        "data.val_fraction + data.test_fraction must be less than 1, got 1.1: nothing would be "
-        "left to train on",
+        "data.val_fraction + data.test_fraction must be less than 1, got 1.1: no training "
+        "data would be left",
         "",
     ),
     (
@@ -61,25 +59,25 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     (
         STREAM | {"val_source": None},
         ("val_source", "kind"),
-        "kind stream cannot be split: data.val_source must say what is held out",
+        "kind stream cannot be split: data.val_source must name the held-out text",
         "a file, folder or glob of text",
     ),
     (
         PYTHON | {"val_source": None},
         ("val_source", "kind"),
-        "kind python cannot be split: data.val_source must say what is held out",
+        "kind python cannot be split: data.val_source must name the held-out text",
         "a file, folder or glob of text",
     ),
     (
         STREAM | {"order": "blocks"},
         ("order", "kind"),
-        "data.order blocks reads at any place, and kind stream is read from its beginning",
+        "data.order blocks needs random access, and kind stream is read from its beginning",
         "use sequential, or shuffled (within data.shuffle_window)",
     ),
     (
         PYTHON | {"order": "random"},
         ("order", "kind"),
-        "data.order random reads at any place, and kind python is read from its beginning",
+        "data.order random needs random access, and kind python is read from its beginning",
         "use sequential, or shuffled (within data.shuffle_window)",
     ),
     (
@@ -97,13 +95,13 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     (
         STREAM | {"tokenizer": "bpe"},
         ("tokenizer", "kind"),
-        "a bpe tokenizer is trained before, and kind stream is not read before it trains",
+        "a bpe tokenizer must be trained first, and kind stream is not read before the run trains",
         "use byte, or the path of a tokenizer.json",
     ),
     (
         PYTHON | {"tokenizer": "char"},
         ("tokenizer", "kind"),
-        "a char tokenizer is trained before, and kind python is not read before it trains",
+        "a char tokenizer must be trained first, and kind python is not read before the run trains",
         "use byte, or the path of a tokenizer.json",
     ),
     (
@@ -133,13 +131,13 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...], str, str]] = [
     (
         {"mixture": PARTS, "source": "texts.jsonl"},
         ("source", "mixture"),
-        "data.source is not read where data.mixture says what is",
+        "data.source is not read where data.mixture names the sources",
         "name it as a part of data.mixture, or leave one of them out",
     ),
     (
         {"source_split": "validation"},
         ("source_split", "kind"),
-        "data.source_split is of a Hugging Face data set, and kind tokens reads none",
+        "data.source_split selects from a Hugging Face data set, and kind tokens reads none",
         "use kind rows or stream, or leave it out",
     ),
     (
@@ -159,13 +157,13 @@ def data(values: dict[str, Any]) -> DataConfig:
 def test_each_rule_says_what_is_wrong(
     values: dict[str, Any], keys: tuple[str, ...], message: str, hint: str
 ) -> None:
-    expected = Clash(tuple(f"data.{key}" for key in keys), message, hint)
+    expected = ConfigProblem(tuple(f"data.{key}" for key in keys), message, hint)
     assert data_checks(data(values)) == [expected]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_iterable_is_read_by_rank_0_alone(ranks: int) -> None:
-    expected = Clash(
+    expected = ConfigProblem(
         ("data.strategy", "data.kind"),
         f"a Python iterable can be read by rank 0 only, not by each of {ranks} ranks",
         "say data.strategy: dispatched",
@@ -174,7 +172,7 @@ def test_an_iterable_is_read_by_rank_0_alone(ranks: int) -> None:
 
 
 def test_ranks_that_read_lanes_need_one_each() -> None:
-    expected = Clash(
+    expected = ConfigProblem(
         ("data.lanes", "data.strategy"),
         "4 ranks cannot share 3 lanes: each reads whole ones",
         "say data.lanes: 4 or a multiple, or data.strategy: dispatched",

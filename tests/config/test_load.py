@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instar.config import presets
-from instar.config.checks import Clash
-from instar.config.errors import ConfigError
+from instar.config import CONFIG_VARIABLE, PRESETS, names_in
+from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import keys, sections
 from instar.config.language import LanguageConfig
-from instar.config.load import load
+from instar.config.load import handed_over, load, unpacked
+from instar.config.origins import lines_of
 
 
 def written(folder: Path, text: str) -> str:
@@ -99,6 +99,34 @@ def test_a_later_check_points_at_the_line(tmp_path: Path) -> None:
     assert loaded.problem("model.n_head", "x").where == "default"
 
 
+def test_a_config_is_handed_to_another_process_whole(tmp_path: Path) -> None:
+    operation = "{name: change_lr, value: .5, when: {at_step: 7}}"
+    path = written(tmp_path, f"preset: llama\ntrain: {{until: 8it}}\nschedule:\n- {operation}\n")
+    loaded = load(path, ["model.n_layer=2"])
+    again = unpacked(loaded.packed())
+    assert again.config == loaded.config
+    assert again.to_yaml() == loaded.to_yaml()
+    for key in (
+        "train.until[0]",
+        "schedule[0].when.at_step",
+        "model.n_layer",
+        "model.norm",
+        "seed",
+    ):
+        assert again.problem(key, "x") == loaded.problem(key, "x")
+
+
+def test_what_a_launcher_hands_over_is_taken_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(load(None, ["seed=3"]).packed())
+    monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "config.json"))
+    taken = handed_over()
+    assert taken is not None
+    assert taken.config.seed == 3
+    assert handed_over() is None
+
+
 def test_a_value_of_a_preset_points_at_the_preset() -> None:
     problem = load(None, ["preset=llama"]).problem("model.norm", "x")
     assert (problem.where, problem.excerpt) == ("preset llama", "")
@@ -121,8 +149,8 @@ def test_the_resolved_config_is_read_back_equal(tmp_path: Path) -> None:
 
 
 def test_checks_of_higher_rooms_are_told_with_all_else(tmp_path: Path) -> None:
-    def check(config: LanguageConfig) -> list[Clash]:
-        return [Clash(("model.n_layer",), f"{config.model.n_layer} is too few", "more")]
+    def check(config: LanguageConfig) -> list[ConfigProblem]:
+        return [ConfigProblem(("model.n_layer",), f"{config.model.n_layer} is too few", "more")]
 
     path = written(tmp_path, "model:\n  n_hed: 3\n  n_layer: 2\n")
     with pytest.raises(ConfigError) as caught:
@@ -137,18 +165,20 @@ def test_checks_of_higher_rooms_are_told_with_all_else(tmp_path: Path) -> None:
 def test_the_resolved_config_tells_each_origin(tmp_path: Path) -> None:
     text = load(written(tmp_path, "preset: llama\nseed: 3\n"), ["model.n_layer=2"]).to_yaml()
     ends = {line.split(":")[0].strip(): line.split("# ")[-1] for line in text.splitlines() if line}
-    assert ends["seed"] == f"{tmp_path / 'grow.yaml'}:2:1"
+    assert {line.key: line.origin for line in lines_of(text)}[
+        "seed"
+    ] == f"{tmp_path / 'grow.yaml'}:2:1"
     assert ends["norm"] == "preset llama"
     assert ends["n_layer"] == "--set"
     assert ends["device"] == "default"
     assert "#" not in load(None).to_yaml(origin=False).replace("\n# ", "").replace("  # ", "")
 
 
-@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("name", names_in(PRESETS))
 def test_a_preset_is_valid_by_itself_and_described(name: str) -> None:
     loaded = load(None, [f"preset={name}"])
     assert f"preset {name}" in loaded.origins.values()
-    assert presets.text(name).startswith("# ")
+    assert (PRESETS / f"{name}.yaml").read_text().startswith("# ")
 
 
 def test_presets_of_architecture() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from instar.config.errors import ConfigError, Problem
+from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.load import load
 
 # text, line:column, message, hint (parts of them)
@@ -12,9 +12,9 @@ BROKEN = [
     # syntax
     ("model: {n_layer: 4\n", "1:8", "this bracket is not closed", ""),
     ("model: [n_layer\nseed: 1\n", "1:8", "this bracket is not closed", ""),
-    ("model:\n\tn_layer: 4\n", "2:1", "a tab cannot stand here; indent with spaces", ""),
+    ("model:\n\tn_layer: 4\n", "2:1", "a tab is not allowed here; indent with spaces", ""),
     ("model:\n  n_layer: 4\n n_head: 4\n", "3:2", "does not line up", ""),
-    ("model: n_layer: 4\n", "1:15", "a ':' cannot stand here", ""),
+    ("model: n_layer: 4\n", "1:15", "a ':' is not allowed here", ""),
     ("name: 'abc\n", "1:7", "this quote is never closed", ""),
     ("name: @abc\n", "1:7", "cannot begin with this character", ""),
     ("name: a\nseed: *b\n", "2:7", "an alias (*name) whose anchor", ""),
@@ -68,12 +68,12 @@ BROKEN = [
     ("optimizer:\n  no_decay: [a, 1]\n", "2:17", "optimizer.no_decay[1] must be text", ""),
     # choices and patterns
     ("model:\n  norm: rmsnrom\n", "2:9", "one of layernorm, rmsnorm", "did you mean 'rmsnorm'?"),
-    ("precision: FP32\n", "1:12", "one of fp32, bf16, fp16", "did you mean 'fp32'?"),
+    ("precision: FP32\n", "1:12", "one of auto, fp32, bf16, fp16", "did you mean 'fp32'?"),
     ("device: gpu\n", "1:9", 'auto, cpu, cuda or cuda:<index>, got "gpu"', ""),
     ("name: 'a b'\n", "1:7", "a name of letters, digits", ""),
-    ("preset: lama\n", "1:9", 'there is no preset "lama"', "did you mean 'llama'?"),
-    ("preset: [llama, plian]\n", "1:17", 'there is no preset "plian"', "did you mean 'plain'?"),
-    ("preset: 3\n", "1:9", "there is no preset 3", "there are "),
+    ("preset: lama\n", "1:9", 'unknown preset "lama"', "did you mean 'llama'?"),
+    ("preset: [llama, plian]\n", "1:17", 'unknown preset "plian"', "did you mean 'plain'?"),
+    ("preset: 3\n", "1:9", "unknown preset 3", "there are "),
     # ranges
     ("model:\n  n_head: 0\n", "2:11", "a whole number greater than 0, got 0", ""),
     ("train:\n  batch_size: 0\n", "2:15", "a whole number greater than 0, got 0", ""),
@@ -95,7 +95,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def problems_of(path: Path | str | None, *overrides: str) -> tuple[Problem, ...]:
+def problems_of(path: Path | str | None, *overrides: str) -> tuple[ConfigProblem, ...]:
     with pytest.raises(ConfigError) as caught:
         load(None if path is None else str(path), overrides)
     return caught.value.problems
@@ -197,7 +197,7 @@ def test_an_unreadable_value_leaves_the_rest_of_its_section_checked(tmp_path: Pa
         ("model.n_head.x=4", 'model.n_head must be a whole number greater than 0, got {"x": 4}', ""),
         ("model..n_head=4", "unknown key '' in model", ""),
         ("compile=yes", 'compile must be true or false, got "yes"', "write true"),
-        ("preset=fsat", 'there is no preset "fsat"', ""),
+        ("preset=fsat", 'unknown preset "fsat"', ""),
         ("n_head=4", "unknown key 'n_head'", "'n_head' belongs in model"),
     ],
 )  # fmt: skip
@@ -263,7 +263,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(b"#" * ((1 << 20) + 1))
     (problem,) = problems_of(path)
-    assert problem.message == "larger than 1 MiB; this is no config"
+    assert problem.message == "larger than 1 MiB; this is not a config"
 
 
 def test_aliases_that_unfold_without_end_are_stopped(tmp_path: Path) -> None:
@@ -272,4 +272,4 @@ def test_aliases_that_unfold_without_end_are_stopped(tmp_path: Path) -> None:
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 20)]
     path.write_text("\n".join(lines))
     said = [problem.message for problem in problems_of(path)]
-    assert said.count("more than 20,000 values; this is no config") == 1
+    assert said.count("more than 20,000 values; this is not a config") == 1

@@ -5,19 +5,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.config import presets
+from instar.cli.config import starter
+from instar.config import PRESETS, STARTERS, names_in
 from instar.config.document import parse
-from instar.config.dump import in_yaml
 from instar.config.errors import ConfigError
 from instar.config.fields import keys
 from instar.config.graph import GraphConfig, HeadConfig
 from instar.config.language import LanguageConfig
 from instar.config.load import load
+from instar.config.origins import in_yaml
 from instar.config.roots import ROOTS
 from instar.config.schema import RunConfig, Watch
-from instar.config.template import KINDS, starter
 
-LANGUAGE_KINDS = sorted(kind for kind in KINDS if "task" not in KINDS[kind].values)
+KINDS = names_in(STARTERS)
+TASKS = {
+    kind: parse((STARTERS / f"{kind}.yaml").read_text(), kind)[0].data.get("task", "language")
+    for kind in KINDS
+}
+LANGUAGE_KINDS = [kind for kind in KINDS if TASKS[kind] == "language"]
 
 scalars = st.one_of(
     st.none(),
@@ -43,7 +48,7 @@ def test_any_value_is_read_back_equal(value: object) -> None:
     document, mistakes = parse(f"key: {in_yaml(value)}  # comment\n", "x.yaml")
     assert not mistakes
     assert document is not None
-    back = document.plain()["key"]
+    back = document.data["key"]
     assert back == value
     assert type(back) is type(value)
 
@@ -62,8 +67,8 @@ def uncommented(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "preset"),
-    [(kind, None) for kind in sorted(KINDS)]
-    + [(kind, preset) for kind in LANGUAGE_KINDS for preset in presets.names()],
+    [(kind, None) for kind in KINDS]
+    + [(kind, preset) for kind in LANGUAGE_KINDS for preset in names_in(PRESETS)],
 )
 def test_the_template_loads_and_shows_the_values_in_force(
     tmp_path: Path, preset: str | None, kind: str
@@ -154,11 +159,11 @@ def test_heads_and_rules_are_written_a_line_each_and_read_back_equal(tmp_path: P
 
 
 def test_a_kind_names_a_task_of_its_own_or_none() -> None:
-    assert {KINDS[kind].values.get("task", "language") for kind in KINDS} == set(ROOTS)
+    assert set(TASKS.values()) == set(ROOTS)
 
 
 def test_presets_are_of_language_models() -> None:
-    with pytest.raises(ConfigError, match="of language models, not of task graph"):
+    with pytest.raises(ConfigError, match="for language models, not for task graph"):
         starter("graph", "graph.yaml", ["plain"])
 
 

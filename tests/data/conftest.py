@@ -6,23 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from splits import split_of
 
 from instar.config.language import DataConfig
-from instar.data.prepare import prepare
-from instar.data.tokens import TokenSplit
+from instar.data.text.prepare import prepare
+from instar.data.text.shards import TokenSplit
 
 MakeSplit = Callable[..., TokenSplit]
 
 
 @pytest.fixture(scope="session")
 def make_split() -> MakeSplit:
-    """A split in memory: tokens 0, 1, 2 … cut into shards of the sizes given."""
+    """A split of 0, 1, 2 … in shards of the sizes given."""
 
     def make(*sizes: int, name: str = "train") -> TokenSplit:
         offsets = np.cumsum([0, *sizes], dtype=np.int64)
         tokens = np.arange(offsets[-1], dtype=np.uint16)
-        arrays = tuple(tokens[begin:end] for begin, end in itertools.pairwise(offsets))
-        return TokenSplit(name=name, arrays=arrays, offsets=offsets, fingerprint="counting")
+        shards = (tokens[begin:end] for begin, end in itertools.pairwise(offsets))
+        return split_of(*shards, name=name, fingerprint="counting")
 
     return make
 

@@ -180,7 +180,7 @@ def test_a_record_that_was_edited_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "note").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_arrays(tmp_path, [graphs(3)], {})
     assert [file.name for file in tmp_path.iterdir()] == ["note"]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instar.data.blocks import BlockShuffled, permuted_apart
+from instar.data.order import BlockShuffled, permuted_apart
 
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 2**40)

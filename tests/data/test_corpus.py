@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.data import corpus
-from instar.data.corpus import open_corpus
+from instar.data.text import corpus
+from instar.data.text.corpus import open_corpus
 
 
 def documents(source: str | Path, text_field: str = "text") -> list[str]:

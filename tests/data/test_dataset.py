@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ways import KINDS, Way, config, make_rows, taken, told
 
-from instar.data.reader import StepBatch
+from instar.data.loader import StepBatch
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,10 @@ from feeds import Numbers, Queues, dispatched_feeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from instar.data.broadcast import SourceFailed
 from instar.data.columns import leaves
-from instar.data.dispatch import SourceFailed
-from instar.data.feed import Feed, GaveUp
+from instar.data.loader import LocalReader, Prefetcher, StepBatch, WaitCancelled, plan_step
 from instar.data.order import Shuffled
-from instar.data.plan import plan_step
-from instar.data.reader import LocalReader, StepBatch
 
 
 def alike(one: StepBatch, other: StepBatch) -> bool:
@@ -49,7 +47,7 @@ def test_dispatched_ranks_get_what_they_would_read(
     source, order = Numbers(samples), Shuffled(samples, seed=3)
     sent = dispatched_feeds(source, order, world)
     own = [
-        Feed(LocalReader(source, order, world, range(rank, rank + 1), f"rank {rank}"))
+        Prefetcher(LocalReader(source, order, world, range(rank, rank + 1), f"rank {rank}"))
         for rank in range(world)
     ]
     cursor = 0
@@ -83,7 +81,7 @@ def test_what_rank_0_cannot_read_is_an_error_on_every_rank_at_the_same_step() ->
 
 def test_a_rank_that_waits_may_give_up_and_takes_the_step_later() -> None:
     feeds = dispatched_feeds(Numbers(100), Shuffled(100, seed=1), 2)
-    with pytest.raises(GaveUp):
+    with pytest.raises(WaitCancelled):
         feeds[1].take(0, 8, 4, give_up=lambda: True)
     expected = feeds[0].take(0, 8, 4)
     assert feeds[1].take(0, 8, 4).plan == expected.plan
@@ -99,7 +97,7 @@ def test_a_new_feed_begins_where_the_old_one_was_given_up() -> None:
     for feed in first:
         feed.close(5)
     second = dispatched_feeds(source, order, 2, queues=queues, number=2)
-    own = Feed(LocalReader(source, order, 2, range(1, 2), "rank 1"))
+    own = Prefetcher(LocalReader(source, order, 2, range(1, 2), "rank 1"))
     second[0].take(16, 4, 4)
     assert alike(second[1].take(16, 4, 4), own.take(16, 4, 4))
     for feed in [*second, own]:

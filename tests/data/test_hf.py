@@ -14,7 +14,7 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.data.hf import column_of, load_rows, load_stream
+from instar.data.text.hf import column_of, load_rows, load_stream
 
 TEXTS = ["one\n  two\n", "", "null", "thrée"]
 IDS = [[1, 2], [], [3], [4, 5, 6]]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.columns import Ragged
-from instar.data.iterable import FunctionLane, RowLanes, open_lanes
-from instar.data.tokenizer import ByteTokenizer
+from instar.data.text.stream import FunctionLane, RowLanes, open_lanes
+from instar.data.text.tokenizer import ByteTokenizer
 
 Items = RowLanes | FunctionLane
 
@@ -131,13 +131,13 @@ def test_a_stream_that_is_shuffled_or_shared_already_is_refused(tmp_path: Path) 
     stream = streamed(tmp_path, ["a", "b"], ["c"])
     shuffled = stream.shuffle(seed=1, buffer_size=2)
     for unfit in (shuffled, shuffled.map(lambda row: row), shuffled.take(2)):
-        with pytest.raises(ConfigError, match="rows is shuffled already"):
+        with pytest.raises(ConfigError, match="rows is already shuffled"):
             rows(unfit)
     stream.set_epoch(1)
-    with pytest.raises(ConfigError, match="rows is shuffled already"):
+    with pytest.raises(ConfigError, match="rows is already shuffled"):
         rows(stream)
     shared = split_dataset_by_node(streamed(tmp_path, ["a"]), 0, 2)
-    with pytest.raises(ConfigError, match="rows is shared out among nodes already"):
+    with pytest.raises(ConfigError, match="rows is already shared out among nodes"):
         rows(shared)
 
 
@@ -241,7 +241,7 @@ def test_the_same_iterator_twice_is_refused() -> None:
 
 
 def test_what_is_no_iterable_is_refused() -> None:
-    with pytest.raises(ConfigError, match="mine:make returned something of type int"):
+    with pytest.raises(ConfigError, match="mine:make returned an object of type int"):
         lane(function(7))
 
 

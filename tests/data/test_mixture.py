@@ -8,9 +8,16 @@ from hypothesis import strategies as st
 from samples import same
 
 from instar.data.columns import stack
-from instar.data.mixture import PERIOD, Concatenated, Mixed, Part, mixture_order, shares
 from instar.data.order import Order, Sequential, Shuffled, make_order
-from instar.data.source import TokenWindows
+from instar.data.source import (
+    PERIOD,
+    Concatenated,
+    Mixed,
+    PartOrder,
+    TokenWindows,
+    mixture_order,
+    shares,
+)
 
 seeds = st.integers(0, 2**63 - 1)
 
@@ -104,7 +111,9 @@ def test_shares_are_exact_and_each_part_comes_in_its_own_order(
 
 
 def test_turns_are_shuffled_anew_in_each_period() -> None:
-    order = Mixed((Part(Sequential(512), 0, 512), Part(Sequential(512), 512, 512)), seed=4)
+    order = Mixed(
+        (PartOrder(Sequential(512), 0, 512), PartOrder(Sequential(512), 512, 512)), seed=4
+    )
     periods = np.stack([order.indices(epoch, 0, PERIOD) < 512 for epoch in range(50)])
     # two independent patterns agree at half of the places, 16 more or less
     agree = np.count_nonzero(periods[1:] == periods[:-1], axis=1)

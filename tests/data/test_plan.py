@@ -6,10 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instar.data.arrays import CostedSource, InMemorySource
+from instar.data.loader import LocalReader, ReadRequest, StepKey, balanced
 from instar.data.order import make_order
-from instar.data.plan import balanced
-from instar.data.reader import Key, LocalReader, Request
-from instar.data.samples import Costed, Samples
 
 COSTS = st.lists(st.integers(0, 10_000), max_size=80)
 
@@ -42,9 +41,9 @@ def test_graphs_of_many_sizes_are_nearly_the_same_work() -> None:
 
 def test_a_reader_shares_by_work_and_loses_nothing() -> None:
     costs = np.arange(40) ** 2
-    source = Costed(Samples({"x": np.arange(40)}), costs)
+    source = CostedSource(InMemorySource({"x": np.arange(40)}), costs)
     order = make_order("shuffled", 40, seed=3)
-    request = Request(0, Key(0, 24, 12), ahead=False)
+    request = ReadRequest(0, StepKey(0, 24, 12), ahead=False)
     seen = []
     for rank in range(3):
         reader = LocalReader(source, order, 3, range(rank, rank + 1), "a rank")

@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.data import prepare as preparing
-from instar.data.prepare import default_path, ensure_dataset, prepare
 from instar.data.split import divide
-from instar.data.tokenizer import load_tokenizer, train_bpe, train_char
-from instar.data.tokens import open_dataset, verify_tokens
+from instar.data.text import prepare as preparing
+from instar.data.text.prepare import default_path, prepare
+from instar.data.text.shards import TokenDataset, open_dataset, verify_tokens
+from instar.data.text.tokenizer import load_tokenizer, train_bpe, train_char
+
+
+def ensure_dataset(data: DataConfig, seed: int) -> TokenDataset:
+    return open_dataset(prepare(data, seed))
 
 
 @pytest.fixture
@@ -180,6 +184,36 @@ def test_a_set_made_otherwise_is_refused_by_name(
         ensure_dataset(data.model_copy(update=change), 1)
 
 
+def test_a_path_may_be_spelled_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("texts", "elsewhere"):
+        Path(folder).mkdir()
+    for name in ("a.txt", "held.txt"):
+        Path("texts", name).write_text("some text\n" * 50)
+    trained = prepare(DataConfig(source="texts/a.txt", tokenizer="bpe", vocab_size=260), 1, "tok")
+    Path("link").symlink_to("texts")
+    fields = {"source": "texts/a.txt", "val_source": "texts/held.txt", "tokenizer": str(trained)}
+    first = ensure_dataset(DataConfig(**fields, path=str(tmp_path / "set")), 1)
+    ways = [
+        {"source": "./texts/../texts/a.txt", "val_source": "link/held.txt"},
+        {"source": str(tmp_path / "texts" / "a.txt"), "tokenizer": "tok/tokenizer.json"},
+        {"source": "link/a.txt", "tokenizer": "../" + tmp_path.name + "/tok"},
+    ]
+    for way in ways:
+        again = DataConfig(**fields | way, path=str(tmp_path / "set"))
+        assert ensure_dataset(again, 1).fingerprint == first.fingerprint
+    # from another folder, too, for what was read is remembered by where it was
+    monkeypatch.chdir("elsewhere")
+    away = {"source": "../texts/a.txt", "val_source": "../texts/held.txt", "tokenizer": "../tok"}
+    assert ensure_dataset(DataConfig(**away, path=str(tmp_path / "set")), 1)
+    with pytest.raises(ConfigError, match="was made otherwise: source="):
+        ensure_dataset(
+            DataConfig(**away | {"source": "../texts/held.txt"}, path=str(tmp_path / "set")), 1
+        )
+
+
 def test_a_named_set_serves_every_seed(tmp_path: Path, rows: Path) -> None:
     data = DataConfig(source=str(rows), path=str(tmp_path / "set"))
     assert ensure_dataset(data, 1).fingerprint == ensure_dataset(data, 2).fingerprint
@@ -191,10 +225,10 @@ def test_a_source_that_changed_since_is_mentioned(tmp_path: Path) -> None:
     data = DataConfig(source=str(source), path=str(tmp_path / "set"))
     said: list[str] = []
     prepare(data, 1)
-    ensure_dataset(data, 1, said.append)
+    prepare(data, 1, say=said.append)
     assert said == []
     source.write_text("some other text\n" * 50)
-    ensure_dataset(data, 1, said.append)
+    prepare(data, 1, say=said.append)
     assert "has changed since" in said[0]
 
 
@@ -251,10 +285,11 @@ def test_what_does_not_count_does_not_change_the_folder() -> None:
 def test_two_processes_at_once_end_with_one_valid_set(tmp_path: Path, rows: Path) -> None:
     program = (
         "import sys; from instar.config.language import DataConfig\n"
-        "from instar.data.prepare import ensure_dataset\n"
+        "from instar.data.text.prepare import prepare\n"
+        "from instar.data.text.shards import open_dataset\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "data = DataConfig(source=sys.argv[1], path=sys.argv[2])\n"
-        "print(ensure_dataset(data, 1).fingerprint)\n"
+        "print(open_dataset(prepare(data, 1)).fingerprint)\n"
         "assert 'torch' not in sys.modules\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -349,8 +384,8 @@ def test_a_val_source_too_short_is_named(tmp_path: Path, rows: Path) -> None:
 def test_a_long_document_is_the_same_tokens_wherever_it_is_read_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instar.data.tokenizer._PIECE_CHARACTERS", 50)
-    monkeypatch.setattr("instar.data.corpus._PIECE_BYTES", 64)
+    monkeypatch.setattr("instar.data.text.tokenizer._PIECE_CHARACTERS", 50)
+    monkeypatch.setattr("instar.data.text.corpus._PIECE_BYTES", 64)
     text = "def one():\n\n    return  'naïve'\n\n" * 30 + "        last"
     saved = train_bpe([text], 300)
     (tmp_path / "bpe.json").write_text(saved.to_json())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,19 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ways
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.data import rows as module
-from instar.data.prepare import default_path, prepare
-from instar.data.rows import RowsDataset, open_rows, prepare_rows
 from instar.data.source import TokenWindows
-from instar.data.tokenizer import load_tokenizer, train_bpe
-from instar.data.tokens import TokenDataset, open_dataset
+from instar.data.text import prepare as module
+from instar.data.text import shards
+from instar.data.text.dataset import TokenData, missing, open_data, prepare_data
+from instar.data.text.prepare import default_path, prepare
+from instar.data.text.rows import open_rows, read_index
+from instar.data.text.shards import TokenDataset, open_dataset
+from instar.data.text.tokenizer import load_tokenizer, train_bpe
 
 TEXTS = [
     f"Document {number}: "
@@ -41,9 +46,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def ensure_rows(data: DataConfig, seed: int) -> RowsDataset:
-    prepare_rows(data, seed)
-    return open_rows(data, seed)
+def ensure_rows(data: DataConfig, seed: int) -> TokenDataset:
+    return open_rows(prepare(data, seed))
+
+
+def chosen(rows: TokenDataset) -> list[int]:
+    """The rows of the training split."""
+    return read_index(rows.path, rows.tokenizer_fingerprint).chosen.tolist()
 
 
 def write(kind: str, folder: Path, columns: dict[str, Any]) -> str:
@@ -74,7 +83,7 @@ def windows(dataset: Any, split: str, context: int = 16) -> list[list[int]]:
     return found.read(np.arange(len(found)))["targets"].tolist()
 
 
-def shards(folder: Path, data: DataConfig) -> TokenDataset:
+def other_shards(folder: Path, data: DataConfig) -> TokenDataset:
     """The token shards of the same documents, prepared from JSON lines."""
     if not data.source.endswith(".text"):
         source = write("jsonl", folder, {"text": TEXTS})
@@ -96,7 +105,7 @@ def test_packed_rows_are_the_token_shards_of_the_same_documents(
         **HELD_OUT,
     )
     rows = ensure_rows(data, 3)
-    other = shards(tmp_path, data)
+    other = other_shards(tmp_path, data)
     assert rows.tokenizer_fingerprint == other.tokenizer_fingerprint
     assert rows.vocab_size == other.vocab_size
     for split in ("train", "val", "test"):
@@ -152,8 +161,7 @@ def test_ids_are_held_out_by_whole_documents(tmp_path: Path) -> None:
     }
     assert sorted(itertools.chain(*splits.values())) == sorted(itertools.chain(*ids))
     assert 0.1 < len(splits["val"]) / sum(map(len, ids)) < 0.2
-    chosen = [token for number in rows.chosen.tolist() for token in ids[number]]
-    assert splits["train"] == chosen
+    assert splits["train"] == [token for number in chosen(rows) for token in ids[number]]
 
 
 @pytest.fixture
@@ -168,29 +176,83 @@ def config(tmp_path: Path) -> DataConfig:
     )
 
 
-def test_worker_processes_count_the_same(
-    tmp_path: Path, config: DataConfig, monkeypatch: pytest.MonkeyPatch
+def test_training_needs_the_shards_alone(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = ensure_rows(config, 3)
-    monkeypatch.setattr(module, "_COUNTED_AT_ONCE", 9)
-    several = config.model_copy(update={"workers": 2, "path": str(tmp_path / "other")})
-    assert ensure_rows(several, 3).fingerprint == alone.fingerprint
-
-
-def test_opening_tokenises_and_hashes_nothing(
-    config: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare_rows(config, 3)
+    before = windows(ensure_rows(config, 3), "train")
+    Path(config.source).unlink()
+    shutil.rmtree(tmp_path / "cache")
+    said: list[str] = []
+    assert windows(open_rows(prepare(config, 3, say=said.append)), "train") == before
+    assert "rows.jsonl; the tokens in" in said[0]
 
     def never(*_: Any) -> Any:
         raise AssertionError("the rows were read")
 
-    for name in ("content_fingerprint", "check_ids", "text_bytes"):
-        monkeypatch.setattr(module, name, never)
-    monkeypatch.setattr(module.TextDocuments, "_tokens", never)
-    monkeypatch.setattr(module.TextDocuments, "counts", never)
-    rows = open_rows(config, 3)
-    assert len(rows.split("train")) > 1000
+    monkeypatch.setattr(module, "load_rows", never)
+    monkeypatch.setattr(module, "_encoded", never)
+    assert windows(open_rows(config.path or ""), "train") == before
+
+
+def of_an_earlier_version(folder: Path) -> None:
+    """Make a folder what it was before rows became shards: an index, and what is held out."""
+    record = json.loads((folder / "dataset.json").read_text())
+    for shard in record["splits"].pop("train"):
+        (folder / shard["file"]).unlink()
+    splits = {
+        name: tuple(msgspec.convert(shard, shards.Shard) for shard in some)
+        for name, some in record["splits"].items()
+    }
+    tokenizer = shards.TokenizerRecord(**record["tokenizer"])
+    shards.write_record(
+        folder,
+        tokenizer=tokenizer,
+        vocab_size=record["vocab_size"],
+        splits=splits,
+        source=record["source"],
+    )
+
+
+@pytest.mark.parametrize("field", [None, "ids"])
+def test_a_folder_of_an_earlier_version_gets_its_tokens(tmp_path: Path, field: str | None) -> None:
+    ids = [[number % 256] * (number % 9 + 1) for number in range(100)]
+    columns = {"text": [f"word {number}" for number in range(100)], "ids": ids}
+    data = DataConfig(
+        kind="rows",
+        source=write("parquet", tmp_path, columns),
+        path=str(tmp_path / "set"),
+        tokens_field=field,
+    )
+    before = ensure_rows(data, 3)
+    of_an_earlier_version(before.path)
+    assert missing(data, 3) == [before.path]
+    said: list[str] = []
+    after = open_rows(prepare(data, 3, say=said.append))
+    assert "tokenising the training split" in said[0]
+    assert after.fingerprint == before.fingerprint
+    assert windows(after, "train") == windows(before, "train")
+    assert missing(data, 3) == []
+    of_an_earlier_version(before.path)
+    write("parquet", tmp_path, {name: rows[::-1] for name, rows in columns.items()})
+    os.utime(data.source, (1, 1))
+    with pytest.raises(ConfigError, match=r"are not those that .*set was made from"):
+        prepare(data, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fingerprint"),
+    [
+        ("rows of text", "b0d3a84c1b2a5a28119ce021e0cf5a5d"),
+        ("rows of ids", "cc28253dc4e5fd40f09ed3be3bfb0cc6"),
+        ("a mixture of rows", "fe5e5136cd152be11635a69982400e8a"),
+    ],
+)
+def test_checkpoints_know_rows_by_the_same_fingerprint_in_every_version(
+    tmp_path: Path, kind: str, fingerprint: str
+) -> None:
+    data = ways.config(ways.make_rows(tmp_path), kind, path=str(tmp_path / "set"))
+    prepare_data(data, ways.SEED)
+    assert open_data(data, ways.SEED).fingerprint == fingerprint
 
 
 def test_what_is_prepared_is_left_as_it_is(config: DataConfig) -> None:
@@ -204,7 +266,7 @@ def test_what_is_prepared_is_left_as_it_is(config: DataConfig) -> None:
 def test_copied_rows_are_the_same_rows(config: DataConfig) -> None:
     before = ensure_rows(config, 3)
     os.utime(config.source, (1, 1))
-    after = open_rows(config, 3)
+    after = ensure_rows(config, 3)
     assert after.fingerprint == before.fingerprint
     assert windows(after, "train") == windows(before, "train")
 
@@ -224,11 +286,11 @@ def test_other_rows_are_refused(
         path=str(tmp_path / "set"),
         tokens_field=field,
     )
-    prepare_rows(data, 3)
+    prepare(data, 3)
     write("parquet", tmp_path, {name: change(rows) for name, rows in columns.items()})
     os.utime(data.source, (1, 1))
     with pytest.raises(ConfigError, match=r"are not those that .*set was made from"):
-        open_rows(data, 3)
+        prepare(data, 3)
 
 
 def test_the_fingerprint_tells_rows_tokenizer_and_seed(tmp_path: Path, config: DataConfig) -> None:
@@ -244,7 +306,7 @@ def test_the_fingerprint_tells_rows_tokenizer_and_seed(tmp_path: Path, config: D
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "foreign"])
 def test_a_damaged_index_is_named(config: DataConfig, damage: str) -> None:
-    file = prepare_rows(config, 3) / "index-train.safetensors"
+    file = prepare(config, 3) / "index-train.safetensors"
     content = bytearray(file.read_bytes())
     file.unlink()
     if damage == "truncated":
@@ -255,11 +317,11 @@ def test_a_damaged_index_is_named(config: DataConfig, damage: str) -> None:
     elif damage == "foreign":
         shutil.copy(file.parent / "val-00000.safetensors", file)
     with pytest.raises(ConfigError, match=r"index-train\.safetensors: "):
-        open_rows(config, 3)
+        open_rows(file.parent)
 
 
 def test_a_folder_made_otherwise_is_refused(config: DataConfig) -> None:
-    prepare_rows(config, 3)
+    prepare(config, 3)
     for change, says in (
         ({"kind": "tokens"}, "kind='rows', not 'tokens'"),
         ({"text_field": "body"}, "text_field='text', not 'body'"),
@@ -267,14 +329,14 @@ def test_a_folder_made_otherwise_is_refused(config: DataConfig) -> None:
         ({"val_source": "x.txt"}, "val_source=None, not 'x.txt'"),
     ):
         with pytest.raises(ConfigError, match=says):
-            prepare_rows(config.model_copy(update=change), 3)
+            prepare(config.model_copy(update=change), 3)
 
 
 def test_too_few_documents_to_hold_some_out_ask_for_a_val_source(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("only one document " * 20)
     data = DataConfig(kind="rows", source=str(tmp_path / "one.txt"), path=str(tmp_path / "set"))
     with pytest.raises(ConfigError, match=r"data\.val_source: .* too few or too unequal"):
-        prepare_rows(data, 3)
+        prepare(data, 3)
     assert not (tmp_path / "set").exists()
     data = data.model_copy(update={"val_source": data.source})
     rows = ensure_rows(data, 3)
@@ -296,18 +358,17 @@ def test_what_cannot_be_prepared_is_said(tmp_path: Path, change: dict[str, Any],
     columns = {"text": ["a"] * 5, "ids": [[1], [2], [3], [999], [5]], "blank": [""] * 5}
     data = DataConfig(kind="rows", source=write("parquet", tmp_path, columns))
     with pytest.raises(ConfigError, match=says):
-        prepare_rows(data.model_copy(update=change), 3, tmp_path / "set")
+        prepare(data.model_copy(update=change), 3, tmp_path / "set")
     assert not (tmp_path / "set").exists()
 
 
-def test_what_it_costs_is_said_first(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_COUNTED_AT_ONCE", 20)
-    monkeypatch.setattr(module, "_TELL_EVERY_S", 0.0)
+def test_how_far_it_is_is_said(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(shards, "_QUIET_S", 0.0)
     said: list[str] = []
-    prepare_rows(config, 3, say=said.append)
+    prepare(config, 3, say=said.append)
     assert "79 documents" in said[0]
-    assert said[1].startswith("counting the tokens of ")
-    assert said[2].startswith("counted 20 of ")
+    assert re.match(r"tokenising train: 1 of \d+ documents, \d+ tokens", said[1])
     assert said[-1].startswith("tokens: train ")
 
 
@@ -324,11 +385,12 @@ def test_some_bytes_are_whole_documents(tmp_path: Path, config: DataConfig) -> N
 
 def test_documents_are_samples_without_packing(config: DataConfig) -> None:
     rows = ensure_rows(config, 3)
-    samples = rows.samples(32)
+    data = config.model_copy(update={"packing": False})
+    samples, _ = TokenData(data, rows, 3).samples(32, 3)
     tokenizer = load_tokenizer(rows.path)
-    assert len(samples) == rows.chosen.size
-    batch = samples.read(np.arange(len(samples)))
-    for row, number in enumerate(rows.chosen.tolist()):
+    assert len(samples) == len(chosen(rows))
+    batch: Any = samples.read(np.arange(len(samples)))
+    for row, number in enumerate(chosen(rows)):
         expected = [*tokenizer.encode(TEXTS[number]).tolist(), tokenizer.end_id][:33]
         valid = batch["targets"][row] >= 0
         assert batch["targets"][row][valid].tolist() == expected[1:]
@@ -350,10 +412,11 @@ def test_no_rank_needs_torch_to_open_rows(tmp_path: Path) -> None:
     source = write("saved", tmp_path, {"text": TEXTS})
     program = (
         "import sys; from instar.config.language import DataConfig\n"
-        "from instar.data.rows import open_rows, prepare_rows\n"
+        "from instar.data.text.prepare import prepare\n"
+        "from instar.data.text.rows import open_rows\n"
         "data = DataConfig(kind='rows', source=sys.argv[1], path=sys.argv[2])\n"
-        "prepare_rows(data, 1)\n"
-        "open_rows(data, 1).split('train').read(0, 100)\n"
+        "prepare(data, 1)\n"
+        "open_rows(sys.argv[2]).split('train').read(0, 100)\n"
         "assert 'torch' not in sys.modules\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

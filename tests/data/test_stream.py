@@ -11,18 +11,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from splits import split_of
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.columns import Ragged
-from instar.data.lanereader import Chunk, HostedLanes, LaneReader, StreamChanged, StreamUnfit
-from instar.data.lanes import LaneOrder, OpenOrder
-from instar.data.prepare import prepare
+from instar.data.order import LaneOrder
 from instar.data.source import IGNORED, TokenWindows
-from instar.data.stream import DocumentStream, PackedStream, TokenLanes
-from instar.data.streamsource import LaneEnd, LaneSamples, OpenStreamSource, StreamSource
-from instar.data.tokenizer import END, ByteTokenizer, load_tokenizer, train_bpe
-from instar.data.tokens import TokenSplit, open_dataset
+from instar.data.text.prepare import prepare
+from instar.data.text.shards import open_dataset
+from instar.data.text.stream import DocumentStream, PackedStream, TokenLanes
+from instar.data.text.stream_source import (
+    Chunk,
+    HostedLanes,
+    LaneEnd,
+    LaneReader,
+    LaneSamples,
+    OpenStreamSource,
+    StreamChanged,
+    StreamSource,
+    StreamUnfit,
+)
+from instar.data.text.tokenizer import END, ByteTokenizer, load_tokenizer, train_bpe
 
 Lengths = tuple[int, ...]
 lengths_of_lanes = st.lists(st.integers(0, 25), min_size=1, max_size=4).map(tuple)
@@ -117,12 +127,7 @@ def lane_of(stream: PackedStream | DocumentStream, lane: int = 0) -> dict[str, n
 
 def windows_of(tokens: Sequence[int], context: int) -> dict[str, np.ndarray]:
     """As token shards of these tokens give them; none of fewer than two."""
-    split = TokenSplit(
-        "val",
-        (np.array(tokens, dtype=np.uint16),),
-        np.array([0, len(tokens)], dtype=np.int64),
-        "expected",
-    )
+    split = split_of(np.array(tokens, dtype=np.uint16), name="val")
     if len(tokens) < 2:
         return PackedStream(TokenLanes(Given([]), ByteTokenizer(), ids=False), context).columns([])
     windows = TokenWindows(split, context)
@@ -357,7 +362,7 @@ def test_what_comes_before_a_failure_is_still_read_and_the_failure_stays(ahead: 
 def test_an_open_stream_gives_what_a_counted_one_gives_and_finds_its_end(
     lengths: Lengths, window: int, step: int, ahead: int
 ) -> None:
-    stream, order = Numbered(lengths), OpenOrder(len(lengths), seed=2, window=window)
+    stream, order = Numbered(lengths), LaneOrder([None] * len(lengths), seed=2, window=window)
     ends: list[Sequence[LaneEnd]] = []
     samples = samples_of(stream, 2 * max(window, step), ahead=ahead)
     source = OpenStreamSource(samples, order, ends.append)
@@ -385,7 +390,7 @@ def test_an_open_stream_gives_what_a_counted_one_gives_and_finds_its_end(
 
 def test_the_end_of_an_epoch_is_known_when_the_last_step_fills_up_to_it() -> None:
     """Or the next step would be planned in an epoch that is over."""
-    order = OpenOrder(2, window=4)
+    order = LaneOrder([None] * 2, window=4)
     source = OpenStreamSource(samples_of(Numbered((8, 8)), keep=8), order)
     assert source.explore(0, 8) >= 9
     assert source.explore(0, 16) == 16 == order.samples_per_epoch
@@ -393,7 +398,7 @@ def test_the_end_of_an_epoch_is_known_when_the_last_step_fills_up_to_it() -> Non
 
 def test_going_on_far_within_a_stream_holds_few_samples() -> None:
     stream = Numbered((3000, 10, 3000))
-    order = OpenOrder(3, seed=1, window=8)
+    order = LaneOrder([None] * 3, seed=1, window=8)
     source = OpenStreamSource(samples_of(stream, keep=16), order)
     source.explore(0, 5016)
     ids = order.indices(0, 5000, 5016)
@@ -403,6 +408,6 @@ def test_going_on_far_within_a_stream_holds_few_samples() -> None:
 
 
 def test_a_stream_without_samples_is_refused() -> None:
-    source = OpenStreamSource(samples_of(Numbered((0, 0))), OpenOrder(2))
+    source = OpenStreamSource(samples_of(Numbered((0, 0))), LaneOrder([None] * 2))
     with pytest.raises(StreamUnfit, match="the stream has no samples"):
         source.explore(0, 4)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.data import tokenizer as module
-from instar.data.tokenizer import (
+from instar.data.text import tokenizer as module
+from instar.data.text.tokenizer import (
     END,
     BPETokenizer,
     ByteTokenizer,

@@ -17,18 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.data.shards import ShardWriter
-from instar.data.tokens import (
+from instar.data.text.shards import (
+    ShardWriter,
     TokenizerRecord,
     open_dataset,
-    publishing,
+    verify_changed,
     verify_tokens,
     write_record,
 )
+from instar.record.atomic import atomic_dir
 
 
 def write_dataset(folder: Path, tokens: np.ndarray, *, vocab_size: int, shard_tokens: int) -> Path:
-    with publishing(folder) as aside:
+    with atomic_dir(folder) as aside:
         writer = ShardWriter(
             aside, "train", tokenizer="t", vocab_size=vocab_size, shard_tokens=shard_tokens
         )
@@ -54,7 +55,7 @@ def test_tokens_come_back_whatever_the_shards(
     split = dataset.split("train")
     verify_tokens(dataset)
     assert split.dtype == dtype
-    assert len(split.arrays) == 16
+    assert len(split.shards) == 16
     assert np.array_equal(split.read(0, len(split)), tokens)
 
 
@@ -180,6 +181,48 @@ def test_a_flipped_bit_is_found_by_verifying(dataset_folder: Path) -> None:
     assert caught.value.problems[0].where == str(shard)
 
 
+def flip(shard: Path, *, keep_time: bool = False) -> None:
+    """Flip a bit in place."""
+    before = shard.stat()
+    shard.chmod(0o644)
+    content = bytearray(shard.read_bytes())
+    content[-7] ^= 1
+    shard.write_bytes(content)
+    if keep_time:
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_shard_is_verified_once_after_each_change(
+    dataset_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTAR_CACHE_DIR", str(tmp_path / "cache"))
+    shard, other = (dataset_folder / f"{name}-00000.safetensors" for name in ("train", "val"))
+    verify_changed(dataset_folder)
+    flip(shard, keep_time=True)
+    verify_changed(dataset_folder)  # it looks as it did, so it is not read again
+    flip(other)
+    with pytest.raises(ConfigError, match="not those that were written") as caught:
+        verify_changed(dataset_folder)
+    assert [problem.where for problem in caught.value.problems] == [str(other)]
+    flip(other)
+    verify_changed(dataset_folder)
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(ConfigError) as caught:
+        verify_changed(dataset_folder)
+    assert [problem.where for problem in caught.value.problems] == [str(shard)]
+
+
+def test_shards_are_verified_each_time_where_nothing_can_be_kept(
+    dataset_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("INSTAR_CACHE_DIR", str(tmp_path / "file"))
+    verify_changed(dataset_folder)
+    flip(dataset_folder / "train-00000.safetensors", keep_time=True)
+    with pytest.raises(ConfigError, match="train-00000"):
+        verify_changed(dataset_folder)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -222,7 +265,7 @@ def test_a_split_that_is_not_there_is_named(dataset_folder: Path) -> None:
 
 def test_nothing_is_visible_after_a_failure(tmp_path: Path) -> None:
     def fail_while_publishing() -> None:
-        with publishing(tmp_path / "set") as aside:
+        with atomic_dir(tmp_path / "set", key="data.path", first_wins=True) as aside:
             (aside / "half").write_text("half")
             raise ValueError("in the middle")
 
@@ -234,8 +277,8 @@ def test_nothing_is_visible_after_a_failure(tmp_path: Path) -> None:
 def test_nothing_is_visible_after_a_kill(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from instar.data.tokens import publishing\n"
-        "with publishing(Path(sys.argv[1])) as aside:\n"
+        "from instar.record.atomic import atomic_dir\n"
+        "with atomic_dir(Path(sys.argv[1])) as aside:\n"
         "    (aside / 'half').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -249,9 +292,9 @@ def environment() -> dict[str, str]:
 
 
 def test_who_publishes_first_stays(tmp_path: Path) -> None:
-    with publishing(tmp_path / "set") as slow:
+    with atomic_dir(tmp_path / "set", key="data.path", first_wins=True) as slow:
         (slow / "who").write_text("slow")
-        with publishing(tmp_path / "set") as fast:
+        with atomic_dir(tmp_path / "set", key="data.path", first_wins=True) as fast:
             (fast / "who").write_text("fast")
     assert (tmp_path / "set" / "who").read_text() == "fast"
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
@@ -260,7 +303,7 @@ def test_who_publishes_first_stays(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_to_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with (
-        pytest.raises(ConfigError, match="cannot write the data set"),
-        publishing(tmp_path / "file" / "set"),
+        pytest.raises(ConfigError, match=r"data\.path: cannot write"),
+        atomic_dir(tmp_path / "file" / "set", key="data.path", first_wins=True),
     ):
         pass

@@ -10,9 +10,9 @@ from hosted import Numbers
 from samples import same
 
 from instar.config.errors import ConfigError
-from instar.config.named import load_named
+from instar.config.user_code import load_named
 from instar.data.columns import Ragged
-from instar.data.transform import Transformed, sample_generator
+from instar.data.user_source import Transformed, sample_generator
 
 SOURCE = Numbers(40)
 Sample = dict[str, Any]
@@ -139,7 +139,7 @@ def test_a_name_of_another_form_is_refused(name: str) -> None:
         ("my_dat:augment", "there is no module 'my_dat'"),
         ("my_dat.inner:augment", "there is no module 'my_dat'"),
         ("my_data:augmnt", "my_data has no 'augmnt'; did you mean 'augment'"),
-        ("my_data:limit", "my_data:limit is nothing to call but of type int"),
+        ("my_data:limit", "my_data:limit is not callable: its type is int"),
         ("my_broken:augment", "my_broken cannot be imported: ZeroDivisionError: division by zero"),
         ("my_typo:augment", "my_typo cannot be imported: SyntaxError"),
         ("my_needy:augment", "my_needy cannot be imported: No module named 'not_there'"),

@@ -163,7 +163,9 @@ def test_a_killed_worker_is_an_error_that_names_it() -> None:
 def test_a_worker_that_leaves_is_an_error_that_names_it() -> None:
     with Workers(open_thing, 1) as workers:
         left = workers.call(0, "leave", 3)
-        with pytest.raises(WorkerLost, match=r"worker 0 of 1 \(process \d+\) left with code 3"):
+        with pytest.raises(
+            WorkerLost, match=r"worker 0 of 1 \(process \d+\) ended with exit code 3"
+        ):
             left.result(LIMIT_S)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import forks
 
 LIMIT_S = 90
 
@@ -38,9 +39,9 @@ def error_of(call):
 LAUNCH = """
 import sys
 from instar.distributed.launch import launch
-from instar.distributed.signals import leave
+from instar.distributed.signals import exit_now
 module, nproc, *argv = sys.argv[1:]
-leave(launch(argv, int(nproc), module=module))
+exit_now(launch(argv, int(nproc), module=module))
 """
 
 
@@ -57,7 +58,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def run_ranks(program: str, size: int, folder: Path) -> list[dict[str, Any]]:
-    """Run `program` in `size` processes; each calls `answer(**facts)` once. Their facts, by rank."""
+    """Run `program` in `size` processes that have imported torch already; each calls
+    `answer(**facts)` once. Their facts, by rank."""
     port = str(find_free_port())
     processes = []
     for rank in range(size):
@@ -65,7 +67,7 @@ def run_ranks(program: str, size: int, folder: Path) -> list[dict[str, Any]]:
         place |= {"MASTER_PORT": port, "ANSWER": str(folder / f"answer-{rank}.json")}
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", PRELUDE + program],
+                [forks().python, "-c", PRELUDE + program],
                 env=environment(**place),
                 stderr=subprocess.PIPE,
                 text=True,

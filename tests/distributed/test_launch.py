@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.distributed.launch import launch, torchrun_line
+from instar.processes.child import GONE, process_state
 
 Launcher = Callable[[str, int], Any]
 
@@ -20,8 +22,8 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from typing import Any
 from instar.config.errors import ConfigError
-from instar.distributed.ranklog import run_rank
-from instar.distributed.signals import StopSignal, follow_launcher, leave
+from instar.distributed.rank_log import run_rank
+from instar.distributed.signals import StopSignal, exit_with_parent, exit_now, training_started
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -47,25 +49,25 @@ STEPPING = (
     PLAIN
     + """
 def work(log):
-    follow_launcher(os.environ)
+    exit_with_parent(os.environ)
     with StopSignal() as stop:
         from instar.config.schema import ParallelConfig
-        from instar.distributed.agree import Pulse, Request
+        from instar.distributed.agree import FlagReducer, Flag
         from instar.distributed.world import Interrupted, join
         with join(ParallelConfig(timeout_s=60), "cpu") as world:
             log.open(folder)
-            pulse = Pulse(world)
+            pulse = FlagReducer(world)
             for log.step in range(10**9):
                 if log.step == 100 and world.is_main:
                     print("stepping", flush=True)
                 if fails(log.step, rank):
                     note("raised")
                     raise ValueError("boom")
-                if pulse.send(Request.STOP if stop.requested else Request.NONE).wait().stop:
+                if pulse.send(Flag.STOP if stop.requested else Flag.NONE).wait().stop:
                     note(f"saved-{rank}-{log.step}")
                     raise Interrupted("go on with: instar resume")
 
-leave(run_rank(work))
+exit_now(run_rank(work))
 """
 )
 
@@ -110,7 +112,7 @@ def work(log):
         note("raised")
         raise OSError("disk gone")
     for_ever()
-leave(run_rank(work))
+exit_now(run_rank(work))
 """
     )
     launched = launcher(toy, 2)
@@ -133,7 +135,7 @@ def work(log):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     for_ever()
-leave(run_rank(work))
+exit_now(run_rank(work))
 """
     )
     launched = launcher(toy, 2)
@@ -166,7 +168,7 @@ def test_a_config_mistake_is_told_once(launcher: Launcher) -> None:
         + """
 def work(log):
     raise ConfigError.one("n_embd is odd", where="a.yaml:3:1")
-leave(run_rank(work))
+exit_now(run_rank(work))
 """
     )
     code, errors, _ = launcher(toy, 2).end()
@@ -211,7 +213,7 @@ with StopSignal(moment_s=0) as stop:
         launched.process.wait(0.4)
     pressed = launched.press(signal.SIGINT)
     code, _, ended = launched.end()
-    assert code == 75
+    assert code == 130  # nothing was saved
     assert ended - pressed < 3
     assert_no_orphans(launched, 2)
 
@@ -228,7 +230,7 @@ for_ever()
     launched.read_until("starting")
     pressed = launched.press(signal.SIGTERM)
     code, _, ended = launched.end()
-    assert code == 75
+    assert code == 130
     assert ended - pressed < 5
     assert not any(map(is_running, launched.pids()))
 
@@ -239,13 +241,14 @@ def test_ranks_stop_when_their_launcher_is_killed(launcher: Launcher) -> None:
         + """
 from instar.distributed.failure import Interrupted
 def work(log):
-    follow_launcher(os.environ)
+    exit_with_parent(os.environ)
     with StopSignal() as stop:
+        training_started()
         meet()
         if rank == 0:
             print("ready", flush=True)
         stop.wait()
-leave(run_rank(work))
+exit_now(run_rank(work))
 """
     )
     launched = launcher(toy, 2)
@@ -253,6 +256,56 @@ leave(run_rank(work))
     launched.process.kill()
     # The ranks hold the pipe of the launcher's stdout: it ends when they have.
     launched.end()
+
+
+STARTING = (
+    PLAIN
+    + """
+exit_with_parent(os.environ)
+
+def wait_at(moment):
+    if moment == at and rank == 1:
+        print("waiting", flush=True)
+        for_ever()
+
+def work(log):
+    with StopSignal():
+        wait_at("the store")
+        from instar.config.schema import ParallelConfig
+        from instar.distributed import world as meeting
+        from instar.distributed.agree import raise_on_all_ranks
+        connect = meeting._connect
+        def connect_late(*arguments):
+            wait_at("the process group")
+            connect(*arguments)
+        meeting._connect = connect_late
+        with meeting.join(ParallelConfig(timeout_s=60), "cpu") as world:
+            with raise_on_all_ranks(world, "preparing data"):
+                wait_at("an agreement")
+            wait_at("nothing")
+            for_ever()
+wait_at("imports")
+exit_now(run_rank(work))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "moment", ["imports", "the store", "the process group", "an agreement", "nothing"]
+)
+def test_ranks_that_start_leave_at_once_when_their_launcher_is_killed(
+    launcher: Launcher, moment: str
+) -> None:
+    """Rank 1 waits there for ever, so that rank 0 waits for it."""
+    launched = launcher(STARTING.replace("== at", f"== {moment!r}"), 2)
+    # what rank 1 says before it has a log is kept in a file
+    while not any("waiting" in f.read_text() for f in launched.folder.rglob("stdout.log")):
+        assert launched.process.poll() is None
+    killed = time.monotonic()
+    launched.process.kill()
+    # whoever adopts them may take its time to reap them
+    while any(process_state(pid) != GONE for pid in launched.pids()):
+        assert time.monotonic() - killed < 3
 
 
 def test_the_torchrun_line_runs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,11 +330,11 @@ def test_devices_are_looked_for_before_a_rank_is_started(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(
-        ConfigError, match="cuda:0 is not there: CUDA_VISIBLE_DEVICES= leaves 0 GPUs"
+        ConfigError, match="cuda:0 does not exist: CUDA_VISIBLE_DEVICES= leaves 0 GPUs"
     ):
         launch([], 2, device="cuda")
 
 
 def test_no_ranks_is_a_mistake() -> None:
-    with pytest.raises(ConfigError, match="0 ranks"):
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
         launch([], 0)

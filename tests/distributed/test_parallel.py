@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import science
 import torch
+from forks import children_as_ranks
+from tiny_run import codes, said
 from torch import nn
 
 from instar.config.schema import DDPConfig
-from instar.distributed.parallel import same_everywhere, sync, unwrap, wrap
+from instar.distributed.parallel import check_replicas_equal, sync, unwrap, wrap
 from instar.distributed.world import World
 
 ALONE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="none")
@@ -16,11 +20,14 @@ ALONE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend=
 PROGRAM = """
 import torch
 from torch import nn
-from instar.distributed.parallel import same_everywhere, sync, unwrap, wrap
+from instar.distributed.parallel import copy_from_rank_0, check_replicas_equal, sync, unwrap, wrap
 
 with join(ParallelConfig(timeout_s=30), "cpu") as world:
     torch.manual_seed(world.rank)
+    unlike = error_of(lambda: copy_from_rank_0(world, nn.Linear(3, 1 + world.rank)))
     model = nn.Linear(3, 1)
+    model.register_buffer("mean", torch.full((2, 3), float(world.rank)).T)
+    copy_from_rank_0(world, model)
     wrapped = wrap(model, world, DDPConfig())
     ddp = type(wrapped).__name__
     inner = unwrap(wrapped) is model
@@ -32,13 +39,13 @@ with join(ParallelConfig(timeout_s=30), "cpu") as world:
         return model.weight.grad[0].tolist()
 
     alone, mean = gradient(False), gradient(True)
-    tensors = {"weight": model.weight, "bias": model.bias, "half": torch.ones(2, dtype=torch.bfloat16)}
-    equal = error_of(lambda: same_everywhere(world, tensors))
+    tensors = {"weight": model.weight, "mean": model.mean, "bias": model.bias, "half": torch.ones(2, dtype=torch.bfloat16)}
+    equal = error_of(lambda: check_replicas_equal(world, tensors))
     if world.rank == 1:
         tensors["bias"] = tensors["bias"] + 1
         del tensors["half"]
-    drifted = error_of(lambda: same_everywhere(world, tensors))
-    answer(ddp=ddp, inner=inner, alone=alone, mean=mean, equal=equal, drifted=drifted)
+    drifted = error_of(lambda: check_replicas_equal(world, tensors))
+    answer(unlike=unlike, ddp=ddp, inner=inner, alone=alone, mean=mean, equal=equal, drifted=drifted)
 """
 
 
@@ -48,6 +55,10 @@ def test_two_ranks_share_gradients_and_notice_drift(
     facts = ranks(PROGRAM, 2)
     for rank, fact in enumerate(facts):
         assert (fact["ddp"], fact["inner"]) == ("DistributedDataParallel", True)
+        assert fact["unlike"] == (
+            "RunFailed: rank 1 has built a different model than rank 0: bias torch.float32 [1]; "
+            "bias torch.float32 [2]; weight torch.float32 [1, 3]; weight torch.float32 [2, 3]"
+        )
         assert fact["alone"] == [rank + 1.0] * 3
         assert fact["mean"] == [1.5] * 3
         assert fact["equal"] is None
@@ -62,7 +73,7 @@ def test_one_process_is_not_wrapped() -> None:
     assert unwrap(model) is model
     with sync(model, enabled=False):
         pass
-    same_everywhere(ALONE, dict(model.named_parameters()))
+    check_replicas_equal(ALONE, dict(model.named_parameters()))
 
 
 def test_a_model_elsewhere_is_refused_by_name() -> None:
@@ -75,3 +86,28 @@ def test_a_model_elsewhere_is_refused_by_name() -> None:
 def test_a_compiled_model_is_unwrapped() -> None:
     model = nn.Linear(2, 2)
     assert unwrap(torch.compile(model, backend="eager")) is model  # type: ignore[arg-type]
+
+
+DOCUMENTED = {"module", "no_sync"}
+"""what every version of torch that pyproject.toml allows has in its documentation of DDP"""
+OF_ANY_MODULE = {"named_parameters", "parameters", "named_buffers", "buffers", "modules"}
+OF_ANY_MODULE |= {"train", "eval", "training", "state_dict", "__class__", "__call__"}
+
+
+def test_only_documented_attributes_of_ddp_are_used(tmp_path: Path) -> None:
+    """A private one may be missing in another version of torch. A run that trains, grows, freezes,
+    evaluates and saves."""
+    place = science.place(tmp_path)
+    schedule = [
+        "{name: widen, value: {axis: hidden, size: 40}, when: {at_step: 4}}",
+        "{name: freeze, value: 'up.*', when: {at_step: 6}}",
+    ]
+    settings = [f"schedule=[{', '.join(schedule)}]", "train.until=[8it]", "record.run_dir=run"]
+    settings += ["parallel.ddp.broadcast_buffers=true"]
+    words = ["train", "run.yaml", *(word for setting in settings for word in ("--set", setting))]
+    body = "failures:notes_what_is_asked_of_ddp"
+    ranks = children_as_ranks(place.forks, 2, body, words, "asked", place=tmp_path)
+    assert codes(ranks) == [0, 0], said(ranks)
+    asked = set((tmp_path / "asked").read_text().split())
+    assert "module" in asked
+    assert asked <= DOCUMENTED | OF_ANY_MODULE

@@ -16,8 +16,8 @@ PROGRAM = """
 import torch
 from instar.checkpoint.manifest import Facts
 from instar.config.schema import CheckpointConfig
-from instar.run.progress import Progress
-from instar.run.saving import Saver, Snapshot
+from instar.run.loop.state import Progress
+from instar.run.output.save import Saver, Snapshot
 
 def snapshot(step, weight, own):
     return Snapshot(
@@ -37,6 +37,11 @@ with join(ParallelConfig(timeout_s=30), "cpu") as world:
     weight += 1  # the next step must not reach what is being saved
     made.finish()
     answer(path=str(told[0].path), error=str(told[0].error))
+"""
+
+UNSEEN = """
+glob = Path.rglob
+Path.rglob = lambda self, *a: (path for path in glob(self, *a) if path.name != "rank-1.safetensors")
 """
 
 DRIFT = """
@@ -80,3 +85,12 @@ def test_replicas_that_differ_are_refused_on_all_ranks_before_anything_is_writte
             "told": 0,
         }
     assert not (tmp_path / "run").exists()
+
+
+def test_the_manifest_lists_a_file_of_another_rank_that_rank_0_does_not_see_yet(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """As on NFS, whose clients remember for a while what is in a folder."""
+    answers = ranks(UNSEEN + program(SAVE, tmp_path / "run"), 2)
+    files = load(Path(answers[0]["path"])).manifest.files
+    assert {"rng/rank-0.safetensors", "rng/rank-1.safetensors"} <= set(files)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from instar.distributed.signals import StopSignal
+from instar.distributed.signals import STOP_SIGNALS, StopSignal
 
 Python = Callable[..., "subprocess.Popen[str]"]
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from instar.distributed.signals import StopSignal
 
 with StopSignal(moment_s=0) as stop:
+    stop.resumable = {resumable}
     def tell():
         stop.wait()
         print("asked", stop.requested, flush=True)
@@ -39,7 +40,7 @@ with StopSignal() as stop:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_only_asks(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
@@ -49,14 +50,72 @@ def test_a_signal_only_asks(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_a_second_signal_insists() -> None:
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_second_ctrl_c_insists(first: signal.Signals) -> None:
     again = threading.Event()
     with StopSignal(again.set, moment_s=0) as stop:
+        os.kill(os.getpid(), first)
+        assert stop.wait(10)
         os.kill(os.getpid(), signal.SIGINT)
+        assert again.wait(10)
+    assert (stop.requested, stop.insisted) == (first.name, True)
+
+
+def test_a_second_sigterm_leaves_time_to_save_and_a_third_insists() -> None:
+    """Schedulers send several, and other warnings before."""
+    again = threading.Event()
+    with StopSignal(again.set, moment_s=0) as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, *STOP_SIGNALS[2:]):
+            os.kill(os.getpid(), number)
+            assert not again.wait(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert again.wait(10)
+    assert (stop.requested, stop.insisted) == ("SIGTERM", True)
+
+
+def test_a_second_sigterm_long_after_the_first_insists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instar.distributed.signals.SAVE_S", 0.0)
+    again = threading.Event()
+    with StopSignal(again.set, moment_s=0) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.wait(10)
         os.kill(os.getpid(), signal.SIGTERM)
         assert again.wait(10)
-    assert (stop.requested, stop.insisted) == ("SIGINT", True)
+
+
+def test_what_somebody_else_has_set_stays() -> None:
+    """SIGHUP is ignored under nohup; a script may have a use of its own for SIGUSR1."""
+    heard: list[int] = []
+    before = {
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number)),
+    }
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not stop.wait(0.1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == [signal.SIGUSR1]
+
+
+LAST = """
+import os, signal
+from instar.distributed.signals import StopSignal
+with StopSignal(last=True) as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    stop.wait()
+os.kill(os.getpid(), signal.SIGTERM)
+raise SystemExit(75)
+"""
+
+
+def test_a_signal_to_a_process_that_is_leaving_changes_nothing(python: Python) -> None:
+    process = python(LAST)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
 
 
 def test_one_ctrl_c_delivered_twice_counts_once() -> None:
@@ -68,15 +127,18 @@ def test_one_ctrl_c_delivered_twice_counts_once() -> None:
         assert not again.wait(0.2)
 
 
-def test_a_second_signal_leaves_a_blocked_process_at_once(python: Python) -> None:
-    process = python(BLOCKED)
+@pytest.mark.parametrize(("resumable", "code"), [(True, 75), (False, 130)])
+def test_a_second_ctrl_c_leaves_a_blocked_process_at_once(
+    python: Python, resumable: bool, code: int
+) -> None:
+    process = python(BLOCKED.format(resumable=resumable))
     assert process.stdout is not None
     assert process.stdout.readline() == "blocked\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "asked SIGTERM\n"
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "asked SIGINT\n"
+    process.send_signal(signal.SIGINT)
     process.communicate(timeout=10)
-    assert process.returncode == 75
+    assert process.returncode == code
 
 
 def test_a_forked_child_keeps_its_signals_to_itself(python: Python) -> None:

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from forks import INSTAR, Child, Forks, children_as_ranks
 
 from instar.api import launch, train
 from instar.config.errors import ConfigError
-from instar.distributed.listener import listen
+from instar.distributed.rendezvous import listen
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
 TINY = """\
@@ -38,21 +38,41 @@ try:
 except Interrupted as stopped:
     sys.exit(f"{type(stopped).__name__}: {stopped}")
 """
+HANDED = """\
+import sys
+from pathlib import Path
+from instar.distributed.launch import launch
+from instar.distributed.signals import exit_now
+from instar.schedule.checks import load_checked
+
+path = Path("handed.yaml")
+path.write_text(Path("tiny.yaml").read_text())
+loaded = load_checked(str(path), [f"record.run_dir={sys.argv[1]}"])
+path.write_text("seed: [")
+exit_now(launch([str(path)], 2, config=loaded.packed()))
+"""
+IN_A_LOOP = """\
+import sys
+from instar.api import train
+
+for number in (1, 2):
+    train("tiny.yaml", [f"record.run_dir={sys.argv[1]}-{number}", f"seed={number}"])
+"""
 LINE = r"\[RANK {rank}\] \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING): "
 LIMIT_S = 120
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks("instar.cli.main", "instar.run.rank", "torch._dynamo") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
 def place(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory whose tokens are made."""
     path = tmp_path_factory.mktemp("ways")
-    for name, text in {"squares.txt": TEXT, "tiny.yaml": TINY, "launched.py": LAUNCHED}.items():
+    for name, text in {
+        "squares.txt": TEXT,
+        "tiny.yaml": TINY,
+        "launched.py": LAUNCHED,
+        "handed.py": HANDED,
+        "loop.py": IN_A_LOOP,
+    }.items():
         (path / name).write_text(text)
     child = forks.start(INSTAR, ["data", "prepare", "tiny.yaml"], place=path)
     assert child.finish() == 0, child.output()
@@ -100,12 +120,12 @@ def assert_all_said_who_they_are(run_dir: Path, size: int) -> None:
         assert all(re.match(LINE.format(rank=rank), line) for line in ours), lines
 
 
-def start(place: Path, *words: object) -> subprocess.Popen[str]:
+def start(place: Path, *words: object, **variables: str) -> subprocess.Popen[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("INSTAR")}
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
         cwd=place,
-        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -143,10 +163,36 @@ def test_torchs_launchers_train_the_same(
     assert_all_said_who_they_are(place / f"by-{way}", 2)
 
 
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_script_that_trains_in_a_loop_makes_a_run_of_each(place: Path, launched: bool) -> None:
+    name = f"loop-{launched}"
+    if launched:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        end(start(place, *words, "loop.py", name))
+    else:
+        ours = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [start(place, "loop.py", name, **ours, RANK=str(rank)) for rank in range(2)]
+        for rank in ranks:
+            end(rank)
+    first, second = (outcome(place / f"{name}-{number}") for number in (1, 2))
+    assert first[0] != second[0]
+
+
 def test_a_script_that_spawns_trains_the_same(place: Path, expected: Expected) -> None:
     end(start(place, spawned.__file__, free_port(), "record.run_dir=spawned"))
     assert outcome(place / "spawned") == expected(2)
     assert_all_said_who_they_are(place / "spawned", 2)
+
+
+def test_ranks_do_not_read_again_what_their_launcher_has_read(
+    place: Path, expected: Expected
+) -> None:
+    """The file has become unreadable by the time they start."""
+    end(start(place, "handed.py", "handed"))
+    assert outcome(place / "handed") == expected(2)
+    origins = [line for line in (place / "handed/run.yaml").read_text().splitlines() if "#" in line]
+    assert any(line.endswith("# handed.yaml:2:9") for line in origins), origins
+    assert any(line.endswith("# --set") for line in origins)
 
 
 def test_two_launches_at_once_do_not_meet(place: Path, expected: Expected) -> None:
@@ -249,7 +295,7 @@ def test_an_address_of_another_machine_is_refused(place: Path, forks: Forks) -> 
     argv = ["train", "tiny.yaml", "--set", "parallel.master_address=192.0.2.1"]
     child = forks.start(INSTAR, argv, place=place)
     assert child.finish() == 2
-    assert "parallel.master_address: 192.0.2.1 is no address of this machine" in child.output()
+    assert "parallel.master_address: 192.0.2.1 is not an address of this machine" in child.output()
 
 
 def test_ranks_of_another_number_than_the_environment_says_are_refused(
@@ -258,7 +304,7 @@ def test_ranks_of_another_number_than_the_environment_says_are_refused(
     argv = ["train", "tiny.yaml", "--nproc", "2"]
     ranks = children_as_ranks(forks, 4, INSTAR, argv, place=place)
     assert [rank.finish() for rank in ranks] == [2] * 4
-    said = "--nproc 2, but the environment already makes this one of 4 ranks"
+    said = "--nproc 2, but the environment already sets 4 ranks"
     assert said in ranks[0].output()
 
 
@@ -305,7 +351,7 @@ def test_an_interrupted_parent_stops_the_ranks_that_it_launched(place: Path) -> 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"world_size": 2}, "for a rank that says which it is"),
+        ({"world_size": 2}, "world_size and port need rank"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2 is not a possible rank"),
         ({"rank": 0}, "rank 0 of None is not a possible rank"),
         ({"rank": 0, "world_size": 2}, "MASTER_PORT is not set"),

@@ -30,7 +30,7 @@ def test_one_process_needs_no_group() -> None:
 
 def test_a_device_that_is_not_there_is_named() -> None:
     with (
-        pytest.raises(ConfigError, match="cuda:99 is not there"),
+        pytest.raises(ConfigError, match="cuda:99 does not exist"),
         join(ParallelConfig(), "cuda:99"),
     ):
         pass
@@ -49,7 +49,7 @@ def test_every_rank_misses_a_device_that_only_the_last_needs(
     two_ranks: pytest.MonkeyPatch,
 ) -> None:
     two_ranks.setenv("INSTAR_DEVICES", "0,99")
-    with pytest.raises(ConfigError, match="is not there"), join(ParallelConfig(), "cuda"):
+    with pytest.raises(ConfigError, match="does not exist"), join(ParallelConfig(), "cuda"):
         pass
 
 
@@ -84,7 +84,7 @@ def test_a_taken_port_is_named(two_ranks: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_does_not_come_is_named(two_ranks: pytest.MonkeyPatch) -> None:
     two_ranks.setenv("MASTER_PORT", "0")
     with (
-        pytest.raises(RunFailed, match="rank 1 of 2 did not come"),
+        pytest.raises(RunFailed, match="rank 1 of 2 did not join"),
         join(ParallelConfig(timeout_s=0.2), "cpu"),
     ):
         pass
@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_come_is_named(two_ranks: pytest.MonkeyPatch) -> No
 
 PROGRAM = """
 import sys, time, torch, torch.distributed as dist
-from instar.distributed.signals import leave
+from instar.distributed.signals import exit_now
 
 before, hook = dict(os.environ), sys.excepthook
 try:
@@ -104,7 +104,7 @@ try:
             store.wait(["rank 0 has left"])
             answer(**facts)
             store.set("rank 1 has answered", "")
-            leave(0)
+            exit_now(0)
         # An exchange that rank 1, alive but silent, never joins.
         work = dist.all_reduce(torch.ones(1), async_op=True)
         started = time.monotonic()
@@ -114,7 +114,7 @@ except ValueError:
     answer(**facts, clean=dict(os.environ) == before and sys.excepthook is hook)
     store.set("rank 0 has left", "")
     store.wait(["rank 1 has answered"])
-    leave(0)
+    exit_now(0)
 """
 
 

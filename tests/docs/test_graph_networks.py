@@ -14,7 +14,7 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.data.columns import Columns, Ragged
 from instar.schedule.checks import load_checked
-from instar.tasks import graph_blueprint
+from instar.tasks import graph_spec
 
 PAGE = Path(__file__).parents[2] / "docs/graph-networks.md"
 RING = "{name: ring, kind: classification, classes: 2}"
@@ -126,11 +126,11 @@ def complaint(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> str:
         wrong.spoil(samples)
         return lambda: samples
 
-    monkeypatch.setattr(graph_blueprint, "load_named", given)
+    monkeypatch.setattr(graph_spec, "load_named", given)
     sound = ["task=graph", "data.source=rings:samples", f"model.heads=[{RING}]"]
     try:
         loaded = load_checked(None, [*sound, *wrong.options])
-        graph_blueprint.blueprint(loaded, 1).data.held_out("val")
+        graph_spec.spec(loaded, 1).data.held_out("val")
     except ConfigError as error:
         return str(error)
     return ""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -32,15 +33,20 @@ def snippets(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if snippets(p, "bash")], ids=lambda page: page.name
 )
-def test_the_commands_of_a_page_work_one_after_the_other(page: Path, tmp_path: Path) -> None:
-    opener = tmp_path / "desktop" / "xdg-open"  # a machine for tests has no desktop
-    opener.parent.mkdir()
+def test_the_commands_of_a_page_work_one_after_the_other(
+    page: Path, tmp_path: Path, forks: Forks
+) -> None:
+    """README's with the installed `instar`, the others with one that has imported everything."""
+    first = tmp_path / "first-in-path"
+    first.mkdir()
+    opener = first / "xdg-open"  # a machine for tests has no desktop
     opener.write_text('#!/bin/sh\ntest -s "$1"\n')
     opener.chmod(0o755)
+    if page != ROOT / "README.md":
+        (first / "instar").symlink_to(forks.command)
     environment = os.environ | {
-        "PATH": f"{opener.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{first}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
-        "HF_HOME": str(tmp_path / "huggingface"),
     }
     for snippet in snippets(page, "bash"):
         done = subprocess.run(
@@ -85,3 +91,19 @@ def test_the_tree_in_the_architecture_page_is_the_one_on_disk() -> None:
         for file in (ROOT / "src/instar" / room).glob("*.py"):
             if file.name != "__init__.py":
                 assert file.name in page, f"{room}/{file.name}"
+
+
+def test_what_the_paths_through_the_code_name_is_in_those_files() -> None:
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    lines = re.findall(r"^\d+\. \[(\S+)\]\(\S+\): (.*)$", page, re.MULTILINE)
+    rows = re.findall(r"^\| [^|]+ \| (`\S+\.py`[^|]*) \| ([^|]+) \|$", page, re.MULTILINE)
+    named = [([file], re.findall(r"`([A-Z]\w+)", text)) for file, text in lines]
+    named += [
+        (re.findall(r"`(\S+)`", files), re.findall(r"`(\w+)`", names)) for files, names in rows
+    ]
+    assert len(lines) > 40
+    assert len(rows) == 10
+    for files, names in named:
+        text = "\n".join((ROOT / "src/instar" / file).read_text("utf-8") for file in files)
+        for name in names:
+            assert re.search(rf"\b(class|def) {name}\b", text), (files, name)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,6 @@ FOLDER = Path(__file__).parents[2] / "examples/feeds"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 PAIR = ("checkpoint_train", "checkpoint_resume")
 COMMAND = re.compile(r"instar train examples/feeds/(\w+)\.yaml(?: --nproc (\d))?$", re.MULTILINE)
-
-MODULES = ["instar.cli.main", "instar.run.rank", "datasets"]
-MODULES += ["torch._dynamo", "torch.distributed", "torch.nn.parallel"]
-"""what runs import; done once for all"""
 
 SHORT = ["train.until=3it", "learning_rate.warmup_iters=1", "learning_rate.lr_decay_iters=9"]
 SHORT += ["eval.eval_interval=3", "eval.eval_iters=2", "record.log_interval=1"]
@@ -39,14 +34,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finally:
         os.chdir(before)
     return path
-
-
-@pytest.fixture(scope="module")
-def forks(place: Path) -> Iterator[Forks]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HOME", str(place / "huggingface"))
-        with Forks(*MODULES) as server:
-            yield server
 
 
 def command(text: str, name: str) -> int:

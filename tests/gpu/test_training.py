@@ -18,6 +18,7 @@ Losses = Callable[..., list[float]]
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
 TINY = """\
 name: tiny
+precision: fp32
 preset: llama
 model: {n_layer: 2, n_head: 2, n_embd: 64, context: 32, qk_norm: true}
 data: {source: squares.txt, path: tokens, tokenizer: char}
@@ -57,6 +58,12 @@ def test_lower_precision_follows_fp32(losses: Losses, precision: str) -> None:
     assert low == pytest.approx(losses("full", "device=cuda"), rel=3e-2)
 
 
+def test_auto_is_bf16_on_a_gpu_that_has_it(losses: Losses, tmp_path: Path) -> None:
+    auto = losses("auto", "device=cuda", "precision=auto")
+    assert auto == losses("bf16", "device=cuda", "precision=bf16")
+    assert "precision: bf16" in (tmp_path / "auto" / "run.yaml").read_text(encoding="utf-8")
+
+
 def test_a_compiled_model_follows_the_eager_one(losses: Losses) -> None:
     compiled = losses("compiled", "device=cuda", "compile=true")
     assert compiled == pytest.approx(losses("eager", "device=cuda"), rel=5e-3)
@@ -83,7 +90,7 @@ def test_a_gpu_that_is_not_there_is_refused(losses: Losses, tmp_path: Path) -> N
         check=False,
     )
     assert done.returncode == 2
-    assert "cuda:99 is not there" in done.stderr
+    assert "cuda:99 does not exist" in done.stderr
 
 
 def test_a_model_grows_on_a_gpu_as_on_a_cpu(losses: Losses) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from shapes import gpt2, llama
 
 from instar.growth.analysis import (
-    Rank,
+    MatrixRank,
+    WeightAnalysis,
     analyze,
     attention_entropy,
     effective_ranks,
@@ -31,8 +33,14 @@ def born(arch: Architecture) -> GPT:
     return model.eval()
 
 
-def rank_of(model: GPT, name: str, *, adapter: bool = False) -> Rank:
-    found = analyze(model).ranks
+def analyzed(model: GPT, tokens_BT: torch.Tensor | None = None, **options: Any) -> WeightAnalysis:
+    heads = () if tokens_BT is None else attention_entropy(model, tokens_BT)
+    weights = dict(model.named_parameters())
+    return analyze(weights, model.arch.parameters(), heads=heads, **options)
+
+
+def rank_of(model: GPT, name: str, *, adapter: bool = False) -> MatrixRank:
+    found = analyzed(model).ranks
     return next(rank for rank in found if rank.name == name and rank.adapter == adapter)
 
 
@@ -77,7 +85,7 @@ def test_a_matrix_of_known_rank_is_found_out() -> None:
 
     found = rank_of(model, "blocks.1.mlp.up")
 
-    assert found == Rank("blocks.1.mlp.up", (128, 32), 32, (3, 3))
+    assert found == MatrixRank("blocks.1.mlp.up", (128, 32), 32, (3, 3))
 
 
 @torch.no_grad()
@@ -88,7 +96,7 @@ def test_adapters_are_said_to_be_unused_idle_or_used_up() -> None:
     for part in ("up", "down"):
         model.get_parameter(f"blocks.0.mlp.{part}.lora_b").normal_()
 
-    said = "\n".join(analyze(model).suggestions)
+    said = "\n".join(analyzed(model).suggestions)
 
     assert rank_of(model, "blocks.0.attn.query", adapter=True).effective == (1, 1)
     assert "blocks.0.attn.query: of its adapter of rank 8, 7 lie idle; 1 would do" in said
@@ -101,7 +109,7 @@ def test_a_full_mlp_is_told_of_and_a_poor_one_is_not() -> None:
     model = born(gpt2())
     model.get_parameter("blocks.0.mlp.down.weight")[:, 1:] = 0.0
 
-    (said,) = analyze(model).suggestions
+    (said,) = analyzed(model).suggestions
 
     assert said.startswith("the MLPs of layers 1 use all")
 
@@ -134,10 +142,10 @@ def test_a_head_that_looks_at_one_token_has_collapsed() -> None:
             torch.cat([30.0 * torch.randn(8, 32, generator=torch.Generator().manual_seed(2))] * 4)
         )
 
-    found = analyze(model, tokens_BT=TOKENS)
+    found = analyzed(model, tokens_BT=TOKENS)
 
     assert all(head.share < 0.05 for head in found.heads if head.layer == 0)
-    assert sum("looks at one token only" in text for text in found.suggestions) == 4
+    assert sum("attends to one token only" in text for text in found.suggestions) == 4
 
 
 @torch.no_grad()
@@ -147,7 +155,7 @@ def test_change_is_relative_and_by_the_step() -> None:
     model.get_parameter("blocks.0.attn.query.weight").mul_(1.5)
     model.token_embedding.weight[10:].mul_(-1.0)
 
-    found = analyze(model, before=before, steps=5)
+    found = analyzed(model, before=before, steps=5)
 
     changes = {change.name: change for change in found.changes}
     query = changes["blocks.0.attn.query.weight"]
@@ -161,15 +169,17 @@ def test_change_is_relative_and_by_the_step() -> None:
 def test_what_cannot_be_compared_is_left_out_and_said() -> None:
     model, smaller = born(gpt2(n_mlp=256)), born(gpt2())
 
-    alone = analyze(model, no_tokens="the data are gone")
-    against = analyze(model, before=dict(smaller.named_parameters()))
+    alone = analyzed(model, no_heads="the data are gone")
+    against = analyzed(model, before=dict(smaller.named_parameters()))
 
     assert alone.left_out == (
         "attention: the data are gone",
         "change: there is no earlier state to compare with",
     )
     # of both layers up, its bias and down; and 15 other biases and shifts, which were zero
-    assert against.left_out[1] == "change of 21 tensors: zero then, not there, or of another shape"
+    assert (
+        against.left_out[1] == "change of 21 tensors: they were zero, missing, or of another shape"
+    )
     assert "blocks.0.mlp.up.weight" not in {change.name for change in against.changes}
     assert all(change.relative_per_step is None for change in against.changes)
 
@@ -177,7 +187,7 @@ def test_what_cannot_be_compared_is_left_out_and_said() -> None:
 def test_blocks_are_not_compared_by_name_where_their_number_is_another() -> None:
     model, shallower = born(gpt2(n_layer=3)), born(gpt2())
 
-    found = analyze(model, tokens_BT=TOKENS, before=dict(shallower.named_parameters()))
+    found = analyzed(model, tokens_BT=TOKENS, before=dict(shallower.named_parameters()))
 
     assert {change.name.partition(".")[0] for change in found.changes} == {
         "token_embedding",
@@ -185,12 +195,12 @@ def test_blocks_are_not_compared_by_name_where_their_number_is_another() -> None
         "final_norm",
     }
     assert found.left_out == (
-        "change of the blocks: their number is another, and so are their names",
-        "change of 1 tensors: zero then, not there, or of another shape",
+        "change of the blocks: their number and so their names differ",
+        "change of 1 tensors: they were zero, missing, or of another shape",
     )
 
 
 def test_an_analysis_is_json() -> None:
     model = born(llama())
-    found = analyze(model, tokens_BT=TOKENS, before=dict(model.named_parameters()), steps=1)
+    found = analyzed(model, tokens_BT=TOKENS, before=dict(model.named_parameters()), steps=1)
     assert json.loads(json.dumps(found.to_dict()))["energies"] == [0.9, 0.99]

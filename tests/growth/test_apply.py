@@ -9,7 +9,7 @@ import torch
 from growing import KEY, operation, random_gpt, values
 from shapes import gpt2, llama
 
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.growth.apply import Role, apply, apply_one
 from instar.growth.operators import plan
 from instar.models.architecture import Architecture

@@ -9,9 +9,9 @@ import torch
 from growing import KEY, batch, grown, operation, random_gpt, values
 from shapes import gpt2, llama
 
-from instar.config.operation import Operation
-from instar.growth.moments import Mode, grow_optimizer
-from instar.growth.proof import split_norms
+from instar.config.sections import Operation
+from instar.growth.apply import Mode, grow_optimizer
+from instar.growth.proof import split_grad_norms
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
@@ -71,9 +71,9 @@ def test_gradients_reach_all_that_is_new_within_two_steps(
     for _ in range(3):
         for name, gradient in gradients(model).items():
             # where there is something new, ones are split into two parts
-            if split_norms(plan, {name: torch.ones_like(gradient)})[1] > 0:
+            if split_grad_norms(plan, {name: torch.ones_like(gradient)})[1] > 0:
                 with_new.add(name)
-            if split_norms(plan, {name: gradient})[1] > 1e-12:
+            if split_grad_norms(plan, {name: gradient})[1] > 1e-12:
                 reached.add(name)
         optimizer.step()
     # a shift of all keys moves no attention weight (softmax), unless the keys are normalised

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import gpt2, llama
 
-from instar.growth.lora import relayered
-from instar.growth.moments import grow_optimizer
+from instar.growth.apply import grow_optimizer
+from instar.growth.lora import adapters_of_blocks
 from instar.growth.operators import check, plan
 from instar.growth.plan import GrowthError
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora, adapter_of
+from instar.run.loop.dead_parameters import dead_ranks
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2, LLAMA = gpt2(**SIZES), llama(**SIZES)
@@ -165,6 +166,65 @@ def test_a_rank_that_was_not_used_is_given_back_at_no_loss(base: Architecture) -
     assert moved(model, less) < 1e-10
 
 
+def unused_ranks(base: Architecture) -> dict[str, GPT]:
+    """Models with adapters of rank 6 of which at least 4 ranks have no part in the product."""
+    fresh, _ = grown(random_gpt(base), operation("set_lora_rank", rank("mlp", 6)))
+    few = adapted(base, Lora("mlp", 2, 3.0))
+    merged, _ = grown(adapted(base, Lora("mlp", 6, 9.0)), operation("merge_lora"))
+    return {
+        "just added": fresh,
+        "right after merging": merged,
+        "some just added": grown(few, operation("set_lora_rank", rank("mlp", 6)))[0],
+        "in a new block": grown(adapted(base, Lora("mlp", 6, 9.0)), operation("insert_layers", 1))[
+            0
+        ],
+    }
+
+
+@STYLES
+@pytest.mark.parametrize(
+    "case", ["just added", "right after merging", "some just added", "in a new block"]
+)
+def test_ranks_that_were_not_used_can_learn_after_shrinking(base: Architecture, case: str) -> None:
+    model = unused_ranks(base)[case]
+    new, _ = grown(model, operation("set_lora_rank", rank("mlp", 4)), number=3)
+    if case != "in a new block":
+        assert moved(model, new) < 1e-10
+    assert dead_ranks(new.arch.parameters(), new.get_parameter) == ""
+    last = "blocks.1.mlp.down" if case != "in a new block" else "blocks.2.mlp.down"
+    a, b = new.get_parameter(f"{last}.lora_a"), new.get_parameter(f"{last}.lora_b")
+    unused = ~b.any(dim=0)
+    assert unused.sum() == (2 if case == "some just added" else 4)
+    # drawn from the seed, the operation's number and the name, as all new values
+    same, other = (
+        grown(model, operation("set_lora_rank", rank("mlp", 4)), number=number)[0].get_parameter(
+            f"{last}.lora_a"
+        )
+        for number in (3, 4)
+    )
+    assert torch.equal(same, a)
+    assert a[unused].abs().min() > 0
+    assert (other != a).all(dim=1).equal(unused)
+
+
+def test_ranks_that_are_zero_in_both_factors_are_counted() -> None:
+    model = adapted(GPT2, Lora("mlp", 4, 3.0), Lora("attn", 2, 3.0))
+    assert dead_ranks(model.arch.parameters(), model.get_parameter) == ""
+    with torch.no_grad():
+        for name in ("blocks.0.mlp.up", "blocks.1.mlp.down"):
+            model.get_parameter(f"{name}.lora_a")[1:].zero_()
+            model.get_parameter(f"{name}.lora_b")[:, 1:].zero_()
+        model.get_parameter("blocks.0.attn.key.lora_b").zero_()
+    told = dead_ranks(model.arch.parameters(), model.get_parameter)
+    assert told.startswith("6 ranks of adapters (blocks.0.mlp.up, blocks.1.mlp.down)")
+    again = model
+    for name in ("blocks.0.mlp.up", "blocks.1.mlp.down"):
+        for size in (1, 4):
+            again, _ = grown(again, operation("set_lora_rank", rank(name, size)), number=size)
+    assert moved(model, again) < 1e-10
+    assert dead_ranks(again.arch.parameters(), again.get_parameter) == ""
+
+
 @STYLES
 def test_adapters_taken_away_are_gone_unless_merged_before(base: Architecture) -> None:
     model = adapted(base, Lora("attn", 2, 3.0), Lora("embedding", 2, 1.0))
@@ -248,7 +308,7 @@ def test_adapters_follow_their_blocks(data: st.DataObject) -> None:
     sources: Sequence[int | None] = data.draw(
         st.lists(st.one_of(st.none(), st.integers(0, 2)), min_size=1, max_size=6)
     )
-    grown_arch = replace(arch, n_layer=len(sources), lora=relayered(arch, sources))
+    grown_arch = replace(arch, n_layer=len(sources), lora=adapters_of_blocks(arch, sources))
 
     def shown(shape: Architecture, name: str) -> tuple[int, float] | None:
         entry = adapter_of(shape.lora, name)
@@ -275,11 +335,11 @@ IMPOSSIBLE = [
     ),
     ("set_lora_rank", rank("head", 2), {}, r"the head is tied: its table is the embedding"),
     ("set_lora_rank", rank("mlp", 13), {}, r"up of shape \(12, 16\) can have; at most 12"),
-    ("set_lora_rank", rank("attn", 2), {}, r"the adapters of 'attn' are so already"),
+    ("set_lora_rank", rank("attn", 2), {}, r"the adapters of 'attn' already are as requested"),
     ("set_lora_rank", rank("attn", 3), {"alpha": 3.0}, r"alpha is for new adapters"),
     ("set_lora_rank", rank("mlp", 0), {}, r"'mlp' has no adapters; set_lora_rank makes them"),
     ("change_lora_rank", {"target": "mlp", "factor": 2}, {}, r"'mlp' has no adapters"),
-    ("change_lora_rank", {"target": "attn", "factor": 1.1}, {}, r"are so already"),
+    ("change_lora_rank", {"target": "attn", "factor": 1.1}, {}, r"already are as requested"),
     ("set_lora_alpha", {"target": "mlp", "alpha": 2.0}, {}, r"'mlp' has no adapters"),
     ("merge_lora", "mlp", {}, r"'mlp' has no adapters"),
 ]

@@ -9,11 +9,10 @@ import torch
 from growing import batch, filled, grown, operation, proof, random_gpt, values
 from shapes import gpt2, llama
 
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
-from instar.models.architecture import Architecture
-from instar.models.mask import Mask
+from instar.models.architecture import Architecture, Mask
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2, LLAMA = gpt2(**SIZES), llama(**SIZES)
@@ -87,19 +86,17 @@ def test_folded_it_is_a_model_that_was_born_so(arch: Architecture, op: Operation
 def test_nothing_else_grows_while_a_mask_is_open(op: Operation) -> None:
     open_arch, _ = plan(LLAMA, op, step=STEP)
     for other in (op, operation("resize_vocab", 20), operation("merge_lora")):
-        with pytest.raises(
-            GrowthError, match=f"still entering through a mask, until step {STEP + STEPS}"
-        ):
+        with pytest.raises(GrowthError, match=f"are masked until step {STEP + STEPS}"):
             plan(open_arch, other, step=STEP + 1)
 
 
 def test_a_mask_is_folded_when_it_is_open_and_not_before() -> None:
     open_arch, _ = plan(LLAMA, ENTERING[2], step=STEP)
-    with pytest.raises(GrowthError, match="open in full at step 34 only, and this is step 33"):
+    with pytest.raises(GrowthError, match="fully open at step 34, and this is step 33"):
         plan(open_arch, FOLD, step=STEP + STEPS - 1)
     folded, _ = plan(open_arch, FOLD, step=STEP + STEPS)
     assert folded == replace(LLAMA, n_mlp=20)
-    with pytest.raises(GrowthError, match="no mask is open"):
+    with pytest.raises(GrowthError, match="has no mask to fold"):
         plan(folded, FOLD, step=STEP + STEPS)
 
 

@@ -12,16 +12,14 @@ from growing import KEY, batch, filled, grown, operation, random_gpt, values
 from shapes import gpt2, llama
 from torch import Tensor
 
-from instar.config.operation import Operation
-from instar.growth.apply import Role, apply
-from instar.growth.moments import grow_optimizer, grow_state, grown_states, moments_mode
+from instar.config.sections import Operation
+from instar.growth.apply import Role, apply, grow_optimizer, grow_state, grown_states, moments_mode
 from instar.growth.operators import plan
 from instar.growth.plan import Fresh, Grown, GrowthPlan, Old
 from instar.models.architecture import Architecture
-from instar.models.gpt import GPT
-from instar.models.initial import named_generator
+from instar.models.gpt import GPT, named_generator
 from instar.models.lora import Lora
-from instar.run.muon import BatchedMuon
+from instar.run.loop.optimizer import BatchedMuon
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2 = gpt2(**SIZES)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import gpt2, llama
 
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.growth.plan import Grown
 from instar.models.architecture import Architecture
 from instar.models.lora import Lora

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from growing import KEY, operation
 from torch import Tensor
 
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.growth.apply import Role, apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, GrowthPlan
-from instar.growth.proof import Probe, Proof, compare, split_norms
-from instar.models.initial import named_generator
+from instar.growth.proof import Probe, Proof, compare, split_grad_norms
+from instar.models.gpt import named_generator
 from instar.models.shape import Growable, Parameter
 
 Tensors = Mapping[str, Tensor]
@@ -217,10 +217,10 @@ def test_gradients_reach_what_is_new(arch: Growable, run: Run, op: Operation) ->
         run(new, parameters).square().sum().backward()
         for name, parameter in parameters.items():
             assert parameter.grad is not None
-            reached[name] = max(reached[name], split_norms(made, {name: parameter.grad})[1])
+            reached[name] = max(reached[name], split_grad_norms(made, {name: parameter.grad})[1])
         optimizer.step()
     ones = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
-    has_new = {name for name, one in ones.items() if split_norms(made, {name: one})[1] > 0}
+    has_new = {name for name, one in ones.items() if split_grad_norms(made, {name: one})[1] > 0}
     assert has_new
     assert {name for name in has_new if reached[name] == 0.0} == set()
 
@@ -258,7 +258,7 @@ class Undrawn(ResidualMlp):
         (ResidualMlp(), widened("units", 9, how="average"), "how must be zero or split"),
         (ResidualMlp(), widened("units", 9, mask=10), "only a GPT has masks"),
         (ResidualMlp(), operation("insert_layers", 1, mask=10), "only a GPT has masks"),
-        (ResidualMlp(), operation("widen_mlp", 9), "widen_mlp: is made of a GPT only; of every"),
+        (ResidualMlp(), operation("widen_mlp", 9), "widen_mlp: applies to a GPT only; for every"),
         (MessagePassing(), widened("node", 9), "choose a multiple of 6, with how: split"),
         (MessagePassing(), widened("node", 12, how="zero"), "choose a multiple of 6"),
         (Streamless(), operation("insert_layers", 1), "names no stream .* stack_layers"),

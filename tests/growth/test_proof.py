@@ -12,7 +12,7 @@ from shapes import gpt2
 
 from instar.growth.operators import plan
 from instar.growth.plan import Edit, Grown, GrowthPlan, Label, New, Old
-from instar.growth.proof import Probe, compare, split_norms
+from instar.growth.proof import Probe, compare, split_grad_norms
 
 LOGITS = torch.tensor([[2.0, -4.0], [1.0, 3.0]], dtype=torch.float64)
 BEFORE = Probe(LOGITS, 1.0)
@@ -76,13 +76,15 @@ def test_gradients_are_split_into_those_of_old_and_of_new_elements() -> None:
     )
     made = GrowthPlan({"w": Grown("w", edits)}, "exact")
     gradient = torch.tensor([[3.0, 1.0, 1.0], [4.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    assert split_norms(made, {"w": gradient}) == pytest.approx((5.0, math.sqrt(7.0)))
+    assert split_grad_norms(made, {"w": gradient}) == pytest.approx((5.0, math.sqrt(7.0)))
     old_alone = torch.tensor([[3.0, 0.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    assert split_norms(made, {"w": old_alone}) == (5.0, 0.0)
+    assert split_grad_norms(made, {"w": old_alone}) == (5.0, 0.0)
 
 
 def test_whole_tensors_are_old_or_new() -> None:
     _, made = plan(gpt2(), operation("insert_layers", 1))
     ones = {name: torch.ones(1, 1) for name in made.tensors}
     kept = sum(not name.startswith("blocks.2.") for name in ones)
-    assert split_norms(made, ones) == pytest.approx((math.sqrt(kept), math.sqrt(len(ones) - kept)))
+    assert split_grad_norms(made, ones) == pytest.approx(
+        (math.sqrt(kept), math.sqrt(len(ones) - kept))
+    )

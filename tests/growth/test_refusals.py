@@ -9,11 +9,10 @@ import pytest
 from growing import operation
 from shapes import gpt2, llama
 
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.growth.operators import OPERATORS, check, is_growth, plan
 from instar.growth.plan import GrowthError
-from instar.models.architecture import Architecture
-from instar.models.mask import Mask
+from instar.models.architecture import Architecture, Mask
 
 GPT2 = gpt2(n_embd=16, n_mlp=12)
 LLAMA = llama(n_embd=16, n_mlp=12)
@@ -38,8 +37,8 @@ SIZE = "a whole number above 0 or a factor such as 'x2'"
         case("widen_mlp", 64.0, f"widen_mlp: needs {SIZE}, not 64.0"),
         case("widen_mlp", "2x", f"widen_mlp: needs {SIZE}, not '2x'"),
         case("widen_mlp", -3, f"widen_mlp: needs {SIZE}, not -3"),
-        case("widen_hidden", "x1", "a model only grows, and 'x1' is no factor above 1"),
-        case("widen_hidden", "x0.5", "a model only grows, and 'x0.5' is no factor above 1"),
+        case("widen_hidden", "x1", "a model only grows, and 'x1' is not a factor above 1"),
+        case("widen_hidden", "x0.5", "a model only grows, and 'x0.5' is not a factor above 1"),
         case("add_heads", "x2", "add_heads: needs a whole number above 0, not 'x2'"),
         case("split_kv_heads", 1, "needs a whole factor of at least 2, not 1"),
         case("stack_layers", 1.5, "needs a whole factor of at least 2, not 1.5"),
@@ -125,7 +124,7 @@ def possible(arch: Architecture, name: str, value: Any, said: str, **options: An
         possible(
             GPT2, "set_lora_rank", {"target": "mlp", "rank": 99}, "99 is more than blocks.0.mlp.up"
         ),
-        possible(GPT2, "fold_masks", None, "no mask is open"),
+        possible(GPT2, "fold_masks", None, "has no mask to fold"),
     ],
 )
 def test_what_this_model_cannot_do_is_refused(arch: Architecture, op: Operation, said: str) -> None:
@@ -138,7 +137,7 @@ def test_what_this_model_cannot_do_is_refused(arch: Architecture, op: Operation,
 def test_no_growth_is_possible_while_a_mask_is_open() -> None:
     entering = replace(GPT2, mask=Mask("mlp", ((10, 12),), begin=20, steps=30))
     for op in (operation("widen_mlp", 24), operation("merge_lora"), operation("insert_layers", 1)):
-        with pytest.raises(GrowthError, match=f"{op.name}: new mlp are still entering .* step 50"):
+        with pytest.raises(GrowthError, match=f"{op.name}: new mlp are masked until step 50"):
             plan(entering, op, step=40)
 
 

@@ -4,20 +4,22 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from read_alike import same
 from records import lines, make_run, make_runs
 
-from instar.logs.reading import cache
-from instar.logs.reading.glance import glance
-from instar.logs.reading.many import read_many
-from instar.logs.reading.record import RunRecord, read
-from instar.logs.reading.scan import scan
+from instar.logs.read import cache
+from instar.logs.read.record import RunRecord, read, read_many
+from instar.logs.read.scan import scan
+from instar.logs.read.sidecar import cache_folder, read_checked, write_checked
+from instar.logs.read.summary_cache import cached_summary
 from instar.record.events import Eval, RecordError, RunStarted, Stop, Train, encode
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
@@ -38,20 +40,17 @@ def written(path: Path, parts: tuple[bytes, ...]) -> RunDir:
 
 
 def cache_of(run: RunDir) -> Path:
-    return run.path / "cache"
+    folder = cache_folder(run)
+    assert folder is not None
+    return folder
 
 
-def without_cache(run: RunDir, place: Path) -> RunRecord:
-    """The record read from a copy whose folder cannot be written, so to speak."""
-    copy = RunDir(place)
-    place.mkdir()
-    copy.events.write_bytes(run.events.read_bytes())
-    (place / "cache").write_text("a file, not a folder")
-    found = read(copy)
-    faults = [fault.replace(str(place), str(run.path)) for fault in found.faults]
-    return RunRecord(
-        run, found.events, {m: found.series(m) for m in found.metrics}, faults, found.end
-    )
+def without_cache(run: RunDir) -> RunRecord:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
+        found = read(run)
+        series = {metric: found.series(metric) for metric in found.metrics}
+    return RunRecord(run, found.events, series, found.faults, found.end)
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -63,14 +62,12 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         read_bytes.append(found.end - (after.end if after else 0))
         return found
 
-    monkeypatch.setattr("instar.logs.reading.spread.scan", counting)
+    monkeypatch.setattr("instar.logs.read.scan.scan", counting)
     return read_bytes
 
 
-def test_a_large_record_is_parsed_once(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = without_cache(run, tmp_path / "copy")
+def test_a_large_record_is_parsed_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = without_cache(run)
     counted = parsed(monkeypatch)
     same(read(run), plain)
     assert sum(counted) == run.events.stat().st_size
@@ -82,12 +79,12 @@ def test_a_large_record_is_parsed_once(
 def test_a_small_record_has_no_cache(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 50)
     read(run)
-    glance(run)
+    cached_summary(run)
     assert not cache_of(run).exists()
 
 
 def test_of_a_record_that_grew_only_the_rest_is_parsed(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = [1500, 3000, 3010, 5999, 6000, len(LINES)]
     counted = parsed(monkeypatch)
@@ -97,7 +94,7 @@ def test_of_a_record_that_grew_only_the_rest_is_parsed(
         if number == 0:
             os.truncate(run.events, len(b"".join(LINES[:size])))
         read(run)
-        same(read(run), without_cache(run, tmp_path / f"copy-{number}"))
+        same(read(run), without_cache(run))
     counted.clear()
     grown = encode(Train(step=6001, loss=2.0, extra={"new": 3.0}), 1.0, 3)
     with run.events.open("ab") as file:
@@ -117,7 +114,7 @@ def test_a_metric_that_comes_late_and_one_that_stops_are_added_to_the_cache(tmp_
     read(run)
     with run.events.open("ab") as file:
         file.writelines((*late, encode(Eval(step=16000, split="val", loss=1.0), 1.0, 1)))
-    same(read(run), without_cache(run, tmp_path / "copy"))
+    same(read(run), without_cache(run))
     record = read(run)
     assert cache.held_bytes(run.events, cache_of(run)) == record.end
     assert record.series("late").step.tolist() == list(range(8000, 16000))
@@ -147,15 +144,15 @@ def edit(run: RunDir) -> None:
 
 @pytest.mark.parametrize("change", [cut, replace, overwrite, edit], ids=lambda c: c.__name__)
 def test_a_record_that_was_changed_is_read_anew(
-    change: Callable[[RunDir], None], run: RunDir, tmp_path: Path
+    change: Callable[[RunDir], None], run: RunDir
 ) -> None:
     read(run)
-    glance(run)
+    cached_summary(run)
     change(run)
-    plain = without_cache(run, tmp_path / "copy")
+    plain = without_cache(run)
     same(read(run), plain)
     same(read(run), plain)
-    assert glance(run).step == plain.series("loss").current().step[-1]
+    assert cached_summary(run).step == plain.series("loss").current().step[-1]
 
 
 def test_faults_and_what_was_superseded_come_from_the_cache_too(tmp_path: Path) -> None:
@@ -170,14 +167,14 @@ def test_faults_and_what_was_superseded_come_from_the_cache_too(tmp_path: Path) 
     assert 0 < loss.kept.sum() < len(loss)
 
 
-def test_a_damaged_cache_is_made_anew(run: RunDir, tmp_path: Path) -> None:
-    plain = without_cache(run, tmp_path / "copy")
+def test_a_damaged_cache_is_made_anew(run: RunDir) -> None:
+    plain = without_cache(run)
     draw = random.Random(7)
     read(run)
-    glance(run)
-    for name in ("columns.json", "glance.json", "events.jsonl", "0-step", "0-0", "1-segment"):
+    cached_summary(run)
+    for name in ("columns.json", "summary.json", "events.jsonl", "0-step", "0-0", "1-segment"):
         for damage in ("flip", "cut", "remove", "empty", "extend"):
-            glance(run)
+            cached_summary(run)
             path = next(cache_of(run).rglob(name))
             data = bytearray(path.read_bytes())
             if damage == "remove":
@@ -188,7 +185,7 @@ def test_a_damaged_cache_is_made_anew(run: RunDir, tmp_path: Path) -> None:
                 path.write_bytes(kept.get(damage, data))
             same(read(run), plain)
             same(read(run), plain)
-            assert glance(run).step == 6000
+            assert cached_summary(run).step == 6000
 
 
 def test_a_cache_that_breaks_between_two_looks_is_no_harm(run: RunDir) -> None:
@@ -206,18 +203,114 @@ def test_a_cache_that_breaks_between_two_looks_is_no_harm(run: RunDir) -> None:
     assert len(record.series("val/loss")) > 10
 
 
-def test_a_folder_that_cannot_be_written_does_without(run: RunDir) -> None:
-    (run.path / "cache").write_text("in the way")
+@pytest.mark.parametrize("wrong", ["file", "link", "missing home", "another user's"])
+def test_without_a_cache_folder_of_ones_own_nothing_is_kept(
+    run: RunDir, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, mine = tmp_path / "place", tmp_path / "mine"
+    mine.mkdir()
+    monkeypatch.setenv("INSTAR_CACHE_DIR", str(place))
+    match wrong:
+        case "file":
+            place.write_text("in the way")
+        case "link":
+            place.symlink_to(mine)
+        case "missing home":
+            monkeypatch.delenv("INSTAR_CACHE_DIR")
+            monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+            monkeypatch.setenv("HOME", "/proc/home")
+        case _:
+            place.mkdir()
+            monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
+    assert cache_folder(run) is None
     assert len(read(run).series("loss")) > 6000
-    assert glance(run).step == 6000
-    assert sorted(path.name for path in run.path.iterdir()) == ["cache", "events.jsonl"]
+    assert len(read_many([run, run])) == 2
+    assert cached_summary(run).step == 6000
+    assert not any(mine.iterdir())
+
+
+def test_nothing_is_written_into_a_run_that_is_read(run: RunDir) -> None:
+    mine = run.path.parent / "mine"
+    mine.write_text("export PATH")
+    (run.path / "cache").mkdir()
+    for name in ("lock", "columns.json", "summary.json", "columns-01234567"):
+        (run.path / "cache" / name).symlink_to(mine)
+    before = {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")}
+    read(run)
+    cached_summary(run)
+    read_many([run])
+    assert {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")} == before
+    assert mine.read_text() == "export PATH"
+
+
+def test_the_cache_is_for_its_user_alone(run: RunDir) -> None:
+    read(run)
+    cached_summary(run)
+    top = cache_of(run).parent.parent
+    there = [top, *top.rglob("*")]
+    assert len(there) > 10
+    assert not any(path.stat().st_mode & 0o077 for path in (top, cache_of(run)))
+
+
+def test_links_among_the_files_of_a_cache_are_not_followed(run: RunDir, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    read(run)
+    for path in [path for path in cache_of(run).rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        mine.write_bytes(content)
+        path.unlink()
+        path.symlink_to(mine)
+        with run.events.open("ab") as file:
+            file.write(encode(Train(step=6001, loss=2.0, extra={"new": 3.0}), 1.0, 3))
+            file.write(b" " * cache.SMALL_BYTES + b"\n")
+        same(read(run), without_cache(run))
+        assert mine.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["../../mine", "/etc/mine", "0-step/../../../mine", ""])
+def test_names_in_a_cache_lead_nowhere_else(run: RunDir, name: str) -> None:
+    read(run)
+    path = cache_of(run) / "columns.json"
+    index = msgspec.json.decode(read_checked(path))
+    index["tables"]["train"]["axes"]["step"]["name"] = name
+    write_checked(path, msgspec.json.encode(index))
+    assert cache.load(run.events, cache_of(run)) is None
+    index["folder"] = name
+    write_checked(path, msgspec.json.encode(index))
+    assert cache.load(run.events, cache_of(run)) is None
+    same(read(run), without_cache(run))
+
+
+def test_sizes_in_a_cache_are_no_more_than_its_files_have(run: RunDir) -> None:
+    read(run)
+    path = cache_of(run) / "columns.json"
+    index = msgspec.json.decode(read_checked(path))
+    index["tables"]["train"]["axes"]["step"]["parts"][0][0] = 1 << 50
+    write_checked(path, msgspec.json.encode(index))
+    same(read(run), without_cache(run))
+
+
+def test_what_was_used_least_recently_leaves_a_full_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTAR_CACHE_DIR", str(tmp_path / "place"))
+    runs = [written(tmp_path / name, LINES) for name in "abc"]
+    for age, run in zip((30, 10, 20), runs, strict=True):
+        read(run)
+        os.utime(cache_of(run), (time.time() - age, time.time() - age))
+    one = sum(path.stat().st_size for path in cache_of(runs[0]).rglob("*"))
+    monkeypatch.setattr("instar.logs.read.sidecar.MOST_BYTES", int(3.5 * one))
+    read(runs[0])
+    last = written(tmp_path / "last", LINES)
+    read(last)
+    assert [cache_of(run).exists() for run in (*runs, last)] == [True, True, False, True]
 
 
 def test_readers_and_a_writer_at_once_each_see_a_beginning_of_the_record(tmp_path: Path) -> None:
     run = written(tmp_path / "run", LINES[:1000])
     reader = (
         "import sys; from pathlib import Path\n"
-        "from instar.logs.reading.record import read; from instar.record.rundir import RunDir\n"
+        "from instar.logs.read.record import read; from instar.record.rundir import RunDir\n"
         "run = RunDir(Path(sys.argv[1])); seen = 0\n"
         "while seen < 30000:\n"
         "    loss = read(run).series('loss'); steps = loss.current().step\n"
@@ -238,8 +331,8 @@ def test_many_records_are_read_by_all_cores_as_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = make_runs(tmp_path, 5, 4000)
-    plain = [without_cache(run, tmp_path / f"copy-{n}") for n, run in enumerate(runs)]
-    monkeypatch.setattr("instar.logs.reading.many._WORTH_BYTES", 0)
+    plain = [without_cache(run) for n, run in enumerate(runs)]
+    monkeypatch.setattr("instar.logs.read.cache.PARALLEL_BYTES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     for record, expected in zip(read_many(runs), plain, strict=True):
         same(record, expected)
@@ -261,29 +354,29 @@ def test_a_glance_tells_what_a_list_needs(tmp_path: Path) -> None:
             recorder.write(Train(step=step, tokens=10 * step, loss=loss + 1))
             recorder.write(Eval(step=step, split="val", loss=loss))
         recorder.write(Stop(step=3, reason="SIGTERM", resumable=True))
-        seen = glance(run)
+        seen = cached_summary(run)
         assert (seen.id, seen.name, seen.model, seen.unit) == ("e5s6m", "demo", "2L/128d", "node")
         assert (seen.started, seen.seen, seen.kind, seen.segments) == (50.0, 50.0, "stop", 1)
         assert (seen.step, seen.loss) == (3, 5.0)
         assert (seen.val, seen.val_step, seen.best, seen.best_step) == (4.0, 3, 3.0, 2)
         assert [type(event) for event in seen.events] == [RunStarted, Stop]
         recorder.write(RunStarted(run_id="e5s6m", step=1))
-        seen = glance(run)
+        seen = cached_summary(run)
         assert (seen.step, seen.val, seen.best_step, seen.segments) == (1, 5.0, 1, 2)
         assert [type(event) for event in seen.events] == [RunStarted]
 
 
 def test_a_glance_at_a_part_and_at_the_rest_is_a_glance_at_the_whole(tmp_path: Path) -> None:
-    whole = glance(make_run(tmp_path / "whole", 3000, 5, rewinds=3))
+    whole = cached_summary(make_run(tmp_path / "whole", 3000, 5, rewinds=3))
     parts = tuple(lines(3000, 5, rewinds=3))
     run = written(tmp_path / "run", ())
     for begin in range(0, len(parts), 37):
         with run.events.open("ab") as file:
             file.writelines(parts[begin : begin + 37])
-        glance(run)
-    assert (cache_of(run) / "glance.json").exists()
+        cached_summary(run)
+    assert (cache_of(run) / "summary.json").exists()
     for field in ("step", "tokens", "loss", "val", "val_step", "best", "best_step", "kind", "seen"):
-        assert getattr(glance(run), field) == getattr(whole, field)
+        assert getattr(cached_summary(run), field) == getattr(whole, field)
     record = read(run)
     val = record.series("val/loss").current()
     assert whole.best == val.value.min()
@@ -294,7 +387,7 @@ def test_a_glance_at_a_part_and_at_the_rest_is_a_glance_at_the_whole(tmp_path: P
 def test_a_glance_at_what_is_no_record_says_so(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "events.jsonl").write_bytes(content)
-    seen = glance(RunDir(tmp_path))
+    seen = cached_summary(RunDir(tmp_path))
     assert (seen.step, seen.kind, seen.events) == (None, "", ())
     assert bool(seen.fault) == (content != b"")
 

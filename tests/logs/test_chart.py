@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.logs.comparing.band import band
-from instar.logs.comparing.names import grouped, names
-from instar.logs.plotting.axes import axis_named, place_on
-from instar.logs.plotting.compose import Wanted, compose
-from instar.logs.plotting.numbers import decades, round_places, written
-from instar.logs.plotting.smooth import smooth
+from instar.logs.plot.axes import decades, round_places, written
+from instar.logs.plot.compose import ChartRequest, compose
+from instar.logs.plot.transforms import band, smooth
+from instar.logs.query.alignment import axis_named, place_on
+from instar.logs.query.groups import grouped, names
+from instar.logs.read.record import AXES
 from instar.record.events import Alert, Failed, RunStarted
 
 
 def test_a_run_is_drawn_with_its_losses_its_best_and_its_operation(tmp_path):
-    chart = compose([read_run(tmp_path / "demo-abcde", falling())], Wanted())
+    chart = compose([read_run(tmp_path / "demo-abcde", falling())], ChartRequest())
 
     (panel,) = chart.panels
     assert panel.metrics == ("loss", "val/loss")
@@ -42,7 +42,7 @@ def test_what_a_resume_superseded_hangs_on_the_last_point_that_counts(tmp_path):
     second = [(2, train(step, 8 - step / 10)) for step in range(21, 41)]
     record = read_run(tmp_path / "run", [*first, (2, resumed), *second])
 
-    chart = compose([record], Wanted(panels=(("loss",),)))
+    chart = compose([record], ChartRequest(panels=(("loss",),)))
 
     (curve,) = chart.panels[0].curves
     assert (np.diff(curve.line.x) > 0).all()
@@ -59,7 +59,7 @@ def test_a_pause_between_segments_is_a_gap_on_a_clock_alone(tmp_path):
 
     gaps = {
         axis: np.isnan(
-            compose([record], Wanted((("loss",),), axis)).panels[0].curves[0].line.y
+            compose([record], ChartRequest((("loss",),), axis)).panels[0].curves[0].line.y
         ).sum()
         for axis in ("step", "tokens", "active_s", "wall_s", "time")
     }
@@ -70,7 +70,7 @@ def test_a_pause_between_segments_is_a_gap_on_a_clock_alone(tmp_path):
 def test_smoothing_leaves_the_raw_curve_behind_it_and_what_was_held_out_alone(tmp_path):
     record = read_run(tmp_path / "run", falling())
 
-    loss, held_out = compose([record], Wanted(weight=0.9)).panels[0].curves
+    loss, held_out = compose([record], ChartRequest(weight=0.9)).panels[0].curves
 
     values = record.series("loss").value
     np.testing.assert_allclose(loss.line.y, smooth(values, 0.9))
@@ -85,7 +85,7 @@ def test_a_spike_survives_in_a_long_run(tmp_path):
     record = read_run(tmp_path / "run", [train(n + 1, loss) for n, loss in enumerate(losses)])
 
     for log_x in (False, True):
-        chart = compose([record], Wanted(panels=(("loss",),), points=500, log_x=log_x))
+        chart = compose([record], ChartRequest(panels=(("loss",),), points=500, log_x=log_x))
         line = chart.panels[0].curves[0].line
         assert len(line) <= (500 if not log_x else 2500)
         assert (line.x[line.y.argmax()], line.y.max()) == (12_346, 77.0)
@@ -96,7 +96,7 @@ def test_clipping_says_how_much_is_out_of_sight(tmp_path):
     losses[50], losses[60], losses[70] = 90.0, 80.0, 0.01
     record = read_run(tmp_path / "run", [train(n + 1, loss) for n, loss in enumerate(losses)])
 
-    (panel,) = compose([record], Wanted(panels=(("loss",),), clip=98)).panels
+    (panel,) = compose([record], ChartRequest(panels=(("loss",),), clip=98)).panels
 
     assert panel.limits is not None
     assert 2 < panel.limits[0] < 2.95
@@ -108,18 +108,18 @@ def test_what_cannot_be_drawn_is_a_gap_and_is_counted(tmp_path):
     values = [3.0, 2.9, math.nan, math.inf, 2.8]
     record = read_run(tmp_path / "run", [train(n + 1, loss) for n, loss in enumerate(values)])
 
-    (panel,) = compose([record], Wanted(panels=(("loss",),))).panels
+    (panel,) = compose([record], ChartRequest(panels=(("loss",),))).panels
 
     assert np.isnan(panel.curves[0].line.y).tolist() == [False, False, True, True, False]
     assert panel.notes == ("2 points cannot be drawn",)
-    drawn = compose([record], Wanted()).to_dict()["panels"][0]["curves"][0]
+    drawn = compose([record], ChartRequest()).to_dict()["panels"][0]["curves"][0]
     assert drawn["value"] == [3.0, 2.9, "NaN", "NaN", 2.8]
 
 
 def test_from_and_to_cut_on_the_axis_that_is_drawn(tmp_path):
     record = read_run(tmp_path / "run", falling())
 
-    chart = compose([record], Wanted(axis="tokens", start=2048 * 10, end=2048 * 30))
+    chart = compose([record], ChartRequest(axis="tokens", start=2048 * 10, end=2048 * 30))
 
     line = chart.panels[0].curves[0].line
     assert (line.x.min(), line.x.max()) == (20480, 61440)
@@ -132,10 +132,10 @@ def test_alerts_and_failures_are_marked_and_what_is_no_news_is_not(tmp_path):
     failed = Failed(message="out of memory", rank=1, step=100)
     record = read_run(tmp_path / "run", [*falling(), alert, failed])
 
-    kinds = [mark.kind for mark in compose([record], Wanted()).marks]
+    kinds = [mark.kind for mark in compose([record], ChartRequest()).marks]
 
     assert kinds == ["alert", "operation", "checkpoint", "failed"]
-    assert compose([record], Wanted(marks=False)).marks == ()
+    assert compose([record], ChartRequest(marks=False)).marks == ()
 
 
 CONFIG = "name: demo\nseed: {seed}  # --set\nmodel:\n  n_mlp: {n_mlp}  # x.yaml:1:1\ndata:\n  path: data/{seed}  # derived\nrecord:\n  out_dir: {seed}  # --set\n"
@@ -171,7 +171,7 @@ def test_seeds_become_a_mean_with_a_band_over_what_all_have(tmp_path):
         for letter, base, last in (("a", 1, 30), ("b", 3, 40))
     ]
 
-    chart = compose(records, Wanted(panels=(("loss",),), by="seed"))
+    chart = compose(records, ChartRequest(panels=(("loss",),), by="seed"))
 
     assert chart.runs == ("demo (2 runs)",)
     (curve,) = chart.panels[0].curves
@@ -210,12 +210,12 @@ def test_a_band_lies_between_its_curves(curves):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Wanted(panels=(("lss",),)), "no metric 'lss' in .*; did you mean 'loss'?"),
-        (Wanted(panels=(("lss",), ("grad",))), "2 errors"),
-        (Wanted(axis="epoch"), "has no epoch: .*; it has step, samples, tokens"),
-        (Wanted(panels=(("mfu",),)), "none of the 3 values of mfu .* is finite"),
-        (Wanted(panels=(("below",),), log=True), "no value of below .* is above 0"),
-        (Wanted(start=500.0), "no point between --from and --to"),
+        (ChartRequest(panels=(("lss",),)), "no metric 'lss' in .*; did you mean 'loss'?"),
+        (ChartRequest(panels=(("lss",), ("grad",))), "2 errors"),
+        (ChartRequest(axis="epoch"), "has no epoch: .*; it has step, samples, tokens"),
+        (ChartRequest(panels=(("mfu",),)), "none of the 3 values of mfu .* is finite"),
+        (ChartRequest(panels=(("below",),), log=True), "no value of below .* is above 0"),
+        (ChartRequest(start=500.0), "no point between --from and --to"),
     ],
 )
 def test_what_cannot_be_drawn_says_why(tmp_path, wanted, message):
@@ -230,14 +230,14 @@ def test_what_cannot_be_drawn_says_why(tmp_path, wanted, message):
 
 def test_a_run_without_a_metric_says_so(tmp_path):
     with pytest.raises(ConfigError, match="no metric was recorded yet"):
-        compose([read_run(tmp_path / "run", [])], Wanted())
+        compose([read_run(tmp_path / "run", [])], ChartRequest())
 
 
 def test_of_several_runs_one_may_lack_a_metric(tmp_path):
     plain = read_run(tmp_path / "a-aaaaa", [train(1, 3.0), train(2, 2.0)])
     judged = read_run(tmp_path / "b-bbbbb", [train(1, 3.0), evaluated(1, 3.0), evaluated(2, 2.0)])
 
-    (panel,) = compose([plain, judged], Wanted(panels=(("val/loss",),))).panels
+    (panel,) = compose([plain, judged], ChartRequest(panels=(("val/loss",),))).panels
 
     assert [curve.run for curve in panel.curves] == [1]
 
@@ -263,19 +263,20 @@ def test_places_are_written_as_people_write_them(axis, text, value):
     ("axis", "text"), [("step", "10min"), ("wall_s", "20M"), ("time", "noon"), ("step", "")]
 )
 def test_places_that_are_none_are_refused_with_the_forms(axis, text):
-    with pytest.raises(ConfigError, match=r"--from: .* is no place on the axis .*write it like"):
+    with pytest.raises(ConfigError, match=r"--from: .* is not a place on the axis .*write it like"):
         place_on(axis, text, "--from")
 
 
 def test_axes_have_friendly_names_and_near_ones_are_suggested():
-    assert [axis_named(name) for name in ("wall", "active", "steps", "tokens")] == [
+    assert [axis_named(name, AXES) for name in ("wall", "active", "steps", "tokens", "time")] == [
         "wall_s",
         "active_s",
         "step",
         "tokens",
+        "time",
     ]
-    with pytest.raises(ConfigError, match="no x axis 'token'; did you mean 'tokens'"):
-        axis_named("token")
+    with pytest.raises(ConfigError, match="no axis 'tokenz'; did you mean 'tokens'"):
+        axis_named("tokenz", AXES)
 
 
 @given(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from records import make_run
 from shown_runs import START, place, started, steps, told_run, write
 
-from instar.logs.reading.record import AXES, read
-from instar.logs.reporting.chartdata import FIGURES, _rounded, chart_data
-from instar.record.events import Operation, Train
+from instar.logs.read.record import AXES, read
+from instar.logs.web.curves import FIGURES, _rounded, chart_data
+from instar.record.events import OperationEvent, Train
 
 
 def test_a_run_is_json_without_words_for_numbers(tmp_path: Path) -> None:
@@ -90,12 +90,16 @@ def test_axes_and_metrics_can_be_chosen(tmp_path: Path) -> None:
 def test_names_that_are_not_unicode_are_escaped(tmp_path: Path) -> None:
     strange = tmp_path / "strange-\udcff"
     data = chart_data(read(write(strange, [(started(), 1), *steps(1, 3)])))
-    assert "\\udcff" in data["path"]
+    assert "\\udcff" in data["name"]
     msgspec.json.encode(data)
 
 
 def test_an_operation_without_a_change_has_its_value_for_a_title(tmp_path: Path) -> None:
-    lines = [(started(), 1), *steps(1, 3), (Operation(name="set_lr", value=0.5, **place(3)), 1)]
+    lines = [
+        (started(), 1),
+        *steps(1, 3),
+        (OperationEvent(name="set_lr", value=0.5, **place(3)), 1),
+    ]
     (mark,) = chart_data(read(write(tmp_path / "set", lines)))["marks"]
     assert mark["title"] == "set_lr 0.5"
 

@@ -15,17 +15,26 @@ from hypothesis import strategies as st
 from written_runs import writing, written
 
 from instar.config.errors import ConfigError
-from instar.logs.comparing.arms import Arm, arms
-from instar.logs.comparing.compare import Comparison, compare, to_json
-from instar.logs.comparing.compare_words import markdown, text
-from instar.logs.comparing.places import Place, axis_named, even_places, parse_place, values_at
-from instar.logs.comparing.reach import Reached, reach, saving
-from instar.logs.reading.record import read
+from instar.logs.query.alignment import (
+    AxisValue,
+    LossReached,
+    at_loss,
+    axis_named,
+    even_places,
+    parse_place,
+    saving,
+    values_at,
+)
+from instar.logs.query.compare import Comparison, compare, to_json
+from instar.logs.query.groups import RunGroup, group_runs, names
+from instar.logs.read.record import read
+from instar.logs.text.comparison import markdown, text
+from instar.logs.web.report import report_html
 from instar.record.rundir import RunDir
 
 
 def side_by_side(*runs: RunDir, by: Any = "run", **more: Any) -> Comparison:
-    sides, faults = arms(runs, by)
+    sides, faults = group_runs(runs, by)
     assert faults == []
     return compare(sides, [read(run) for run in runs], **more)
 
@@ -45,7 +54,7 @@ def two(tmp_path: Path) -> tuple[RunDir, RunDir]:
 def test_values_at_equal_steps_lie_on_the_line_between_measurements(
     two: tuple[RunDir, RunDir],
 ) -> None:
-    found = side_by_side(*two, places=[Place("step", s) for s in (5, 10, 15, 20, 30)])
+    found = side_by_side(*two, places=[AxisValue("step", s) for s in (5, 10, 15, 20, 30)])
     assert means(found, "loss") == [[None, 3.5, 3.25, 3.0, 2.5], [None, 3.0, 2.5, 2.0, None]]
     assert means(found, "val/loss")[0] == [None, None, None, 3.0, 2.5]
 
@@ -75,8 +84,8 @@ def test_without_a_place_there_are_five_up_to_where_all_have_come(
     two: tuple[RunDir, RunDir],
 ) -> None:
     found = side_by_side(*two)
-    assert found.places == tuple(Place("step", float(s)) for s in (4, 8, 12, 16, 20))
-    assert side_by_side(*two, axis="tokens").places[-1] == Place("tokens", 20 * 64)
+    assert found.places == tuple(AxisValue("step", float(s)) for s in (4, 8, 12, 16, 20))
+    assert side_by_side(*two, axis="tokens").places[-1] == AxisValue("tokens", 20 * 64)
 
 
 def test_what_was_superseded_is_compared_with_nothing(tmp_path: Path) -> None:
@@ -88,14 +97,14 @@ def test_what_was_superseded_is_compared_with_nothing(tmp_path: Path) -> None:
         writer.start(step=10, resumed_from="step-10")
         writer.train(20, 2.0)
     plain = written(tmp_path / "b", {10: 4.0, 20: 2.0})
-    found = side_by_side(writer.run, plain, places=[Place("step", 15), Place("step", 20)])
+    found = side_by_side(writer.run, plain, places=[AxisValue("step", 15), AxisValue("step", 20)])
     assert means(found, "loss") == [[3.0, 2.0], [3.0, 2.0]]
 
 
 def test_a_run_that_diverged_is_not_taken_for_one_that_has_not_come_so_far(tmp_path: Path) -> None:
     lost = written(tmp_path / "lost", {10: 4.0, 20: math.nan})
     short = written(tmp_path / "short", {10: 4.0})
-    found = side_by_side(lost, short, places=[Place("step", 10), Place("step", 20)])
+    found = side_by_side(lost, short, places=[AxisValue("step", 10), AxisValue("step", 20)])
     lines = [line.split() for line in text(found)]
     assert ["lost", "4.0000", "nan"] in lines
     assert ["short", "4.0000", "-"] in lines
@@ -111,8 +120,11 @@ def test_runs_alike_but_for_the_seed_are_one_group(tmp_path: Path) -> None:
         for name, lr, loss in (("a", 0.1, 1.0), ("b", 0.2, 5.0))
         for seed in (1, 2, 3)
     ]
-    found = side_by_side(*runs, by="seed", places=[Place("step", 10)])
-    assert [(arm.name, arm.seeds) for arm in found.arms] == [("a-1", (1, 2, 3)), ("b-1", (1, 2, 3))]
+    found = side_by_side(*runs, by="seed", places=[AxisValue("step", 10)])
+    assert [(group.name, group.seeds) for group in found.groups] == [
+        ("a-1", (1, 2, 3)),
+        ("b-1", (1, 2, 3)),
+    ]
     cell = found.metrics["loss"][0][0]
     assert (cell.mean, cell.deviation, cell.low, cell.high, cell.runs) == (3.0, 1.0, 2.0, 4.0, 3)
     assert cell.error == pytest.approx(3**-0.5)
@@ -126,8 +138,8 @@ def test_runs_of_one_name_are_one_group(tmp_path: Path) -> None:
         written(tmp_path / f"{name}-{ids}", {1: loss})
         for name, ids, loss in (("a", "abcde", 1.0), ("b", "abcde", 9.0), ("a", "fghjk", 3.0))
     ]
-    found = side_by_side(*runs, by="name", places=[Place("step", 1)])
-    assert [arm.name for arm in found.arms] == ["a", "b-abcde"]
+    found = side_by_side(*runs, by="name", places=[AxisValue("step", 1)])
+    assert [group.name for group in found.groups] == ["a", "b-abcde"]
     assert means(found, "loss") == [[2.0], [9.0]]
 
 
@@ -140,7 +152,7 @@ def test_a_config_that_cannot_be_read_does_not_keep_curves_from_being_compared(
     two: tuple[RunDir, RunDir],
 ) -> None:
     two[1].config.write_text("mdoel: {}\n")
-    sides, faults = arms(two)
+    sides, faults = group_runs(two)
     assert len(faults) == 1
     assert str(two[1].config) in faults[0]
     found = compare(sides, [read(run) for run in two])
@@ -193,8 +205,8 @@ def test_groups_are_compared_seed_by_seed(tmp_path: Path) -> None:
     assert (steps.pairs, steps.left_out) == (2, 0)
 
 
-def reached(step: float) -> Reached:
-    return Reached({"step": step}, from_the_start=False, left_at_step=None)
+def reached(step: float) -> LossReached:
+    return LossReached({"step": step}, from_the_start=False, left_at_step=None)
 
 
 def test_pairs_of_which_one_does_not_arrive_are_counted() -> None:
@@ -215,11 +227,11 @@ def test_arms_without_a_common_seed_are_compared_by_their_means() -> None:
 
 def test_a_value_that_is_lost_again_is_told(tmp_path: Path) -> None:
     run = written(tmp_path / "run", {1: 1.0}, {10: 4.0, 20: 2.0, 30: 3.5, 40: 2.0})
-    found = reach(read(run).series("val/loss"), 3.0)
+    found = at_loss(read(run).series("val/loss"), 3.0)
     assert found is not None
     assert (found.at["step"], found.left_at_step, found.from_the_start) == (15.0, 30, False)
-    assert reach(read(run).series("val/loss"), 1.0) is None
-    first = reach(read(run).series("val/loss"), 5.0)
+    assert at_loss(read(run).series("val/loss"), 1.0) is None
+    first = at_loss(read(run).series("val/loss"), 5.0)
     assert first is not None
     assert (first.at["step"], first.from_the_start) == (10.0, True)
 
@@ -229,7 +241,7 @@ def test_accuracies_are_reached_from_below(tmp_path: Path) -> None:
         writer.start()
         for step, accuracy in ((10, 0.2), (20, 0.6), (30, 0.9)):
             writer.val(step, 1.0, extra={"accuracy": accuracy})
-    found = reach(read(writer.run).series("val/accuracy"), 0.5)
+    found = at_loss(read(writer.run).series("val/accuracy"), 0.5)
     assert found is not None
     assert found.at["step"] == pytest.approx(17.5)
 
@@ -237,7 +249,8 @@ def test_accuracies_are_reached_from_below(tmp_path: Path) -> None:
 def test_json_says_all_of_it_by_name(two: tuple[RunDir, RunDir]) -> None:
     found = side_by_side(*two, target=2.5)
     said = json.loads(json.dumps(to_json(found), allow_nan=False))
-    assert set(said) == {"arms", "places", "metrics", "config", "to_loss"}
+    assert set(said) == {"arms", "warnings", "places", "metrics", "config", "to_loss"}
+    assert said["warnings"] == []
     assert said["metrics"]["loss"]["fast"][-1]["mean"] == 2.0
     assert said["config"]["optimizer.lr"] == {"slow": 0.001, "fast": 0.1}
     assert said["to_loss"]["savings"]["fast"]["flops"]["share"] == pytest.approx(0.5)
@@ -259,11 +272,11 @@ def test_text_keeps_to_its_width(two: tuple[RunDir, RunDir], width: int) -> None
     ("given_", "said"),
     [
         ("setp=3", "there is no axis 'setp'; did you mean 'step'?"),
-        ("step=x", "'step=x' is no place"),
-        ("step=3min", "'step=3min' is no place"),
-        ("wall=3k", "'wall=3k' is no place"),
+        ("step=x", "'step=x' is not a place"),
+        ("step=3min", "'step=3min' is not a place"),
+        ("wall=3k", "'wall=3k' is not a place"),
         ("loss<3", "say it with --at-loss"),
-        ("half", "'half' is no place"),
+        ("half", "'half' is not a place"),
     ],
 )
 def test_what_is_no_place_is_told(given_: str, said: str) -> None:
@@ -312,5 +325,101 @@ def test_even_places_rise_to_the_furthest(furthest: float, axis: str) -> None:
 
 def test_an_arm_pairs_runs_of_one_seed_by_their_order(tmp_path: Path) -> None:
     runs = tuple(RunDir(tmp_path / str(n)) for n in range(3))
-    arm = Arm("a", runs, ({"seed": 1}, {"seed": 1}, {"seed": 2}))
-    assert arm.keys == ((1, 0), (1, 1), (2, 0))
+    group = RunGroup("a", runs, ({"seed": 1}, {"seed": 1}, {"seed": 2}))
+    assert group.keys == ((1, 0), (1, 1), (2, 0))
+
+
+def test_a_long_value_does_not_stand_whole_in_a_name(tmp_path: Path) -> None:
+    one = "[{name: change_lr, value: 0.5, max_wait_iters: 4}]"
+    two = f"{one[:-1]}, {one[1:]}"
+    runs = [
+        written(tmp_path / f"run{n}" / "same", {1: 1.0}, config={"schedule": text})
+        for n, text in enumerate((one, two))
+    ]
+    assert names(runs) == ["same schedule=1 operation", "same schedule=2 operations"]
+
+
+@pytest.mark.parametrize("others", [1, 4])
+def test_a_long_value_stands_in_a_short_form_in_the_table_of_differences(
+    tmp_path: Path, others: int
+) -> None:
+    """With a column for each run, or a row for each value."""
+    operation = "{name: change_lr, value: 0.5, max_wait_iters: 4}"
+    schedules = [f"[{operation}, {operation}]"]
+    schedules += [f"[{operation.replace('0.5', f'0.{n + 6}')}, {operation}]" for n in range(others)]
+    runs = [
+        written(tmp_path / f"run-{n}", {1: 1.0}, config={"schedule": schedule})
+        for n, schedule in enumerate(schedules)
+    ]
+    found = side_by_side(*runs)
+    for lines in (text(found), markdown(found)):
+        said = "\n".join(lines)
+        assert "change_lr" not in said
+        assert said.count("2 operations") == others + 1
+        assert said.count("2 operations, differs") == others
+    whole = to_json(found)["config"]["schedule"]
+    assert [op["value"] for op in whole["run-1"]] == [0.6, 0.5]
+
+
+@pytest.mark.parametrize("key", ["data.tokenizer=char", "data.source=other.txt"])
+def test_a_loss_on_other_data_is_not_looked_for(tmp_path: Path, key: str) -> None:
+    name, value = key.split("=")
+    runs = [
+        written(tmp_path / "a-one", {1: 3.0, 2: 1.0}, {2: 1.0}),
+        written(tmp_path / "b-two", {1: 3.0, 2: 1.0}, {2: 1.0}, config={name: value}),
+    ]
+    sides, _ = group_runs(runs)
+    with pytest.raises(ConfigError, match=name):
+        compare(sides, [read(run) for run in runs], target=2.0)
+
+
+SAME_HELD_OUT = {"data.val_source": "held-out.txt"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "keys", "losses"),
+    [
+        ({}, {"data.tokenizer": "char"}, "data.tokenizer", "losses, which"),
+        ({}, {"data.source": "other.txt"}, "data.source", "losses, which"),
+        ({"data.tokenizer": "bpe"}, {"data.vocab_size": 300}, "data.vocab_size", "losses, which"),
+        (SAME_HELD_OUT, {"data.source": "other.txt"}, "data.source", "training losses"),
+        ({}, {"data.vocab_size": 300}, "", ""),
+        ({}, {"data.order": "sequential", "optimizer.lr": 0.1}, "", ""),
+    ],
+)
+def test_losses_on_different_data_stand_under_a_warning(
+    tmp_path: Path, one: dict[str, object], other: dict[str, object], keys: str, losses: str
+) -> None:
+    runs = [
+        written(tmp_path / "a-one", {1: 3.0, 2: 1.0}, {1: 3.0, 2: 1.0}, config=one),
+        written(tmp_path / "b-two", {1: 3.0, 2: 1.0}, {1: 3.0, 2: 1.0}, config=one | other),
+    ]
+    found = side_by_side(*runs)
+    page = report_html([read(run) for run in runs])
+    plain, marked = "\n".join(text(found)), "\n".join(markdown(found))
+    if not keys:
+        assert found.warnings == ()
+        assert "not comparable" not in plain + marked + page
+        return
+    (warning,) = to_json(found)["warnings"]
+    assert f"the runs differ in {keys}: their {losses}" in warning
+    assert plain.index("warning") < plain.index(warning) < plain.index("val/loss")
+    assert warning in marked
+    assert warning in page
+
+
+def test_a_held_out_loss_on_the_same_text_is_looked_for_whatever_was_trained_on(
+    tmp_path: Path,
+) -> None:
+    runs = [
+        written(
+            tmp_path / f"run-{n}",
+            {1: 3.0, 2: 1.0},
+            {1: 3.0, 2: 1.0},
+            config=SAME_HELD_OUT | {"data.source": source},
+        )
+        for n, source in enumerate(("one.txt", "other.txt"))
+    ]
+    assert side_by_side(*runs, target=2.0).to_loss is not None
+    with pytest.raises(ConfigError, match=r"data\.source"):
+        side_by_side(*runs, target=2.0, target_metric="loss")

@@ -9,7 +9,7 @@ import pytest
 from written_runs import written
 
 from instar.config.errors import ConfigError
-from instar.logs.find import find_runs
+from instar.logs.query.runs import find_runs
 from instar.record.rundir import runs_in
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from instar.logs.reading.follow import Follower
+from instar.logs.query.tail import Follower
 from instar.record.events import Event, Train, Warn, encode
 from instar.record.recorder import Recorder
 

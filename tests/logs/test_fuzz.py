@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instar.logs.reading.follow import Follower
-from instar.logs.reading.glance import glance
-from instar.logs.reading.record import AXES, RunRecord, read
+from instar.logs.query.tail import Follower
+from instar.logs.read.record import AXES, RunRecord, read
+from instar.logs.read.summary_cache import cached_summary
 from instar.record.events import (
     Alert,
     Eval,
     Failed,
     Layers,
-    Operation,
+    OperationEvent,
     RecordError,
     RunFinished,
     RunStarted,
@@ -39,7 +39,7 @@ TRAIN = [
 OTHER = [
     Eval(step=4, split="val", loss=2.0, standard_error=0.1, extra={"acc": 0.5}, **PLACE),
     Layers(step=4, grad_norm={"head": 1.0}, update_ratio={"head": float("nan")}),
-    Operation(step=4, name="widen_mlp", value=[3, {"a": None}], architecture={"n_layer": 2}),
+    OperationEvent(step=4, name="widen_mlp", value=[3, {"a": None}], architecture={"n_layer": 2}),
     Saved(step=4, path="runs/r/checkpoints/step-4", reason="every 4 steps", size_bytes=10**9),
     Skip(step=5),
     Warn(message="slow → disk", step=5),
@@ -130,7 +130,7 @@ def test_damaged_records_are_read_or_refused(share: int, tmp_path: Path) -> None
         for _ in range(draw.choice((1, 1, 2, 4))):
             text = draw.choice(MUTATIONS)(draw, text) or WHOLE[:1]
         run.events.write_bytes(text)
-        seen = glance(run)
+        seen = cached_summary(run)
         events = Follower(run.events).poll()
         record = read_or_refused(run)
         if isinstance(record, RecordError):

@@ -15,11 +15,10 @@ from matplotlib.image import imread
 from records import make_runs
 
 from instar.config.errors import ConfigError
-from instar.logs.plotting.compose import Wanted, compose
-from instar.logs.plotting.picture import draw, picture
-from instar.logs.plotting.style import RC
-from instar.logs.reading.record import RunRecord, read
-from instar.record.events import Operation, RunStarted
+from instar.logs.plot.compose import ChartRequest, compose
+from instar.logs.plot.figure import RC, draw, picture
+from instar.logs.read.record import RunRecord, read
+from instar.record.events import OperationEvent, RunStarted
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def record(tmp_path) -> RunRecord:
 
 def drawn(records: list[RunRecord], **wanted) -> Figure:
     with rc_context(RC):
-        figure = draw(compose(records, Wanted(**wanted)))
+        figure = draw(compose(records, ChartRequest(**wanted)))
         figure.canvas.draw()
         return figure
 
@@ -74,7 +73,7 @@ def test_labels_of_marks_lie_over_nothing(tmp_path):
     names = ("change_batch_size", "widen_mlp", "insert_layers", "set_lr", "reset_lr_schedule")
     for number, name in enumerate(names):
         at = 100 + 12 * number
-        events.append(Operation(name=name, change=f"{at}→{2 * at}", step=at, tokens=at * 2048))
+        events.append(OperationEvent(name=name, change=f"{at}→{2 * at}", step=at, tokens=at * 2048))
     figure = drawn([read_run(tmp_path / "busy", events)])
 
     boxes = [t.get_window_extent() for t in figure.axes[0].texts if t.get_text()]
@@ -88,7 +87,7 @@ def test_labels_of_marks_lie_over_nothing(tmp_path):
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_the_same_chart_is_the_same_file(record, kind):
-    chart = compose([record], Wanted(weight=0.5, lr=True))
+    chart = compose([record], ChartRequest(weight=0.5, lr=True))
 
     first = picture(chart, kind)
 
@@ -101,20 +100,20 @@ def test_another_process_draws_the_same_svg(tmp_path):
     record = read_run(tmp_path / "demo-abcde", falling())
     code = (
         "import sys; from pathlib import Path; from instar.record.rundir import RunDir;"
-        "from instar.logs.reading.record import read; from instar.logs.plotting.compose import *;"
-        "from instar.logs.plotting.picture import picture;"
-        "chart = compose([read(RunDir(Path(sys.argv[1])))], Wanted());"
+        "from instar.logs.read.record import read; from instar.logs.plot.compose import *;"
+        "from instar.logs.plot.figure import picture;"
+        "chart = compose([read(RunDir(Path(sys.argv[1])))], ChartRequest());"
         "sys.stdout.buffer.write(picture(chart, 'svg'))"
     )
     told = subprocess.run(
         [sys.executable, "-c", code, str(record.run.path)], capture_output=True, check=True
     )
 
-    assert told.stdout == picture(compose([record], Wanted()), "svg")
+    assert told.stdout == picture(compose([record], ChartRequest()), "svg")
 
 
 def test_a_png_is_not_empty_and_a_svg_is_xml(record):
-    chart = compose([record], Wanted())
+    chart = compose([record], ChartRequest())
 
     pixels = imread(io.BytesIO(picture(chart, "png")))
     assert pixels.shape[1] == 1152
@@ -135,10 +134,10 @@ def test_every_axis_has_ticks_with_words(record, axis, log_x):
 
 
 def test_names_that_look_like_formulas_or_another_script_are_only_names(tmp_path, recwarn):
-    events = [*falling(), Operation(name="$x_{", change="日本→$^", step=70)]
+    events = [*falling(), OperationEvent(name="$x_{", change="日本→$^", step=70)]
     record = read_run(tmp_path / "$\\frac{-名-abcde", events)
 
-    assert picture(compose([record], Wanted()), "png")
+    assert picture(compose([record], ChartRequest()), "png")
     assert not recwarn.list
 
 
@@ -164,7 +163,7 @@ def test_a_hundred_runs_are_drawn_within_seconds(tmp_path):
     records = [read(run) for run in make_runs(tmp_path, 100, 300)]
 
     start = time.perf_counter()
-    chart = compose(records, Wanted(weight=0.9))
+    chart = compose(records, ChartRequest(weight=0.9))
     data = picture(chart, "png")
 
     assert time.perf_counter() - start < 8
@@ -177,4 +176,4 @@ def test_without_matplotlib_the_extra_is_named(record, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     with pytest.raises(ConfigError, match=r"matplotlib.*pip install 'instar\[plot\]'"):
-        picture(compose([record], Wanted()), "png")
+        picture(compose([record], ChartRequest()), "png")

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from records import lines, make_run
 
 from instar.config.errors import ConfigError
-from instar.logs.reading.lineage import Lineage
-from instar.logs.reading.record import RunRecord, read
+from instar.logs.read.lineage import Lineage
+from instar.logs.read.record import RunRecord, read
 from instar.record.events import (
     Eval,
     Event,
     Layers,
-    Operation,
+    OperationEvent,
     RecordError,
     RunStarted,
     Saved,
@@ -229,7 +229,7 @@ def segment_of(number: int, first: int, last: int) -> bytes:
 def test_what_a_later_segment_superseded_is_masked_and_can_be_had(tmp_path: Path) -> None:
     record = reading(
         tmp_path, start(1, 0), segment_of(1, 1, 80), start(2, 50), segment_of(2, 51, 120),
-        start(3, 75), line(Operation(step=75, name="x"), 2), segment_of(3, 76, 100),
+        start(3, 75), line(OperationEvent(step=75, name="x"), 2), segment_of(3, 76, 100),
     )  # fmt: skip
     series = record.series("loss")
     assert series.current().step.tolist() == list(range(1, 101))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ from browser import Watched, chromium, watched
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opened import drawn, walked
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Page
 from records import make_run
 from shown_runs import place, started, steps, told_run, write
 
-from instar.logs.reading.record import read
-from instar.logs.reporting import tested
-from instar.logs.reporting.configured import config_lines, config_values, derived_keys
-from instar.logs.reporting.report import inlined, panels, report_html, write_report
-from instar.record.events import Event, Layers, Operation, RecordError, Warn, Wrote
+from instar.logs.query import final_test
+from instar.logs.query.config import config_lines, config_values, derived_keys
+from instar.logs.read.record import read
+from instar.logs.web.report import inlined, panels, report_html, write_report
+from instar.record.events import Event, Layers, OperationEvent, RecordError, Warn, Wrote
 from instar.record.rundir import RunDir
 
 HOSTILE = (
@@ -33,31 +33,60 @@ HOSTILE = (
 )
 
 
-class Page(HTMLParser):
-    """The words of a page, its data, and the elements that are in it."""
+Shown = Callable[[str], Page]
+
+
+class Tags(HTMLParser):
+    """The elements that are in a page, with their attributes, and its words."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.words, self.data, self.tags = "", "", list[tuple[str, dict[str, str | None]]]()
-        self._inside = ""
+        self.words, self.tags = "", list[tuple[str, dict[str, str | None]]]()
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        self._inside = tag if dict(attrs).get("id") != "data" else "data"
-
-    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
-        self._inside = ""
 
     def handle_data(self, data: str) -> None:
-        if self._inside == "data":
-            self.data += data
-        elif self._inside not in ("script", "style"):
-            self.words += f" {data}"
+        self.words += f" {data}"
 
 
-def words(text: str) -> str:
-    return " ".join(Page(text.replace("<wbr>", "")).words.split())
+def data_of(text: str) -> Any:
+    """The data in a page."""
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+    return json.loads(found)
+
+
+def runs_of(text: str) -> Any:
+    return data_of(text)["answers"]["/api/curves"]["runs"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shown(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    """Opens a page's text, with all that is folded in it, and no error."""
+    file = tmp_path_factory.mktemp("shown") / "page.html"
+    with watched(browser) as seen:
+
+        def show(text: str) -> Page:
+            file.write_text(text, "utf-8", "backslashreplace")
+            seen.page.goto(file.as_uri())
+            seen.page.evaluate(
+                "document.querySelectorAll('details').forEach((d) => (d.open = true))"
+            )
+            assert seen.errors == []
+            return seen.page
+
+        yield show
+
+
+def words(page: Page) -> str:
+    return " ".join(page.inner_text("main").split())
 
 
 @pytest.fixture
@@ -65,8 +94,8 @@ def told(tmp_path: Path) -> RunDir:
     return told_run(tmp_path / "told-r7f3a")
 
 
-def test_the_page_says_all_that_the_record_does(told: RunDir) -> None:
-    said = words(report_html([read(told)]))
+def test_the_page_says_all_that_the_record_does(told: RunDir, shown: Shown) -> None:
+    said = words(shown(report_html([read(told)])))
     for text in (
         "told-r7f3a finished",
         "2L/32d, 24.1k parameters on cpu",
@@ -76,10 +105,10 @@ def test_the_page_says_all_that_the_record_does(told: RunDir) -> None:
         "20 widen_mlp 64→96 20.0k→24.1k, optimizer mapped val 3.12 < 3.50 20.0k → 24.1k exact 2.5e-07 0 0.12s",
         "20 – 40 widen_mlp 64→96",
         "alert step 35 divergence: loss 3.9 is far above 2.8",
-        "skipped step 31 update left out: non-finite gradient, 2 in a row",
+        "skipped step 31 update skipped: non-finite gradient, 2 in a row",
         "failed step 35 rank 0: CUDA out of memory",
         "warning step 40 the disk is nearly full",
-        'step 40, going on from "def " def square(n): return n * n',
+        'step 40, prompt "def " def square(n): return n * n',
         "0 – 35 superseded after 30",
         "rank 0 failed: CUDA out of memory",
         "step-20 after growth 4.00 KiB 0.50s 2ms removed",
@@ -89,9 +118,11 @@ def test_the_page_says_all_that_the_record_does(told: RunDir) -> None:
         assert text in said, text
 
 
-def test_only_what_is_not_at_its_default_is_marked(told: RunDir) -> None:
-    marked = re.findall(r"<mark title=\"([^\"]*)\">([^<]*)</mark>", report_html([read(told)]))
-    assert [(origin, " ".join(text.split())) for origin, text in marked] == [
+def test_only_what_is_not_at_its_default_is_marked(told: RunDir, shown: Shown) -> None:
+    marked = shown(report_html([read(told)])).locator("mark").all()
+    assert [
+        (each.get_attribute("title"), " ".join(each.inner_text().split())) for each in marked
+    ] == [
         ("--set", "name: told"),
         ("told.yaml:3:3", "n_layer: 2"),
         ("told.yaml:5:1", "schedule:"),
@@ -99,14 +130,38 @@ def test_only_what_is_not_at_its_default_is_marked(told: RunDir) -> None:
     ]
 
 
-def told_apart(page: str) -> dict[str, list[str]]:
+def told_apart(page: Page) -> dict[str, list[str]]:
     """The keys in which configs differ, and their values."""
-    table = page.partition("In what their configs differ")[2].partition("</table>")[0]
-    rows = re.findall(r"<tr><th>([^<]+)</th>(.*?)</tr>", table)
-    return {key: re.findall(r"<td>([^<]*)</td>", cells) for key, cells in rows}
+    rows = page.get_by_role("table", name="Differences between the configs").locator("tbody tr")
+    value = "(cell) => (cell.querySelector('details') ?? cell).lastChild?.textContent ?? ''"
+    return {
+        row.locator("th").inner_text(): [cell.evaluate(value) for cell in row.locator("td").all()]
+        for row in rows.all()
+    }
 
 
-def test_configs_differ_in_the_keys_whose_values_differ(tmp_path: Path) -> None:
+def test_a_long_value_is_folded_in_the_table_of_differences(tmp_path: Path, shown: Shown) -> None:
+    operation = "{name: change_lr, value: 0.5, max_wait_iters: 4}"
+    other = operation.replace("0.5", "0.25")
+    texts = [f"schedule: [{first}, {operation}]\n" for first in (operation, other)]
+    runs = [
+        read(write(tmp_path / f"run{n}", [(started(), 1), *steps(1, 2)], text))
+        for n, text in enumerate(texts)
+    ]
+    page = shown(report_html(runs))
+    cells = page.locator("tr", has_text="schedule").locator("td")
+    assert [each.inner_text() for each in cells.locator("summary").all()] == [
+        "2 operations",
+        "2 operations, differs",
+    ]
+    title = cells.locator("details").last.get_attribute("title")
+    assert title is not None
+    assert "value: 0.5" in title
+    assert "value: 0.25" in title
+    assert "value: 0.25" in told_apart(page)["schedule"][1]
+
+
+def test_configs_differ_in_the_keys_whose_values_differ(tmp_path: Path, shown: Shown) -> None:
     lines = [(started(), 1), *steps(1, 2)]
     texts = {
         "one": "seed: 1  # --set\noptimizer:\n  lr: 1e-3\nmodel:\n  n_layer: 2\n",
@@ -114,23 +169,25 @@ def test_configs_differ_in_the_keys_whose_values_differ(tmp_path: Path) -> None:
         "graph": "task: graph\nmodel:\n  heads:\n    - {name: h, kind: regression}\n",
     }
     one, two, graph = (read(write(tmp_path / name, lines, text)) for name, text in texts.items())
-    assert told_apart(report_html([one, two])) == {
+    assert told_apart(shown(report_html([one, two]))) == {
         "seed": ["1", "2"],
         "model.n_layer": ["2", "4"],
         "train.until": ["[2000it]", "[9it]"],
     }
-    found = told_apart(report_html([one, graph]))
+    found = told_apart(shown(report_html([one, graph])))
     assert found["task"] == ["language", "graph"]
     assert found["data.tokenizer"] == ["byte", ""]
     assert found["eval.eval_epochs"] == ["null", "1"]
     assert "name: h, target: null, kind: regression" in found["model.heads"][1]
 
 
-def test_a_config_that_cannot_be_read_is_told_apart_from_nothing(tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_read_is_told_apart_from_nothing(
+    tmp_path: Path, shown: Shown
+) -> None:
     lines = [(started(), 1), *steps(1, 2)]
     texts = ("seed: 1\n", "seed: 2\n", "mdoel: {}\n")
     runs = [write(tmp_path / f"run{n}", lines, text) for n, text in enumerate(texts)]
-    page = report_html([read(run) for run in runs])
+    page = shown(report_html([read(run) for run in runs]))
     assert told_apart(page) == {"seed": ["1", "2", ""]}
     assert f"Not compared: {runs[2].config}: unknown key" in words(page)
     assert config_lines(RunDir(tmp_path / "none")) == []
@@ -148,12 +205,12 @@ def test_what_is_derived_and_nowhere_given_is_no_difference(tmp_path: Path) -> N
     assert derived_keys([config_lines(given)]) == set()
 
 
-def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path) -> None:
+def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path, shown: Shown) -> None:
     lines = [
         (started(), 1),
         *steps(1, 20),
         (
-            Operation(
+            OperationEvent(
                 name=HOSTILE,
                 change=HOSTILE,
                 reason=HOSTILE,
@@ -167,14 +224,18 @@ def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path) -> None:
     ]
     folder = tmp_path / HOSTILE.replace("/", "-")
     text = report_html([read(write(folder, lines, f"name: {HOSTILE}  # {HOSTILE}\n"))])
-    page = Page(text)
+    page = Tags(text)
     assert [attributes for tag, attributes in page.tags if tag == "script"] == [
         {"type": "application/json", "id": "data"},
         {},
     ]
     assert not [tag for tag, _ in page.tags if tag == "img"]
-    assert HOSTILE in json.loads(page.data)["runs"][0]["marks"][0]["title"]
     assert HOSTILE in page.words
+    assert HOSTILE in runs_of(text)[0]["marks"][0]["title"]
+    opened = shown(text)
+    assert " ".join(HOSTILE.split()) in words(opened)
+    assert opened.locator("img, main script").count() == 0
+    assert opened.evaluate("window.owned") is None
 
 
 @settings(max_examples=50, deadline=None)
@@ -186,17 +247,17 @@ def test_inlined_data_is_json_and_ends_nothing(data: Any) -> None:
     assert json.loads(text) == finite
 
 
-def test_several_runs_have_a_column_each(tmp_path: Path) -> None:
+def test_several_runs_have_a_column_each(tmp_path: Path, shown: Shown) -> None:
     first = told_run(tmp_path / "told-aaaaa")
     second = write(
         tmp_path / "told-bbbbb", [(started(), 1), *steps(1, 30)], "name: told\nseed: 2\n"
     )
     text = report_html([read(first), read(second)])
-    said = words(text)
+    said = words(shown(text))
     assert "2 runs" in said
     assert "steps 40 0.04 epochs 30 0.03 epochs" in said
-    assert "In what their configs differ told-aaaaa told-bbbbb seed 1 2" in said
-    assert [run["id"] for run in json.loads(Page(text).data)["runs"]] == ["aaaaa", "bbbbb"]
+    assert "Differences between the configs told-aaaaa told-bbbbb seed 1 2" in said
+    assert [run["id"] for run in runs_of(text)] == ["aaaaa", "bbbbb"]
 
 
 def test_every_metric_is_in_one_panel(told: RunDir) -> None:
@@ -224,25 +285,34 @@ def test_layers_are_one_panel_in_their_order(tmp_path: Path) -> None:
     ]
 
 
-def test_the_latest_sample_is_open_and_its_blanks_are_kept(tmp_path: Path) -> None:
+def test_the_latest_sample_is_open_and_its_blanks_are_kept(
+    tmp_path: Path, browser: Browser
+) -> None:
     lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 2)]
     lines += [(Wrote(prompt="\n", text=f"  {n}:\tdone\n\n", **place(n)), 1) for n in (1, 2)]
-    text = report_html([read(write(tmp_path / "run", lines))])
-    first, folded = text.index("  2:\tdone\n\n</pre>"), text.index('<details class="part earlier">')
-    assert first < folded < text.index("  1:\tdone\n\n</pre>")
-    assert "step 2, going on from &#34;\\n&#34;" in text.replace("<code>", "")
-    assert text.count('<span class="prompt">\n</span>') == 2
+    run = write(tmp_path / "run", lines)
+    with watched(browser) as seen:
+        seen.page.goto(write_report(run).as_uri())
+        latest, folded = seen.page.locator(".written pre").all()
+        assert latest.is_visible()
+        assert latest.text_content() == "\n  2:\tdone\n\n"
+        assert not folded.is_visible()
+        assert folded.text_content() == "\n  1:\tdone\n\n"
+        assert seen.page.locator(".written code").first.text_content() == '"\\n"'
+        assert [each.text_content() for each in seen.page.locator(".prompt").all()] == ["\n", "\n"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\x00\n", b'{"v":1,"kind":"train","st'])
-def test_a_record_without_a_run_in_it_is_refused_or_told_of(tmp_path: Path, content: bytes) -> None:
+def test_a_record_without_a_run_in_it_is_refused_or_told_of(
+    tmp_path: Path, content: bytes, shown: Shown
+) -> None:
     run = write(tmp_path / "odd", [])
     run.events.write_bytes(content)
     try:
         record = read(run)
     except RecordError:
         return
-    assert "odd" in words(report_html([record]))
+    assert "odd" in words(shown(report_html([record])))
 
 
 ODD = st.sampled_from(["NaN", "Infinity", "-Infinity", -1, 0, 1e308, "", "x", {}, None])
@@ -252,7 +322,7 @@ ODD = st.sampled_from(["NaN", "Infinity", "-Infinity", -1, 0, 1e308, "", "x", {}
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(st.tuples(st.integers(0, 79), st.integers(0, 30), ODD), min_size=1, max_size=4))
-def test_odd_values_are_shown_or_refused(told: RunDir, changes: list[Any]) -> None:
+def test_odd_values_are_shown_or_refused(told: RunDir, shown: Shown, changes: list[Any]) -> None:
     lines = [json.loads(line) for line in told.events.read_bytes().splitlines()]
     for number, field, value in changes:
         line = lines[number % len(lines)]
@@ -266,30 +336,30 @@ def test_odd_values_are_shown_or_refused(told: RunDir, changes: list[Any]) -> No
         record = read(odd)
     except RecordError:
         return
-    assert "odd" in words(report_html([record]))
+    assert "odd" in words(shown(report_html([record])))
 
 
-def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
-    assert "new crashed" in words(report_html([read(write(tmp_path / "new", [(started(), 1)]))]))
+def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, shown: Shown) -> None:
+    run = write(tmp_path / "new", [(started(), 1)])
+    assert "new crashed" in words(shown(report_html([read(run)])))
 
 
 def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     text = report_html([read(make_run(tmp_path / "made", 20_000, evals=400, rewinds=3))])
     assert len(text.encode()) < 5_000_000
-    data = json.loads(Page(text).data)
-    assert sum(value > 40 for value in data["runs"][0]["series"]["loss"]["value"] if value) == 3
+    assert sum(value > 40 for value in runs_of(text)[0]["series"]["loss"]["value"] if value) == 3
 
 
-def test_the_page_of_a_run_that_had_much_to_say_stays_small(tmp_path: Path) -> None:
+def test_the_page_of_a_run_that_had_much_to_say_stays_small(tmp_path: Path, shown: Shown) -> None:
     lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 20)]
     for step in range(1, 1001):
         layers = {f"blocks.{number}": 1.0 for number in range(60)}
         lines.append((Layers(grad_norm=layers, update_ratio=layers, **place(step)), 1))
         lines.append((Warn(message="x" * 10_000, step=step), 1))
-        lines.append((Operation(name="override", change="y" * 10_000, **place(step)), 1))
+        lines.append((OperationEvent(name="override", change="y" * 10_000, **place(step)), 1))
     text = report_html([read(write(tmp_path / "loud", lines))])
     assert len(text.encode()) < 5_000_000
-    assert "600 earlier operations are left out" in words(text)
+    assert "Operations 600 earlier ones are left out" in words(shown(text))
 
 
 def test_it_is_written_whole_beside_the_record(told: RunDir) -> None:
@@ -304,7 +374,7 @@ def test_it_is_written_whole_beside_the_record(told: RunDir) -> None:
     } | ({"events.idx"} if (told.path / "events.idx").exists() else set())
 
 
-def final_test(run: RunDir) -> None:
+def write_final_test(run: RunDir) -> None:
     """A test with a class, a number of each sample, and a number of each node."""
     folder = run.path / "test"
     folder.mkdir()
@@ -332,48 +402,45 @@ def final_test(run: RunDir) -> None:
     pq.write_table(pa.table(columns), folder / "predictions.parquet")
 
 
-def test_the_final_test_is_drawn(told: RunDir) -> None:
-    final_test(told)
-    text = report_html([read(told)])
-    said = words(text)
+def test_the_final_test_is_drawn(told: RunDir, shown: Shown) -> None:
+    write_final_test(told)
+    page = shown(report_html([read(told)]))
+    said = words(page)
     assert "5,000 samples, with the weights of step 40 (best)" in said
     assert "kind/accuracy 0.9750 0.0025" in said
-    assert re.search(r'style="--share: 90%">90</td>.*--share: 10%">10</td>', text)
-    assert "charge : predicted over true, 2,500 of 5,000" in said
-    assert "force : predicted over true, 2,500 of 10,000" in said
-    (dots,) = re.findall(r'<path d="(M[^"]*h0)" class="dots"/>', text)[:1]
+    share = "(cell) => [cell.textContent, cell.style.getPropertyValue('--share')]"
+    cells = page.locator(".tested td").all()
+    assert [cell.evaluate(share) for cell in cells[:2]] == [["90", "90%"], ["10", "10%"]]
+    assert "charge: predicted over true, 2,500 of 5,000" in said
+    assert "force: predicted over true, 2,500 of 10,000" in said
+    dots = page.locator("svg .dots").first.get_attribute("d")
+    assert dots is not None
     pairs = np.array(re.findall(r"M([\d.]+) ([\d.]+)h0", dots), float)
     assert np.abs(pairs[:, 1] - (320 - (pairs[:, 0] - 160) / 2 - 160)).max() < 0.2
 
 
 def test_without_pyarrow_it_says_what_is_missing(
-    told: RunDir, monkeypatch: pytest.MonkeyPatch
+    told: RunDir, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    final_test(told)
-    monkeypatch.setattr(tested, "find_spec", lambda _: None)
-    text = report_html([read(told)])
-    assert tested.NO_PYARROW in words(text).replace("’", "'")
-    assert "kind/accuracy 0.9750" in words(text)
-    assert "<svg" not in text
+    write_final_test(told)
+    monkeypatch.setattr(final_test, "find_spec", lambda _: None)
+    page = shown(report_html([read(told)]))
+    assert final_test.NO_PYARROW in words(page).replace("’", "'")
+    assert "kind/accuracy 0.9750" in words(page)
+    assert page.locator("svg.scatter").count() == 0
 
 
 @pytest.mark.parametrize("file", ["result.json", "predictions.parquet"])
-def test_a_broken_test_is_said_to_be_broken(told: RunDir, file: str) -> None:
-    final_test(told)
+def test_a_broken_test_is_said_to_be_broken(told: RunDir, file: str, shown: Shown) -> None:
+    write_final_test(told)
     (told.path / "test" / file).write_bytes(b"PAR1 {")
-    assert f"test/{file} cannot be read" in words(report_html([read(told)]))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
+    assert f"test/{file} cannot be read" in words(shown(report_html([read(told)])))
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = told_run(tmp_path_factory.mktemp("shown") / "told-r7f3a")
-    final_test(run)
+    write_final_test(run)
     return write_report(run)
 
 
@@ -541,14 +608,14 @@ def test_a_phone_needs_no_scrolling_sideways(browser: Browser, page: Path) -> No
         assert seen.page.evaluate("document.querySelector('.uplot').offsetWidth") > 700
 
 
-def test_without_a_program_the_tables_are_there(browser: Browser, page: Path) -> None:
+def test_without_javascript_the_summary_is_there(browser: Browser, page: Path) -> None:
     context = browser.new_context(java_script_enabled=False)
     try:
         without = context.new_page()
         without.goto(page.as_uri())
-        assert without.locator("text=programs are switched off here").is_visible()
-        assert without.locator("td >> text=widen_mlp").first.is_visible()
-        assert not without.locator("#controls").is_visible()
+        assert without.locator("text=JavaScript is off").is_visible()
+        assert without.locator("pre >> text=widen_mlp 64→96").is_visible()
+        assert "2.9250" in without.locator("pre").inner_text()
     finally:
         context.close()
 
@@ -610,7 +677,8 @@ def test_points_and_marks_can_be_appended(browser: Browser, page: Path) -> None:
         opened(seen, page)
         grown = seen.page.evaluate(
             """() => {
-              const { runs } = JSON.parse(document.getElementById("data").textContent);
+              const data = JSON.parse(document.getElementById("data").textContent);
+              const { runs } = data.answers["/api/curves"];
               const place = document.querySelector("main").appendChild(document.createElement("div"));
               const chart = new InstarChart(place, { metric: "loss", x: "step" });
               chart.setRuns(runs);

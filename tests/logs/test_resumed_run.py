@@ -8,7 +8,6 @@ import csv
 import io
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from forks import Forks
 from starlette.testclient import TestClient
 from tiny_run import CONFIG, TEXT, Place, codes, events, said
 
-from instar.logs.dashboard.app import dashboard
-from instar.logs.reading.record import AXES, read
+from instar.logs.read.record import AXES, read
+from instar.logs.web.app import dashboard
 from instar.record.rundir import RunDir
 
-MODULES = ("instar.cli.main", "instar.run.rank", "torch.distributed", "matplotlib.pyplot")
 GROWS = (
     "schedule=[{name: widen_mlp, value: 192, when: {at_step: 10}},"
     " {name: insert_layers, value: 1, when: {at_step: 15}}]"
@@ -79,24 +77,23 @@ class Resumed:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumed]:
+def run(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Resumed:
     folder = tmp_path_factory.mktemp("resumed")
     (folder / "squares.txt").write_text(TEXT)
     (folder / "run.yaml").write_text(CONFIG)
     path = folder / "runs" / "tortured-ab3cd"
-    with Forks(*MODULES) as forks:
-        place = Place(folder, forks)
-        for start, end, ranks in BRANCHES:
-            until = ("--until", f"{end}it")
-            sets = [word for text in (*SETTINGS, GROWS) for word in ("--set", text)]
-            words = ["train", "run.yaml", *sets] if start is None else ["resume", path]
-            words += [] if start is None else ["--from", start]
-            children = place.instar(*words, *until, ranks=ranks)
-            assert set(codes(children)) == {0}, said(children)
-        story, found = Story(), events(path)
-        for event in found:
-            story.tell(event)
-        yield Resumed(place, path, found, story)
+    place = Place(folder, forks)
+    for start, end, ranks in BRANCHES:
+        until = ("--until", f"{end}it")
+        sets = [word for text in (*SETTINGS, GROWS) for word in ("--set", text)]
+        words = ["train", "run.yaml", *sets] if start is None else ["resume", path]
+        words += [] if start is None else ["--from", start]
+        children = place.instar(*words, *until, ranks=ranks)
+        assert set(codes(children)) == {0}, said(children)
+    story, found = Story(), events(path)
+    for event in found:
+        story.tell(event)
+    return Resumed(place, path, found, story)
 
 
 def ids(found: list[dict[str, Any]]) -> list[tuple[int, int]]:
@@ -233,10 +230,12 @@ def test_the_report(run: Resumed) -> None:
     for name in ("report.html", "told.html"):
         text = (run.path / name).read_text("utf-8")
         (data,) = re.findall(r'<script[^>]*id="data"[^>]*>(.*?)</script>', text, re.DOTALL)
-        (told,) = JSON.decode(data)["runs"]
+        (told,) = JSON.decode(data)["answers"]["/api/curves"]["runs"]
         check_curve(run, told["series"]["loss"])
         check_marks(run, told["marks"])
-        assert [stage["model"][:2] for stage in told["stages"]] == ["2L", "2L", "3L"]
+        found = JSON.decode(data)["answers"]["/api/runs/0/stages"]["sections"]
+        (stages,) = [each for each in found if each.get("title") == "Stages"]
+        assert [row[2][:2] for row in stages["rows"]] == ["2L", "2L", "3L"]
 
 
 def test_the_dashboard(run: Resumed) -> None:

@@ -14,25 +14,24 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from records import lines
 
-from instar.logs.reading import lines as blocks
-from instar.logs.reading import spread
-from instar.logs.reading.columns import Table
-from instar.logs.reading.record import AXES, read
-from instar.logs.reading.scan import FAULTS_TOLD, Content, scan
-from instar.logs.reading.spread import pieces
-from instar.logs.reading.steps import ABSENT
+from instar.logs.read import scan as scanning
+from instar.logs.read.columns import ABSENT, MetricTable
+from instar.logs.read.record import AXES, read
+from instar.logs.read.scan import FAULTS_TOLD, Content, pieces, scan
 from instar.record.events import (
     NOT_AN_EVENT,
+    TRAIN_METRICS,
     Eval,
     Layers,
+    RecordError,
     RunStarted,
     Saved,
     Train,
     Warn,
     decode,
     encode,
+    metrics,
 )
-from instar.record.metrics import TRAIN_METRICS, metrics
 from instar.record.rundir import RunDir
 
 Expected = tuple[dict[str, list[Any]], list[bytes], list[int], int, int]
@@ -78,7 +77,7 @@ def check(found: Content, expected: Expected) -> None:
         check_table(found.tables[name], events)
 
 
-def check_table(table: Table, events: list[Any]) -> None:
+def check_table(table: MetricTable, events: list[Any]) -> None:
     assert table.rows == len(events)
     for name in (*AXES, "segment"):
         expected = [getattr(event, name) for event in events]
@@ -116,13 +115,13 @@ def in_all_ways(path: Path, text: bytes, block: int, piece: int) -> Iterator[Con
     path.write_bytes(text)
     with pytest.MonkeyPatch.context() as patch:
         yield scan(path)
-        patch.setattr(blocks, "BLOCK_BYTES", block)
+        patch.setattr(scanning, "BLOCK_BYTES", block)
         yield scan(path)
-        patch.setattr(spread, "AT_ONCE_BYTES", piece)
+        patch.setattr(scanning, "AT_ONCE_BYTES", piece)
         yield Content().then(*pieces(path, workers=1))
-        patch.setattr(spread, "WORTH_BYTES", 0)
-        patch.setattr(spread, "PIECE_BYTES", piece)
-        patch.setattr(spread, "Workers", Here)
+        patch.setattr(scanning, "WORTH_BYTES", 0)
+        patch.setattr(scanning, "PIECE_BYTES", piece)
+        patch.setattr(scanning, "Workers", Here)
         yield Content().then(*pieces(path, workers=3))
 
 
@@ -266,3 +265,22 @@ def test_a_metric_that_was_measured_as_nan_is_there(tmp_path: Path) -> None:
     lr = read(RunDir(tmp_path)).series("lr")
     assert lr.step.tolist() == [3]
     assert np.isnan(lr.value).all()
+
+
+def test_a_record_with_more_places_for_numbers_than_it_could_fill_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instar.logs.read.scan.CELLS", 1 << 16)
+    monkeypatch.setattr("instar.logs.read.cache.CELLS", 1 << 16)
+    path = tmp_path / "events.jsonl"
+    wide = encode(Train(step=0, loss=1.0, extra={f"m{n}": 1.0 for n in range(500)}), 1.0, 1)
+    path.write_bytes(wide + b"".join(encode(Train(step=n, loss=1.0), 1.0, 1) for n in range(20)))
+    assert len(scan(path).tables["train"].metrics) == 501
+    many = [encode(Train(step=n, loss=1.0, extra={f"m{n}": 1.0}), 1.0, 1) for n in range(5000)]
+    path.write_bytes(b"".join(many))
+    with pytest.raises(RecordError, match=r"metrics of [\d,]+ measurements are more"):
+        scan(path)
+    later = [encode(Train(step=n, loss=1.0), 1.0, 1) for n in range(5000)]
+    path.write_bytes(wide + b"".join(later))
+    with pytest.raises(RecordError, match=r"metrics of [\d,]+ measurements are more"):
+        scan(path)

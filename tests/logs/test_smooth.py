@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from instar.logs.plotting.smooth import smooth
+from instar.logs.plot.transforms import smooth
 
 
 def by_loop(values, weight):

@@ -13,10 +13,11 @@ from read_alike import same
 from records import lines, make_run
 
 from instar.data.workers import Workers
-from instar.logs.reading import cache, spread
-from instar.logs.reading.record import RunRecord, read
-from instar.logs.reading.scan import FAULTS_TOLD, scan
-from instar.logs.reading.spread import pieces
+from instar.logs.read import cache
+from instar.logs.read import scan as scanning
+from instar.logs.read.record import RunRecord, read
+from instar.logs.read.scan import FAULTS_TOLD, pieces, scan
+from instar.logs.read.sidecar import cache_folder
 from instar.record.events import RecordError, Train, encode
 from instar.record.rundir import RunDir
 
@@ -24,9 +25,9 @@ from instar.record.rundir import RunDir
 @pytest.fixture
 def long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A record of 4 MB with rewinds, damaged lines and a torn end, read in about 20 pieces."""
-    monkeypatch.setattr(spread, "WORTH_BYTES", 1 << 20)
-    monkeypatch.setattr(spread, "PIECE_BYTES", 200_000)
-    monkeypatch.setattr(spread, "cores", lambda: 3)
+    monkeypatch.setattr(scanning, "WORTH_BYTES", 1 << 20)
+    monkeypatch.setattr(scanning, "PIECE_BYTES", 200_000)
+    monkeypatch.setattr(scanning, "usable_cores", lambda: 3)
     run = make_run(tmp_path / "run", 9000, 4, rewinds=2)
     parts = run.events.read_bytes().splitlines(keepends=True)
     for place in range(1000, 10000, 900):
@@ -36,11 +37,17 @@ def long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
+def cache_of(run: RunDir) -> Path:
+    folder = cache_folder(run)
+    assert folder is not None
+    return folder
+
+
 def alone(run: RunDir) -> RunRecord:
     """As one process reads it that looks at one line after another."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "content", lambda record, _: scan(record))
-        patch.setattr("instar.logs.reading.scan.decode_lines", not_at_once)
+        patch.setattr(cache, "content", lambda run: scan(run.events))
+        patch.setattr("instar.logs.read.scan.decode_lines", not_at_once)
         return read(run)
 
 
@@ -53,7 +60,7 @@ def test_processes_read_a_long_record_as_one_does(long: RunDir) -> None:
     assert len(expected.faults) == FAULTS_TOLD + 1
     assert not expected.series("loss").kept.all()
     same(read(long), expected)
-    assert cache.held_bytes(long.events, long.path / "cache") == expected.end
+    assert cache.held_bytes(long.events, cache_of(long)) == expected.end
     same(read(long), expected)
 
 
@@ -64,11 +71,13 @@ def test_processes_go_on_behind_what_the_cache_holds(long: RunDir) -> None:
     with long.events.open("ab") as file:
         file.write(whole[len(whole) // 3 :])
     same(read(long), alone(long))
-    assert cache.held_bytes(long.events, long.path / "cache") > len(whole) - 1000
+    assert cache.held_bytes(long.events, cache_of(long)) > len(whole) - 1000
 
 
-def test_processes_read_a_long_record_whose_folder_cannot_be_written(long: RunDir) -> None:
-    (long.path / "cache").write_text("in the way")
+def test_processes_read_a_long_record_that_cannot_be_cached(
+    long: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
     same(read(long), alone(long))
 
 
@@ -84,21 +93,23 @@ def test_without_its_helpers_a_process_reads_all_by_itself(
                 os.kill(self.processes[0], signal.SIGKILL)
             return answer
 
-    monkeypatch.setattr(spread, "Workers", Lost)
+    monkeypatch.setattr(scanning, "Workers", Lost)
     same(read(long), alone(long))
 
     def refused(*_: object) -> None:
         raise BlockingIOError("no more processes")
 
-    cache.discard(long.path / "cache")
-    monkeypatch.setattr(spread, "Workers", refused)
+    cache.discard(cache_of(long))
+    monkeypatch.setattr(scanning, "Workers", refused)
     same(read(long), alone(long))
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_record_that_is_replaced_meanwhile_is_read_anew(long: RunDir, cached: bool) -> None:
+def test_a_record_that_is_replaced_meanwhile_is_read_anew(
+    long: RunDir, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not cached:
-        (long.path / "cache").write_text("in the way")
+        monkeypatch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
     fresh = b"".join(lines(9000, 8))
 
     class Replacing(Workers):
@@ -110,7 +121,7 @@ def test_a_record_that_is_replaced_meanwhile_is_read_anew(long: RunDir, cached: 
             return super().call(worker, method, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spread, "Workers", Replacing)
+        patch.setattr(scanning, "Workers", Replacing)
         found = read(long)
     same(found, alone(long))
     same(read(long), alone(long))
@@ -125,7 +136,7 @@ def test_a_record_that_grows_meanwhile_is_read_to_a_line(long: RunDir) -> None:
 
     before = long.events.stat().st_size
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spread, "Workers", Growing)
+        patch.setattr(scanning, "Workers", Growing)
         found = read(long)
     assert found.end == long.events.stat().st_size > before
     same(found, alone(long))
@@ -136,9 +147,9 @@ def test_pieces_begin_at_lines_and_end_where_the_record_did(tmp_path: Path) -> N
     path.write_bytes(b"ab\n" * 30 + b"x" * 50 + b"\n" + b"\n" * 9)
     text = path.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spread, "PIECE_BYTES", 7)
+        patch.setattr(scanning, "PIECE_BYTES", 7)
         for size in range(20, len(text)):
-            *inner, last = spread._borders(path, 3, size)
+            *inner, last = scanning._borders(path, 3, size)
             assert last == size
             assert all(3 < one < other for one, other in itertools.pairwise([*inner, last]))
             assert all(text[place - 1 : place] == b"\n" for place in inner)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from shown_runs import LARGE, SMALL, place, started, steps, told_run, widened, write
 
-from instar.logs.reading.record import read
-from instar.logs.reporting.stages import last_place, place_at, stages
+from instar.logs.query.stages import last_place, place_at, stages
+from instar.logs.read.record import read
 
 
 def test_a_stage_ends_where_the_shape_changes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -11,16 +12,16 @@ from pathlib import Path
 import pytest
 from written_runs import BEGAN, Writer, writing
 
-from instar.logs.reading.record import read
-from instar.logs.telling.state import QUIET_S, WITHOUT_A_WORD, Standing, last_error, stand
+from instar.logs.query.state import QUIET_S, WITHOUT_A_WORD, RunStatus, last_error, run_status
+from instar.logs.read.record import read
 from instar.record.events import Eval, Failed, RunFinished, RunStarted, Saved, Stop
 from instar.record.recorder import Recorder
-from instar.record.rundir import RunDir, hold
+from instar.record.rundir import RunDir, hold, this_process
 
 
-def standing(run: RunDir, now: float = BEGAN + 1e6) -> Standing:
+def status(run: RunDir, now: float = BEGAN + 1e6) -> RunStatus:
     record = read(run)
-    return stand(run, [logged.event for logged in record.events], BEGAN + 10, now)
+    return run_status(run, [logged.event for logged in record.events], BEGAN + 10, now)
 
 
 def begun(folder: Path, **more: object) -> RunDir:
@@ -39,8 +40,8 @@ def log(run: RunDir, rank: int, seconds: float, text: str) -> None:
 def test_a_run_whose_lock_is_held_runs(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     with hold(run):
-        assert standing(run) == Standing("running", "", False, "", os.getpid())
-    assert standing(run).state == "crashed"
+        assert status(run) == RunStatus("running", "", False, "", os.getpid())
+    assert status(run).state == "crashed"
 
 
 def test_a_run_whose_holder_was_killed_has_crashed(tmp_path: Path) -> None:
@@ -54,10 +55,10 @@ def test_a_run_whose_holder_was_killed_has_crashed(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert standing(run).process == process.pid
+        assert status(run).process == process.pid
         process.kill()
         process.wait()
-        assert standing(run) == Standing("crashed", WITHOUT_A_WORD, False, "", None)
+        assert status(run) == RunStatus("crashed", WITHOUT_A_WORD, False, "", None)
 
 
 @pytest.mark.parametrize(("resumable", "state"), [(False, "finished"), (True, "stopped")])
@@ -66,7 +67,7 @@ def test_a_run_that_said_why_it_stopped(tmp_path: Path, resumable: bool, state: 
         writer.start()
         writer.save(10)
         writer.stop(10, "SIGTERM", resumable=resumable)
-    found = standing(writer.run)
+    found = status(writer.run)
     assert (found.state, found.reason, found.resumable) == (state, "SIGTERM", True)
     assert found.go_on == (f"instar resume {writer.run.path}" if resumable else "")
 
@@ -78,16 +79,16 @@ def test_an_end_holds_while_its_process_puts_things_away(tmp_path: Path, end: st
         record.write(RunStarted(run_id="aaaaa", step=10))
         record.write(Saved(step=10, path=str(run.checkpoints / "step-10")))
         record.write(Eval(step=10, split="test", loss=1.0))
-        assert standing(run).state == "running"  # at its last save, and its final test
+        assert status(run).state == "running"  # at its last save, and its final test
         if end == "failed":
             record.write(Failed(message="OSError: no space", rank=0, step=10))
         else:
             record.write(Stop(step=10, reason="SIGTERM", resumable=True))
         if end == "finished":
             record.write(RunFinished(step=10))
-        found = standing(run)
+        found = status(run)
     assert (found.state, found.process) == ("crashed" if end == "failed" else "stopped", None)
-    assert standing(run) == found
+    assert status(run) == found
 
 
 def test_an_ended_run_that_another_process_has_taken_runs_again(tmp_path: Path) -> None:
@@ -95,8 +96,8 @@ def test_an_ended_run_that_another_process_has_taken_runs_again(tmp_path: Path) 
         writer.start()
         writer.stop(10, "SIGTERM", resumable=True)
     with hold(writer.run):
-        assert standing(writer.run).state == "running"
-    assert standing(writer.run).state == "stopped"
+        assert status(writer.run).state == "running"
+    assert status(writer.run).state == "stopped"
 
 
 def test_a_test_made_afterwards_does_not_change_how_a_run_ended(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_test_made_afterwards_does_not_change_how_a_run_ended(tmp_path: Path) 
         writer.stop(10)
     with writing(tmp_path / "run") as writer:
         writer.write(Eval(step=5, split="test", loss=1.0))
-    assert standing(writer.run).state == "finished"
+    assert status(writer.run).state == "finished"
 
 
 def test_a_run_gone_on_with_counts_with_its_last_segment(tmp_path: Path) -> None:
@@ -117,10 +118,10 @@ def test_a_run_gone_on_with_counts_with_its_last_segment(tmp_path: Path) -> None
         writer.start()
         writer.stop(10, "SIGTERM", resumable=True)
         going_on(writer)
-    assert standing(writer.run).state == "crashed"
+    assert status(writer.run).state == "crashed"
     with writing(tmp_path / "run") as writer:
         writer.stop(12)
-    assert standing(writer.run).state == "finished"
+    assert status(writer.run).state == "finished"
 
 
 @pytest.mark.parametrize(
@@ -135,18 +136,18 @@ def test_a_run_that_said_why_it_failed(tmp_path: Path, message: str, reason: str
     run = begun(tmp_path / "run")
     with writing(run.path) as writer:
         writer.recorder.write(Failed(message=message, rank=1, step=7))
-    assert (standing(run).state, standing(run).reason) == ("crashed", reason)
+    assert (status(run).state, status(run).reason) == ("crashed", reason)
 
 
 def test_a_run_that_could_not_say_why_is_explained_by_its_logs(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     log(run, 0, -50, "ERROR: rank 0 failed: of an earlier segment")
-    assert standing(run).reason == WITHOUT_A_WORD
+    assert status(run).reason == WITHOUT_A_WORD
     log(run, 0, 20, "ERROR: rank 0 failed at step 10: PeerLost: rank 1 is gone")
-    assert standing(run).reason == "rank 0 failed at step 10: PeerLost: rank 1 is gone"
+    assert status(run).reason == "rank 0 failed at step 10: PeerLost: rank 1 is gone"
     log(run, 1, 21, "ERROR: rank 1 failed at step 10: ValueError: the cause")
     log(run, 1, 22, "INFO: last words")
-    assert standing(run).reason == "rank 1 failed at step 10: ValueError: the cause"
+    assert status(run).reason == "rank 1 failed at step 10: ValueError: the cause"
 
 
 def test_what_the_interpreter_itself_dies_of_is_an_error(tmp_path: Path) -> None:
@@ -162,21 +163,30 @@ def test_where_the_lock_cannot_be_asked_a_fresh_record_runs(tmp_path: Path, else
     if elsewhere == "no lock":
         run.lock.unlink()
     seen = BEGAN + 10
-    assert standing(run, now=seen + QUIET_S - 1).state == "running"
-    assert standing(run, now=seen + QUIET_S + 1).state == "crashed"
+    assert status(run, now=seen + QUIET_S - 1).state == "running"
+    assert status(run, now=seen + QUIET_S + 1).state == "crashed"
+
+
+def test_where_the_lock_cannot_be_asked_a_run_whose_process_is_there_runs(tmp_path: Path) -> None:
+    there = {"host": platform.node()} | this_process()
+    gone = there | {"pid_started": there["pid_started"] - 60}
+    for name, machine, state in ("a", there, "running"), ("b", gone, "crashed"):
+        run = begun(tmp_path / name, machine=machine)
+        run.lock.unlink()
+        assert status(run).state == state
 
 
 def test_a_checkpoint_that_is_not_whole_cannot_be_gone_on_with(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     with writing(run.path) as writer:
         writer.save(10)
-    assert standing(run).go_on == f"instar resume {run.path}"
+    assert status(run).go_on == f"instar resume {run.path}"
     (run.checkpoints / "step-10" / "manifest.json").unlink()
-    assert (standing(run).resumable, standing(run).go_on) == (False, "")
+    assert (status(run).resumable, status(run).go_on) == (False, "")
 
 
 def test_a_path_with_a_space_is_quoted_in_the_command(tmp_path: Path) -> None:
     run = begun(tmp_path / "my run")
     with writing(run.path) as writer:
         writer.save(10)
-    assert standing(run).go_on == f"instar resume '{run.path}'"
+    assert status(run).go_on == f"instar resume '{run.path}'"

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import evaluated, read_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_runs import BEGAN, place, writing, written
 
-from instar.logs.reading.record import read
-from instar.logs.telling.direction import direction
-from instar.logs.telling.summary import Summary, Value, summarize, to_json
-from instar.logs.telling.words import markdown, metric_text, one_lines, page
+from instar.logs.query.summary import MetricValue, Summary, summarize, to_json
+from instar.logs.read.record import direction, read
+from instar.logs.text.summary import markdown, metric_text, one_lines, page
 from instar.record.events import (
     Alert,
     Eval,
     Event,
-    Operation,
+    OperationEvent,
     RunStarted,
     Saved,
     Skip,
@@ -44,7 +44,7 @@ def grown(tmp_path: Path) -> Summary:
         writer.train(1, 4.0, tokens_per_s=100.0, memory_bytes=3000)
         writer.val(2, 3.0, standard_error=0.5, extra={"accuracy": 0.25})
         writer.write(
-            Operation(
+            OperationEvent(
                 name="widen_mlp",
                 verb="GROW",
                 change="64→128",
@@ -79,10 +79,10 @@ def test_amounts_are_those_of_the_furthest_step(grown: Summary) -> None:
 
 
 def test_every_value_has_its_own_step(grown: Summary) -> None:
-    assert grown.last["loss"] == Value(2.0, 4)
-    assert grown.last["val/loss"] == Value(3.5, 4, error=0.4)
-    assert grown.best["val/loss"] == Value(3.0, 2, error=0.5)
-    assert grown.best["val/accuracy"] == Value(0.5, 4)
+    assert grown.last["loss"] == MetricValue(2.0, 4)
+    assert grown.last["val/loss"] == MetricValue(3.5, 4, error=0.4)
+    assert grown.best["val/loss"] == MetricValue(3.0, 2, error=0.5)
+    assert grown.best["val/accuracy"] == MetricValue(0.5, 4)
     assert set(grown.best) == {"loss", "val/loss", "val/accuracy"}
     assert not any(":" in name for name in grown.last)
 
@@ -108,15 +108,15 @@ def test_what_a_resume_superseded_counts_in_nothing_but_the_memory(tmp_path: Pat
         writer.val(2, 3.5)
     found = summary_of(tmp_path / "run")
     assert (found.segments, found.step) == (2, 2)
-    assert found.best["val/loss"] == Value(3.5, 2)
-    assert found.last["loss"] == found.best["loss"] == Value(3.0, 2)
+    assert found.best["val/loss"] == MetricValue(3.5, 2)
+    assert found.last["loss"] == found.best["loss"] == MetricValue(3.0, 2)
     assert found.memory_peak_bytes == 99
 
 
 def test_values_that_are_no_numbers_are_last_but_never_best(tmp_path: Path) -> None:
     run = written(tmp_path / "run", {1: 4.0, 2: math.nan}, {1: 3.0, 2: -math.inf})
     found = summary_of(run.path)
-    assert found.best["val/loss"] == Value(3.0, 1, error=0.01)
+    assert found.best["val/loss"] == MetricValue(3.0, 1, error=0.01)
     assert math.isnan(found.last["loss"].value)
     said = json.loads(json.dumps(to_json(found), allow_nan=False))
     assert said["last"]["loss"] == {"value": "NaN", "step": 2, "error": None}
@@ -141,7 +141,7 @@ def odd_events(draw: st.DrawFn) -> Event:
                 RunStarted(run_id="x", step=at["step"], parameters=at["samples"]),
                 Train(loss=draw(odd), lr=draw(odd), tokens_per_s=draw(odd), **at),
                 Eval(split="val", loss=draw(odd), standard_error=draw(odd), **at),
-                Operation(
+                OperationEvent(
                     name="grow",
                     value=draw(odd),
                     proof={"parameters_after": draw(odd), "max_logit_diff": draw(odd)},
@@ -260,3 +260,17 @@ def test_markdown_has_sections_for_one_run_and_a_table_for_several(grown: Summar
     table = markdown([grown, grown])
     assert {line.count("|") for line in table} == {11}
     assert len(table) == 4
+
+
+def test_the_direction_that_a_run_has_said_counts_before_the_metric_s_name(tmp_path: Path) -> None:
+    """The name doubt says nothing, and this score is better when it is low."""
+    said = RunStarted(run_id="r", better={"loss": "min", "kind/doubt": "max", "score": "min"})
+    values = [{"kind/doubt": 0.25, "score": 3.0}, {"kind/doubt": 0.5, "score": 4.0}]
+    values.append({"kind/doubt": 0.125, "score": 5.0})
+    events = [evaluated(10 * n, 1.0, extra=each) for n, each in enumerate(values, 1)]
+    told = summarize(read_run(tmp_path / "said", [said, *events]))
+    assert (told.best["val/kind/doubt"].value, told.best["val/kind/doubt"].step) == (0.5, 20)
+    assert (told.best["val/score"].value, told.best["val/score"].step) == (3.0, 10)
+    guessed = summarize(read_run(tmp_path / "guessed", events))
+    assert "val/kind/doubt" not in guessed.best
+    assert guessed.best["val/score"].step == 30

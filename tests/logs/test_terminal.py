@@ -6,9 +6,9 @@ import pytest
 from drawn import falling, read_run, train
 
 from instar.config.errors import ConfigError
-from instar.logs.plotting.compose import Wanted, compose
-from instar.logs.plotting.terminal import Screen, terminal
-from instar.logs.reading.record import RunRecord
+from instar.logs.plot.compose import ChartRequest, compose
+from instar.logs.plot.terminal import TerminalSize, terminal
+from instar.logs.read.record import RunRecord
 
 BRAILLE = {chr(code) for code in range(0x2801, 0x2900)}
 
@@ -29,15 +29,17 @@ def test_no_line_is_wider_than_the_terminal(tmp_path, width, ascii_only, metrics
 
     for records in (runs[:1], runs):
         text = terminal(
-            compose(records, Wanted(panels=metrics, axis="flops", lr=False)),
-            Screen(width, 24, ascii=ascii_only),
+            compose(records, ChartRequest(panels=metrics, axis="flops", lr=False)),
+            TerminalSize(width, 24, ascii=ascii_only),
         )
         assert max(map(len, text.splitlines())) <= width
         assert text.isascii() or not ascii_only
 
 
 def test_a_curve_is_braille_dots_from_the_upper_left_to_the_lower_right(record):
-    lines = terminal(compose([record], Wanted(panels=(("loss",),))), Screen(80, 24)).splitlines()
+    lines = terminal(
+        compose([record], ChartRequest(panels=(("loss",),))), TerminalSize(80, 24)
+    ).splitlines()
 
     rows = [row for row, line in enumerate(lines) if set(line) & BRAILLE]
     columns = [min(i for i, c in enumerate(lines[row]) if c in BRAILLE) for row in rows]
@@ -48,7 +50,7 @@ def test_a_curve_is_braille_dots_from_the_upper_left_to_the_lower_right(record):
 
 
 def test_evaluations_are_signs_and_operations_are_told_below(record):
-    lines = terminal(compose([record], Wanted()), Screen(80, 24)).splitlines()
+    lines = terminal(compose([record], ChartRequest()), TerminalSize(80, 24)).splitlines()
 
     assert lines[0] == "demo-abcde"
     assert lines[1] == "loss (nats per token)"
@@ -58,20 +60,20 @@ def test_evaluations_are_signs_and_operations_are_told_below(record):
 
 
 def test_colours_only_where_they_are_wanted(record):
-    chart = compose([record], Wanted())
+    chart = compose([record], ChartRequest())
 
-    assert "\033[" in terminal(chart, Screen(80, 24, colour=True))
-    assert "\033" not in terminal(chart, Screen(80, 24))
+    assert "\033[" in terminal(chart, TerminalSize(80, 24, colour=True))
+    assert "\033" not in terminal(chart, TerminalSize(80, 24))
 
 
 def test_a_coloured_plot_has_no_background(record):
-    text = terminal(compose([record], Wanted()), Screen(80, 24, colour=True))
+    text = terminal(compose([record], ChartRequest()), TerminalSize(80, 24, colour=True))
 
     assert "\033[48" not in text
 
 
 def test_ascii_says_the_same_in_fewer_signs(record):
-    text = terminal(compose([record], Wanted()), Screen(60, 24, ascii=True))
+    text = terminal(compose([record], ChartRequest()), TerminalSize(60, 24, ascii=True))
 
     assert text.isascii()
     assert "widen_mlp 192->352" in text
@@ -79,7 +81,7 @@ def test_ascii_says_the_same_in_fewer_signs(record):
 
 
 def test_the_learning_rate_is_a_panel_below(record):
-    text = terminal(compose([record], Wanted(lr=True)), Screen(80, 40))
+    text = terminal(compose([record], ChartRequest(lr=True)), TerminalSize(80, 40))
 
     assert text.index("loss (nats per token)") < text.index("learning rate")
     assert "·10⁻⁶┤" in text
@@ -88,7 +90,9 @@ def test_the_learning_rate_is_a_panel_below(record):
 @pytest.mark.parametrize("axis", ["step", "tokens", "epoch", "flops", "active_s", "time"])
 @pytest.mark.parametrize("log", [False, True])
 def test_every_axis_can_be_drawn(record, axis, log):
-    text = terminal(compose([record], Wanted(axis=axis, log=log, log_x=log)), Screen(80, 24))
+    text = terminal(
+        compose([record], ChartRequest(axis=axis, log=log, log_x=log)), TerminalSize(80, 24)
+    )
 
     assert set(text) & BRAILLE
 
@@ -97,7 +101,7 @@ def test_a_gap_is_left_open(tmp_path):
     losses = [3.0] * 30 + [float("nan")] * 40 + [3.0] * 30
     record = read_run(tmp_path / "run", [train(n + 1, x) for n, x in enumerate(losses)])
 
-    text = terminal(compose([record], Wanted(panels=(("loss",),))), Screen(80, 24))
+    text = terminal(compose([record], ChartRequest(panels=(("loss",),))), TerminalSize(80, 24))
 
     (drawn,) = [line for line in text.splitlines() if set(line) & BRAILLE]
     first, last = (drawn.index(c) for c in (drawn.strip(" │")[0], drawn[-1]))
@@ -110,4 +114,4 @@ def test_without_plotext_the_extra_is_named(record, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotext", None)
 
     with pytest.raises(ConfigError, match=r"plotext.*pip install 'instar\[plot\]'"):
-        terminal(compose([record], Wanted()), Screen())
+        terminal(compose([record], ChartRequest()), TerminalSize())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from instar.logs.plotting.thin import thin
+from instar.logs.plot.transforms import thin
 
 columns = hnp.arrays(np.float64, st.integers(0, 400), elements=st.floats(width=64))
 

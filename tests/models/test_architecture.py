@@ -4,7 +4,7 @@ import math
 import pytest
 
 from instar.config.language import ModelConfig
-from instar.models.architecture import Architecture, flops_per_token, resolve
+from instar.models.architecture import MOST, Architecture, flops_per_token, resolve
 from instar.models.shape import ArchitectureError, axis_size, count_parameters, layer_of
 
 LLAMA = ModelConfig(
@@ -13,7 +13,7 @@ LLAMA = ModelConfig(
 
 
 def keys_of(error: ArchitectureError) -> list[str]:
-    return [mistake.key for mistake in error.mistakes]
+    return [problem.keys[0] for problem in error.problems]
 
 
 def test_what_a_config_leaves_out_is_derived() -> None:
@@ -121,3 +121,12 @@ def test_flops_grow_with_the_context_only_through_attention() -> None:
     assert flops_per_token(arch, 1000) - matmul == 12 * arch.n_layer * 1000 * arch.n_embd
     assert flops_per_token(arch) == flops_per_token(arch, arch.context)
     assert math.isclose(flops_per_token(arch, 0), matmul)
+
+
+@pytest.mark.parametrize("field", MOST)
+def test_sizes_beyond_any_model_are_refused_at_once(field: str) -> None:
+    values = resolve(LLAMA, 100).to_dict()
+    with pytest.raises(ArchitectureError) as caught:
+        Architecture.from_dict(values | {field: MOST[field] + 1})
+    assert f"model.{field}" in keys_of(caught.value)
+    assert f"at most {MOST[field]:,}" in str(caught.value)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from instar.models.attention import causal_attention
-from instar.models.memory import MATERIALISED_UP_TO
+from instar.models.architecture import MATERIALIZED_UP_TO
+from instar.models.gpt import causal_attention
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -33,7 +33,7 @@ def test_bfloat16_on_a_cpu_is_the_fused_kernels_function(kv_heads: int) -> None:
 
 
 def test_long_contexts_take_the_fused_kernel_and_agree_at_the_border() -> None:
-    q, k, v = (torch.randn(1, 1, MATERIALISED_UP_TO + 1, 8).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(1, 1, MATERIALIZED_UP_TO + 1, 8).bfloat16() for _ in range(3))
     long = causal_attention(q, k, v, 0.0)[:, :, :-1]
     short = causal_attention(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], 0.0)
     torch.testing.assert_close(long, short, rtol=3e-2, atol=3e-2)

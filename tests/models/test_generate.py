@@ -5,8 +5,7 @@ import torch
 
 from instar.config.language import ModelConfig
 from instar.models.architecture import resolve
-from instar.models.generate import generate
-from instar.models.gpt import GPT
+from instar.models.gpt import GPT, generate
 
 ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, positions="rope"), 20)
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -59,6 +58,17 @@ def test_top_k_keeps_to_the_most_likely(model: GPT) -> None:
         assert (likely == drawn[:, -1:]).any(1).all()
 
 
+@pytest.mark.parametrize("temperature", [0, 5.0])
+def test_rows_without_a_token_are_never_drawn(model: GPT, temperature: float) -> None:
+    with torch.no_grad():
+        # the model would write nothing else
+        model.token_embedding.weight[7:] *= 50
+    drawn = generate(
+        model, PROMPT, 30, temperature=temperature, top_k=10, vocab_size=7, generator=seeded(0)
+    )
+    assert drawn[:, 3:].max() < 7
+
+
 def test_draws_follow_the_distribution_of_the_model(model: GPT) -> None:
     prompts = PROMPT[:1].expand(4000, 3)
     drawn = generate(model, prompts, 1, temperature=2.0, generator=seeded(0))[:, -1]
@@ -99,3 +109,16 @@ def test_senseless_settings_are_refused(
 def test_an_empty_prompt_is_refused(model: GPT) -> None:
     with pytest.raises(ValueError, match="at least one token"):
         generate(model, torch.empty(1, 0, dtype=torch.long), 1)
+
+
+def test_logits_that_are_not_finite_are_told(model: GPT) -> None:
+    with torch.no_grad():
+        model.get_parameter("final_norm.weight").fill_(torch.inf)
+    for temperature in (0, 1.0):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            generate(model, PROMPT, 2, temperature=temperature)
+
+
+def test_the_coldest_temperature_takes_the_most_likely(model: GPT) -> None:
+    cold = generate(model, PROMPT, 6, temperature=1e-300, generator=seeded(0))
+    assert torch.equal(cold, generate(model, PROMPT, 6, temperature=0))

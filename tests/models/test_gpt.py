@@ -11,8 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from instar.models.architecture import Architecture, flops_per_token
-from instar.models.gpt import GPT, rope_table, rotate
-from instar.models.initial import named_generator
+from instar.models.gpt import GPT, named_generator, rope_table, rotate
 
 GPT2 = gpt2()
 LLAMA = llama()

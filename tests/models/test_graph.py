@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from instar.config.graph import GraphModelConfig, HeadConfig
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.growth.apply import Role, apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
-from instar.growth.proof import Probe, compare, split_norms
+from instar.growth.proof import Probe, compare, split_grad_norms
+from instar.models.gpt import named_generator
 from instar.models.graph import ACTIVATIONS, GraphNetwork
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
-from instar.models.initial import named_generator
 from instar.models.shape import ArchitectureError, count_parameters
 
 LAYERS = ("gin", "sage", "gcn", "gat")
@@ -313,11 +313,11 @@ def test_gradients_reach_what_is_new(layer: str, op: Operation) -> None:
         grown(*BATCH).square().sum().backward()
         for name, parameter in grown.named_parameters():
             assert parameter.grad is not None
-            new = split_norms(made, {name: parameter.grad})[1]
+            new = split_grad_norms(made, {name: parameter.grad})[1]
             reached[name] = max(reached.get(name, 0.0), new)
         optimizer.step()
     ones = {name: torch.ones_like(p) for name, p in grown.named_parameters()}
-    has_new = {name for name, one in ones.items() if split_norms(made, {name: one})[1] > 0}
+    has_new = {name for name, one in ones.items() if split_grad_norms(made, {name: one})[1] > 0}
     assert has_new
     assert {name for name in has_new if reached[name] == 0.0} == set()
 

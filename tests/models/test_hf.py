@@ -12,10 +12,9 @@ from shapes import gpt2, llama
 from transformers import GPT2Config, LlamaConfig
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.models.architecture import Architecture
+from instar.models.architecture import Architecture, Mask
 from instar.models.hf import from_config, style_of, to_config
 from instar.models.lora import Lora
-from instar.models.mask import Mask
 
 GPT2 = gpt2(norm_eps=1e-3)
 LLAMA = llama(rope_base=500.0, norm_eps=1e-4)
@@ -124,8 +123,8 @@ def test_adapters_do_not_stand_in_the_way() -> None:
             "inverse_layer_idx: True",
         ),
         ({"model_type": "gpt2", "attn_pdrop": 0.2}, "embd_pdrop, attn_pdrop, resid_pdrop"),
-        ({"model_type": "gpt2", "n_embd": "wide"}, "n_embd: 'wide' is no int"),
-        ({"model_type": "gpt2", "n_layer": True}, "n_layer: True is no int"),
+        ({"model_type": "gpt2", "n_embd": "wide"}, "n_embd: 'wide' is not of type int"),
+        ({"model_type": "gpt2", "n_layer": True}, "n_layer: True is not of type int"),
         ({"model_type": "gpt2", "n_head": 7}, "n_embd: 768 cannot be divided into n_head = 7"),
         ({"model_type": "gpt2", "n_layer": 0}, "model.n_layer: must be a whole number above 0"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act: 'gelu'"),

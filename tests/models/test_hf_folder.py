@@ -27,12 +27,18 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load, publish
 from instar.config.language import ModelConfig
 from instar.config.load import load as load_config
-from instar.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe, train_char
+from instar.data.text.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+    train_char,
+)
 from instar.models.architecture import Architecture, resolve
-from instar.models.gpt import GPT
-from instar.models.hf_folder import export_folder, from_fast, import_folder, to_fast
+from instar.models.gpt import GPT, load_gpt
+from instar.models.hf import export_folder, from_fast, import_folder, to_fast
 from instar.models.lora import Lora
-from instar.models.saved import load_gpt
+from instar.record.atomic import WriteError
 
 GPT2 = gpt2(300, n_mlp=72, norm_eps=1e-3)
 LLAMA = llama(300, rope_base=77.0, norm_eps=1e-3)
@@ -202,7 +208,7 @@ def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Toke
 
 def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:
     words = Fast(WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")).to_str()
-    from instar.data.tokenizer import BPETokenizer
+    from instar.data.text.tokenizer import BPETokenizer
 
     foreign = BPETokenizer(words)
     assert from_fast(foreign) is foreign
@@ -273,21 +279,21 @@ def test_folders_that_hold_something_are_left_alone(tmp_path: Path) -> None:
     path = published(tmp_path / "run", random_model(GPT2))
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").touch()
-    with pytest.raises(CheckpointError, match="is not empty, it holds mine"):
+    with pytest.raises(WriteError, match="is not empty, it holds mine"):
         export_folder(load(path), tmp_path / "full")
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="is a file"):
+    with pytest.raises(WriteError, match="is a file"):
         export_folder(load(path), tmp_path / "file")
     (tmp_path / "empty").mkdir()
     export_folder(load(path), tmp_path / "empty")
-    with pytest.raises(CheckpointError, match="is not empty, it holds"):
+    with pytest.raises(WriteError, match="is not empty, it holds"):
         import_folder(tmp_path / "empty", tmp_path / "run")
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     path = published(tmp_path / "run", random_model(GPT2))
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot write"):
+    with pytest.raises(WriteError, match="cannot write"):
         export_folder(load(path), tmp_path / "file/hf")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "run"]
 
@@ -304,3 +310,51 @@ def test_a_tied_head_is_written_once(tmp_path: Path) -> None:
     save_file(tensors | {"lm_head.weight": torch.zeros(300, 32)}, tmp_path / "hf/model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs"):
         import_folder(tmp_path / "hf", tmp_path / "again")
+
+
+def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return config
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        ("n_layer", "n_layer"),
+        ("n_head", "n_head"),
+        ("n_inner", "n_mlp"),
+        ("n_positions", "context"),
+        ("vocab_size", "vocab_size"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_anything_is_counted(
+    tmp_path: Path, key: str, field: str
+) -> None:
+    folder = exported(tmp_path)
+    config_of(folder, **{key: 2**40, "n_embd": 2**41} if key == "n_head" else {key: 2**40})
+    with pytest.raises(CheckpointError, match=f"model.{field}: must be at most"):
+        import_folder(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_the_schema_refuses_is_told_in_the_schemas_words(tmp_path: Path) -> None:
+    folder = exported(tmp_path)
+    config_of(folder, layer_norm_epsilon=7.0)
+    with pytest.raises(CheckpointError) as raised:
+        import_folder(folder, tmp_path / "new")
+    assert "model.norm_eps must be a number greater than 0 and at most 1, got 7.0" in str(
+        raised.value
+    )
+    assert "pydantic" not in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_imported(tmp_path: Path, value: float) -> None:
+    folder = exported(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.ln_f.bias"][3] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"ln_f\.bias: holds values that are not finite"):
+        import_folder(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

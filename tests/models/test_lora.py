@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from instar.models.architecture import Architecture, flops_per_token
-from instar.models.gpt import GPT
-from instar.models.initial import named_generator
+from instar.models.gpt import GPT, named_generator
 from instar.models.lora import TARGETS, Lora, adapter_of, covering
 from instar.models.shape import ArchitectureError, count_parameters
 
@@ -225,7 +224,7 @@ def test_files_from_before_adapters_are_read() -> None:
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        ((Lora("atn", 2, 1.0),), r"'atn' is no weight of this model \(all, attn, mlp"),
+        ((Lora("atn", 2, 1.0),), r"'atn' names no weight of this model \(all, attn, mlp"),
         ((Lora("head", 2, 1.0),), "the head is tied, so it is the embedding"),
         ((Lora("attn", 0, 1.0),), "rank must be a whole number above 0, not 0"),
         ((Lora("attn", 2, 0.0),), "alpha must be a number above 0, not 0.0"),

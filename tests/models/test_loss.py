@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from instar.models.architecture import chunk_rows
 from instar.models.loss import chunked_cross_entropy, head_cross_entropy
-from instar.models.memory import chunk_rows
 
 Problem = tuple[Tensor, Tensor, Tensor]
 
@@ -116,3 +116,19 @@ def test_bf16_keeps_the_loss_in_float32_and_weights_gradients_in_theirs(
     for a, b in zip(low, exact, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_small_gradients_survive_float16_as_far_as_the_loss_is_scaled() -> None:
+    """Less than the smallest number of float16: as in a head that is sure of its targets."""
+    targets = torch.arange(12) % 8
+    weight = torch.eye(8, requires_grad=True)
+    # the other tokens' chances are e^-18, 1.5e-8
+    x = (18.0 * torch.eye(8)[targets]).requires_grad_()
+    wanted = torch.autograd.grad(reference(x, weight, targets) * 2.0**16, (x, weight))
+    with torch.autocast("cpu", torch.float16):
+        loss = chunked_cross_entropy(x, weight, targets, 4)
+    found = torch.autograd.grad(loss * 2.0**16, (x, weight))
+    # those of the targets, 1 − p, are as exact as float32 has numbers near 1
+    others = torch.eye(8)[targets] == 0, torch.eye(8) == 0
+    for one, other, mask in zip(found, wanted, others, strict=True):
+        torch.testing.assert_close(one[mask], other[mask], rtol=1e-2, atol=1e-6)

@@ -14,11 +14,9 @@ from shapes import gpt2, llama
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from instar.models.architecture import Architecture
-from instar.models.gpt import GPT
-from instar.models.initial import named_generator
+from instar.models.architecture import Architecture, Mask, MaskedAxis
+from instar.models.gpt import GPT, named_generator
 from instar.models.lora import Lora
-from instar.models.mask import Mask, MaskedAxis
 from instar.models.shape import ArchitectureError, layer_of
 
 BEGIN, STEPS = 100, 8
@@ -270,8 +268,8 @@ def test_a_shape_survives_json(axis: MaskedAxis) -> None:
     ("mask", "said"),
     [
         (Mask("vocab", ((0, 1),), 0, 1), "'vocab' cannot be masked .one of layers, mlp"),  # type: ignore[arg-type]
-        (Mask("mlp", ((0, 65),), 0, 1), "0 … 64 is no range of 64 mlp"),
-        (Mask("mlp", ((8, 9), (3, 5)), 0, 1), "3 … 4 is no range of 64 mlp after 9"),
+        (Mask("mlp", ((0, 65),), 0, 1), "0 … 64 is not a range of 64 mlp"),
+        (Mask("mlp", ((8, 9), (3, 5)), 0, 1), "3 … 4 is not a range of 64 mlp after 9"),
         (Mask("layers", ((0, 3),), 0, 1), "some of the 3 layers must be new, and some old"),
         (Mask("layers", (), 0, 1), "some of the 3 layers must be new, and some old"),
         (Mask("heads", ((0, 1),), 0, 0), "steps above 0"),

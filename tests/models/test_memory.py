@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from instar.config.language import ModelConfig
-from instar.models.architecture import Architecture, resolve
+from instar.models.architecture import Architecture, chunk_rows, memory_estimate, resolve
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
-from instar.models.memory import chunk_rows, memory_estimate
 from instar.models.shape import count_parameters
 
 GPT2 = resolve(ModelConfig(n_layer=3, n_head=4, n_embd=64, context=64), 80)

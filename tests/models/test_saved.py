@@ -14,22 +14,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instar.checkpoint.store import latest, publish
+from instar.checkpoint.listing import latest
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import publish
 from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
-from instar.models.architecture import resolve
-from instar.models.gpt import GPT
+from instar.models.architecture import Mask, resolve
+from instar.models.gpt import GPT, load_gpt
 from instar.models.lora import Lora
-from instar.models.mask import Mask
-from instar.models.saved import load_gpt
 
 ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8), 32)
 SUPPORT = Path(__file__).parents[1] / "support"
 TWO_RANKS = """
 import sys
 from instar.distributed.launch import launch
-from instar.distributed.signals import leave
-leave(launch(sys.argv[1:], 2, module="ddp_saver"))
+from instar.distributed.signals import exit_now
+exit_now(launch(sys.argv[1:], 2, module="ddp_saver"))
 """
 
 
@@ -104,3 +104,39 @@ def test_what_was_saved_while_it_grew_is_as_far_open_as_it_was(tmp_path: Path) -
         seen.append(model(tokens))
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    [{"n_embd": 2**20, "n_layer": 10_000, "n_mlp": 2**22}, {"n_layer": 2}, {"vocab_size": 33}],
+)
+def test_a_manifest_that_claims_another_shape_allocates_nothing(
+    claimed: dict[str, int], tmp_path: Path
+) -> None:
+    weights = {"model": dict(GPT(ARCH).named_parameters())}
+    path = publish(tmp_path, 1, weights, {}, architecture=ARCH.to_dict() | claimed)
+    with pytest.raises(CheckpointError, match="the tensors do not fit the architecture"):
+        load_gpt(path)
+
+
+@pytest.mark.parametrize("field", ["n_layer", "n_head", "n_embd", "n_mlp", "context", "vocab_size"])
+def test_a_manifest_of_a_shape_beyond_any_model_is_refused(field: str, tmp_path: Path) -> None:
+    weights = {"model": dict(GPT(ARCH).named_parameters())}
+    path = publish(tmp_path, 1, weights, {}, architecture=ARCH.to_dict() | {field: 2**40})
+    with pytest.raises(CheckpointError, match=f"model.{field}: must be at most"):
+        load_gpt(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    model = GPT(ARCH)
+    model.init_weights(0)
+    with torch.no_grad():
+        model.get_parameter("final_norm.weight")[2] = value
+    path = publish(
+        tmp_path, 1, {"model": dict(model.named_parameters())}, {}, architecture=ARCH.to_dict()
+    )
+    with pytest.raises(
+        CheckpointError, match=r"final_norm\.weight, hold values that are not finite"
+    ):
+        load_gpt(path)

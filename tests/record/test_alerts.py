@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instar.config.record import AlertsConfig
+from instar.config.sections import AlertsConfig
 from instar.record.alerts import FEWEST, SLOW_RECORDS, SMOOTHED_OVER, Rules
-from instar.record.events import Alert, Event, Operation, RunStarted, Skip, Train
+from instar.record.events import Alert, Event, OperationEvent, RunStarted, Skip, Train
+from instar.schedule.operations import INCOMPARABLE
 
-WIDEN = Operation(step=0, name="widen_mlp", verb="GROW")
-CONTEXT = Operation(step=0, name="set_context")
+WIDEN = OperationEvent(step=0, name="widen_mlp", verb="GROW")
+CONTEXT = OperationEvent(step=0, name="set_context")
 
 # recorded by runs of examples/gpt/demo.yaml with a line every 10 steps, a batch change at 50 and
 # growth at 100 and 150, and of a causal-set network
@@ -36,8 +37,8 @@ CAUSAL_SPEEDS = [423, *[1080] * 20, 893, 288, *[950] * 6]
 
 
 def raised(events: Iterable[Event], config: AlertsConfig | None = None) -> list[Alert]:
-    rules = Rules(config or AlertsConfig())
-    return [alert for event in events for alert in rules.see(event)]
+    rules = Rules(config or AlertsConfig(), INCOMPARABLE)
+    return [alert for event in events for alert in rules.update(event)]
 
 
 def curve(losses: Iterable[float], start: int = 1) -> list[Event]:
@@ -65,7 +66,11 @@ def test_recorded_runs_that_grew_and_were_well_raise_nothing() -> None:
         for n, (loss, speed) in enumerate(zip(GROWN, GROWN_SPEEDS, strict=True))
     ]
     with_operations: list[Event] = list(events)
-    for before, operation in ((16, WIDEN), (11, WIDEN), (6, Operation(step=50, name="set_lr"))):
+    for before, operation in (
+        (16, WIDEN),
+        (11, WIDEN),
+        (6, OperationEvent(step=50, name="set_lr")),
+    ):
         with_operations.insert(before, operation)
     assert raised(with_operations) == []
     assert raised(curve(CAUSAL)) == []

@@ -23,8 +23,8 @@ from instar.record.console import (
     open_console,
     silent_console,
 )
-from instar.record.events import Eval, Operation, RunFinished, RunStarted, Saved, Train
-from instar.record.lines import train_line
+from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, Train
+from instar.record.format import train_line
 
 WHERE = Path("runs/grow-r7f3a")
 TERMINAL = {"TERM": "xterm-256color"}
@@ -47,7 +47,7 @@ def tell_a_whole_run(console: Console) -> None:
     console.progress(TRAIN, eta_s=4920)
     console.train(TRAIN, eta_s=4920)
     console.evaluated(Eval(step=1000, split="val", loss=3.41, best=True))
-    console.operated(Operation(step=2000, verb="GROW", name="widen_mlp", change="2048→3072"))
+    console.operated(OperationEvent(step=2000, verb="GROW", name="widen_mlp", change="2048→3072"))
     console.saved(Saved(step=2000, path="checkpoints/step-2000"))
     console.say("a remark")
     console.warn("a doubt")

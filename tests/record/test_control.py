@@ -1,6 +1,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from instar.record.control import Inbox, ask
 
 
@@ -15,6 +17,7 @@ def test_a_request_is_there_until_it_is_answered(tmp_path: Path) -> None:
     request = ask(folder, "save")
     assert commands(inbox) == ["save"]
     assert not request.answered()
+    assert inbox.asked("save")
     inbox.answer("save")
     assert request.answered()
     assert commands(inbox) == []
@@ -24,6 +27,8 @@ def test_an_answer_is_to_requests_of_its_kind(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "control")
     stop = ask(inbox.folder, "stop")
     saves = [ask(inbox.folder, "save") for _ in range(2)]
+    assert inbox.asked("save")
+    assert inbox.asked("stop")
     inbox.answer("save")
     assert all(save.answered() for save in saves)
     assert not stop.answered()
@@ -52,3 +57,59 @@ def test_other_files_are_nobodys_requests(tmp_path: Path) -> None:
     for name in ("x.tmp", "rm -rf", ".save", "save"):
         (inbox.folder / name).touch()
     assert commands(inbox) == ["save"]
+
+
+def test_an_answer_is_not_to_requests_that_came_after_it_was_begun(tmp_path: Path) -> None:
+    inbox = Inbox(tmp_path / "control")
+    first = ask(inbox.folder, "save")
+    assert inbox.asked("save")
+    second = ask(inbox.folder, "save")
+    inbox.answer("save")
+    assert first.answered()
+    assert not second.answered()
+    assert inbox.asked("save")
+
+
+def test_a_request_that_cannot_be_removed_is_answered_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox = Inbox(tmp_path / "control")
+    (inbox.folder / "0.save").mkdir(parents=True)
+    assert inbox.asked("save")
+    inbox.answer("save")
+    assert not inbox.asked("save")
+    assert "cannot be removed" in caplog.text
+    ask(inbox.folder, "save")
+    assert inbox.asked("save")
+
+
+def test_requests_that_cannot_be_read_are_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "control").write_text("not a folder")
+    inbox = Inbox(tmp_path / "control")
+    assert not inbox.asked("save")
+    assert not inbox.asked("stop")
+    inbox.clear()
+    assert caplog.text.count("requests cannot be read") == 1
+
+
+def test_the_folder_of_requests_is_open_to_whom_the_runs_folder_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    before = os.umask(0o077)
+    try:
+        ask(tmp_path / "control", "save")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "control").stat().st_mode & 0o777 == 0o770
+
+
+def test_a_control_folder_that_is_a_link_holds_no_requests(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "game.save").touch()
+    (tmp_path / "control").symlink_to(mine)
+    inbox = Inbox(tmp_path / "control")
+    assert inbox.requests() == []
+    inbox.clear()
+    assert (mine / "game.save").exists()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from instar.record.events import (
     Eval,
     Event,
-    Operation,
+    OperationEvent,
     RecordError,
     RunFinished,
     RunStarted,
@@ -33,7 +33,7 @@ ONE_OF_EACH = [
     RunStarted(run_id="r7f3a", versions={"torch": "2.13"}, machine={"cores": 2, "cpu": None}),
     Train(step=10, tokens=5120, loss=3.9, lr=3e-4, grad_norm=0.8, extra={"loss_scale": 1024.0}),
     Eval(step=10, split="val", loss=3.41, eval_tokens=65536, standard_error=0.003, best=True),
-    Operation(step=10, name="widen_mlp", value=3072, proof={"max_logit_diff": 2e-6}),
+    OperationEvent(step=10, name="widen_mlp", value=3072, proof={"max_logit_diff": 2e-6}),
     Saved(step=10, path="checkpoints/step-10", size_bytes=10**12),
     Skip(step=11, consecutive=2),
     Warn(message="slow → disk", step=11),
@@ -94,8 +94,8 @@ def test_a_message_that_says_nan_stays_a_message() -> None:
 
 @given(free_form)
 def test_free_form_values_survive(value: object) -> None:
-    event = decode(encode(Operation(step=1, name="x", value=value), 0, 0))
-    assert isinstance(event, Operation)
+    event = decode(encode(OperationEvent(step=1, name="x", value=value), 0, 0))
+    assert isinstance(event, OperationEvent)
     assert same(event.value, value)
     assert same(from_words(to_words(value)), value)
 

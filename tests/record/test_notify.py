@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from instar.record.alerts import Notifier
 from instar.record.events import Alert
-from instar.record.notify import Notifier
 from instar.record.rundir import RunDir
 
 ALERT = Alert(step=120, tokens=7680, name="divergence", message="step 120: the loss → rises")
@@ -101,7 +101,7 @@ def test_a_program_has_the_alert_on_stdin_and_in_its_environment(
         "INSTAR_ALERT_NAME": "divergence",
         "INSTAR_ALERT_STEP": "120",
     }
-    assert notifier.troubles() == []
+    assert notifier.failures() == []
 
 
 def test_a_web_address_is_sent_the_alert_as_json(run: RunDir, hook: Hook) -> None:
@@ -109,7 +109,7 @@ def test_a_web_address_is_sent_the_alert_as_json(run: RunDir, hook: Hook) -> Non
     notifier.send(ALERT)
     notifier.close(SLOW_S)
     assert hook.got == [("/hooks/1", "application/json", told(run))]
-    assert notifier.troubles() == []
+    assert notifier.failures() == []
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_a_program_s_failure_is_a_trouble_and_the_address_is_told_all_the_same(
     notifier = Notifier(run, argv, hook.address)
     notifier.send(ALERT)
     notifier.close(SLOW_S)
-    (said,) = notifier.troubles()
+    (said,) = notifier.failures()
     assert said.startswith("an alert could not be delivered: ")
     assert trouble in said
     assert len(hook.got) == 1
-    assert notifier.troubles() == []
+    assert notifier.failures() == []
 
 
 def test_a_program_that_takes_too_long_is_ended_with_all_it_started(
@@ -141,9 +141,13 @@ def test_a_program_that_takes_too_long_is_ended_with_all_it_started(
     notifier = Notifier(run, ["sh", "-c", script], timeout_s=1.0)
     notifier.send(ALERT)
     notifier.close(SLOW_S)
-    assert "took longer than 1 s" in notifier.troubles()[0]
+    assert "took longer than 1 s" in notifier.failures()[0]
     state = Path(f"/proc/{started.read_text().strip()}/stat")
-    assert not state.exists() or " Z " in state.read_text()
+    # a busy machine carries the kill out a moment later
+    deadline = time.monotonic() + SLOW_S / 2
+    while state.exists() and " Z " not in state.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_an_answer_that_is_a_failure_is_a_trouble(run: RunDir, hook: Hook) -> None:
@@ -151,7 +155,7 @@ def test_an_answer_that_is_a_failure_is_a_trouble(run: RunDir, hook: Hook) -> No
     notifier = Notifier(run, webhook=hook.address)
     notifier.send(ALERT)
     notifier.close(SLOW_S)
-    assert "500" in notifier.troubles()[0]
+    assert "500" in notifier.failures()[0]
 
 
 def test_nobody_at_the_address_is_a_trouble(run: RunDir, hook: Hook) -> None:
@@ -159,7 +163,7 @@ def test_nobody_at_the_address_is_a_trouble(run: RunDir, hook: Hook) -> None:
     notifier = Notifier(run, webhook=hook.address)
     notifier.send(ALERT)
     notifier.close(SLOW_S)
-    assert "could not be delivered" in notifier.troubles()[0]
+    assert "could not be delivered" in notifier.failures()[0]
 
 
 def test_an_address_that_hangs_holds_up_neither_training_nor_its_end(
@@ -172,7 +176,7 @@ def test_an_address_that_hangs_holds_up_neither_training_nor_its_end(
         notifier.send(ALERT)
     notifier.close(0.1)
     assert time.monotonic() - began < 5.0
-    assert "not yet delivered" in notifier.troubles()[0]
+    assert "not yet delivered" in notifier.failures()[0]
 
 
 def test_with_nobody_to_tell_nothing_is_started(run: RunDir) -> None:
@@ -181,4 +185,4 @@ def test_with_nobody_to_tell_nothing_is_started(run: RunDir) -> None:
     notifier.send(ALERT)
     assert threading.active_count() == before
     notifier.close()
-    assert notifier.troubles() == []
+    assert notifier.failures() == []

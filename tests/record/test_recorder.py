@@ -73,10 +73,14 @@ def test_a_torn_last_line_is_cut_off_and_said_so(path: Path) -> None:
     assert warning.message == "cut off a torn last line of 18 bytes"
 
 
-def test_two_writers_of_one_record_are_refused(path: Path) -> None:
-    with Recorder(path), pytest.raises(RecordError, match="written by another process"):
-        Recorder(path)
-    Recorder(path).close()
+def test_a_record_that_is_a_link_is_not_written(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("torn")
+    for name, link in ("soft", os.symlink), ("hard", os.link):
+        link(mine, tmp_path / name)
+        with pytest.raises(RecordError, match=r"symbolic link|another name"):
+            Recorder(tmp_path / name)
+    assert mine.read_text() == "torn"
 
 
 def test_sync_covers_all_that_was_written(path: Path) -> None:
@@ -131,19 +135,67 @@ def small_disk(limit: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_full_disk_is_an_error_and_leaves_only_whole_lines(path: Path) -> None:
-    recorder = Recorder(path)
+def test_lines_that_a_full_disk_refuses_are_held_and_written_in_order(path: Path) -> None:
+    said: list[str] = []
+    recorder = Recorder(path, tell=said.append)
     with small_disk(1000):
-        while recorder.size < 800:
-            recorder.write(Train(step=1, loss=2.0))
-        with pytest.raises(RecordError, match="cannot write"):
-            recorder.write(Warn(message="x" * 300))
-    whole = path.read_bytes()
-    assert whole.endswith(b"}\n")
-    os.truncate(path, 0)  # room again
-    recorder.write(Train(step=77, loss=2.0))
+        step = 0
+        while path.stat().st_size + 300 < 1000 or step < 10:
+            step += 1
+            recorder.write(Train(step=step, loss=2.0))
+        recorder.sync()
+        assert path.read_bytes().endswith(b"}\n")
+        assert len(steps(path)) < step
+        assert recorder.synced <= recorder.size == path.stat().st_size
+        assert len(said) == 1
+        assert "File too large" in said[0]
+        assert recorder.failure() is None
+    recorder.write(Train(step=step + 1, loss=2.0))
     recorder.close()
-    assert steps(path) == [77]
+    assert steps(path) == list(range(1, step + 2))
+    assert [type(event) for event in read_events(path)].count(Warn) == 1
+    assert len(said) == 2
+
+
+def test_held_lines_are_written_when_no_other_line_follows(path: Path) -> None:
+    with Recorder(path) as recorder:
+        with small_disk(100):
+            for step in range(3):
+                recorder.write(Train(step=step, loss=2.0))
+            assert path.stat().st_size < 100
+        deadline = time.monotonic() + 30
+        while path.stat().st_size == 0 or steps(path) != [0, 1, 2]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_line_that_was_written_in_part_is_completed(path: Path) -> None:
+    """As on a disk that does not let a file be cut either."""
+    recorder = Recorder(path)
+    recorder._file._alone = False
+    with small_disk(500):
+        for step in range(5):
+            recorder.write(Train(step=step, loss=2.0))
+        assert path.stat().st_size == 500
+    recorder.close()
+    assert steps(path) == list(range(5))
+
+
+@pytest.mark.parametrize("limit", ["MOST_HELD_BYTES", "MOST_REFUSED_S"])
+def test_too_much_or_too_long_says_that_the_run_should_stop(
+    path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instar.record.recorder.CLOSE_WAIT_S", 0.0)
+    said: list[str] = []
+    recorder = Recorder(path, tell=said.append)
+    with small_disk(10):
+        recorder.write(Train(step=1, loss=2.0))
+        assert recorder.failure() is None
+        monkeypatch.setattr(f"instar.record.recorder.{limit}", 0)
+        assert "1 lines are held" in str(recorder.failure())
+        recorder.close()
+    assert "the last 1 lines of the record are lost" in said[-1]
+    assert path.read_bytes() == b""
 
 
 def test_sigkill_takes_no_acknowledged_record(path: Path) -> None:

@@ -1,14 +1,17 @@
 import os
+import random
+import stat
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from power import crashes, recording
 
 import instar
 from instar.config.errors import ConfigError
-from instar.config.record import RecordConfig
+from instar.config.sections import RecordConfig
 from instar.record.rundir import (
     LETTERS_AND_DIGITS,
     RunDir,
@@ -16,11 +19,11 @@ from instar.record.rundir import (
     create_run_dir,
     find_run,
     hold,
-    holder,
+    lock_owner,
 )
 
 BAD = {
-    "holds a run": "holds another run; choose another folder, or go on with that run: instar resume",
+    "holds a run": "holds another run; choose another folder, or resume that run: instar resume",
     "foreign": "is not empty: it holds thesis.tex",
     "a file": "is a file, not a folder",
     "under a file": "is a file, not a folder",
@@ -83,7 +86,7 @@ def test_a_folder_of_ones_own_is_made_or_may_be_empty(tmp_path: Path, made_befor
     run = create_run_dir(RecordConfig(run_dir=str(path)), "grow")
     assert run == RunDir(path)
     assert run.id == "mine"
-    assert tree(path) == {run.logs, run.checkpoints}
+    assert tree(path) == {run.logs, run.checkpoints, run.lock}
 
 
 @pytest.mark.parametrize(("bad_folder", "message"), BAD.items(), indirect=["bad_folder"], ids=BAD)
@@ -115,13 +118,24 @@ def test_checking_makes_nothing(tmp_path: Path) -> None:
     assert tree(tmp_path) == set()
 
 
+@pytest.mark.parametrize("key", ["out_dir", "run_dir"])
+def test_the_name_of_a_new_run_s_folder_outlives_a_loss_of_power(tmp_path: Path, key: str) -> None:
+    with recording(tmp_path) as recorder:
+        record = RecordConfig(**{key: str(tmp_path / "scratch" / "runs")})  # type: ignore[arg-type]
+        made = create_run_dir(record, "grow").path.relative_to(tmp_path)
+        recorder.say(1)
+    found = [crash.tree for crash in crashes(recorder.operations, random.Random(1)) if crash.said]
+    assert found
+    assert all(str(made) in tree for tree in found)
+
+
 def test_of_two_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
     code = (
-        "import sys; from instar.config.record import RecordConfig\n"
+        "import sys; from instar.config.sections import RecordConfig\n"
         "from instar.config.errors import ConfigError\n"
         "from instar.record.rundir import create_run_dir\n"
         "record = RecordConfig(run_dir=sys.argv[1]); print('ready', flush=True); input()\n"
-        "try: create_run_dir(record, 'grow'); print('mine')\n"
+        "try: create_run_dir(record, 'grow', lambda run: run.config.touch()); print('mine')\n"
         "except ConfigError: print('taken')\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(instar.__file__).parents[1])}
@@ -216,7 +230,7 @@ def test_asking_who_trains_never_keeps_anybody_from_training(tmp_path: Path) -> 
 
     def ask() -> None:
         while not asked.is_set():
-            holder(run)
+            lock_owner(run)
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -227,3 +241,33 @@ def test_asking_who_trains_never_keeps_anybody_from_training(tmp_path: Path) -> 
     finally:
         asked.set()
         asking.join()
+
+
+@pytest.mark.parametrize(
+    ("folder", "lock"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666), (0o700, 0o600)]
+)
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_only_who_may_write_a_run_can_open_its_lock(
+    tmp_path: Path, folder: int, lock: int, before: int | None
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.path.chmod(folder)
+    if before is not None:
+        run.lock.touch()
+        run.lock.chmod(before)
+    with hold(run):
+        assert stat.S_IMODE(run.lock.stat().st_mode) == lock
+
+
+def test_a_lock_that_is_a_link_or_a_pipe_is_not_taken(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for make in (os.symlink, os.link, lambda _, path: os.mkfifo(path)):
+        make(mine, run.lock)
+        assert lock_owner(run) is None
+        with pytest.raises(OSError, match=r"symbolic link|another name|regular"), hold(run):
+            pass
+        assert mine.read_text() == "mine"
+        run.lock.unlink()

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from instar.config.load import Loaded, load
-from instar.distributed.ranklog import RankLog
+from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import silent_console
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run.build import build
-from instar.run.preflight import Prepared, preflight, prepare_data
-from instar.run.trainer import Trainer
+from instar.run.lifecycle.build import build
+from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
+from instar.run.loop.trainer import Trainer
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
 

@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+from live import change_if_due, restore
 
-from instar.checkpoint.store import latest, load
+from instar.checkpoint.listing import latest
+from instar.checkpoint.store import load
 from instar.distributed.failure import RunFailed
 from instar.growth.proof import TOLERANCE
 from instar.record.events import (
-    Analysis,
+    AnalysisEvent,
     Eval,
     NewGradients,
-    Operation,
+    OperationEvent,
     Saved,
     Train,
     Warn,
     read_events,
 )
-from instar.run.optimizer import group_parameters
-from instar.run.preflight import Prepared
-from instar.run.snapshot import take_up
-from instar.run.state import optimizer_tensors
-from instar.run.trainer import Trainer
+from instar.run.lifecycle.preflight import Prepared
+from instar.run.loop.optimizer import group_parameters, optimizer_tensors
+from instar.run.loop.trainer import Trainer
 
 Make = Callable[..., Trainer]
 Entry = Mapping[str, Any]
@@ -36,6 +36,7 @@ Entry = Mapping[str, Any]
 LLAMA = ["model.norm=rmsnorm", "model.activation=swiglu", "model.positions=rope"]
 LLAMA += ["model.bias=false", "model.tied=false", "model.n_kv_head=1"]
 STYLES = {"gpt2": [], "llama": LLAMA}
+QUICK = Path(__file__).parents[2] / "configs" / "test_scaling_schedule.yaml"
 
 
 def schedule(*entries: Entry) -> str:
@@ -67,9 +68,9 @@ def test_a_model_grows_and_computes_what_it_did(
     run = make_grown(*STYLES[style], schedule(*GROWN))
     outcome = run.train()
     assert outcome.progress.step == 14
-    shape = run.in_force.architecture
+    shape = run.state.in_force.architecture
     assert (shape.n_layer, shape.n_mlp, shape.n_embd, shape.n_head) == (3, 192, 48, 4)
-    told = events(tmp_path / "events.jsonl", Operation)
+    told = events(tmp_path / "events.jsonl", OperationEvent)
     assert [(one.name, one.step) for one in told] == [
         ("insert_layers", 4),
         ("widen_mlp", 6),
@@ -89,18 +90,15 @@ def test_the_loss_on_held_out_samples_is_what_it_was(make_grown: Make) -> None:
     before, after = [], []
     original = run.evaluate
 
-    from instar.run import changes
-
-    while run.progress.step < 12:
+    while run.state.progress.step < 12:
         run.step()
-        run.evaluated_at = -1
         original()
-        before.append(run.evaluated.loss if run.evaluated else 0.0)
-        grown = len(run.history)
-        changes.change_if_due(run)
-        if len(run.history) > grown:
+        before.append(run.state.evaluated["loss"])
+        grown = len(run.state.history)
+        change_if_due(run)
+        if len(run.state.history) > grown:
             original()
-            after.append((before[-1], run.evaluated.loss if run.evaluated else 0.0))
+            after.append((before[-1], run.state.evaluated["loss"]))
     assert len(after) == 4
     for was, now in after:
         assert now == pytest.approx(was, abs=1e-5)
@@ -114,35 +112,34 @@ def test_everything_is_that_of_the_new_model(make_grown: Make) -> None:
     """Names, shapes, tying, the optimizer's groups, memory and moving average."""
     run = make_grown(schedule(*GROWN), "train.ema=0.9", "optimizer.name=muon", "model.qk_norm=true")
     run.train()
-    table = run.in_force.architecture.parameters()
-    shapes = {name: tuple(p.shape) for name, p in run.stepper.parameters.items()}
+    table = run.state.in_force.architecture.parameters()
+    shapes = {name: tuple(p.shape) for name, p in run.parts.stepper.parameters.items()}
     assert shapes == {name: entry.shape for name, entry in table.items()}
-    assert run.stepper.ema is not None
-    assert {name: tuple(t.shape) for name, t in run.stepper.ema.items()} == shapes
-    dimensions = {name: p.ndim for name, p in run.stepper.parameters.items()}
-    wanted = group_parameters(dimensions, run.config.optimizer)
-    groups = [group for one in run.stepper.optimizers for group in one.param_groups]
+    assert run.parts.stepper.ema is not None
+    assert {name: tuple(t.shape) for name, t in run.parts.stepper.ema.items()} == shapes
+    dimensions = {name: p.ndim for name, p in run.parts.stepper.parameters.items()}
+    wanted = group_parameters(dimensions, run.parts.config.optimizer)
+    groups = [group for one in run.parts.stepper.optimizers for group in one.param_groups]
     assert sorted(len(group["params"]) for group in groups) == sorted(
         len(group.names) for group in wanted
     )
-    memory = optimizer_tensors(run.stepper.optimizers, run.stepper.parameters)
+    memory = optimizer_tensors(run.parts.stepper.optimizers, run.parts.stepper.parameters)
     for name, tensor in memory.items():
         if tensor.ndim:
-            assert tensor.shape == run.stepper.parameters[name.rpartition("/")[0]].shape
+            assert tensor.shape == run.parts.stepper.parameters[name.rpartition("/")[0]].shape
     assert {name.rpartition("/")[0] for name in memory} == set(shapes)
 
 
 def test_what_the_optimizer_knew_is_kept(make_grown: Make) -> None:
     run = make_grown(schedule(at(4, "widen_mlp", 192)))
-    while run.progress.step < 4:
+    while run.state.progress.step < 4:
         run.step()
     name = "blocks.0.mlp.up.weight"
-    before = optimizer_tensors(run.stepper.optimizers, run.stepper.parameters)
+    before = optimizer_tensors(run.parts.stepper.optimizers, run.parts.stepper.parameters)
     kept = {key: tensor.clone() for key, tensor in before.items() if key.startswith(name)}
-    from instar.run.changes import change_if_due
 
     change_if_due(run)
-    after = optimizer_tensors(run.stepper.optimizers, run.stepper.parameters)
+    after = optimizer_tensors(run.parts.stepper.optimizers, run.parts.stepper.parameters)
     assert kept[f"{name}/exp_avg"].count_nonzero()
     for field in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(after[f"{name}/{field}"][:128], kept[f"{name}/{field}"])
@@ -199,12 +196,11 @@ def test_frozen_parameters_stand_still_and_go_on_later(make_grown: Make) -> None
         schedule(at(3, "freeze", "blocks.0.*"), at(6, "unfreeze", "blocks.0.*")),
         "train.ema=0.9",
     )
-    from instar.run.changes import change_if_due
 
     seen = {}
-    while run.progress.step < 8:
-        seen[run.progress.step] = {
-            name: p.detach().clone() for name, p in run.stepper.parameters.items()
+    while run.state.progress.step < 8:
+        seen[run.state.progress.step] = {
+            name: p.detach().clone() for name, p in run.parts.stepper.parameters.items()
         }
         run.step()
         change_if_due(run)
@@ -221,9 +217,9 @@ def test_samples_get_another_length_and_the_cursor_goes_on(
     run = make_grown(
         schedule(at(3, "set_context", 8), at(6, "set_context", 16)), "train.until=[2ep]"
     )
-    first = run.course.samples_per_epoch
+    first = run.state.phase.samples_per_epoch
     outcome = run.train()
-    assert run.course.number == 2
+    assert run.state.phase.number == 2
     assert outcome.progress.samples >= 2 * first
     train = events(tmp_path / "events.jsonl", Train)
     tokens = [event.tokens for event in train]
@@ -239,37 +235,41 @@ def test_a_mask_opens_and_is_folded_away(make_grown: Make, tmp_path: Path) -> No
         schedule(at(2, "widen_mlp", 192, mask=4), at(3, "insert_layers", 1)),
     )
     run.train()
-    told = events(tmp_path / "events.jsonl", Operation)
+    told = events(tmp_path / "events.jsonl", OperationEvent)
     assert [(one.name, one.step) for one in told] == [
         ("widen_mlp", 2),
         ("fold_masks", 6),
         ("insert_layers", 6),
     ]
-    assert run.in_force.architecture.mask is None
+    assert run.state.in_force.architecture.mask is None
     assert all(one.preserves == "exact" for one in told)
 
 
 def test_an_operation_that_fails_leaves_the_run_as_it_was(make_grown: Make, tmp_path: Path) -> None:
     """Mended in the middle of a run, as no forecast could have seen it."""
     run = make_grown(schedule(at(3, "widen_mlp", 192)))
-    shrinking = replace(run.entries[0], operation=replace(run.entries[0].operation, value=16))
-    run.entries = (shrinking,)
+    shrinking = replace(
+        run.parts.entries[0], operation=replace(run.parts.entries[0].operation, value=16)
+    )
+    run.parts.entries = (shrinking,)
     with pytest.raises(RunFailed, match="widen_mlp after step 3 failed"):
         run.train()
-    assert run.history == ()
+    assert run.state.history == ()
     assert load(latest(tmp_path / "events")).manifest.step == 3
-    assert not events(tmp_path / "events.jsonl", Operation)
+    assert not events(tmp_path / "events.jsonl", OperationEvent)
 
 
 def test_an_operation_that_fails_may_be_passed_over(make_grown: Make, tmp_path: Path) -> None:
     run = make_grown(schedule(at(3, "widen_mlp", 192, on_failure="skip"), at(5, "change_lr", 0.5)))
-    shrinking = replace(run.entries[0], operation=replace(run.entries[0].operation, value=16))
-    run.entries = (shrinking, *run.entries[1:])
+    shrinking = replace(
+        run.parts.entries[0], operation=replace(run.parts.entries[0].operation, value=16)
+    )
+    run.parts.entries = (shrinking, *run.parts.entries[1:])
     run.train()
-    assert [bool(change.skipped) for change in run.history] == [True, False]
+    assert [bool(change.skipped) for change in run.state.history] == [True, False]
     (warning,) = events(tmp_path / "events.jsonl", Warn)
     assert "skipped, the run is as it was" in warning.message
-    assert [one.name for one in events(tmp_path / "events.jsonl", Operation)] == ["change_lr"]
+    assert [one.name for one in events(tmp_path / "events.jsonl", OperationEvent)] == ["change_lr"]
 
 
 def test_a_checkpoint_follows_growth(make_grown: Make, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_what_only_rounding_moves_is_proved_without_rounding(
     """As in a deep model, where float32 rounds by more than is allowed."""
     monkeypatch.setitem(TOLERANCE, torch.float32, 0.0)
     make_grown(schedule(at(4, "widen_hidden", 48))).train()
-    (told,) = events(tmp_path / "events.jsonl", Operation)
+    (told,) = events(tmp_path / "events.jsonl", OperationEvent)
     assert 0.0 < told.proof["max_logit_diff_relative"] < 1e-10
 
 
@@ -296,16 +296,16 @@ def test_a_model_that_is_not_what_it_was_meant_to_be_is_not_used(
     run = make_grown(schedule(at(4, "widen_hidden", 48)))
     with pytest.raises(RunFailed, match="is not what it was meant to be"):
         run.train()
-    assert run.in_force.architecture.n_embd == 32
+    assert run.state.in_force.architecture.n_embd == 32
     monkeypatch.undo()
     tolerant = make_grown(schedule(at(4, "widen_hidden", 48, allow_inexact=True)), name="tolerant")
     tolerant.train()
-    assert tolerant.in_force.architecture.n_embd == 48
+    assert tolerant.state.in_force.architecture.n_embd == 48
 
 
 def test_a_lossy_operation_says_what_it_did(make_grown: Make, tmp_path: Path) -> None:
     make_grown(schedule(at(4, "stack_layers", 2)), "optimizer.lr=1e-2").train()
-    (told,) = events(tmp_path / "events.jsonl", Operation)
+    (told,) = events(tmp_path / "events.jsonl", OperationEvent)
     assert told.preserves == "lossy"
     assert told.proof["max_logit_diff"] > 1e-3
 
@@ -331,34 +331,34 @@ def test_the_optimizer_remembers_what_the_forecast_says(
     made = trainer(freezes)
     made.train()
     told = prepared(freezes).forecast.stages[-1].memory_bytes
-    remembered = optimizer_tensors(made.stepper.optimizers, made.stepper.parameters)
+    remembered = optimizer_tensors(made.parts.stepper.optimizers, made.parts.stepper.parameters)
     assert told["optimizer"] == sum(each.nbytes for each in remembered.values() if each.dim())
-    training = (each for each in made.stepper.parameters.values() if each.requires_grad)
+    training = (each for each in made.parts.stepper.parameters.values() if each.requires_grad)
     assert told["gradients"] == sum(each.nbytes for each in training)
 
 
 def test_a_schedule_for_earlier_orchestrators_runs_as_it_stands(
     make_grown: Make, tmp_path: Path
 ) -> None:
-    """Every evaluation is below its thresholds, so that all four fire at the first one."""
-    sample = Path(__file__).parents[2] / "configs" / "test_scaling_schedule.yaml"
-    run = make_grown(f"schedule={sample}", "eval.eval_interval=5")
-    before = run.settings
+    """Every evaluation is below its thresholds: one operation at each, from step 0 on; the third
+    evaluates again, and the fourth still waits for the next evaluation."""
+    run = make_grown(f"schedule={QUICK}", "eval.eval_interval=3")
+    before = run.state.settings
     run.train()
-    told = events(tmp_path / "events.jsonl", Operation)
+    told = events(tmp_path / "events.jsonl", OperationEvent)
     names = ["change_lr", "change_batch_size", "change_grad_accum", "reset_lr_schedule"]
-    assert [(one.name, one.step) for one in told] == [(name, 5) for name in names]
-    after = run.settings
+    assert [(one.name, one.step) for one in told] == list(zip(names, (0, 3, 6, 9), strict=True))
+    after = run.state.settings
     assert after.lr == pytest.approx(0.5 * before.lr)
     assert (after.batch_size, after.grad_accum) == (2 * before.batch_size, 2 * before.grad_accum)
-    assert after.lr_start == 5
+    assert after.lr_start == 9
     evaluated = [event.step for event in events(tmp_path / "events.jsonl", Eval)]
-    assert evaluated == [5, 5, 10, 14]
+    assert evaluated == [0, 3, 6, 6, 9, 12, 14]
 
 
 def test_an_analysis_runs_beside_training(make_grown: Make, tmp_path: Path) -> None:
     make_grown("record.analyze_every=5", schedule(at(7, "widen_mlp", 192))).train()
-    told = events(tmp_path / "events.jsonl", Analysis)
+    told = events(tmp_path / "events.jsonl", AnalysisEvent)
     assert [one.step for one in told] == [5, 10]
     first, second = (one.findings for one in told)
     assert {"ranks", "heads", "changes"} <= first.keys()
@@ -373,7 +373,7 @@ def test_a_model_that_would_be_too_large_is_not_made(make_grown: Make, tmp_path:
     entry = at(3, "widen_mlp", 4096, max_params=50_000, on_failure="skip")
     run = make_grown(schedule(entry))
     run.train()
-    assert run.in_force.architecture.n_mlp == 128
+    assert run.state.in_force.architecture.n_mlp == 128
     (warning,) = events(tmp_path / "events.jsonl", Warn)
     assert "more than max_params 50.0k" in warning.message
 
@@ -382,7 +382,7 @@ def test_a_run_does_not_grow_at_its_end(make_grown: Make) -> None:
     """What nobody would train any more; a run that goes on does it then."""
     run = make_grown(schedule(at(14, "widen_mlp", 192)))
     run.train()
-    assert run.history == ()
+    assert run.state.history == ()
 
 
 def test_an_evaluation_interval_changed_at_a_step_does_not_reach_back_to_it(
@@ -395,7 +395,7 @@ def test_an_evaluation_interval_changed_at_a_step_does_not_reach_back_to_it(
     evaluated = [event.step for event in events(tmp_path / "events.jsonl", Eval)]
     assert evaluated == [5, 9, 12, 14]
     again = make_grown(entries, "eval.eval_interval=5", name="again")
-    assert not take_up(again, load(tmp_path / "events" / "checkpoints" / "step-6"))
+    assert not restore(again, load(tmp_path / "events" / "checkpoints" / "step-6"))
     again.train()
     evaluated = [event.step for event in events(tmp_path / "again.jsonl", Eval)]
     assert evaluated == [9, 12, 14]
@@ -428,4 +428,39 @@ def test_no_more_losses_are_remembered_than_the_schedule_asks_for(make_grown: Ma
         schedule({"name": "change_lr", "value": 0.5, "when": flat}), "eval.eval_interval=1"
     )
     run.train()
-    assert len(run.losses) <= 4
+    assert len(run.state.losses) <= 4
+
+
+def test_without_an_evaluation_at_the_start_they_begin_with_the_first(
+    make_grown: Make, tmp_path: Path
+) -> None:
+    make_grown(f"schedule={QUICK}", "eval.eval_interval=3", "eval.at_start=false").train()
+    told = events(tmp_path / "events.jsonl", OperationEvent)
+    assert [one.step for one in told] == [3, 6, 9, 12]
+
+
+def test_without_trigger_loss_all_that_is_due_fires_at_one_evaluation(
+    make_grown: Make, tmp_path: Path
+) -> None:
+    below = {"name": "change_lr", "value": 0.9, "when": {"loss_below": 99.0}}
+    make_grown(schedule(*[below] * 3), "eval.eval_interval=3").train()
+    assert [one.step for one in events(tmp_path / "events.jsonl", OperationEvent)] == [3, 3, 3]
+
+
+def test_adapters_that_cannot_learn_are_told_of_at_a_resume(
+    make_grown: Make, tmp_path: Path
+) -> None:
+    adapt = schedule(at(4, "set_lora_rank", {"target": "mlp", "rank": 3}))
+    run = make_grown(adapt, "checkpoint.every_steps=12", "checkpoint.asynchronous=false")
+    while run.state.progress.step < 4:
+        run.step()
+    change_if_due(run)
+    with torch.no_grad():
+        run.parts.stepper.parameters["blocks.0.mlp.up.lora_a"][1:] = 0.0
+    run.train()
+    # the alarm has noticed the part that no gradient reached
+    (warning,) = events(tmp_path / "events.jsonl", Warn)
+    assert "2 of blocks.0.mlp.up.lora_a, 2 of blocks.0.mlp.up.lora_b" in warning.message
+    saved = load(tmp_path / "events" / "checkpoints" / "step-12")
+    (told,) = restore(make_grown(adapt, name="again"), saved)
+    assert "2 ranks of adapters (blocks.0.mlp.up) are zero in both factors" in told

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from started import start_instar
+from started import run_ranks
 
-from instar.checkpoint.store import latest, load
+from instar.checkpoint.listing import latest
+from instar.checkpoint.store import load
 from instar.config.load import Loaded
-from instar.config.operation import Operation as Change
-from instar.record.events import Eval, Operation, Train, read_events
-from instar.run.grow import grow
+from instar.config.sections import Operation as Change
+from instar.record.events import Eval, OperationEvent, Train, read_events
+from instar.run.lifecycle.offline import grow
 
 SCHEDULE = [
     {"name": "change_lr", "value": 1.5, "trigger_loss": 99.0, "max_wait_iters": 50},
@@ -31,7 +31,7 @@ SCHEDULE = [
     {"name": "change_grad_accum", "value": 2, "when": {"all": [{"waited": 2}, {"at_step": 20}]}},
 ]
 FIRED = [
-    ("change_lr", 5),
+    ("change_lr", 0),
     ("insert_layers", 5),
     ("set_batch_size", 8),
     ("widen_mlp", 12),
@@ -64,9 +64,9 @@ def test_any_number_of_ranks_changes_alike(cfg: Path, tmp_path: Path) -> None:
     curves = {}
     for ranks in (1, 2, 4):
         run_dir = tmp_path / f"w{ranks}"
-        start_instar(cfg, "--nproc", str(ranks), run_dir=run_dir).finish(0)
+        run_ranks(ranks, tmp_path, "train", cfg, "--set", f"record.run_dir={run_dir}")
         events = list(read_events(run_dir / "events.jsonl"))
-        changes = [event for event in events if isinstance(event, Operation)]
+        changes = [event for event in events if isinstance(event, OperationEvent)]
         assert [(change.name, change.step) for change in changes] == FIRED
         log = (run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8")
         sync = r" \(DDP SYNC\)" if ranks > 1 else ""
@@ -87,10 +87,10 @@ def test_any_number_of_ranks_changes_alike(cfg: Path, tmp_path: Path) -> None:
 def test_a_run_goes_on_with_other_ranks_after_it_grew(cfg: Path, tmp_path: Path) -> None:
     """Saved at W = 2 in the middle of a mask, resumed at W = 1: the curve of an unbroken run."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    start_instar(cfg, "--nproc", "1", run_dir=whole).finish(0)
-    start_instar(cfg, "--nproc", "2", "--until", "20it", run_dir=parts).finish(0)
-    resumed = ["-m", "instar.cli.main", "resume", str(parts), "--until", "32it"]
-    start_instar(command=[sys.executable, *resumed]).finish(0)
+    run_ranks(1, tmp_path, "train", cfg, "--set", f"record.run_dir={whole}")
+    first = ("--until", "20it", "--set", f"record.run_dir={parts}")
+    run_ranks(2, tmp_path, "train", cfg, *first)
+    run_ranks(1, tmp_path, "resume", parts, "--until", "32it")
     found, wanted = (
         [event.loss for event in read_events(run / "events.jsonl") if isinstance(event, Train)]
         for run in (parts, whole)
@@ -123,7 +123,7 @@ def test_a_live_run_and_its_checkpoint_grow_into_the_same(
         loaded = config(*common, f"schedule={json.dumps(schedule)}", f"train.until=[{steps}it]")
         path = tmp_path / f"{kind}.yaml"
         path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
-        start_instar(path, "--nproc", "2", run_dir=tmp_path / kind).finish(0)
+        run_ranks(2, tmp_path, "train", path, "--set", f"record.run_dir={tmp_path / kind}")
         saved[kind] = load(tmp_path / kind / "checkpoints" / "step-6")
     grow(saved["plain"], tmp_path / "offline", operations)
     offline = load(latest(tmp_path / "offline"))
@@ -132,5 +132,4 @@ def test_a_live_run_and_its_checkpoint_grow_into_the_same(
         live, grown = saved["live"].tensors(component), offline.tensors(component)
         assert live.keys() == grown.keys()
         assert all(torch.equal(live[name], grown[name]) for name in live)
-    more = [sys.executable, "-m", "instar.cli.main", "resume"]
-    start_instar(str(tmp_path / "offline"), "--until", "8it", command=more).finish(0)
+    run_ranks(1, tmp_path, "resume", tmp_path / "offline", "--until", "8it")

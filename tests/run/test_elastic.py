@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from started import start_instar
+from started import run_ranks, start_instar
 
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
-from instar.data.plan import plan_step
-from instar.run.preflight import Prepared, preflight
-from instar.run.trainer import Trainer
+from instar.data.loader import plan_step
+from instar.distributed.all_reduce import DeterministicAllReduce
+from instar.run.lifecycle.preflight import Prepared, preflight
+from instar.run.loop.trainer import Trainer
 
 Make = Callable[..., Trainer]
 Losses = Callable[[str], list[float]]
@@ -58,8 +59,8 @@ def test_a_failure_is_heard_before_the_ranks_meet(
     """All slices are run, then the others are heard, then gradients travel."""
     run = trainer(*ELASTIC)
     heard = []
-    root = type(run.stepper.gradients.tree).root  # type: ignore[attr-defined]
-    task_loss = run.task.loss_sum
+    root = DeterministicAllReduce.root
+    task_loss = run.parts.task.loss_sum
 
     def loss_sum(*arguments: object) -> torch.Tensor:
         heard.append("forward")
@@ -70,9 +71,9 @@ def test_a_failure_is_heard_before_the_ranks_meet(
         found: torch.Tensor = root(tree)
         return found
 
-    monkeypatch.setattr(run.task, "loss_sum", loss_sum)
-    monkeypatch.setattr(type(run.stepper.gradients.tree), "root", meet)  # type: ignore[attr-defined]
-    monkeypatch.setattr(run, "heard", lambda: heard.append("heard"))
+    monkeypatch.setattr(run.parts.task, "loss_sum", loss_sum)
+    monkeypatch.setattr(DeterministicAllReduce, "root", meet)
+    monkeypatch.setattr(run.parts.sync, "finish", lambda *_: heard.append("heard"))
     run.step()
     assert heard == ["forward"] * 11 + ["heard", "meet"]
 
@@ -107,13 +108,12 @@ def test_a_run_and_one_that_changes_its_ranks_end_bit_for_bit_alike(
     path = tmp_path / "run.yaml"
     path.write_text(config(*EVERYTHING).to_yaml(origin=False), encoding="utf-8")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    start_instar(path, "--nproc", 2, run_dir=whole).finish(0)
+    run_ranks(2, tmp_path, "train", path, "--set", f"record.run_dir={whole}")
     run = start_instar(path, run_dir=parts)
     run.wait_for(r"^ *7 .*loss")
     run.interrupt()
     run.finish(75)
-    command = [sys.executable, "-m", "instar.cli.main", "resume", str(parts), "--nproc", "4"]
-    start_instar(command=command).finish(0)
+    run_ranks(4, tmp_path, "resume", parts)
     assert set(result(whole)[0]) == {
         "model.safetensors",
         "optimizer.safetensors",

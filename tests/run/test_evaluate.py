@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,23 +19,31 @@ from numpy.typing import NDArray
 from tiny_run import codes, said
 
 from instar.distributed.world import World
-from instar.run.evaluate import Evaluation, Metric, evaluate, held_out_batches, held_out_indices
-from instar.run.trainer import Trainer
+from instar.run.loop import validation
+from instar.run.loop.evaluate import (
+    Evaluation,
+    Metric,
+    evaluate,
+    held_out_batches,
+    held_out_indices,
+)
+from instar.run.loop.trainer import Trainer
+from instar.tasks import language
 
 Make = Callable[..., Trainer]
 
 
 def measure(run: Trainer, batch_size: int, limit: int | None = None) -> Evaluation:
     found = evaluate(
-        run.task,
-        run.stepper.bare_model,
-        run.validation,
-        run.world,
+        run.parts.task,
+        run.parts.stepper.bare_model,
+        run.parts.validation,
+        run.parts.world,
         batch_size=batch_size,
         limit=limit,
-        seed=run.config.seed,
-        autocast=run.stepper.autocast,
-        safe=run.safe,
+        seed=run.parts.config.seed,
+        autocast=run.parts.stepper.autocast,
+        safe=run.parts.sync,
     )
     assert found is not None
     return found
@@ -42,29 +51,66 @@ def measure(run: Trainer, batch_size: int, limit: int | None = None) -> Evaluati
 
 def test_the_loss_is_the_mean_over_all_tokens(trainer: Make) -> None:
     run = trainer()
-    split = run.task.dataset.dataset.split("val")  # type: ignore[attr-defined]
+    split = run.parts.task.dataset.dataset.split("val")  # type: ignore[attr-defined]
     tokens, context = split.read(0, len(split)).astype(np.int64), 16
     total = 0.0
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, context):
             window = torch.from_numpy(tokens[start : start + context + 1])[None]
-            logits = run.stepper.bare_model(window[:, :-1]).double().log_softmax(-1)
+            logits = run.parts.stepper.bare_model(window[:, :-1]).double().log_softmax(-1)
             total -= logits.gather(-1, window[:, 1:, None]).sum().item()
     found = measure(run, batch_size=5)
     assert found.weight == len(tokens) - 1
     assert found.loss == pytest.approx(total / (len(tokens) - 1), rel=1e-6)
 
 
-def test_the_batch_size_does_not_matter(trainer: Make) -> None:
+@pytest.mark.parametrize("limit", [None, 37])
+def test_the_batch_size_does_not_matter(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    """Neither for the loss nor for its standard error, which is told from fixed units of text."""
+    monkeypatch.setattr(language, "UNIT_TOKENS", 5 * 16)
     run = trainer()
-    found = [measure(run, batch_size).loss for batch_size in (1, 7, 1000)]
-    assert found == pytest.approx([found[0]] * 3, rel=1e-6)
+    found = [measure(run, size, limit).metrics["loss"] for size in (1, 3, 7, 1000)]
+    assert [each.value for each in found] == pytest.approx([found[0].value] * 4, rel=1e-6)
+    errors = [each.standard_error for each in found]
+    assert errors[0]
+    assert errors == pytest.approx([errors[0]] * 4, rel=1e-4)
 
 
 def test_a_limited_evaluation_reads_the_same_samples_every_time(trainer: Make) -> None:
     run = trainer()
     one, other = measure(run, 4, limit=10), measure(run, 4, limit=10)
     assert (one.loss, one.samples) == (other.loss, 10)
+
+
+def test_the_subset_is_the_same_whatever_the_batch_size_becomes(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = [
+        {"name": "change_batch_size", "value": 2, "when": {"at_step": 2}},
+        {"name": "change_eval_iters", "value": 3, "when": {"at_step": 5}},
+    ]
+    run = trainer(
+        "eval.eval_iters=2",
+        "eval.eval_interval=1",
+        "eval.batch_size=5",
+        "train.until=[6it]",
+        f"schedule={json.dumps(schedule)}",
+    )
+    sizes = []
+
+    def noted(*args: Any, **options: Any) -> Evaluation | None:
+        result = evaluate(*args, **options)
+        assert result is not None
+        sizes.append(result.samples)
+        return result
+
+    monkeypatch.setattr(validation, "evaluate", noted)
+    run.train()
+    # batches of the 4 samples that the run began with; only eval_iters changes how many
+    assert sizes == [8, 8, 8, 8, 8, 24]
+    assert run.state.settings.batch_size == 8
 
 
 def test_the_subset_is_spread_and_without_repeats() -> None:
@@ -91,9 +137,9 @@ def test_evaluating_does_not_touch_training(trainer: Make) -> None:
     plain, watched = trainer(name="plain"), trainer("eval.eval_interval=1", name="watched")
     plain.train()
     watched.train()
-    for name, parameter in plain.stepper.parameters.items():
-        assert torch.equal(parameter, watched.stepper.parameters[name])
-    assert watched.stepper.bare_model.training
+    for name, parameter in plain.parts.stepper.parameters.items():
+        assert torch.equal(parameter, watched.parts.stepper.parameters[name])
+    assert watched.parts.stepper.bare_model.training
 
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "none")
@@ -111,18 +157,26 @@ def plain(values: NDArray[np.float64], weights: NDArray[np.float64]) -> Metric:
     return Metric(ratio, np.sqrt(w.size / (w.size - 1) * apart) / w.sum(), w.sum())
 
 
-@given(samples=st.integers(1, 60), seed=st.integers(0, 99), batch_size=st.integers(1, 70))
-@example(samples=1, seed=0, batch_size=1)
+@given(
+    samples=st.integers(1, 60),
+    seed=st.integers(0, 99),
+    batch_size=st.integers(1, 70),
+    unit=st.integers(1, 20),
+)
+@example(samples=1, seed=0, batch_size=1, unit=1)
+@example(samples=1, seed=0, batch_size=1, unit=5)
 def test_metrics_and_their_errors_are_those_of_plain_numpy(
-    samples: int, seed: int, batch_size: int
+    samples: int, seed: int, batch_size: int, unit: int
 ) -> None:
     columns = science.tallied(samples, seed)
-    found = science.evaluated(ALONE, columns, batch_size)
+    found = science.evaluated(ALONE, columns, batch_size, unit)
     assert list(found.metrics) == ["loss", "score"]
     assert found.samples == samples
     for name, metric in found.metrics.items():
         sums, weights = columns[name].astype(np.float64).T
-        wanted = plain(sums, weights)
+        places = range(0, samples, unit)
+        sums = np.add.reduceat(np.where(weights > 0, sums, 0.0), places)
+        wanted = plain(sums, np.add.reduceat(weights, places))
         assert metric.weight == wanted.weight
         assert metric.value == pytest.approx(wanted.value, rel=1e-12, nan_ok=True)
         if wanted.standard_error is None:
@@ -141,8 +195,13 @@ def test_of_equal_weights_the_error_is_the_one_of_textbooks() -> None:
     assert found.standard_error == pytest.approx(drawn.std(ddof=1) / math.sqrt(50), rel=1e-12)
 
 
-CASES = [(samples, size) for samples in (1, 2, 3, 5, 8, 17, 100) for size in (1, 3, 64)]
-"""many with fewer samples, or fewer micro-batches, than ranks"""
+CASES = [
+    (samples, size, unit)
+    for samples in (1, 2, 3, 5, 8, 17, 100)
+    for size in (1, 3, 64)
+    for unit in (1, 4, 7)
+]
+"""many with fewer samples, fewer micro-batches or fewer units than ranks"""
 
 
 def test_any_number_of_ranks_gets_the_same_bits(tmp_path: Path) -> None:
@@ -153,14 +212,14 @@ def test_any_number_of_ranks_gets_the_same_bits(tmp_path: Path) -> None:
         assert codes(children) == [0] * ranks, said(children)
         said_by |= {(tmp_path / f"w{ranks}-{rank}").read_text() for rank in range(ranks)}
     (told,) = said_by
-    alone = [science.evaluated(ALONE, science.tallied(n), size) for n, size in CASES]
+    alone = [science.evaluated(ALONE, science.tallied(n), size, unit) for n, size, unit in CASES]
     assert told.splitlines() == [repr(found.metrics) for found in alone]
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("batch_size", [5, 8, 12, 36, 50])
 def test_evaluations_by_epochs_are_at_their_ends(
-    tmp_path: Path, every: int, batch_size: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, batch_size: int
 ) -> None:
     """36 samples to train on: with and without a last batch that is partial, and as it changes."""
     science.place(tmp_path)
@@ -178,13 +237,12 @@ def test_evaluations_by_epochs_are_at_their_ends(
         f"schedule={json.dumps(schedule)}",
     ) as run:
         at = []
-        evaluate_now = run.evaluate
 
-        def noted() -> None:
-            at.append(run.progress.samples)
-            evaluate_now()
+        def noted(*args: Any, **options: Any) -> Evaluation | None:
+            at.append(run.state.progress.samples)
+            return evaluate(*args, **options)
 
-        run.evaluate = noted  # type: ignore[method-assign]
+        monkeypatch.setattr(validation, "evaluate", noted)
         run.train()
     assert at == list(range(36 * every, 36 * 8 + 1, 36 * every))
-    assert len(run.history) >= 2
+    assert len(run.state.history) >= 2

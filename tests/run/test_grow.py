@@ -12,21 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from instar.checkpoint.listing import latest_intact
 from instar.checkpoint.manifest import CheckpointError, Facts
-from instar.checkpoint.store import Checkpoint, load, newest_whole, publish
+from instar.checkpoint.store import Checkpoint, load, publish
 from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.growth import operators
-from instar.growth.apply import Role, apply
-from instar.growth.moments import grow_optimizer, moments_mode
+from instar.growth.apply import Role, apply, grow_optimizer, moments_mode
 from instar.models.architecture import Architecture, resolve
 from instar.models.gpt import GPT
-from instar.run.grow import NotProven, grow
-from instar.run.state import history_from_json
+from instar.record.atomic import WriteError
+from instar.run.lifecycle.offline import grow
+from instar.schedule.operations import history_from_json
 
 SEED, STEP, CURSOR = 7, 20, 320
 GPT2 = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32"]
@@ -190,10 +191,10 @@ def test_labels_are_proven_and_add_up(tmp_path: Path) -> None:
     assert 0 < exact.max_logit_diff_relative < 1e-5 < lossy.max_logit_diff_relative
 
 
-def test_what_is_not_proven_is_not_made(tmp_path: Path) -> None:
+def test_weights_that_prove_nothing_make_nothing(tmp_path: Path) -> None:
     source = saved(tmp_path / "run", spoilt=True)
 
-    with pytest.raises(NotProven, match="widen_mlp: not exact"):
+    with pytest.raises(CheckpointError, match="not finite"):
         grow(source, tmp_path / "out", [Operation("widen_mlp", 256)], check=True)
 
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -223,7 +224,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").write_text("mine")
 
-    with pytest.raises(CheckpointError, match="not empty, it holds mine"):
+    with pytest.raises(WriteError, match="not empty, it holds mine"):
         grow(source, tmp_path / "out", [Operation("widen_mlp", 256)])
 
 
@@ -239,16 +240,16 @@ MEMORY = """
 import json, sys, threading
 from pathlib import Path
 import torch
-from instar.checkpoint.store import newest_whole
-from instar.config.operation import Operation
-from instar.run.grow import grow
+from instar.checkpoint.listing import latest_intact
+from instar.config.sections import Operation
+from instar.run.lifecycle.offline import grow
 
 def own_bytes():
     status = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 
 torch.set_num_threads(1)
-source, _ = newest_whole(Path("run"))
+source, _ = latest_intact(Path("run"))
 grow(source, Path("warm-up"), [Operation("set_lr", 1e-3)])
 before, peak, done = own_bytes(), 0, threading.Event()
 
@@ -281,9 +282,22 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    grown, _ = newest_whole(tmp_path / "out")
+    grown, _ = latest_intact(tmp_path / "out")
     largest = max(tensor.nbytes for tensor in grown.tensors("model").values())
     whole = sum(path.stat().st_size for path in grown.path.glob("*.safetensors"))
     assert whole > 200 * largest
     assert json.loads(done.stdout) < 20 * largest
     assert source.path.is_dir()
+
+
+def test_adapters_that_cannot_learn_are_told_of(tmp_path: Path) -> None:
+    adapt = Operation("set_lora_rank", {"target": "mlp", "rank": 3})
+    adapted = grow(saved(tmp_path / "run"), tmp_path / "adapted", [adapt])
+    assert adapted.warning == ""
+    source = load(adapted.path)
+    file = source.path / "model.safetensors"
+    weights = load_file(file)
+    weights["blocks.0.mlp.up.lora_a"][1:] = 0.0  # as B is
+    file.write_bytes(save(weights))
+    made = grow(source, tmp_path / "out", [Operation("insert_layers", 1)])
+    assert made.warning.startswith("2 ranks of adapters (blocks.0.mlp.up) are zero in both factors")

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from started import start_instar
+import science
+import tiny_run
+from started import run_ranks, start_instar
 
 from instar.config.load import Loaded
-from instar.data.plan import plan_step
+from instar.data.loader import plan_step
 from instar.record.events import Eval, Stop, Train, read_events
-from instar.run.preflight import preflight
+from instar.run.lifecycle.preflight import preflight
 
 Config = Callable[..., Loaded]
 """see conftest.py"""
@@ -49,7 +51,7 @@ def test_one_two_or_four_ranks_are_one_run(
     keys = ["model.context=64", "train.batch_size=13", "train.gradient_accumulation_steps=1"]
     keys += ["train.until=[50it]", "eval.eval_interval=25", "optimizer.lr=3e-3"]
     prepared = preflight(config(*keys), 4)
-    _, order = prepared.blueprint.task(prepared.config).train_samples()
+    _, order = prepared.spec.task(prepared.config).train_samples()
     cursor, counts = 0, []
     for _ in range(50):
         counts.append(plan_step(cursor, order.samples_per_epoch, 13).count)
@@ -60,7 +62,10 @@ def test_one_two_or_four_ranks_are_one_run(
     curves = {}
     for ranks in (1, 2, 4):
         run_dir = tmp_path / f"w{ranks}"
-        start_instar(path, "--nproc", str(ranks), run_dir=run_dir).finish(0)
+        if ranks == 2:
+            start_instar(path, "--nproc", "2", run_dir=run_dir).finish(0)
+        else:
+            run_ranks(ranks, tmp_path, "train", path, "--set", f"record.run_dir={run_dir}")
         curves[ranks] = curve(run_dir)
     run_dir = tmp_path / "torchrun"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -72,6 +77,40 @@ def test_one_two_or_four_ranks_are_one_run(
     for other in (2, 4, "torchrun"):
         assert curves[other][0] == pytest.approx(train, rel=1e-4)
         assert curves[other][1] == pytest.approx(validation, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "accumulation"),
+    [
+        pytest.param(2, 4, 6, id="both ranks accumulate"),
+        pytest.param(3, 2, 4, id="one rank does not accumulate"),
+        pytest.param(2, 4, 2, id="no rank accumulates"),
+    ],
+)
+def test_a_static_graph_gives_the_same_curve(
+    tmp_path: Path, ranks: int, batch_size: int, accumulation: int
+) -> None:
+    """Also after growth, around which a new graph begins."""
+    place = tiny_run.Place(tmp_path, science.forks())
+    (tmp_path / "squares.txt").write_text(tiny_run.TEXT, encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(tiny_run.CONFIG, encoding="utf-8")
+    keys = [
+        "model.dropout=0.0",
+        "train.until=[6it]",
+        "optimizer.name=adamw",
+        f"train.batch_size={batch_size}",
+        f"train.gradient_accumulation_steps={accumulation}",
+        "schedule=[{name: widen_mlp, value: x2, when: {at_step: 3}}]",
+    ]
+    curves = []
+    for static in ("false", "true"):
+        run_dir = tmp_path / f"static-{static}"
+        wrapped = f"parallel.ddp.static_graph={static}"
+        children = place.train(run_dir, *keys, wrapped, ranks=ranks)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        curves.append(curve(run_dir))
+    assert curves[1][0] == pytest.approx(curves[0][0], rel=1e-5)
+    assert curves[1][1] == pytest.approx(curves[0][1], rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -91,8 +130,7 @@ def test_ctrl_c_in_training_stops_all_at_the_same_step_and_the_run_goes_on(
     assert [(stop.step, stop.resumable) for stop in stops] == [(int(steps.pop()), True)]
 
     more = str(stops[0].step + 5)
-    command = [sys.executable, "-m", "instar.cli.main", "resume", str(run_dir)]
-    start_instar("--until", f"{more}it", command=command).finish(0)
+    run_ranks(1, tmp_path, "resume", run_dir, "--until", f"{more}it")
     train, _ = curve(run_dir)
     assert len(train) == int(more)
 
@@ -124,7 +162,7 @@ def test_ctrl_c_at_start_up_leaves_nothing_behind(
     run = start_instar(cfg(), "--nproc", ranks, *data, run_dir=run_dir)
     run.wait_for(moment)
     run.interrupt()
-    said = run.finish(75)
+    said = run.finish(130)
     assert "stopped before the first step" in said
     assert "start again with" in said.splitlines()[-1]
     assert not run_dir.exists()

@@ -6,8 +6,13 @@ import torch
 from torch.nn import Parameter
 
 from instar.config.schema import OptimizerConfig
-from instar.run.optimizer import build_optimizers, group_parameters, set_learning_rate
-from instar.run.state import load_optimizer_tensors, optimizer_tensors
+from instar.run.loop.optimizer import (
+    build_optimizers,
+    group_parameters,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
 
 SHAPES = {
     "token_embedding.weight": 2,

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import science
 
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded, load
-from instar.data.prepare import parameters
-from instar.run.preflight import preflight
+from instar.data.text.prepare import parameters
+from instar.run.lifecycle.preflight import check_memory, preflight
 
 Config = Callable[..., Loaded]
 
@@ -27,14 +28,56 @@ def test_what_is_left_out_is_derived_once(config: Config) -> None:
     prepared = preflight(config(), 1)
     assert prepared.config.model.n_mlp == 128
     assert prepared.config.learning_rate.lr_decay_iters == 8
-    assert prepared.config.model.vocab_size == prepared.blueprint.dataset.vocab_size
+    assert prepared.config.model.vocab_size == prepared.spec.dataset.vocab_size
     assert set(prepared.derived) == {
         "model.n_kv_head",
         "model.n_mlp",
         "model.vocab_size",
         "learning_rate.lr_decay_iters",
         "eval.batch_size",
+        "data.seed",
+        "eval.at_start",
     }
+
+
+def test_seeds_share_tokenizer_and_held_out_text_where_the_data_have_a_seed(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for number in range(40):
+        Path(f"texts/{number}.txt").write_text(
+            f"{number} {number**2} {chr(97 + number % 26)} " * 30
+        )
+    unnamed = ("data.source=texts", "data.path=null", "data.tokenizer=bpe", "data.vocab_size=300")
+    found = {}
+    for seed, of_data in ((1, 7), (2, 7), (2, None), (3, None)):
+        more = () if of_data is None else (f"data.seed={of_data}",)
+        prepared = preflight(config(f"seed={seed}", *unnamed, *more), 1)
+        assert prepared.config.data.seed == (seed if of_data is None else of_data)
+        assert ("data.seed" in prepared.derived) == (of_data is None)
+        task = prepared.spec.task(prepared.config)
+        order = task.train_samples()[1].indices(0, 0, 20).tolist()
+        found[seed, of_data] = prepared.config.data.path, task.fingerprints(), order
+    one, other = found[1, 7], found[2, 7]
+    assert one[:2] == other[:2]
+    assert one[2] != other[2]
+    assert found[2, None][0] != found[3, None][0]
+    assert found[2, None][1]["tokenizer"] != found[3, None][1]["tokenizer"]
+
+
+def test_samples_are_divided_by_the_seed_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    science.place(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    ways = (["seed=1"], ["seed=2"], ["seed=1", "data.seed=7"], ["seed=2", "data.seed=7"])
+    prints = [
+        preflight(load("run.yaml", way), 1).spec.data.fingerprint  # type: ignore[attr-defined]
+        for way in ways
+    ]
+    assert prints[0] != prints[1]
+    assert prints[2] == prints[3]
 
 
 def test_a_run_shorter_than_its_warm_up_still_has_a_course(config: Config) -> None:
@@ -132,3 +175,32 @@ def test_epochs_of_unknown_length_while_the_context_changes(stream: Config) -> N
     said = refused(stream("train.until=[3ep]", *settings))
     assert "set_context begins a stream anew" in said
     assert preflight(stream("train.until=[20it]", *settings), 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu_bytes", "change", "said"),
+    [
+        ("cpu", None, "model.n_embd=1048576", "for its weights, and the machine has"),
+        ("auto", None, "model.n_embd=1048576", "for its weights, and the machine has"),
+        ("cuda", 1 << 16, "model.n_embd=64", "for weights, gradients and optimizer, and the GPU"),
+        ("cuda", 1 << 30, "train.batch_size=1000000", "in a step"),
+        ("cpu", None, "train.batch_size=1048576", "in a step"),
+    ],
+)
+def test_what_the_machine_cannot_hold_is_refused_before_anything_is_built(
+    config: Config, device: str, gpu_bytes: int | None, change: str, said: str
+) -> None:
+    more = "train.gradient_accumulation_steps=1"
+    larger = ["model.context=128", "model.n_layer=100"] if "batch" in change else []
+    loaded = config(change, more, *larger)
+    prepared = preflight(loaded, 1)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(loaded, prepared.forecast, device, gpu_bytes)
+    assert said in str(caught.value)
+
+
+def test_what_fits_is_let_through(config: Config) -> None:
+    loaded = config()
+    prepared = preflight(loaded, 1)
+    for device, size in (("cpu", None), ("auto", None), ("cuda", 1 << 30)):
+        check_memory(loaded, prepared.forecast, device, size)

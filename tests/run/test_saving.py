@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import science
 import torch
+from live import restore, save_when_due
 
+from instar.checkpoint.listing import BEST, checkpoints, pointed_at
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import BEST, checkpoints, load, pointed_at
+from instar.checkpoint.store import load
 from instar.config.schema import CheckpointConfig
 from instar.distributed.world import RunFailed
 from instar.record.control import ask
 from instar.record.events import Saved, Warn, read_events
-from instar.run.progress import Progress
-from instar.run.saving import MAX_FAILURES, reasons
-from instar.run.trainer import Trainer
+from instar.run.loop.checkpointing import intervals, snapshot
+from instar.run.loop.state import Progress
+from instar.run.loop.trainer import Trainer
+from instar.run.output.save import MAX_FAILURES
 
 Make = Callable[..., Trainer]
 
 
 def names(run: Trainer) -> list[str]:
-    return [path.name for path in checkpoints(run.saver.root)]
+    return [path.name for path in checkpoints(run.parts.saver.root)]
 
 
 def trained(run: Trainer) -> Trainer:
     run.train()
-    run.saver.finish()
+    run.parts.saver.finish()
     return run
 
 
 def forbid(run: Trainer) -> Path:
     """Make every save fail: where its folder would be, a file is."""
-    folder = run.saver.root / "checkpoints"
+    folder = run.parts.saver.root / "checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
     folder.touch()
     return folder
@@ -44,32 +49,38 @@ def forbid(run: Trainer) -> Path:
 def test_it_is_saved_every_so_many_steps_but_for_the_end(trainer: Make, background: str) -> None:
     run = trained(trainer("checkpoint.every_steps=3", f"checkpoint.asynchronous={background}"))
     assert names(run) == ["step-3", "step-6"]
-    assert load(run.saver.root / "checkpoints" / "step-6").manifest.reason == "every 3 steps"
+    assert load(run.parts.saver.root / "checkpoints" / "step-6").manifest.reason == "every 3 steps"
 
 
-def test_counts_that_a_step_passes_by_are_not_missed() -> None:
+def test_counts_that_a_step_passes_by_are_not_missed(trainer: Make) -> None:
     config = CheckpointConfig(every_steps=10, every_tokens=1000)
     before, now = Progress(step=8, tokens=900), Progress(step=9, tokens=3100)
+    later, begun = Progress(step=12, tokens=3200), trainer().state
+
+    def reasons(config: CheckpointConfig, before: Progress, now: Progress) -> list[str]:
+        state = replace(begun, before=before, progress=now)
+        return [text for every, text in intervals(config) if state.due(every)]
+
     assert reasons(config, before, now) == ["every 1,000 tokens"]
-    assert reasons(config, now, Progress(step=12, tokens=3200)) == ["every 10 steps"]
+    assert reasons(config, now, later) == ["every 10 steps"]
     assert reasons(CheckpointConfig(), before, now) == []
 
 
 def test_what_is_saved_in_the_background_is_the_moment_it_was_asked_for(trainer: Make) -> None:
     run = trainer("optimizer.lr=1e-1")
     run.step()
-    at_save = {name: p.detach().clone() for name, p in run.stepper.parameters.items()}
+    at_save = {name: p.detach().clone() for name, p in run.parts.stepper.parameters.items()}
     run.save("now")
     run.step()
-    run.saver.finish()
-    saved = load(run.saver.root / "checkpoints" / "step-1").tensors("model")
+    run.parts.saver.finish()
+    saved = load(run.parts.saver.root / "checkpoints" / "step-1").tensors("model")
     assert all(torch.equal(saved[name], at_save[name]) for name in at_save)
-    assert not all(torch.equal(saved[n], p) for n, p in run.stepper.parameters.items())
+    assert not all(torch.equal(saved[n], p) for n, p in run.parts.stepper.parameters.items())
 
 
 def test_the_best_is_saved_and_pointed_at(trainer: Make) -> None:
     run = trained(trainer("checkpoint.on_best=true", "eval.eval_interval=3"))
-    best = pointed_at(run.saver.root, BEST)
+    best = pointed_at(run.parts.saver.root, BEST)
     assert best is not None
     manifest = load(best).manifest
     assert "best so far" in manifest.reason
@@ -79,20 +90,22 @@ def test_the_best_is_saved_and_pointed_at(trainer: Make) -> None:
 def test_rank_0s_clock_says_when_minutes_have_passed(trainer: Make) -> None:
     run = trainer("checkpoint.every_minutes=0.000001")
     run.step()
-    run.save_if_due()
-    run.saver.finish()
-    assert load(run.saver.root / "checkpoints" / "step-1").manifest.reason == "every 1e-06 min"
+    save_when_due(run)
+    run.parts.saver.finish()
+    assert (
+        load(run.parts.saver.root / "checkpoints" / "step-1").manifest.reason == "every 1e-06 min"
+    )
 
 
 def test_a_person_may_ask_for_it_and_has_it_when_the_request_is_gone(trainer: Make) -> None:
     run = trainer()
-    assert run.safe.inbox is not None
-    request = ask(run.safe.inbox.folder, "save")
+    assert run.parts.sync.inbox is not None
+    request = ask(run.parts.sync.inbox.folder, "save")
     run.step()
     assert not request.answered()
-    run.save_if_due()
+    save_when_due(run)
     assert request.answered()
-    assert load(run.saver.root / "checkpoints" / "step-1").manifest.reason == "asked for"
+    assert load(run.parts.saver.root / "checkpoints" / "step-1").manifest.reason == "asked for"
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
@@ -103,11 +116,11 @@ def test_a_save_that_fails_is_a_warning_and_the_next_works(
     run.step()
     folder = forbid(run)
     run.save("first")
-    run.saver.finish()
+    run.parts.saver.finish()
     folder.unlink()
     run.step()
     run.save("second")
-    run.saver.finish()
+    run.parts.saver.finish()
     assert names(run) == ["step-2"]
     events = list(read_events(tmp_path / "events.jsonl"))
     assert ["step 1 could not be saved" in e.message for e in events if isinstance(e, Warn)] == [
@@ -122,7 +135,7 @@ def test_too_many_failures_in_a_row_end_the_run(trainer: Make) -> None:
     forbid(run)
     with pytest.raises(RunFailed, match=f"{MAX_FAILURES} saves in a row have failed"):
         run.train()
-    assert run.progress.step == MAX_FAILURES
+    assert run.state.progress.step == MAX_FAILURES
 
 
 def test_the_last_save_must_not_fail(trainer: Make) -> None:
@@ -136,3 +149,28 @@ def test_the_last_save_must_not_fail(trainer: Make) -> None:
 def test_superfluous_checkpoints_go(trainer: Make) -> None:
     run = trained(trainer("checkpoint.every_steps=1", "checkpoint.keep_last=2"))
     assert names(run) == ["step-6", "step-7"]
+
+
+def test_what_was_measured_and_what_is_better_stand_in_the_manifest(trainer: Make) -> None:
+    run = trained(trainer("checkpoint.every_steps=3", "eval.eval_interval=6"))
+    third, sixth = (load(path).manifest for path in checkpoints(run.parts.saver.root))
+    assert (third.metrics, third.better) == ({}, {"loss": "min"})
+    assert sixth.metrics == {"loss": sixth.loss}
+    assert (run.parts.saver.keep.metric, run.parts.saver.keep.better) == ("loss", "min")
+    # as it does after a resume
+    again = trainer(name="again")
+    restore(again, load(run.parts.saver.root / "checkpoints" / "step-6"))
+    assert snapshot(again.state, again.parts, "").facts.metrics == sixth.metrics
+
+
+def test_the_first_metric_of_best_of_decides_which_checkpoints_stay(tmp_path: Path) -> None:
+    science.place(tmp_path)
+    with science.trainer(
+        tmp_path / "run",
+        "checkpoint.best_of=[accuracy, loss]",
+        "checkpoint.every_steps=5",
+        "checkpoint.keep_last=1",
+        "train.until=[2ep]",
+    ) as run:
+        keep = run.parts.saver.keep
+    assert (keep.metric, keep.better) == ("accuracy", "max")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from instar.config.budget import parse_budget
-from instar.run.progress import Progress
-from instar.run.stop import budget_met, fraction_used
+from instar.run.loop.state import Progress, budget_met, fraction_used
 
 
 def met(*budgets: str, loss: float | None = None, **used: int) -> str | None:

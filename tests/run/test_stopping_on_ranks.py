@@ -152,6 +152,7 @@ def fallen(run_dir: Path, step: int) -> list[tuple[int, float]]:
     """What the checkpoint's history says."""
     manifest = run_dir / "checkpoints" / f"step-{step}" / "manifest.json"
     history = json.loads(manifest.read_text("utf-8"))["history"]
+    history = [change for change in history if change["operation"]["name"] != "override"]
     assert {change["operation"]["name"] for change in history} == {"set_lr"}
     assert all("has not been better" in change["reason"] for change in history)
     return [(change["step"], change["operation"]["value"]) for change in history]
@@ -185,3 +186,32 @@ def test_the_rate_falls_where_the_metric_stands_still_and_so_after_resuming(
         assert fallen(parts, STEPS) == wanted
         assert rates(parts) == rates(whole)
         assert weights(parts, STEPS) == weights(whole, STEPS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_that_is_withdrawn_once_it_is_agreed_ends_the_run_as_interrupted(
+    place: Place, ranks: int
+) -> None:
+    run_dir = place.path / "run"
+    # the folder of checkpoints, which tells where the run is, is there from the first save on
+    settings = (*ENDLESS, "checkpoint.every_steps=2", "checkpoint.asynchronous=false")
+    children = place.train(run_dir, *settings, ranks=ranks, body="failures:stop_is_withdrawn")
+    assert codes(children) == [75] * ranks, said(children)
+    (stop,) = events(run_dir, "stop")
+    assert (stop["reason"], stop["resumable"]) == ("instar control stop", True)
+    assert not (run_dir / "test").exists()
+    assert pointed(run_dir, "latest") == f"step-{stop['step']}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_out_of_time_is_evaluated_and_tested(place: Place, ranks: int) -> None:
+    run_dir = place.path / "run"
+    children = place.train(
+        run_dir, "train.until=[0.5s]", "learning_rate.lr_decay_iters=300", "eval.eval_epochs=100",
+        "early_stopping.rules=[]", ranks=ranks,
+    )  # fmt: skip
+    assert codes(children) == [0] * ranks, said(children)
+    (stop,) = events(run_dir, "stop")
+    assert stop["reason"].startswith("reached ")
+    assert [step for step, _ in evaluations(run_dir)][-1] == stop["step"]
+    assert result(run_dir)["samples"] == 23

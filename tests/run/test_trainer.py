@@ -6,17 +6,20 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from live import carry_out
 
 from instar.config.load import load
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.distributed.failure import RunFailed
 from instar.record.events import Eval, Skip, Train, read_events
 from instar.record.system import cpu_model
-from instar.run.changes import carry_out
-from instar.run.stop import Decision
-from instar.run.trainer import Trainer
+from instar.run.lifecycle.restore import restore_state
+from instar.run.loop.checkpointing import to_json
+from instar.run.loop.state import Decision
+from instar.run.loop.trainer import Trainer
 from instar.schedule.settings import learning_rate
 
 Make = Callable[..., Trainer]
@@ -25,23 +28,24 @@ GOLDEN = Path(__file__).parent / "golden_curve.json"
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.stepper.parameters.items()}
+    return {name: p.detach().clone() for name, p in trainer.parts.stepper.parameters.items()}
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_learns_and_counts_everything(trainer: Make, losses: Losses) -> None:
+def test_a_run_learns_and_counts_everything(trainer: Make, losses: Losses, tmp_path: Path) -> None:
     run = trainer("train.until=[40it]", "optimizer.lr=1e-2")
     outcome = run.train()
     progress = outcome.progress
     assert outcome.decision == Decision("reached 40it", interrupted=False)
     assert (progress.step, progress.samples) == (40, 40 * 8)
-    assert progress.flops == run.task.flops(progress.tokens)
+    assert progress.flops == run.parts.task.flops(progress.tokens)
     assert losses("events")[-1] < 0.7 * losses("events")[0]
-    assert outcome.validation is not None
-    assert outcome.validation.samples == len(run.validation)
+    last = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Eval)][-1]
+    held_out = run.parts.validation
+    assert last.eval_tokens == held_out.weights(np.arange(len(held_out)))
 
 
 def test_the_same_run_twice_is_the_same_bit_for_bit(trainer: Make) -> None:
@@ -72,11 +76,11 @@ def test_accumulation_does_not_change_the_gradient(trainer: Make, losses: Losses
 
 def test_the_last_partial_batch_of_an_epoch_is_used(trainer: Make) -> None:
     run = trainer("train.until=[1ep]", "train.batch_size=64")
-    samples = run.course.samples_per_epoch
-    assert samples % run.settings.global_batch
+    samples = run.state.phase.samples_per_epoch
+    assert samples % run.state.settings.global_batch
     outcome = run.train()
     assert outcome.progress.samples == samples
-    targets = run.task.dataset.train_tokens(run.settings.context) - 1  # type: ignore[attr-defined]
+    targets = run.parts.task.dataset.train_tokens(run.state.settings.context) - 1  # type: ignore[attr-defined]
     assert outcome.progress.tokens == targets
 
 
@@ -88,18 +92,18 @@ def test_settings_change_between_steps_and_no_sample_is_lost(trainer: Make) -> N
         Operation("set_grad_accum", 3.0),
         Operation("change_lr", 0.1),
     ]
-    order = run.task.train_samples()[1]
+    order = run.parts.task.train_samples()[1]
     while run.decide() is None:
-        before = run.progress.samples
+        before = run.state.progress.samples
         run.step()
-        taken += order.indices(0, before, run.progress.samples).tolist()
-        if operations and run.progress.step % 3 == 0:
+        taken += order.indices(0, before, run.state.progress.samples).tolist()
+        if operations and run.state.progress.step % 3 == 0:
             carry_out(run, operations.pop(0))
-    assert sorted(taken) == list(range(run.course.samples_per_epoch))
-    assert len(run.history) == 3
-    assert run.settings.batch_size == 8
-    rate = run.stepper.optimizers[0].param_groups[0]["lr"]
-    assert rate == learning_rate(run.settings, run.progress.step - 1)
+    assert sorted(taken) == list(range(run.state.phase.samples_per_epoch))
+    assert len(run.state.history) == 3
+    assert run.state.settings.batch_size == 8
+    rate = run.parts.stepper.optimizers[0].param_groups[0]["lr"]
+    assert rate == learning_rate(run.state.settings, run.state.progress.step - 1)
 
 
 def test_a_non_finite_gradient_is_skipped_and_the_weights_are_kept(
@@ -109,7 +113,7 @@ def test_a_non_finite_gradient_is_skipped_and_the_weights_are_kept(
     run.step()
     name = "blocks.0.mlp.up.weight"
     with torch.no_grad():
-        run.stepper.parameters[name][0, 0] = float("nan")
+        run.parts.stepper.parameters[name][0, 0] = float("nan")
     before = weights(run)
     run.step()
     after = weights(run)
@@ -125,9 +129,9 @@ def test_clipping_bounds_the_update_and_records_the_norm_before_it(
 ) -> None:
     """With plain descent steps the clipped gradient's norm shows in the weights."""
     run = trainer("train.clip=0.01")
-    parameters = list(run.stepper.parameters.values())
-    run.stepper.optimizers = [torch.optim.SGD(parameters, lr=0.0)]
-    for group in run.stepper.optimizers[0].param_groups:
+    parameters = list(run.parts.stepper.parameters.values())
+    run.parts.stepper.optimizers = [torch.optim.SGD(parameters, lr=0.0)]
+    for group in run.parts.stepper.optimizers[0].param_groups:
         group["lr_ratio"] = 1.0
     before = weights(run)
     run.step()
@@ -135,7 +139,7 @@ def test_clipping_bounds_the_update_and_records_the_norm_before_it(
     event = next(e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Train))
     assert event.grad_norm is not None
     assert event.grad_norm > 0.1
-    assert moved == pytest.approx(0.01 * learning_rate(run.settings, 0), rel=1e-3)
+    assert moved == pytest.approx(0.01 * learning_rate(run.state.settings, 0), rel=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -147,24 +151,67 @@ def test_lower_precision_follows_the_fp32_curve(
     assert losses("low") == pytest.approx(losses("fp32"), rel=2e-2)
 
 
+def test_fp16_goes_on_where_all_parameters_of_an_optimizer_are_frozen(
+    trainer: Make, losses: Losses
+) -> None:
+    """Of Muon and AdamW, Muon has nothing to do from step 3 to step 5."""
+    matrices = '["blocks.*.attn.*.weight", "blocks.*.mlp.*.weight"]'
+    schedule = (
+        f'schedule=[{{"name": "freeze", "value": {matrices}, "when": {{"at_step": 3}}}},'
+        f' {{"name": "unfreeze", "value": {matrices}, "when": {{"at_step": 5}}}}]'
+    )
+    run = trainer("precision=fp16", "optimizer.name=muon", schedule, name="low")
+    seen = []
+    step = run.step
+
+    def noted() -> None:
+        before = weights(run)
+        step()
+        seen.append("blocks.0.mlp.up.weight" in changed(before, weights(run)))
+
+    run.step = noted  # type: ignore[method-assign]
+    run.train()
+    assert seen == [True] * 3 + [False] * 2 + [True] * 3
+    trainer("optimizer.name=muon", schedule, name="fp32").train()
+    assert losses("low") == pytest.approx(losses("fp32"), rel=2e-2)
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize(("was", "becomes"), [("fp32", "fp16"), ("fp16", "fp32"), ("fp16", "fp16")])
+def test_the_precision_may_change_at_a_resume(trainer: Make, was: str, becomes: str) -> None:
+    begun = trainer(f"precision={was}", name="begun")
+    for _ in range(3):
+        begun.step()
+    saved = json.loads(json.dumps(to_json(begun.state, begun.parts)))
+    goes_on = trainer(f"precision={becomes}", name="goes-on")
+    goes_on.state = restore_state(goes_on.state, goes_on.parts, saved, ())
+    scaler = goes_on.parts.stepper.scaler.state_dict()
+    assert bool(scaler) == (becomes == "fp16")
+    if was == becomes:
+        assert scaler == begun.parts.stepper.scaler.state_dict()
+    goes_on.step()
+    assert goes_on.state.progress.step == 4
+
+
 def test_the_moving_average_is_what_is_evaluated(trainer: Make) -> None:
     run = trainer("train.ema=0.5", "optimizer.lr=1e-2")
     reference = weights(run)
     for _ in range(4):
         run.step()
         reference = {n: 0.5 * reference[n] + 0.5 * weights(run)[n] for n in reference}
-    assert run.stepper.ema is not None
-    for name, average in run.stepper.ema.items():
+    assert run.parts.stepper.ema is not None
+    for name, average in run.parts.stepper.ema.items():
         torch.testing.assert_close(average, reference[name])
     live = weights(run)
     run.evaluate()
-    averaged = run.evaluated
-    run.stepper.ema = None
+    averaged = run.state.evaluated
+    run.parts.stepper.ema = None
     run.evaluate()
     assert equal(live, weights(run))
-    assert averaged is not None
-    assert run.evaluated is not None
-    assert averaged.loss != run.evaluated.loss
+    assert averaged["loss"] != run.state.evaluated["loss"]
 
 
 def test_a_loss_budget_ends_the_run_at_the_evaluation_that_meets_it(

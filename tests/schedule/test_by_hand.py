@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from instar.config.load import load
+from instar.config.sections import Operation
 from instar.models.architecture import resolve
-from instar.schedule.entries import due, entries, last_step, next_entry
-from instar.schedule.operations import Change, History, carried_out, fold
-from instar.schedule.triggers import Moment
+from instar.schedule.operations import Change, History, carried_out, initial_state
+from instar.schedule.triggers import Moment, due, entries, last_step, next_entry
 
 LONG = """[
 {name: change_lr, value: 2.0, trigger_loss: 6.0, max_wait_iters: 50000, reevaluate: false},
@@ -18,6 +20,13 @@ LONG = """[
 {name: change_eval_interval, value: 2.0, trigger_loss: 5.0, max_wait_iters: 100000, reevaluate: false},
 {name: change_eval_iters, value: 1.5, trigger_loss: 4.5, max_wait_iters: 125000, reevaluate: true},
 {name: change_warmup_iters, value: 0.8, trigger_loss: 4.0, max_wait_iters: 150000, reevaluate: false}]"""
+
+AGAIN = "reevaluate: true"
+WHEN = re.sub(
+    r"trigger_loss: ([\d.]+), max_wait_iters: (\d+)",
+    r"when: {any: [{loss_below: \1}, {waited: \2}]}",
+    LONG,
+)
 
 NAMES = ("lr", "batch_size", "eval_interval", "eval_iters", "warmup_iters")
 
@@ -49,39 +58,57 @@ def worse_when_looked_at_again(step: int, again: int) -> float:
         # 6.0 is reached at 20,000, but only less than 6.0 fires: 21,000; so too 26,000, 31,000; then
         # every 2,000 steps: less than 4.5 at 36,000, less than 4.0 (reached at 40,000) at 42,000
         (falling, (21_000, 26_000, 31_000, 36_000, 42_000)),
-        # one evaluation below all thresholds: all five at once, on the same loss
-        (dropping, (10_000,) * 5),
-        # the fourth looks again, and sees 4.2: the fifth waits for the next evaluation, which the
-        # third has moved to the next multiple of 2,000
-        (worse_when_looked_at_again, (10_000,) * 4 + (12_000,)),
+        # all evaluations below all thresholds from 10,000 on: one operation at each, the third of
+        # which moves the next one to a multiple of 2,000; the fourth evaluates again, which does not
+        # count as another evaluation
+        (dropping, (10_000, 11_000, 12_000, 14_000, 16_000)),
     ],
 )
 def test_operations_fire_where_a_hand_says(
     curve: Callable[[int, int], float], steps: tuple[int, ...]
 ) -> None:
-    assert fired(curve) == [(f"change_{name}", s) for name, s in zip(NAMES, steps, strict=True)]
+    assert fired(curve, LONG) == [
+        (f"change_{name}", s) for name, s in zip(NAMES, steps, strict=True)
+    ]
 
 
-def fired(curve: Callable[[int, int], float]) -> list[tuple[str, int]]:
+def test_without_trigger_loss_all_that_is_due_fires_at_once() -> None:
+    given = WHEN.replace(AGAIN, "reevaluate: false")
+    assert [step for _, step in fired(dropping, given)] == [10_000] * 5
+    # the fourth evaluates again, and 4.2 is not below 4.0: the fifth waits for the next
+    # evaluation, which the third has moved to a multiple of 2,000
+    assert [step for _, step in fired(worse_when_looked_at_again, WHEN)] == [10_000] * 4 + [12_000]
+
+
+def test_entries_with_a_trigger_loss_wait_for_the_evaluation_after_another_operation() -> None:
+    below = "{name: change_lr, value: 1.0, trigger_loss: 6.0, max_wait_iters: 50000}"
+    when = "{name: change_lr, value: 1.0, when: {loss_below: 6.0}}"
+    mixed = f"[{when}, {below}, {when}, {when}, {below}]"
+    # the second waits although the first did not take its time; the third and fourth do not wait
+    assert [step for _, step in fired(dropping, mixed)] == [10_000] + [11_000] * 3 + [12_000]
+
+
+def fired(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[str, int]]:
     """Names and steps, where every evaluation gives what the curve says."""
     config = load(
         None,
         [
-            f"schedule={LONG}",
+            f"schedule={schedule_text}",
             "eval.eval_interval=1000",
             "eval.eval_iters=20",
             "train.until=[600kit]",
         ],
     ).config
     schedule = entries(config)
-    state = fold(config, resolve(config.model, 256), ())
+    state = initial_state(config, resolve(config.model, 256))
     history: History = ()
     for step in range(1, 600_001):
         if step % state.settings.eval_interval:
             continue
         again, loss = 0, curve(step, 0)
         while (entry := next_entry(schedule, history)) is not None:
-            now = Moment(step, step * 128, None, step - last_step(history), loss, ())
+            last = last_step(history)
+            now = Moment(step, step * 128, None, step - (last or 0), loss, operated=last == step)
             if due(entry, now, state) is None:
                 break
             state = carried_out(state, entry.operation, step)
@@ -106,7 +133,7 @@ def test_what_the_operations_come_to() -> None:
             "learning_rate.lr_decay_iters=600000",
         ],
     ).config
-    state = fold(config, resolve(config.model, 256), ())
+    state = initial_state(config, resolve(config.model, 256))
     for entry in entries(config):
         state = carried_out(state, entry.operation, 1000)
     settings = state.settings
@@ -114,3 +141,58 @@ def test_what_the_operations_come_to() -> None:
     assert settings.batch_size == 12
     assert (settings.eval_interval, settings.eval_iters) == (2000, 30)
     assert (settings.warmup_iters, settings.lr_decay_iters) == (1600, 480_000)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "end", "factors", "expected"),
+    [
+        (5, 40, (0.5,), (2, 20)),
+        (1, 40, (0.5,), (0, 20)),
+        (0, 40, (0.5,), (0, 20)),
+        (0, 40, (1.5,), (0, 60)),
+        (7, 41, (0.5,), (3, 20)),
+        # the counts that the run began with are multiplied by the product of all factors
+        (5, 41, (0.5, 2.0), (5, 41)),
+        (3, 100, (0.5, 0.5, 0.5), (0, 12)),
+    ],
+)
+def test_a_warm_up_and_the_decay_s_end_are_multiplied_by_the_factor(
+    warmup: int, end: int, factors: tuple[float, ...], expected: tuple[int, int]
+) -> None:
+    """By hand: each count times the product of the factors, rounded down."""
+    shape = [f"learning_rate.warmup_iters={warmup}", f"learning_rate.lr_decay_iters={end}"]
+    config = load(None, shape).config
+    state = initial_state(config, resolve(config.model, 256))
+    for factor in factors:
+        state = carried_out(state, Operation("change_warmup_iters", factor), 3)
+    settings = state.settings
+    assert (settings.warmup_iters, settings.lr_decay_iters) == expected
+
+
+CONFIG_5_40 = load(None, ["learning_rate.warmup_iters=5", "learning_rate.lr_decay_iters=40"]).config
+
+
+def test_a_warm_up_that_was_set_is_what_later_factors_multiply() -> None:
+    config = CONFIG_5_40
+    state = initial_state(config, resolve(config.model, 256))
+    for name, value in [("change_warmup_iters", 0.5), ("set_warmup_iters", 4)]:
+        state = carried_out(state, Operation(name, value), 3)
+    assert (state.settings.warmup_iters, state.settings.lr_decay_iters) == (4, 40)
+    state = carried_out(state, Operation("change_warmup_iters", 0.5), 3)
+    assert (state.settings.warmup_iters, state.settings.lr_decay_iters) == (2, 20)
+
+
+def test_counts_that_were_set_beside_operations_are_what_later_factors_multiply() -> None:
+    state = initial_state(CONFIG_5_40, resolve(CONFIG_5_40.model, 256))
+    state = carried_out(state, Operation("change_warmup_iters", 0.5), 3)
+    given = replace(state.settings, lr_decay_iters=100)
+    state = carried_out(replace(state, settings=given), Operation("change_warmup_iters", 3.0), 4)
+    assert (state.settings.warmup_iters, state.settings.lr_decay_iters) == (6, 300)
+
+
+def test_factors_of_the_warm_up_end_before_floating_point_does() -> None:
+    config = load(None, ["learning_rate.warmup_iters=0", "learning_rate.shape=constant"]).config
+    state = initial_state(config, resolve(config.model, 256))
+    state = carried_out(state, Operation("change_warmup_iters", 1e12), 3)
+    with pytest.raises(ValueError, match="product of all factors"):
+        carried_out(state, Operation("change_warmup_iters", 2.0), 3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from instar.config.errors import ConfigError, Problem
+from instar.config.errors import ConfigError, ConfigProblem
 from instar.schedule.checks import load_checked
 
 # text, line:column, message, hint (parts of them)
@@ -87,7 +87,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def problems_of(text: str, path: Path, *options: str) -> tuple[Problem, ...]:
+def problems_of(text: str, path: Path, *options: str) -> tuple[ConfigProblem, ...]:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_checked(None, [*options, f"schedule={path}"])

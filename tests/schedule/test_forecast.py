@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 from sized import sized
 
-from instar.config.checks import Clash
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.language import LanguageConfig, ModelConfig
 from instar.config.load import load
 from instar.config.schema import OptimizerConfig, TrainConfig
 from instar.models.architecture import flops_per_token
 from instar.models.shape import count_parameters
-from instar.record.amounts import bytes_text, count_text, flops_text
+from instar.record.format import bytes_text, scientific, si
 from instar.schedule.forecast import Forecast, ScheduleError, checked_forecast, forecast
 from instar.schedule.render import render
-from instar.tasks.language_blueprint import resolved
+from instar.tasks.language import resolved
 
 
 def foretold(world_size: int = 1, samples: int | None = 1000, **settings: object) -> Forecast:
@@ -26,11 +25,11 @@ def foretold(world_size: int = 1, samples: int | None = 1000, **settings: object
     return forecast(config, sized(config, samples and samples * 128, 256), world_size)
 
 
-def refused(*schedule: dict[str, Any], samples: int = 1000, world_size: int = 1) -> Clash:
+def refused(*schedule: dict[str, Any], samples: int = 1000, world_size: int = 1) -> ConfigProblem:
     """The one mistake in a schedule whose entries wait a step each."""
     with pytest.raises(ScheduleError) as caught:
         foretold(world_size, samples, schedule=[{"max_wait_iters": 1} | each for each in schedule])
-    (clash,) = caught.value.clashes
+    (clash,) = caught.value.problems
     return clash
 
 
@@ -109,7 +108,11 @@ def test_what_stands_still_has_no_gradient_and_what_never_trained_no_moments() -
 
 GROWN = [
     {"name": "insert_layers", "value": 2, "when": {"at_step": 500}},
-    {"name": "change_batch_size", "value": 2, "trigger_loss": 3.0, "max_wait_iters": 600},
+    {
+        "name": "change_batch_size",
+        "value": 2,
+        "when": {"any": [{"loss_below": 3.0}, {"waited": 600}]},
+    },
     {"name": "widen_mlp", "value": "x2", "when": {"loss_below": 2.5}},
 ]
 
@@ -163,7 +166,7 @@ def test_shorter_samples_cost_less_and_make_longer_epochs() -> None:
 
 
 def test_a_mask_is_gone_before_the_next_growth() -> None:
-    masked = {"name": "insert_layers", "value": 1, "mask": 50, "max_wait_iters": 10}
+    masked = {"name": "insert_layers", "value": 1, "mask": 50, "when": {"waited": 10}}
     told = foretold(schedule=[masked, masked])
     assert [stage.architecture.n_layer for stage in told.stages] == [4, 5, 6]
     assert [stage.first_step for stage in told.stages] == [0, 10, 60]
@@ -226,7 +229,7 @@ def test_impossible_operations_are_told_together_up_to_the_first_growth() -> Non
                 {"name": "widen_mlp", "value": 9, **soon},
             ],
         )
-    places = [clash.keys[0] for clash in caught.value.clashes]
+    places = [clash.keys[0] for clash in caught.value.problems]
     assert places == ["schedule[0].value", "schedule[1].value", "schedule[2].value"]
 
 
@@ -302,7 +305,8 @@ def test_every_kind_of_change_has_words() -> None:
         "widen_mlp x2, lr {rewarm: 30} (exact)",
         "lr rises from 0 again over 30 steps",
         "warm-up 100 → 50",
-        "frozen blocks.* → nothing",
+        "frozen blocks.* → blocks.*, !*.lora_a, !*.lora_b",
+        "frozen blocks.*, !*.lora_a, !*.lora_b → nothing",
         "not reached within 2,000 steps",
     ):
         assert said in text, said
@@ -338,13 +342,13 @@ def test_the_text_fits_80_columns_and_says_what_matters() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (count_text(999), "999"),
-        (count_text(12_600_000), "12.6M"),
-        (count_text(999_700), "1.00M"),
-        (count_text(0), "0"),
+        (si(999), "999"),
+        (si(12_600_000), "12.6M"),
+        (si(999_700), "1.00M"),
+        (si(0), "0"),
         (bytes_text(1.2 * 2**30), "1.20 GiB"),
         (bytes_text(512), "512 B"),
-        (flops_text(3.4e15), "3.4e15"),
+        (scientific(3.4e15), "3.4e15"),
     ],
 )
 def test_numbers_are_short(text: str, expected: str) -> None:
@@ -363,4 +367,4 @@ def test_evaluations_may_come_after_epochs() -> None:
         eval={"eval_epochs": 2, "eval_interval": 7},
         schedule=[{"name": "change_lr", "value": 0.5, "trigger_loss": 1.0, "max_wait_iters": 50}],
     )
-    assert (told.stages[1].first_step, told.stages[1].latest_step) == (20, 60)
+    assert (told.stages[1].first_step, told.stages[1].latest_step) == (0, 60)

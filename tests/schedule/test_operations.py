@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shapes import gpt2
 
 from instar.config.language import LanguageConfig
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.growth.plan import GrowthError
 from instar.schedule.operations import (
     SETTINGS,
@@ -19,10 +19,17 @@ from instar.schedule.operations import (
     State,
     carried_out,
     fold,
+    initial_state,
     names,
     planned,
 )
-from instar.schedule.settings import Settings, initial_settings, is_frozen, learning_rate
+from instar.schedule.settings import (
+    Settings,
+    initial_settings,
+    is_frozen,
+    learning_rate,
+    patterns_of,
+)
 
 CONFIG = LanguageConfig.model_validate(
     {
@@ -40,7 +47,7 @@ ARCHITECTURE = gpt2(context=128)
 def state_after(*operations: tuple[Any, ...], step: int = 7) -> State:
     """The state after operations given as (name, value) or (name, value, options)."""
     history = tuple(Change(Operation(*operation), step, 0) for operation in operations)
-    return fold(CONFIG, ARCHITECTURE, history)
+    return fold(initial_state(CONFIG, ARCHITECTURE), history)
 
 
 def after(*operations: tuple[Any, ...], step: int = 7) -> Settings:
@@ -48,7 +55,9 @@ def after(*operations: tuple[Any, ...], step: int = 7) -> Settings:
 
 
 def test_an_empty_history_gives_the_config() -> None:
-    assert fold(CONFIG, ARCHITECTURE, ()) == State(initial_settings(CONFIG), ARCHITECTURE)
+    assert fold(initial_state(CONFIG, ARCHITECTURE), ()) == State(
+        initial_settings(CONFIG), ARCHITECTURE, CONFIG
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +100,9 @@ def test_products_round_to_the_nearest_not_down() -> None:
 
 def test_a_whole_validation_set_stays_whole() -> None:
     whole = CONFIG.model_copy(update={"eval": CONFIG.eval.model_copy(update={"eval_iters": None})})
-    state = fold(whole, ARCHITECTURE, (Change(Operation("change_eval_iters", 2.0), 0, 0),))
+    state = fold(
+        initial_state(whole, ARCHITECTURE), (Change(Operation("change_eval_iters", 2.0), 0, 0),)
+    )
     assert state.settings.eval_iters is None
 
 
@@ -101,7 +112,7 @@ def test_resetting_the_schedule_warms_up_again() -> None:
 
 
 def test_growth_changes_the_architecture_and_says_how() -> None:
-    before = fold(CONFIG, ARCHITECTURE, ())
+    before = fold(initial_state(CONFIG, ARCHITECTURE), ())
     after, plan = planned(before, Operation("insert_layers", 1), 7)
     assert (before.architecture.n_layer, after.architecture.n_layer) == (2, 3)
     assert after.settings == before.settings
@@ -123,16 +134,18 @@ def test_a_model_that_grows_may_have_its_rate_rise_again() -> None:
 
 def test_a_skipped_operation_changes_nothing() -> None:
     skipped = Change(Operation("widen_mlp", "x2"), 7, 0, entry=0, skipped="no memory")
-    assert fold(CONFIG, ARCHITECTURE, (skipped,)) == fold(CONFIG, ARCHITECTURE, ())
+    assert fold(initial_state(CONFIG, ARCHITECTURE), (skipped,)) == fold(
+        initial_state(CONFIG, ARCHITECTURE), ()
+    )
 
 
 def test_a_mask_is_folded_by_an_operation_of_its_own() -> None:
     grow = Change(Operation("insert_layers", 1, {"mask": 20}), 7, 0, entry=0)
     fold_it = Change(Operation("fold_masks"), 27, 0)
-    open_ = fold(CONFIG, ARCHITECTURE, (grow,)).architecture
+    open_ = fold(initial_state(CONFIG, ARCHITECTURE), (grow,)).architecture
     assert open_.mask is not None
     assert open_.mask.end == 27
-    folded = fold(CONFIG, ARCHITECTURE, (grow, fold_it)).architecture
+    folded = fold(initial_state(CONFIG, ARCHITECTURE), (grow, fold_it)).architecture
     assert folded == state_after(("insert_layers", 1)).architecture
 
 
@@ -232,8 +245,75 @@ def test_folding_may_stop_anywhere_and_go_on(
 ) -> None:
     """Resuming is folding again: the history alone gives what a live run had."""
     history = tuple(Change(Operation(name, value), step, 0) for name, value, step in operations)
-    live = fold(CONFIG, ARCHITECTURE, history[:cut])
+    live = fold(initial_state(CONFIG, ARCHITECTURE), history[:cut])
     for change in history[cut:]:
         live = carried_out(live, change.operation, change.step)
-    assert live == fold(CONFIG, ARCHITECTURE, history)
+    assert live == fold(initial_state(CONFIG, ARCHITECTURE), history)
     assert initial_settings(CONFIG).batch_size == 16
+
+
+FIRST = sorted(name for name in ARCHITECTURE.parameters() if name.startswith("blocks.0."))
+
+
+@pytest.mark.parametrize(
+    ("operations", "patterns", "moved"),
+    [
+        # the block that was first stays frozen, wherever it is
+        (
+            [("freeze", "blocks.0.*"), ("insert_layers", 1, {"where": "start"})],
+            ("blocks.1.*",),
+            {0: 1},
+        ),
+        (
+            [("freeze", "blocks.0.*"), ("insert_layers", 2, {"where": "end"})],
+            ("blocks.0.*",),
+            {0: 0},
+        ),
+        (
+            [
+                ("freeze", "*.0.*"),
+                ("insert_layers", 1, {"where": [0]}),
+                ("insert_layers", 1, {"where": [1]}),
+            ],
+            ("blocks.2.*",),
+            {0: 2},
+        ),
+        # copies are new, and train
+        ([("freeze", "blocks.0.*"), ("stack_layers", 2)], ("blocks.0.*",), {0: 0}),
+        ([("freeze", "blocks.0.*"), ("stack_layers", [1, 0, 0])], ("blocks.1.*",), {0: 1}),
+        ([("freeze", "blocks.0.*"), ("widen_mlp", "x2")], ("blocks.0.*",), {0: 0}),
+    ],
+)
+def test_freezing_follows_what_it_froze(
+    operations: list[tuple[Any, ...]], patterns: tuple[str, ...], moved: dict[int, int]
+) -> None:
+    state = state_after(*operations)
+    frozen = {n for n in state.architecture.parameters() if is_frozen(state.settings.frozen, n)}
+    assert state.settings.frozen == patterns
+    assert frozen == {name.replace("blocks.0.", f"blocks.{moved[0]}.", 1) for name in FIRST}
+
+
+def test_what_growth_makes_new_among_frozen_blocks_trains() -> None:
+    """Also adapters, which could never learn otherwise."""
+    operations = ("freeze", "blocks.*"), ("insert_layers", 1, {"where": "start"})
+    blocks = ARCHITECTURE.n_layer
+    assert after(*operations).frozen == tuple(f"blocks.{n}.*" for n in range(1, blocks + 1))
+    state = state_after(("freeze", "*.weight"), ("set_lora_rank", {"target": "attn", "rank": 2}))
+    adapters = [name for name in state.architecture.parameters() if ".lora_" in name]
+    assert adapters
+    assert not any(is_frozen(state.settings.frozen, name) for name in adapters)
+    assert is_frozen(state.settings.frozen, "blocks.0.attn.query.weight")
+
+
+def test_thawing_goes_by_the_names_of_now() -> None:
+    moved = ("freeze", "blocks.0.*"), ("insert_layers", 1, {"where": "start"})
+    assert after(*moved, ("unfreeze", "blocks.1.*")).frozen == ()
+    assert is_frozen(after(*moved, ("unfreeze", "blocks.0.*")).frozen, "blocks.1.norm.weight")
+
+
+def test_patterns_say_what_is_frozen_and_nothing_else() -> None:
+    names = ["a.b.c", "a.b.d", "a.e", "f[0].g", "f[0].h", "i", "blocks.1.w", "blocks.10.w"]
+    frozen = {"a.b.c", "a.b.d", "f[0].g", "i", "blocks.1.w"}
+    found = patterns_of(frozen, names)
+    assert found == ("a.b.*", "f[[]0].g", "i", "blocks.1.*")
+    assert {name for name in names if is_frozen(found, name)} == frozen

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from instar.config.budget import Budget, parse_budget
 from instar.data.source import windows_of
-from instar.schedule.pace import Pace, Spot
+from instar.schedule.timeline import Clock, Pace
 
 
 def steps(
     *budgets: str, samples: int | None = 100, batch: int = 8, context: int = 10
 ) -> int | None:
     pace = Pace(batch, context, samples, flops_per_token=1)
-    return Spot().step_of_first(pace, [parse_budget(text) for text in budgets])
+    return Clock().end(pace, [parse_budget(text) for text in budgets])
 
 
 def test_steps_are_themselves() -> None:
@@ -60,7 +60,10 @@ def test_a_batch_larger_than_the_data_makes_one_step_an_epoch() -> None:
 def test_a_share_of_a_budget() -> None:
     pace = Pace(8, 10, 100, 1)
     budgets = [parse_budget("1000it"), parse_budget("4ep")]
-    assert Spot().step_of_first(pace, budgets, Fraction("0.5")) == 26
+    clock = Clock().after(pace, 26)
+    assert clock.used(pace, budgets) == Fraction(1, 2)
+    assert Clock().after(pace, 25).used(pace, budgets) == Fraction(49, 100)
+    assert clock.used(pace, [parse_budget("10min")]) is None
 
 
 def test_windows_cover_all_tokens_but_the_first() -> None:
@@ -70,13 +73,13 @@ def test_windows_cover_all_tokens_but_the_first() -> None:
 
 def test_samples_of_another_length_begin_a_new_order() -> None:
     long, short = Pace(8, 10, 100, 1), Pace(8, 5, 200, 1)
-    half = Spot().after(long, 7).new_order(long)
+    half = Clock().after(long, 7).new_order(long)
     assert (half.tokens, half.in_order) == (560, 0)
     assert half.epochs(short) == Fraction(56, 100)
     later = half.after(short, 26)
     assert later.tokens == 560 + 200 * 5 + 8 * 5
     assert later.epochs(short) == Fraction(56, 100) + Fraction(208, 200)
-    assert half.step_of(short, Budget("epochs", 1)) == 7 + 11
+    assert half.end(short, [Budget("epochs", 1)]) == 7 + 11
 
 
 SIZES = st.integers(1, 200)
@@ -88,7 +91,7 @@ def test_any_stride_through_the_epochs_ends_at_the_same_place(
 ) -> None:
     """A step takes a whole batch, or what is left of its epoch."""
     pace = Pace(batch, context, size, flops_per_token=3)
-    counted, spot = 0, Spot()
+    counted, spot = 0, Clock()
     for _ in range(sum(strides)):
         counted += min(batch, size - counted % size)
     for stride in strides:
@@ -102,9 +105,9 @@ def test_the_steps_of_an_amount_are_the_fewest_that_reach_it(
     size: int, batch: int, before: int, amount: int, context: int
 ) -> None:
     pace = Pace(batch, context, size, flops_per_token=1)
-    spot = Spot().after(pace, before)
-    step = spot.step_of(pace, Budget("samples", spot.samples + amount))
+    spot = Clock().after(pace, before)
+    step = spot.end(pace, [Budget("samples", spot.samples + amount)])
     assert step is not None
     assert spot.after(pace, step - before).samples >= spot.samples + amount
     assert spot.after(pace, step - before - 1).samples < spot.samples + amount
-    assert spot.step_of_tokens(pace, spot.tokens) == before
+    assert spot.tokens == 0 or spot.end(pace, [Budget("tokens", spot.tokens)]) == before

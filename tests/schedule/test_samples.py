@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sized import sized
 
-from instar.config.schedule import Plateau, ScheduledOperation, When
+from instar.config.sections import PlateauTrigger, ScheduledOperation, When
 from instar.growth.operators import OPERATORS
 from instar.models.shape import count_parameters
 from instar.schedule.checks import load_checked
@@ -88,5 +88,5 @@ def test_the_page_names_every_operation_option_trigger_and_guard() -> None:
     said = set(re.findall(r"\w+", page))
     assert {*names()} - {"fold_masks"} <= said
     assert {option for operator in OPERATORS.values() for option in operator.options} <= said
-    for section in (ScheduledOperation, When, Plateau):
+    for section in (ScheduledOperation, When, PlateauTrigger):
         assert set(section.model_fields) <= said

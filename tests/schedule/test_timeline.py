@@ -13,14 +13,13 @@ from sized import sized
 
 from instar.config.budget import parse_budget
 from instar.config.language import LanguageConfig
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.data.source import windows_of
 from instar.models.architecture import flops_per_token, resolve
-from instar.schedule.entries import due, entries, next_entry
 from instar.schedule.forecast import forecast
-from instar.schedule.operations import Change, History, carried_out, fold
-from instar.schedule.pace import Pace, Spot
-from instar.schedule.triggers import Moment
+from instar.schedule.operations import Change, History, carried_out, initial_state
+from instar.schedule.timeline import Clock, Pace
+from instar.schedule.triggers import Moment, due, entries, evaluates_at_start, last_step, next_entry
 
 TOKENS = 4001
 VOCABULARY = 64
@@ -46,10 +45,10 @@ def foretold(run: LanguageConfig) -> tuple[list[int | None], list[int | None]]:
 def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
     """The steps of a loop that asks between all of them, as a trainer does."""
     schedule, budgets = entries(run), [parse_budget(text) for text in run.train.until]
-    state = fold(run, resolve(run.model, VOCABULARY), ())
+    state = initial_state(run, resolve(run.model, VOCABULARY))
     history: History = ()
-    spot, losses = Spot(), []
-    evaluated = run.eval.at_start
+    spot, losses = Clock(), []
+    evaluated = evaluates_at_start(run)
     while True:
         context = state.settings.context
         pace = Pace(
@@ -58,7 +57,8 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
             windows_of(TOKENS, context),
             flops_per_token(state.architecture, context),
         )
-        if spot.step_of_first(pace, budgets) == spot.step:
+        share = spot.used(pace, budgets)
+        if share is not None and share >= 1:
             break
         # what is hoped for is below any bound and flat; what is feared is above and falls
         loss = -1e9 if hopeful else 1e9 - 1e6 * spot.step
@@ -68,15 +68,16 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
         if mask is not None and spot.step >= mask.end:
             state = carried_out(state, Operation("fold_masks"), spot.step)
         while (entry := next_entry(schedule, history)) is not None:
-            last = max((change.step for change in history), default=0)
+            last = last_step(history)
             used = [_used(spot, pace, budget.kind) / budget.amount for budget in budgets]
             now = Moment(
                 step=spot.step,
                 tokens=spot.tokens,
                 fraction=max(used),
-                since_last=spot.step - last,
+                since_last=spot.step - (last or 0),
                 loss=loss if evaluated else None,
                 losses=tuple(losses),
+                operated=last == spot.step,
             )
             if due(entry, now, state) is None:
                 break
@@ -97,7 +98,7 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
     return [*steps, *([None] * (len(schedule) - len(steps)))]
 
 
-def _used(spot: Spot, pace: Pace, kind: str) -> float:
+def _used(spot: Clock, pace: Pace, kind: str) -> float:
     counted = {"steps": spot.step, "tokens": spot.tokens, "samples": spot.samples}
     return float(counted.get(kind, spot.epochs(pace)))
 
@@ -121,16 +122,27 @@ SEEDS = [
     ("interval", "at_start", "early", "late"),
     [
         # waits add up: 50, 125, 225, 350 and 500 thousand steps
-        (250, False, [250] * 5, [50_000, 125_000, 225_000, 350_000, 500_000]),
-        # an evaluation before the first step is asked too
-        (250, True, [0] * 5, [50_000, 125_000, 225_000, 350_000, 500_000]),
+        (
+            250,
+            False,
+            [250, 500, 750, 1000, 1500],
+            [50_000, 125_000, 225_000, 350_000, 500_000],
+        ),
+        # an evaluation before the first step counts
+        (250, True, [0, 250, 500, 1000, 1500], [50_000, 125_000, 225_000, 350_000, 500_000]),
+        (250, None, [0, 250, 500, 1000, 1500], [50_000, 125_000, 225_000, 350_000, 500_000]),
         # 50,000 is no multiple of 2,000 × 3: the next evaluation is asked; from the third operation
         # on every 12,000 steps: 54,000 + 75,000 → 132,000, + 100,000 → 234,000 …
-        (6000, False, [6000] * 5, [54_000, 132_000, 234_000, 360_000, 516_000]),
+        (
+            6000,
+            False,
+            [6000, 12_000, 18_000, 24_000, 36_000],
+            [54_000, 132_000, 234_000, 360_000, 516_000],
+        ),
     ],
 )
 def test_the_seed_s_schedule_fires_where_a_hand_calculation_says(
-    interval: int, at_start: bool, early: list[int], late: list[int]
+    interval: int, at_start: bool | None, early: list[int], late: list[int]
 ) -> None:
     run = config(
         SEEDS,
@@ -148,19 +160,42 @@ def test_the_seed_s_schedule_fires_where_a_hand_calculation_says(
         ([{"when": {"at_step": 300}}], [None], [None]),  # the run ends there
         ([{"when": {"loss_below": 3}}], [20], [None]),
         ([{"when": {"loss_below": 3, "at_step": 33}}], [40], [None]),
-        ([{"trigger_loss": 3, "max_wait_iters": 33}], [20], [40]),
-        # counts alone are asked after every step, and wait for nobody's evaluation
-        ([{"max_wait_iters": 33}, {"max_wait_iters": 33}], [33, 66], [33, 66]),
+        # with `trigger_loss`: one at each evaluation, the one at step 0 included
+        ([{"trigger_loss": 3, "max_wait_iters": 33}], [0], [40]),
+        ([{"trigger_loss": 3, "max_wait_iters": 33}] * 2, [0, 20], [40, 80]),
+        ([{"trigger_loss": 3}, {"trigger_loss": 2}], [0, 20], [None, None]),
+        # an evaluation made again is no other one
+        ([{"trigger_loss": 3, "reevaluate": True}, {"trigger_loss": 2}], [0, 20], [None, None]),
+        ([{"trigger_loss": 3}, {"trigger_loss": 2, "min_steps": 50}], [0, 60], [None, None]),
+        # counts alone are asked after every step, and wait for no evaluation
+        ([{"max_wait_iters": 33}, {"when": {"waited": 33}}], [33, 66], [33, 66]),
         # two at one evaluation, on the same loss
-        ([{"trigger_loss": 3}, {"trigger_loss": 2}], [20, 20], [None, None]),
+        ([{"when": {"loss_below": 3}}, {"when": {"loss_below": 2}}], [20, 20], [None, None]),
+        # both kinds: what has `trigger_loss` waits for the evaluation after any other operation
+        ([{"when": {"loss_below": 3}}, {"trigger_loss": 2}], [0, 20], [None, None]),
+        ([{"trigger_loss": 3}, {"when": {"loss_below": 2}}], [0, 0], [None, None]),
+        (
+            [{"when": {"at_step": 0}}, {"trigger_loss": 3}, {"when": {"at_step": 0}}],
+            [0, 20, 20],
+            [0, None, None],
+        ),
         # after a step without an evaluation the next one is waited for …
-        ([{"max_wait_iters": 33}, {"trigger_loss": 3}], [33, 40], [33, None]),
-        # … unless one is made at once
-        ([{"max_wait_iters": 33, "reevaluate": True}, {"trigger_loss": 3}], [33, 33], [33, None]),
-        ([{"trigger_loss": 3}, {"trigger_loss": 2, "min_steps": 50}], [20, 80], [None, None]),
+        ([{"when": {"waited": 33}}, {"when": {"loss_below": 3}}], [33, 40], [33, None]),
+        ([{"when": {"waited": 33}}, {"trigger_loss": 3}], [33, 40], [33, None]),
+        # … unless one is made at once, which `trigger_loss` does not take for one
+        (
+            [{"when": {"waited": 33}, "reevaluate": True}, {"when": {"loss_below": 3}}],
+            [33, 33],
+            [33, None],
+        ),
+        (
+            [{"when": {"waited": 33}, "reevaluate": True}, {"trigger_loss": 3}],
+            [33, 40],
+            [33, None],
+        ),
         ([{"when": {"plateau": {"window": 3, "slope": 0.1, "patience": 2}}}], [80], [None]),
         (
-            [{"max_wait_iters": 30}, {"when": {"plateau": {"window": 3, "slope": 0.1}}}],
+            [{"when": {"waited": 30}}, {"when": {"plateau": {"window": 3, "slope": 0.1}}}],
             [30, 80],
             [30, None],
         ),
@@ -179,7 +214,7 @@ def test_the_steps_of_a_schedule(
 
 
 def test_growth_waits_until_a_mask_is_open_in_full() -> None:
-    soon = {"max_wait_iters": 10}
+    soon = {"when": {"waited": 10}}
     run = config(
         [
             {"name": "insert_layers", "value": 1, "mask": 100, **soon},
@@ -235,15 +270,20 @@ OPERATION = st.sampled_from(
         {"name": "widen_mlp", "value": "x1.5"},
     ]
 )
+SOURCE_FORM = st.one_of(
+    st.just({"trigger_loss": 3.0}),
+    st.builds(lambda n: {"max_wait_iters": n}, st.integers(1, 90)),
+    st.builds(lambda n: {"trigger_loss": 3.0, "max_wait_iters": n}, st.integers(1, 90)),
+)
 ENTRY = st.builds(
     lambda operation, when, least, again: {
         **operation,
-        "when": when,
+        **when,
         "reevaluate": again,
         **({"min_steps": least} if least else {}),
     },
     OPERATION,
-    WHEN,
+    st.builds(lambda when: {"when": when}, WHEN) | SOURCE_FORM,
     st.integers(0, 60),
     st.booleans(),
 )
@@ -251,9 +291,9 @@ UNTIL = st.sampled_from([["300it"], ["9ktok"], ["3ep"], ["1100samples", "290it"]
 
 
 @settings(max_examples=figures.times(60, 2000), deadline=None)
-@given(st.lists(ENTRY, min_size=1, max_size=5), UNTIL, st.booleans())
+@given(st.lists(ENTRY, min_size=1, max_size=5), UNTIL, st.none() | st.booleans())
 def test_any_schedule_fires_where_a_loop_makes_it_fire(
-    schedule: list[dict[str, Any]], until: list[str], at_start: bool
+    schedule: list[dict[str, Any]], until: list[str], at_start: bool | None
 ) -> None:
     run = config(
         schedule,

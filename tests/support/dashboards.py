@@ -9,14 +9,14 @@ from pathlib import Path
 from socket import socket
 from threading import Thread
 
+import httpx
 import pytest
 import uvicorn
 
-from instar.logs.dashboard import catalog, live
-from instar.logs.dashboard.app import dashboard as dashboard_app
-from instar.logs.dashboard.guard import Guard, own_names
-from instar.logs.dashboard.serve import Ending, take
-from instar.record.events import Eval, Operation, RunStarted, Train
+from instar.logs.web import catalog
+from instar.logs.web import stream as live
+from instar.logs.web.server import Ending, configured, take
+from instar.record.events import Eval, OperationEvent, RunStarted, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 
@@ -40,13 +40,18 @@ def dashboard(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Pop
         process.stderr.close()
 
 
+def asking(address: str) -> httpx.Client:
+    """A client of the dashboard at this address, with its token."""
+    base, _, token = address.partition("?token=")
+    return httpx.Client(base_url=base, headers={"Authorization": f"Bearer {token}"})
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address of one in a thread of this process, which looks at the runs more often."""
     ending = Ending()
     address = take("127.0.0.1", 0, None)
-    app = Guard(dashboard_app(folder, ending), own_names(address.host), address.token, "instar")
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+    config = configured(folder, address, ending)
     server = uvicorn.Server(config)
     with pytest.MonkeyPatch.context() as patch, socket(fileno=address.descriptor) as bound:
         patch.setattr(catalog, "FRESH_S", 0.1)
@@ -103,7 +108,7 @@ def make_run(folder: Path, name: str, steps: int = 40, *, grows: bool = False) -
                 record.write(Eval(step=step, split="val", loss=5.1 / step**0.5))
             if grows and step == steps // 2:
                 record.write(
-                    Operation(
+                    OperationEvent(
                         step=step,
                         name="widen_mlp",
                         value=32,

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from instar.logs.reading.record import RunRecord, read
-from instar.record.events import Eval, Event, Operation, RunStarted, Saved, Train, encode
+from instar.logs.read.record import RunRecord, read
+from instar.record.events import Eval, Event, OperationEvent, RunStarted, Saved, Train, encode
 from instar.record.rundir import RunDir
 
 BEGAN = 1_795_300_000.0
@@ -65,6 +65,6 @@ def falling(steps: int = 100, high: float = 6.0) -> list[Event]:
             events.append(evaluated(step, loss + 0.1))
         if step == steps // 2:
             widened = {"name": "widen_mlp", "value": 352, "verb": "GROW", "change": "192→352"}
-            events.append(Operation(**widened, **place(step)))
+            events.append(OperationEvent(**widened, **place(step)))
             events.append(Saved(path=f"checkpoints/step-{step}", **place(step)))
     return events

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import functools
 import os
 import resource
+import shutil
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import savers
 import torch
 
-from instar.checkpoint import disk
 from instar.cli.main import main
 from instar.data.columns import Columns
-from instar.data.feed import Feed
+from instar.data.loader import Prefetcher, StepBatch
 from instar.data.order import Int64Array, Order
-from instar.data.reader import StepBatch
 from instar.data.source import Source
-from instar.run.trainer import Trainer
+from instar.record import atomic, recorder, system
+from instar.record.control import ask
+from instar.run.loop import sync_point
+from instar.run.loop.trainer import Trainer
 from instar.tasks.language import LanguageTask
 from instar.tasks.task import Batch
 
@@ -37,11 +46,13 @@ def is_rank(rank: int) -> bool:
 
 
 def before_step(number: int, act: Callable[[], None]) -> None:
-    """Do something once this rank comes to a step."""
+    """Do something once this rank comes to a step, with no save of an earlier one under way."""
     step = Trainer.step
 
     def acted(self: Trainer) -> None:
-        if self.progress.step + 1 == number:
+        if self.state.progress.step + 1 == number:
+            if self.parts.saver.pending is not None:
+                futures.wait([self.parts.saver.pending])
             act()
         step(self)
 
@@ -63,6 +74,177 @@ def full_at_step_10(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def full_from_step_8_to_12(argv: Sequence[str], place: str, copy: str) -> int:
+    """With the run on a small disk of its own under `place`, which nothing fits on from step 8 on,
+    until three seconds have passed at step 12; the disk is copied to `copy` in the end.
+
+    Where no disk can be mounted, files cannot grow meanwhile.
+    """
+    folder = Path(place)
+    free: list[Callable[[], None]] = []
+    try:
+        savers._mount_small_disk(folder, 8 << 20)
+        filler = folder / "filler"
+
+        def fill() -> None:
+            with filler.open("wb", buffering=0) as file:
+                for size in (1 << 16, 1):
+                    while True:
+                        try:
+                            file.write(bytes(size))
+                        except OSError:
+                            break
+
+        free.append(filler.unlink)
+    except OSError:
+
+        def fill() -> None:
+            _limit_files(1)
+
+        free.append(lambda: _limit_files(resource.RLIM_INFINITY))
+    filled_at = [0.0]
+
+    def begin() -> None:
+        filled_at[0] = time.monotonic()
+        fill()
+
+    def end() -> None:
+        threading.Event().wait(filled_at[0] + 3.0 - time.monotonic())
+        free[0]()
+
+    before_step(FAILING_STEP, begin)
+    before_step(12, end)
+    code = main(argv)
+    shutil.copytree(folder, copy)
+    return code
+
+
+def full_until_given_up(argv: Sequence[str]) -> int:
+    """On rank 0, the record cannot be written from step 8 on, and nobody waits for that to change."""
+    recorder.MOST_REFUSED_S, recorder.CLOSE_WAIT_S = 0.0, 0.0
+
+    def fill() -> None:
+        for descriptor in Path("/proc/self/fd").iterdir():
+            if descriptor.exists() and descriptor.resolve().name == "events.jsonl":
+                os.dup2(os.open("/dev/full", os.O_WRONLY), int(descriptor.name))
+
+    if is_rank(0):
+        before_step(FAILING_STEP, fill)
+    return main(argv)
+
+
+def without_flock(argv: Sequence[str]) -> int:
+    """On a file system that has no locks."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    fcntl.flock = refuse  # type: ignore[assignment]
+    return main(argv)
+
+
+def deletes_slowly(argv: Sequence[str]) -> int:
+    """Deleting takes three seconds."""
+    remove = atomic.remove_tree
+
+    def slowly(path: Path) -> None:
+        if path.name.startswith(atomic.TRASH):
+            threading.Event().wait(3.0)
+        remove(path)
+
+    atomic.remove_tree = slowly  # type: ignore[assignment]
+    return main(argv)
+
+
+def rank_1_on_another_host(argv: Sequence[str]) -> int:
+    """What is relative to the working directory is on another disk on rank 1."""
+    if is_rank(1):
+        other = Path.cwd().with_name("other-host")
+        shutil.copytree(Path.cwd(), other)
+        os.chdir(other)
+    return main(argv)
+
+
+def trains_again_and_again(times: int, overrides: Sequence[str]) -> int:
+    """Train as a rank so often, from one script; what is left of each time is said as JSON."""
+    import gc
+    import json
+
+    import psutil
+
+    from instar import api
+
+    me = psutil.Process()
+    torch.set_num_threads(2)
+    flags = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    for number in range(times):
+        api.train("run.yaml", [*overrides, f"record.run_dir=run-{number}"])
+        gc.collect()
+        trainers = sum(type(thing) is Trainer for thing in gc.get_objects())
+        left = {"trainers": trainers, "threads": me.num_threads(), "rss": me.memory_info().rss}
+        same = flags == (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+        print("left", json.dumps(left | {"flags": same}), flush=True)
+    return 0
+
+
+def counts_workers(argv: Sequence[str]) -> int:
+    """Say, in the first step, how many worker processes were started and how many are there."""
+    import psutil
+
+    from instar.data.workers import Workers
+
+    started = [0]
+    start, step = Workers.__init__, Trainer.step
+
+    def counted(self: Workers, *arguments: Any) -> None:
+        started[0] += 1
+        start(self, *arguments)
+
+    def telling(self: Trainer) -> None:
+        step(self)
+        print("workers", started[0], len(psutil.Process().children()), flush=True)
+
+    Workers.__init__ = counted  # type: ignore[method-assign]
+    Trainer.step = telling  # type: ignore[method-assign]
+    return main(argv)
+
+
+def saves_once_told_twice(argv: Sequence[str]) -> int:
+    """While the save of a stop is written, and while the process leaves, SIGTERM comes again."""
+    from instar.cli import train
+    from instar.run.output.save import Saver
+
+    save, one_rank = Saver.save, train._one_rank
+
+    def told_again(self: Saver, *arguments: Any, **named: Any) -> None:
+        threading.Event().wait(0.5)  # longer than what counts as the same signal
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(self, *arguments, **named)
+
+    def told_at_last(*arguments: Any) -> int:
+        code = one_rank(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return code
+
+    Saver.save = told_again  # type: ignore[method-assign]
+    train._one_rank = told_at_last  # type: ignore[assignment]
+    return main(argv)
+
+
+def told_to_stop_before_it_starts(argv: Sequence[str]) -> int:
+    """SIGTERM comes while the config is checked."""
+    from instar.run.lifecycle import worker
+
+    check = worker.preflight
+
+    def told(*arguments: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return check(*arguments, **named)
+
+    worker.preflight = told  # type: ignore[assignment]
+    return main(argv)
+
+
 def rank_1_cannot_write(argv: Sequence[str]) -> int:
     """On rank 1, a checkpoint's files cannot be written from step 8 on."""
 
@@ -70,53 +252,127 @@ def rank_1_cannot_write(argv: Sequence[str]) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     if is_rank(1):
-        before_step(FAILING_STEP, lambda: setattr(disk, "write_synced", refuse))
-        before_step(FAILING_STEP, lambda: setattr(disk, "sync_file", refuse))
+        before_step(FAILING_STEP, lambda: setattr(atomic, "write_synced", refuse))
+        before_step(FAILING_STEP, lambda: setattr(atomic, "sync_file", refuse))
     return main(argv)
 
 
 def rank_1_cannot_read(argv: Sequence[str]) -> int:
     """On rank 1, the samples of step 8 cannot be read."""
-    take = Feed.take
+    take = Prefetcher.take
 
-    def failing(self: Feed, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
+    def failing(self: Prefetcher, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
         if cursor == (FAILING_STEP - 1) * GLOBAL_BATCH:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return take(self, cursor, *arguments, **named)
 
     if is_rank(1):
-        Feed.take = failing  # type: ignore[method-assign]
+        Prefetcher.take = failing  # type: ignore[method-assign]
+    return main(argv)
+
+
+def rank_1_cannot_read_step(argv: Sequence[str], step: int) -> int:
+    """On rank 1, the samples of a step cannot be read."""
+    take, taken = Prefetcher.take, [0]
+
+    def failing(self: Prefetcher, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
+        taken[0] += 1
+        if taken[0] == step:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return take(self, cursor, *arguments, **named)
+
+    if is_rank(1):
+        Prefetcher.take = failing  # type: ignore[method-assign]
     return main(argv)
 
 
 def rank_1_grows_otherwise(argv: Sequence[str]) -> int:
     """On rank 1, what an operation makes new has other values."""
-    from instar.run import reshape
+    from instar.run.changes import live_growth
 
     def otherwise(plan: Any, tensors: Any, role: Any, key: tuple[int, ...]) -> Any:
         return apply(plan, tensors, role, (*key, 1))
 
-    apply = reshape.apply
+    apply = live_growth.apply
     if is_rank(1):
-        reshape.apply = otherwise  # type: ignore[assignment]
+        live_growth.apply = otherwise  # type: ignore[assignment]
     return main(argv)
 
 
 def rank_1_has_no_memory_to_grow(argv: Sequence[str]) -> int:
     """On rank 1, there is no room for a second model."""
-    from instar.run import reshape
+    from instar.run.changes import live_growth
 
     def refuse(*_: Any) -> None:
         raise MemoryError("no room for another model")
 
     if is_rank(1):
-        reshape.apply = refuse  # type: ignore[assignment]
+        live_growth.apply = refuse  # type: ignore[assignment]
+    return main(argv)
+
+
+def seeds_by_rank(argv: Sequence[str]) -> int:
+    """Each rank was given another seed."""
+    return main([*argv, "--set", f"seed={os.environ['RANK']}"])
+
+
+def stop_is_withdrawn(argv: Sequence[str]) -> int:
+    """Rank 0 is asked to stop at step 8, through the run's folder; as soon as all ranks agree, the
+    request is withdrawn."""
+    finish = sync_point.SyncPoint.finish
+
+    def finished(self: sync_point.SyncPoint, *arguments: Any) -> None:
+        finish(self, *arguments)
+        if self.stop_requested and self.inbox is not None:
+            for request in self.inbox.requests():
+                request.withdraw()
+
+    def asked() -> None:
+        (folder,) = Path().glob("*/checkpoints")
+        ask(folder.with_name("control"), "stop")
+
+    if is_rank(0):
+        before_step(FAILING_STEP, asked)
+        sync_point.SyncPoint.finish = finished  # type: ignore[method-assign]
+    return main(argv)
+
+
+def rank_1_cannot_wrap_again(argv: Sequence[str]) -> int:
+    """On rank 1, there is no room for DDP's buckets around a second model."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    make, made = DistributedDataParallel.__init__, [0]
+
+    def refuse(self: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+        made[0] += 1
+        if made[0] > 1:
+            raise torch.OutOfMemoryError("no room for buckets")
+        make(self, *arguments, **named)
+
+    # what calls it looks at its arguments, to know the version of torch
+    functools.update_wrapper(refuse, make)
+    if is_rank(1):
+        DistributedDataParallel.__init__ = refuse  # type: ignore[method-assign]
+    return main(argv)
+
+
+def bf16_units_except_on_rank(argv: Sequence[str], rank: int) -> int:
+    """All processors have bf16 units but one."""
+    if not is_rank(rank) or rank > 1:
+        del os.environ["ONEDNN_MAX_CPU_ISA"]
+        system.CPUINFO = Path("cpuinfo")
+        system.CPUINFO.write_text("flags\t: avx512_bf16\n", encoding="utf-8")
     return main(argv)
 
 
 def last_rank_has_nan_once(argv: Sequence[str]) -> int:
     """On the last rank, the loss of step 8 is not a number."""
     return _with_nan(argv, -1, lambda step: step == FAILING_STEP)
+
+
+def last_rank_has_nan_for_good(argv: Sequence[str]) -> int:
+    """On the last rank, no loss is a number from step 8 on."""
+    return _with_nan(argv, -1, lambda step: step >= FAILING_STEP)
 
 
 def rank_1_has_nan_for_good(argv: Sequence[str]) -> int:
@@ -126,10 +382,11 @@ def rank_1_has_nan_for_good(argv: Sequence[str]) -> int:
 
 def keeps_little(argv: Sequence[str]) -> int:
     """Of a stream, only the newest samples stay in memory: each pass reads it again."""
-    from instar.data import counting, reader
+    from instar.data import loader
+    from instar.data.text import stream_index
 
-    counting._KEPT_BYTES = 300 * 34  # samples of 17 tokens
-    reader.BLOCK_STEPS = 2
+    stream_index._KEPT_BYTES = 300 * 34  # samples of 17 tokens
+    loader.BLOCK_STEPS = 2
     return main(argv)
 
 
@@ -138,7 +395,7 @@ def data_block_in_epoch_2(argv: Sequence[str]) -> int:
 
     It says so on the terminal that it was started on, once it waits.
     """
-    train_samples, take = LanguageTask.train_samples, Feed.take
+    train_samples, take = LanguageTask.train_samples, Prefetcher.take
     terminal, epoch_samples = os.dup(1), 0
 
     def blocking(self: LanguageTask, course: int = 0) -> tuple[Source, Order]:
@@ -147,14 +404,14 @@ def data_block_in_epoch_2(argv: Sequence[str]) -> int:
         epoch_samples = order.samples_per_epoch
         return _NeverTwice(source), order
 
-    def telling(self: Feed, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
+    def telling(self: Prefetcher, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
         if cursor == epoch_samples:
             os.write(terminal, b"waiting for data\n")
         return take(self, cursor, *arguments, **named)
 
     if is_rank(-1):
         LanguageTask.train_samples = blocking  # type: ignore[method-assign]
-        Feed.take = telling  # type: ignore[method-assign]
+        Prefetcher.take = telling  # type: ignore[method-assign]
     return main(argv)
 
 
@@ -180,6 +437,25 @@ class _NeverTwice:
         return self._source.read(indices, epoch)
 
 
+def notes_what_is_asked_of_ddp(argv: Sequence[str], file: str) -> int:
+    """Write down the attributes of DistributedDataParallel that Instar's own code reads."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ours, asked = str(Path(sync_point.__file__).parents[2]), set[str]()
+    get = DistributedDataParallel.__getattribute__
+
+    def noted(self: DistributedDataParallel, name: str) -> Any:
+        if sys._getframe(1).f_code.co_filename.startswith(ours):
+            asked.add(name)
+        return get(self, name)
+
+    DistributedDataParallel.__getattribute__ = noted  # type: ignore[method-assign]
+    code = main(argv)
+    if is_rank(0):
+        Path(file).write_text(" ".join(sorted(asked)), encoding="utf-8")
+    return code
+
+
 def _limit_files(room_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
@@ -190,7 +466,7 @@ def _with_nan(argv: Sequence[str], rank: int, at: Callable[[int], bool]) -> int:
     step, loss_sum = Trainer.step, LanguageTask.loss_sum
 
     def counted(self: Trainer) -> None:
-        steps[0] = self.progress.step + 1
+        steps[0] = self.state.progress.step + 1
         step(self)
 
     def poisoned(self: LanguageTask, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -200,4 +476,11 @@ def _with_nan(argv: Sequence[str], rank: int, at: Callable[[int], bool]) -> int:
     if is_rank(rank):
         Trainer.step = counted  # type: ignore[method-assign]
         LanguageTask.loss_sum = poisoned  # type: ignore[method-assign]
+    return main(argv)
+
+
+def an_hour_later(argv: Sequence[str]) -> int:
+    """The command line, with the clock of the wall an hour ahead."""
+    now = time.time
+    time.time = lambda: now() + 3600.0
     return main(argv)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instar.data.dispatch import Receiver, Sender
-from instar.data.feed import Feed
+from instar.data.broadcast import BroadcastReceiver, BroadcastSender
+from instar.data.loader import LocalReader, Prefetcher
 from instar.data.order import Int64Array, Order
-from instar.data.reader import LocalReader
 from instar.data.source import Source
 
 
@@ -47,11 +46,11 @@ def local_feed(
     world_size: int = 1,
     prefetch: bool = True,
     virtual_ranks: int | None = None,
-) -> Feed:
+) -> Prefetcher:
     slices = virtual_ranks or world_size
     each = slices // world_size
     own = range(rank * each, (rank + 1) * each)
-    return Feed(LocalReader(source, order, slices, own, f"rank {rank}"), prefetch)
+    return Prefetcher(LocalReader(source, order, slices, own, f"rank {rank}"), prefetch)
 
 
 class Queues:
@@ -76,13 +75,15 @@ class Side:
 
 def dispatched_feeds(
     source: Source, order: Order, world: int, *, queues: Queues | None = None, number: int = 1
-) -> list[Feed]:
+) -> list[Prefetcher]:
     """The feeds of all ranks, of which the first one reads for all."""
     queues = queues or Queues(world)
     own = [range(rank, rank + 1) for rank in range(world)]
     reader = LocalReader(source, order, world, range(world), "rank 0")
-    feeds = [Feed(Sender(reader, own, queues, number))]
-    return feeds + [Feed(Receiver(Side(queues, rank), number)) for rank in range(1, world)]
+    feeds = [Prefetcher(BroadcastSender(reader, own, queues, number))]
+    return feeds + [
+        Prefetcher(BroadcastReceiver(Side(queues, rank), number)) for rank in range(1, world)
+    ]
 
 
 def texts() -> Iterator[str]:

@@ -3,28 +3,54 @@
 What a child does is a function named as `module:function`, with JSON arguments; what it returns is
 its exit code. Nothing of a child is Instar's own way of starting a rank: `children_as_ranks` says
 who it is as `torchrun` would, through the environment.
+
+`Forks.command` and `Forks.python` are executables for shells and for `subprocess`: the command
+`instar`, and `python -c PROGRAM …`, run by such a child with the streams, the environment and the
+folder of whoever calls it. A signal reaches the child through them, but for SIGSTOP.
 """
 
 from __future__ import annotations
 
+import array
+import atexit
+import gc
 import json
 import os
 import re
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, Self
 
 LIMIT_S = 120.0
+START_S = 400.0
+"""enough to import everything on the busiest of machines"""
 POLL_S = 0.002
+
+MODULES = ["instar.cli.main", "instar.cli.train"]
+MODULES += ["instar.run.lifecycle.worker", "instar.run.lifecycle.offline", "instar.tasks.graph"]
+MODULES += [
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "datasets",
+    "pyarrow.parquet",
+]
+MODULES += ["matplotlib.pyplot", "failures", "savers", "science", "states"]
+"""What runs and tests of them import; some of it comes late in them, and takes seconds."""
 
 INSTAR = "instar.cli.main:main"
 """The body that is the command line itself; its argument is a list of words."""
@@ -84,16 +110,29 @@ class Forks:
         """`modules` are imported once, for all children."""
         self._ended: dict[int, int] = {}
         self._number = 0
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_bare_environment(),
-        )
+        self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
+        self.command, self.python = self._folder / "instar", self._folder / "python"
+        calls = self._folder / "calls"
+        client = Path(__file__).with_name("forks_client.py").read_text(encoding="utf-8")
+        shebang = f"#!{sys.executable} -IS\n"
+        for file in (self.command, self.python):
+            file.write_text(f"{shebang}SERVER = {str(calls)!r}\n{client}", encoding="utf-8")
+            file.chmod(0o755)
+        with socket.socket(socket.AF_UNIX) as called:
+            called.bind(str(calls))
+            called.listen(64)
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(called.fileno()), *modules],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=_bare_environment(),
+                pass_fds=[called.fileno()],
+            )
         assert self._process.stdout is not None
         self._answers = selectors.DefaultSelector()
         self._answers.register(self._process.stdout, selectors.EVENT_READ)
         self._unread = b""
+        assert self._answer(START_S) == {"ready": 1}, "the forking process does not start"
 
     def start(
         self,
@@ -135,6 +174,7 @@ class Forks:
         self._process.wait(LIMIT_S)
         self._answers.close()
         self._process.stdout.close()
+        shutil.rmtree(self._folder)
 
     def __enter__(self) -> Self:
         return self
@@ -156,6 +196,14 @@ class Forks:
         if "ended" in answer:
             self._ended[answer["ended"]] = answer["status"]
         return answer
+
+
+@cache
+def forks() -> Forks:
+    """The process that forks for all tests of this one."""
+    server = Forks(*MODULES)
+    atexit.register(server.close)
+    return server
 
 
 def children_as_ranks(
@@ -189,44 +237,117 @@ def _free_port() -> int:
 
 
 def _bare_environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("INSTAR")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("INSTAR") or name == "INSTAR_CACHE_DIR"
+    }
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
-def _serve(modules: Sequence[str]) -> None:
-    """Fork for every line of stdin; say who was started and how each ended."""
+def _serve(called: socket.socket, modules: Sequence[str]) -> None:
+    """Fork for every line of stdin, and say who was started and how each ended; fork for everyone
+    who calls at a socket too."""
     for module in modules:
         import_module(module)
+    _make_what_runs_make_once()
+    _say({"ready": 1})
+    gc.freeze()  # what children do not touch is not copied
     listening, telling = os.pipe()
     os.set_blocking(listening, False)
     os.set_blocking(telling, False)
     signal.set_wakeup_fd(telling)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     living: set[int] = set()
+    callers: dict[socket.socket, int] = {}
+
+    def let_go() -> None:
+        """In a child: it has nothing to do with all this."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ready.close()
+        for file in (listening, telling):
+            os.close(file)
+        for each in (called, *callers):
+            each.close()
+
     with selectors.DefaultSelector() as ready:
-        ready.register(0, selectors.EVENT_READ)
-        ready.register(listening, selectors.EVENT_READ)
+        for file in (0, listening, called):
+            ready.register(file, selectors.EVENT_READ)
         while True:
-            events = {key.fd for key, _ in ready.select()}
+            events = {key.fileobj for key, _ in ready.select()}
             if listening in events:
                 os.read(listening, 1 << 16)
                 for pid, status in _reap():
                     living.discard(pid)
-                    _say({"ended": pid, "status": status})
+                    waiting = [caller for caller, child in callers.items() if child == pid]
+                    for caller in waiting:
+                        _end_call(ready, caller, status)
+                        del callers[caller]
+                    if not waiting:
+                        _say({"ended": pid, "status": status})
+            for caller in [caller for caller in callers if caller in events]:
+                with suppress(ProcessLookupError):  # it is gone: nobody waits for the child
+                    os.kill(callers[caller], signal.SIGKILL)
+                _end_call(ready, caller, None)
+                del callers[caller]
+            if called in events:
+                caller, _ = called.accept()
+                request, files = _receive(caller)
+                pid = os.fork()
+                if pid == 0:
+                    let_go()
+                    caller.close()
+                    _become_called(request, files)
+                for file in files:
+                    os.close(file)
+                caller.sendall(f"{pid}\n".encode())
+                living.add(pid)
+                callers[caller] = pid
+                ready.register(caller, selectors.EVENT_READ)
             if 0 in events:
                 line = sys.stdin.buffer.readline()  # the next comes only after the answer
                 if not line:
                     break
                 pid = os.fork()
                 if pid == 0:
+                    let_go()
                     _become(json.loads(line))
                 with suppress(OSError):  # here as well as there: whoever is first
                     os.setpgid(pid, pid)
                 living.add(pid)
                 _say({"started": pid})
     for pid in living:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+
+
+def _make_what_runs_make_once() -> None:
+    """Each run would take a second for these: how values are written in YAML, and the report."""
+    from instar.config.load import load
+    from instar.logs.web import report  # noqa: F401
+
+    load(None, []).to_yaml()
+
+
+def _receive(caller: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """What `forks_client` sends: a length, JSON, and the files of its three streams."""
+    size = array.array("i").itemsize
+    first, sent, _, _ = caller.recvmsg(8, socket.CMSG_LEN(3 * size))
+    files = array.array("i", sent[0][2])
+    length = int.from_bytes(first, "little")
+    text = b""
+    while len(text) < length:
+        text += caller.recv(length - len(text))
+    return json.loads(text), list(files)
+
+
+def _end_call(ready: selectors.BaseSelector, caller: socket.socket, status: int | None) -> None:
+    ready.unregister(caller)
+    with suppress(OSError):
+        if status is not None:
+            caller.sendall(f"{status}\n".encode())
+    caller.close()
 
 
 def _reap() -> list[tuple[int, int]]:
@@ -241,13 +362,64 @@ def _say(answer: Mapping[str, int]) -> None:
     os.write(1, json.dumps(answer).encode() + b"\n")
 
 
+def _become_called(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+    """Be the installed command or an interpreter, for whoever called."""
+    code = 1
+    try:
+        try:
+            os.setpgid(0, request["group"])
+        except OSError:  # of another session
+            os.setpgid(0, 0)
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.chdir(request["place"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        called, *words = request["words"]
+        if Path(called).name == "python":
+            code = _interpret(words)
+        else:
+            sys.argv[:] = [called, *words]
+            sys.path[0] = str(Path(sys.executable).parent)
+            import_module("instar.cli.main").entry()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _leave(code)
+
+
+def _interpret(words: Sequence[str]) -> int:
+    """`python -c PROGRAM …`"""
+    option, program, *arguments = words
+    assert option == "-c", words
+    sys.argv[:] = ["-c", *arguments]
+    sys.path[0] = ""
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    exec(compile(program, "<string>", "exec"), vars(module))
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End as an interpreter does: after other threads and what is to be done at exit."""
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def _become(request: Mapping[str, Any]) -> NoReturn:
     """Do what was asked, as a process that has nothing of its parent but what it imported."""
     code = 1
     try:
         os.setpgid(0, 0)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(said, 1)
@@ -268,4 +440,5 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1:])
+    with socket.socket(fileno=int(sys.argv[1])) as calls:
+        _serve(calls, sys.argv[2:])

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instar.config.operation import Operation
+from instar.config.sections import Operation
 from instar.growth.apply import Role, apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import Probe, Proof, compare
 from instar.models.architecture import Architecture
-from instar.models.gpt import GPT
-from instar.models.initial import named_generator
+from instar.models.gpt import GPT, named_generator
 
 KEY = (7, 0)
 

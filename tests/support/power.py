@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import pytest
 import safetensors.torch
 
-from instar.checkpoint.disk import DELETER
+from instar.record.atomic import DELETER
 
 EXHAUSTIVE = 1 << 13
 """States of one moment up to which all are made; beyond, so many are drawn."""

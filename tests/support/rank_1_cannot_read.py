@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from instar.cli.main import main
-from instar.data.feed import Feed
-from instar.data.reader import StepBatch
+from instar.data.loader import Prefetcher, StepBatch
 from instar.distributed.launch import launch
 
-take = Feed.take
+take = Prefetcher.take
 
 
 def take_until_the_disk_is_gone(
-    self: Feed, cursor: int, global_batch: int, batch_size: int, give_up: Callable[[], bool]
+    self: Prefetcher, cursor: int, global_batch: int, batch_size: int, give_up: Callable[[], bool]
 ) -> StepBatch:
     if cursor == 5 * 8 and os.environ["RANK"] == "1":
         raise OSError("the disk is gone")
@@ -25,7 +24,7 @@ def take_until_the_disk_is_gone(
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        Feed.take = take_until_the_disk_is_gone
+        Prefetcher.take = take_until_the_disk_is_gone
         sys.exit(main(["train", *sys.argv[1:]]))
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     sys.exit(launch(sys.argv[1:], 2, module="rank_1_cannot_read"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from instar.logs.reading.record import AXES, RunRecord
+from instar.logs.read.record import AXES, RunRecord
 
 
 def same(one: RunRecord, other: RunRecord) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from instar.record.events import Eval, Operation, RunFinished, RunStarted, Saved, encode
+from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, encode
 from instar.record.rundir import RunDir
 
 START = 1_795_300_000.0
@@ -85,7 +85,7 @@ def _segment(
             now, place = START + step + segment, _place(step)
             yield encode(Eval(split="val", loss=loss + 0.1, **place), now, segment)
             if step // every % 4 == 2:
-                yield encode(Operation(name="change_lr", value=0.5, **place), now, segment)
+                yield encode(OperationEvent(name="change_lr", value=0.5, **place), now, segment)
             yield encode(Saved(path=f"checkpoints/step-{step}", **place), now, segment)
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from instar.checkpoint.listing import latest_intact
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import Checkpoint, newest_whole, publish
+from instar.checkpoint.store import Checkpoint, publish
 
 ROWS = 1 << 16
 """of 4 bytes, in each of nine tensors: 2.25 MiB a checkpoint"""
@@ -76,9 +77,9 @@ def save_with_too_little_room(root: str, step: int, room_bytes: int, kind: str) 
         except CheckpointError as error:
             told = str(error)
     after = _names(folder)
-    found, skipped = newest_whole(folder)
+    found, skipped = latest_intact(folder)
     save(folder, step + 2)
-    last, _ = newest_whole(folder)
+    last, _ = latest_intact(folder)
     left_over = [path.name for path in (folder / "checkpoints").glob(".*")]
     facts: dict[str, object] = {"told": told, "before": before, "after": after}
     facts |= {"found": found.path.name}

@@ -7,46 +7,46 @@ task of Instar's own.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from forks import Forks
+from forks import Forks, forks
 from tiny_run import Place
 from torch import Tensor, nn
 
-from instar.checkpoint import disk
 from instar.cli.main import main
 from instar.config.load import load
 from instar.config.schema import ParallelConfig
+from instar.custom import Batch, CustomTask, Field, SamplesConfig, Section, Shape, Table
+from instar.data.arrays import InMemorySource
 from instar.data.columns import Columns, stack
-from instar.data.samples import Samples
-from instar.distributed.ranklog import RankLog
+from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join
-from instar.own import Batch, Field, OwnTask, SamplesConfig, Section, Shape, Table
+from instar.record import atomic
 from instar.record.console import silent_console
 from instar.record.events import Eval, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run import final, predictions, saving
-from instar.run.build import build
-from instar.run.evaluate import Evaluation, evaluate
-from instar.run.preflight import preflight
-from instar.run.safepoint import SafePoint
-from instar.run.stop import Decision
-from instar.run.trainer import Trainer
-from instar.tasks.own import OwnRunTask
+from instar.run.lifecycle import test_phase
+from instar.run.lifecycle.build import build
+from instar.run.lifecycle.preflight import preflight
+from instar.run.loop.evaluate import Evaluation, evaluate
+from instar.run.loop.state import Decision
+from instar.run.loop.sync_point import SyncPoint
+from instar.run.loop.trainer import Trainer
+from instar.run.output import save
+from instar.tasks.custom import CustomTaskAdapter
 from instar.tasks.task import Tally
 
 CONFIG = """\
@@ -100,6 +100,12 @@ class Axes(Shape):
         table.linear("down", "classes", "hidden")
 
 
+class NormedAxes(Axes):
+    def table(self, table: Table) -> None:
+        table.linear("net.up", "hidden", "inputs")
+        table.linear("net.down", "classes", "hidden")
+
+
 class Net(nn.Module):
     def __init__(self, axes: Axes) -> None:
         super().__init__()
@@ -111,7 +117,7 @@ class Net(nn.Module):
         return found
 
 
-class Halves(OwnTask[Model, Data]):
+class Halves(CustomTask[Model, Data]):
     Model, Data = Model, Data
     better = {"accuracy": "max", "doubt": "min"}  # noqa: RUF012
     unit = "point"
@@ -147,6 +153,29 @@ class Halves(OwnTask[Model, Data]):
         }
 
 
+class Unseeded(Halves):
+    """Each process draws samples of its own."""
+
+    def samples(self) -> Columns:
+        x = np.random.default_rng(os.getpid()).normal(size=(self.data.samples, 2))
+        number = np.arange(self.data.samples)
+        return {
+            "x": x.astype(np.float32),
+            "side": (x.sum(1) > 0).astype(np.int64),
+            "number": number,
+        }
+
+
+class Normed(Halves):
+    """Its model has buffers."""
+
+    def module(self, shape: Any) -> nn.Module:
+        return nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(2, affine=False), net=Net(shape)))
+
+    def shape(self) -> Axes:
+        return NormedAxes(hidden=self.model.hidden)
+
+
 def graphs() -> Columns:
     """Chains: on which side their nodes are, and how many there are."""
     drawn = np.random.default_rng(0)
@@ -163,20 +192,6 @@ def graphs() -> Columns:
             }
         )
     return stack(samples)
-
-
-MODULES = ["instar.cli.main", "instar.cli.resume", "instar.cli.test", "instar.run.rank"]
-MODULES += ["instar.tasks.graph", "torch._dynamo", "torch.distributed", "torch.nn.parallel"]
-MODULES += ["pyarrow.parquet", "science"]
-"""what these runs import"""
-
-
-@cache
-def forks() -> Forks:
-    """One process for all tests, which forks those that they start."""
-    server = Forks(*MODULES)
-    atexit.register(server.close)
-    return server
 
 
 def place(path: Path, server: Forks | None = None) -> Place:
@@ -234,6 +249,8 @@ class Tallied:
     """A task whose samples say themselves what is measured of them, as columns [samples, 2]."""
 
     metrics: tuple[str, ...] = ("loss", "score")
+    unit: int = 1
+    random: bool = False
 
     def measure(self, model: nn.Module, batch: Batch) -> dict[str, Tally]:
         del model
@@ -252,27 +269,27 @@ def tallied(samples: int, seed: int = 0) -> Columns:
     return columns
 
 
-def evaluated(world: World, columns: Columns, batch_size: int) -> Evaluation:
+def evaluated(world: World, columns: Columns, batch_size: int, unit: int = 1) -> Evaluation:
     """An evaluation of what samples say of themselves."""
     found = evaluate(
-        Tallied(),  # type: ignore[arg-type]
+        Tallied(unit=unit),  # type: ignore[arg-type]
         nn.Identity(),
-        Samples(columns),
+        InMemorySource(columns),
         world,
         batch_size=batch_size,
         limit=None,
         seed=0,
         autocast=nullcontext,
-        safe=SafePoint(world, StopSignal()),
+        safe=SyncPoint(world, StopSignal()),
     )
     assert found is not None
     return found
 
 
-def evaluate_all(folder: str, cases: Sequence[tuple[int, int]]) -> int:
-    """The body of a rank that evaluates so many samples by so many at once."""
+def evaluate_all(folder: str, cases: Sequence[tuple[int, int, int]]) -> int:
+    """The body of a rank that evaluates so many samples by so many at once, in units of so many."""
     with join(ParallelConfig(), "cpu") as world:
-        told = [repr(evaluated(world, tallied(n), size).metrics) for n, size in cases]
+        told = [repr(evaluated(world, tallied(n), size, unit).metrics) for n, size, unit in cases]
         Path(folder, f"w{world.size}-{world.rank}").write_text("\n".join(told))
     return 0
 
@@ -298,15 +315,15 @@ def trainer(run_dir: Path, *overrides: str) -> Iterator[Trainer]:
             yield made
 
 
-DISK = [(disk, name) for name in ("write_synced", "sync_file", "rename", "replace_file")]
+DISK = [(atomic, name) for name in ("write_synced", "sync_file", "rename", "replace_file")]
 MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
-    "a micro-batch of an evaluation": [(OwnRunTask, "measure")],
+    "a micro-batch of an evaluation": [(CustomTaskAdapter, "measure")],
     "the decision to stop": [],
     "a piece of the last save": DISK,
-    "a pointer to the best": [(saving, "point")],
-    "a micro-batch of the test": [(OwnRunTask, "predict")],
-    "the file of predictions": [(predictions, "replace_file")],
-    "the file of results": [(final, "replace_file")],
+    "a pointer to the best": [(save, "point")],
+    "a micro-batch of the test": [(CustomTaskAdapter, "predict")],
+    "the file of predictions": [(test_phase, "_encoded")],
+    "the file of results": [(test_phase, "encode_json")],
 }
 """When a signal may come, and the functions that are about to be called then."""
 
@@ -314,7 +331,7 @@ MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
 def struck(argv: Sequence[str], moment: str, number: int, ranks: Sequence[int], how: int) -> int:
     """The command line; to some ranks a signal comes as `moment` comes for the `number`-th time."""
     if int(os.environ.get("RANK", "0")) in ranks:
-        left, decide, save = [number], Trainer.decide, saving.Saver.save
+        left, decide, save_now = [number], Trainer.decide, save.Saver.save
 
         def strike() -> None:
             left[0] -= 1
@@ -338,14 +355,14 @@ def struck(argv: Sequence[str], moment: str, number: int, ranks: Sequence[int], 
                 strike()
             return decision
 
-        def saved(self: saving.Saver, *arguments: Any, must: bool = False, **named: Any) -> None:
+        def saved(self: save.Saver, *arguments: Any, must: bool = False, **named: Any) -> None:
             if must and moment == "a piece of the last save":
                 self.finish()
                 watch()
-            save(self, *arguments, must=must, **named)
+            save_now(self, *arguments, must=must, **named)
 
         Trainer.decide = decided  # type: ignore[method-assign]
-        saving.Saver.save = saved  # type: ignore[method-assign]
+        save.Saver.save = saved  # type: ignore[method-assign]
         if moment != "a piece of the last save":
             watch()
     return main(argv)

@@ -12,7 +12,7 @@ from instar.record.events import (
     Event,
     Failed,
     Layers,
-    Operation,
+    OperationEvent,
     RunFinished,
     RunStarted,
     Saved,
@@ -85,8 +85,8 @@ def started(segment: int = 1, step: int = 0, architecture: dict[str, Any] | None
     )
 
 
-def widened(step: int) -> Operation:
-    return Operation(
+def widened(step: int) -> OperationEvent:
+    return OperationEvent(
         name="widen_mlp",
         value=96,
         verb="GROW",

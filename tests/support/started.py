@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forks import INSTAR, children_as_ranks, forks
+
 LIMIT_S = 120
 
 
@@ -63,3 +65,12 @@ def start_instar(
     base = list(command) or [sys.executable, "-m", "instar.cli.main", "train"]
     place = ["--set", f"record.run_dir={run_dir}"] if run_dir else []
     return Started([*base, *map(str, arguments), *place])
+
+
+def run_ranks(count: int, place: Path, *words: object) -> None:
+    """`instar WORDS` on so many ranks, which end well: without a launcher, and without the seconds
+    in which new interpreters import torch. Paths are absolute; output goes to `place`."""
+    argv = [str(word) for word in words]
+    ranks = children_as_ranks(forks(), count, INSTAR, argv, place=place)
+    codes = [rank.finish() for rank in ranks]
+    assert codes == [0] * count, "\n".join(rank.output() for rank in ranks)

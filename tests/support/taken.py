@@ -9,9 +9,8 @@ from typing import Any
 
 from instar.cli.main import main
 from instar.data.columns import Columns
-from instar.data.feed import Feed
+from instar.data.loader import Prefetcher, StepBatch
 from instar.data.order import Int64Array, Order
-from instar.data.reader import StepBatch
 from instar.data.source import Source
 from instar.tasks.language import LanguageTask
 
@@ -35,14 +34,14 @@ class _Numbered:
 
 def told(argv: Sequence[str]) -> int:
     """`instar ARGV`; each step is a line of JSON on the terminal that this rank was started on."""
-    train_samples, take = LanguageTask.train_samples, Feed.take
+    train_samples, take = LanguageTask.train_samples, Prefetcher.take
     terminal = os.dup(1)
 
     def numbered(self: LanguageTask, course: int = 0) -> tuple[Source, Order]:
         source, order = train_samples(self, course)
         return _Numbered(source), order
 
-    def telling(self: Feed, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
+    def telling(self: Prefetcher, cursor: int, *arguments: Any, **named: Any) -> StepBatch:
         batch = take(self, cursor, *arguments, **named)
         handed_out = [micro for micro in batch.micro_batches if micro.samples]
         numbers = [int(n) for micro in handed_out for n in micro.arrays["number"]]
@@ -51,5 +50,5 @@ def told(argv: Sequence[str]) -> int:
         return batch
 
     LanguageTask.train_samples = numbered  # type: ignore[method-assign]
-    Feed.take = telling  # type: ignore[method-assign]
+    Prefetcher.take = telling  # type: ignore[method-assign]
     return main(argv)

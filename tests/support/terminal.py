@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIMIT_S = 120.0
+HANG_UP = b"\x04hang up"
 _SAID = re.compile(r"\x1e(\d+)\r?\n(.*?)\x1f(\d+)\r?\n", re.DOTALL)
 
 
@@ -73,7 +74,8 @@ def run_on_terminal(
 ) -> tuple[int, str]:
     """Run a program on a terminal that it owns; its exit code and all that was seen.
 
-    `react` is shown everything seen so far whenever there is more, and gives what is typed then.
+    `react` is shown everything seen so far whenever there is more, and gives what is typed then;
+    with HANG_UP the terminal is closed.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
@@ -90,10 +92,13 @@ def run_on_terminal(
         with suppress(OSError):  # what reading says when nobody has the terminal open any more
             while chunk := os.read(ours, 1 << 16):
                 seen += chunk
-                if typed := react(seen.decode(errors="replace")):
+                typed = react(seen.decode(errors="replace"))
+                if typed is HANG_UP:
+                    break
+                if typed:
                     os.write(ours, typed)
+        os.close(ours)
         code = process.wait(LIMIT_S)
-    os.close(ours)
     return code, seen.decode()
 
 
@@ -104,10 +109,10 @@ def _shell(place: Path, lines: Sequence[Sequence[str]]) -> list[str | Path]:
 
 
 def _type(lines: Sequence[Sequence[str]]) -> None:
+    from instar.cli.encoding import watch_streams
     from instar.cli.main import main
-    from instar.cli.plain import watch_stdout
 
-    watch_stdout()
+    watch_streams()
     for number, line in enumerate(lines):
         os.write(1, f"\x1e{number}\n".encode())
         if not os.isatty(2):

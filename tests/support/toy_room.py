@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from instar.distributed.ranklog import RankLog
+    from instar.distributed.rank_log import RankLog
     from instar.distributed.signals import StopSignal
 
 LIMIT_S = 120.0
@@ -145,9 +145,9 @@ class Ranks:
         ranks = [int(file.read_text()) for file in self.room.folder.glob("pid-*")]
         return [process.pid for process in self.processes] + ranks
 
-    def ended(self) -> list[int]:
+    def ended(self, limit_s: float = LIMIT_S) -> list[int]:
         """Wait for the end of all that was started here; their exit codes."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         for process in self.processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
@@ -187,10 +187,10 @@ def _free_port() -> int:
 
 def _one_rank(room: Room) -> int:
     """One rank's life, as rank.py leads it."""
-    from instar.distributed.ranklog import run_rank
-    from instar.distributed.signals import StopSignal, follow_launcher
+    from instar.distributed.rank_log import run_rank
+    from instar.distributed.signals import StopSignal, exit_with_parent
 
-    follow_launcher(os.environ)
+    exit_with_parent(os.environ)
     rank, start = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     _write(room.folder / f"pid-{rank}", str(os.getpid()))
 
@@ -234,8 +234,16 @@ def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, i
     import torch.distributed as dist
 
     from instar.config.schema import ParallelConfig
-    from instar.distributed.agree import Pulse, Request, agree, gather, reduce_sums, together
+    from instar.distributed.agree import (
+        Flag,
+        FlagReducer,
+        agree,
+        gather,
+        raise_on_all_ranks,
+        reduce_sums,
+    )
     from instar.distributed.failure import Interrupted
+    from instar.distributed.signals import training_started
     from instar.distributed.world import join, recall, remember
 
     _write(room.folder / f"coming-{log.rank}", "")
@@ -250,12 +258,13 @@ def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, i
         _write(room.folder / f"met-{log.rank}-{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", "")
         with (room.folder / f"found-{log.rank}").open("a") as told:
             told.write(f"{found}\n")
-        pulse, gradient = Pulse(world), torch.ones(1000)
+        pulse, gradient = FlagReducer(world), torch.ones(1000)
+        training_started()
         for step in range(1, room.last + 1):
             log.step = step
             world.at(f"step {step}", step)
             come_to("step", step)
-            beat = pulse.send(Request.STOP if stop.requested else Request.NONE)
+            beat = pulse.send(Flag.STOP if stop.requested else Flag.NONE)
             if beat.wait().stop:
                 gather(world, log.rank)
                 _write(room.folder / f"saved-{log.rank}", str(step))
@@ -268,7 +277,7 @@ def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, i
             come_to("evaluation", step)
             reduce_sums(world, {"loss": 1.0})
             world.at(f"saving at step {step}")
-            with together(world, "saving"):
+            with raise_on_all_ranks(world, "saving"):
                 come_to("saving", step)
                 _write(room.folder / f"weights-{log.rank}", str(step))
             if step == 3:
@@ -282,15 +291,15 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    from instar.distributed.signals import leave
+    from instar.distributed.signals import exit_now
 
     described = Room.from_json(sys.argv[1])
     if "RANK" in os.environ:
-        leave(_one_rank(described))
+        exit_now(_one_rank(described))
     from instar.distributed.launch import launch
 
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
     )
     restarts = int(sys.argv[2])
-    leave(launch([sys.argv[1]], described.size, module="toy_room", max_restarts=restarts))
+    exit_now(launch([sys.argv[1]], described.size, module="toy_room", max_restarts=restarts))

@@ -1,4 +1,4 @@
-"""Trackers tried for real, each in a process of its own: writing through a mirror, reading back with
+"""Trackers tried for real, each in a process of its own: writing through a TrackerSink, reading back with
 the tool's own reader.
 
     python tracked.py write TOOL FOLDER FIRST LAST [wait]
@@ -34,16 +34,24 @@ def loss(step: int) -> float:
 
 def write(tool: str, folder: Path, first: int, last: int, *, wait: bool = False) -> None:
     """Steps `first` + 1 to `last` of a run; with `wait` it neither ends nor goes on."""
-    from instar.config.record import TrackersConfig
-    from instar.record.events import Alert, Operation, RunFinished, RunStarted, Saved, Stop, Train
+    from instar.config.sections import TrackersConfig
+    from instar.record.events import (
+        Alert,
+        OperationEvent,
+        RunFinished,
+        RunStarted,
+        Saved,
+        Stop,
+        Train,
+    )
     from instar.record.recorder import Recorder
-    from instar.trackers import mirror
-    from instar.trackers.configured import configured
-    from instar.trackers.tracker import TrackedRun
+    from instar.record.trackers import sink as sinks
+    from instar.record.trackers.configured import configured
+    from instar.record.trackers.tracker import TrackedRun
 
-    mirror.FLUSH_EVERY_S = 0.1
+    sinks.FLUSH_EVERY_S = 0.1
     config = TrackersConfig.model_validate({tool: settings(tool, folder)})
-    sink = mirror.Mirror(
+    sink = sinks.TrackerSink(
         Recorder(folder / "events.jsonl"),
         configured(config),
         TrackedRun.live(folder, CONFIG),
@@ -55,7 +63,7 @@ def write(tool: str, folder: Path, first: int, last: int, *, wait: bool = False)
     sink.write(RunStarted(run_id="ab3cd", step=first, resumed_from=came_from))
     for step in range(first + 1, last + 1):
         sink.write(Train(step=step, tokens=64 * step, loss=loss(step), lr=1e-3))
-    sink.write(Operation(step=last, name="widen_mlp", verb="GROW", change="64→128"))
+    sink.write(OperationEvent(step=last, name="widen_mlp", verb="GROW", change="64→128"))
     sink.write(Saved(step=last, path=f"checkpoints/step-{last}"))
     sink.write(Alert(step=last, name="divergence", message="it rises"))
     if wait:

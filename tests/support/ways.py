@@ -18,9 +18,8 @@ import pytest
 from feeds import dispatched_feeds, local_feed
 
 from instar.config.language import DataConfig
-from instar.data.dataset import open_data, prepare_data
-from instar.data.feed import Feed
-from instar.data.reader import StepBatch
+from instar.data.loader import Prefetcher, StepBatch
+from instar.data.text.dataset import open_data, prepare_data
 
 SEED = 5
 CONTEXT = 16
@@ -87,11 +86,11 @@ class Way:
 
 
 @contextmanager
-def feeds(data: DataConfig, way: Way) -> Iterator[tuple[list[Feed], int]]:
+def feeds(data: DataConfig, way: Way) -> Iterator[tuple[list[Prefetcher], int]]:
     """The feeds of all ranks, and how many samples an epoch has."""
     data = data.model_copy(update={"strategy": way.strategy, "workers": way.workers})
     prepare_data(data, SEED, way.ranks)
-    made: list[Feed] = []
+    made: list[Prefetcher] = []
     try:
         if way.strategy == "dispatched" and way.ranks > 1:
             source, order = open_data(data, SEED, way.ranks).train(CONTEXT, SEED)

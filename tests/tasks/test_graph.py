@@ -18,7 +18,7 @@ from instar.data.columns import Columns, Ragged, cut, pick, stack
 from instar.data.order import Int64Array, Order, Shuffled
 from instar.data.source import Source
 from instar.models.graph_shape import flops_per_graph, resolve_graph
-from instar.run.step import to_device
+from instar.run.loop.step import to_device
 from instar.tasks.graph import GraphTask
 from instar.tasks.graph_survey import GraphSurvey, ragged
 from instar.tasks.task import Task

@@ -1,24 +1,13 @@
-"""A process that forks the others, and working directories for tiny real runs."""
+"""Working directories for tiny real runs."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from forks import Forks
 from tiny_run import CONFIG, TEXT, Place
-
-MODULES = ["instar.cli.main", "instar.cli.resume", "instar.run.rank", "savers"]
-MODULES += ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "datasets"]
-"""what runs import; the last four come late in them, and take seconds"""
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    with Forks(*MODULES) as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ import figures
 import pytest
 from tiny_run import STEPS, Place, codes, events, said
 
+from instar.checkpoint.listing import checkpoints, latest, latest_intact
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import checkpoints, latest, load, newest_whole
+from instar.checkpoint.store import load
 
 SEEDS = figures.times(2, 50)
 RESUMED = figures.times(3, 1000)
@@ -141,7 +142,7 @@ def test_every_damage_to_every_file_is_found_and_named(whole: Path, tmp_path: Pa
                 unnamed.append(f"{damage}: {error}")
         else:
             unfound.append(str(damage))
-        found, skipped = newest_whole(damage.run_dir)
+        found, skipped = latest_intact(damage.run_dir)
         expected = damage.newest.with_name(f"step-{STEPS - EVERY * reach(damage)}")
         if found.path != expected or not any(names(error, damage) for error in skipped):
             unused.append(f"{damage}: {found.path.name}, {skipped}")
@@ -199,7 +200,7 @@ def test_a_damaged_pointer_hides_no_checkpoint(whole: Path, tmp_path: Path, how:
             swap(pointer, run_dir / "checkpoints" / f"step-{STEPS}" / "state.json")
         else:
             DAMAGES[how](pointer, pointer, chance)
-        found, _ = newest_whole(run_dir)
+        found, _ = latest_intact(run_dir)
         expected = STEPS - EVERY if how == "swapped within" else STEPS
         assert found.path.name == f"step-{expected}"
         assert latest(run_dir) in checkpoints(run_dir)

@@ -200,7 +200,7 @@ def test_a_source_that_blocks_ends_all_ranks_at_the_limit(place: Place, name: st
         begun = time.monotonic()
         ended = codes(ranks)
         seconds.append(time.monotonic() - begun)
-        named = r"rank 0 has not come for \d+ s to where others wait \(the samples that rank 0"
+        named = r"rank 0 has not entered a collective \(the samples that rank 0[^)]*\) for \d+ s"
         told = logs(run_dir, range(size))
         if set(ended) != {4} or not all(re.search(named, text) for text in told):
             unnamed.append(f"W={size}: {ended}\n{said(ranks)}\n{told[-1]}")

@@ -81,7 +81,7 @@ def test_a_run_whose_disk_stays_full_ends_and_every_rank_names_the_cause(
         assert "step 20" in log
     assert [event["step"] for event in events(run_dir, "checkpoint")] == [5]
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
-    assert names <= {"latest", "best", "step-5"}
+    assert names <= {"latest", "best", "line", "step-5"}
     again = place.resume(run_dir, ranks=ranks)
     assert set(codes(again)) == {0}, said(again)
 
@@ -97,3 +97,45 @@ def test_a_run_whose_disk_has_room_again_goes_on(place: Place, ranks: int) -> No
     warnings = [event["message"] for event in events(run_dir, "warning")]
     assert any("File too large" in message for message in warnings)
     assert [event["step"] for event in events(run_dir, "checkpoint")] == [5, 15, 20, STEPS]
+
+
+def test_a_disk_full_for_three_seconds_costs_no_line_of_the_record(place: Place) -> None:
+    small, copy = place.path / "small", place.path / "copy"
+    small.mkdir()
+    argv = ["train", "run.yaml", "--set", f"record.run_dir={small / 'run'}"]
+    argv += ["--set", "record.report=false"]
+    body = "failures:full_from_step_8_to_12"
+    child = place.forks.start(body, argv, str(small), str(copy), place=place.path)
+    assert child.finish() == 0, child.output()
+    assert child.output().count("are held in memory") == 1
+    run_dir = copy / "run"
+    assert [event["step"] for event in events(run_dir, "train")] == list(range(1, STEPS + 1))
+    assert events(run_dir)[-1]["kind"] == "run_finished"
+    (warning,) = events(run_dir, "warning")
+    assert "no line was lost" in warning["message"]
+    log = (run_dir / "logs" / "rank_0.log").read_text()
+    assert all(f"step {step}: loss" in log for step in range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_record_that_cannot_be_written_for_long_stops_the_run_saved(
+    place: Place, ranks: int
+) -> None:
+    run_dir = place.path / "run"
+    children = place.train(run_dir, ranks=ranks, body="failures:full_until_given_up")
+    assert set(codes(children)) == {4}, said(children)
+    assert "cannot write" in children[0].output()
+    assert f"instar resume {run_dir}" in children[0].output()
+    (saved,) = (run_dir / "checkpoints").glob("step-*")
+    assert 8 <= int(saved.name.removeprefix("step-")) <= 10
+    again = place.resume(run_dir, ranks=ranks)
+    assert set(codes(again)) == {0}, said(again)
+    assert events(run_dir)[-1]["kind"] == "run_finished"
+
+
+def test_a_file_system_without_locks_is_warned_of(place: Place) -> None:
+    run_dir = place.path / "run"
+    (child,) = place.train(run_dir, body="failures:without_flock")
+    assert child.finish() == 0, child.output()
+    assert "has no locks" in child.output()
+    assert events(run_dir)[-1]["kind"] == "run_finished"

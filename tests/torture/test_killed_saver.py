@@ -14,8 +14,9 @@ import pytest
 import savers
 from forks import Child, Forks
 
+from instar.checkpoint.listing import checkpoints, latest, latest_intact
 from instar.checkpoint.manifest import MANIFEST, CheckpointError
-from instar.checkpoint.store import checkpoints, latest, load, newest_whole
+from instar.checkpoint.store import load
 
 KILLS = figures.times(30, 1000)
 PHASES = (
@@ -88,7 +89,7 @@ def last_acknowledged(told: Path) -> int:
 
 
 def newest(root: Path) -> int:
-    found, skipped = newest_whole(root)
+    found, skipped = latest_intact(root)
     assert skipped == []
     return found.manifest.step
 

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_run import Place, codes, said
 
+from instar.checkpoint.listing import checkpoints, latest, latest_intact
 from instar.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -26,7 +27,7 @@ from instar.checkpoint.manifest import (
     describe,
     encode_json,
 )
-from instar.checkpoint.store import checkpoints, latest, load, newest_whole
+from instar.checkpoint.store import load
 
 EXAMPLES = figures.times(250, 10_000)
 RESUMES = figures.times(4, 200)
@@ -159,7 +160,7 @@ def read_everything(run: Path) -> bool:
                 checkpoint.tensors(component)
         except CheckpointError:
             refused = True
-    found, skipped = newest_whole(run)
+    found, skipped = latest_intact(run)
     assert found.path.name in ("step-10", "step-20")
     assert all(isinstance(error, CheckpointError) for error in skipped)
     return refused

@@ -15,8 +15,9 @@ import pytest
 import torch
 from tiny_run import Place, codes, said
 
+from instar.checkpoint.listing import latest
 from instar.checkpoint.manifest import CheckpointError, Manifest, describe, encode_manifest
-from instar.checkpoint.store import latest, load
+from instar.checkpoint.store import load
 
 PLANTED = figures.times(2, 1000)
 """files that the command line is tried on; there are fewer than a thousand"""

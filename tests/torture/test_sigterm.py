@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -154,4 +155,72 @@ def test_sigterm_to_a_launcher_stops_its_ranks(
     assert told.splitlines()[-1] == f"go on with: instar resume {run_dir}"
     stop = events(run_dir, "stop")[-1]
     assert stop["resumable"]
+    assert events(run_dir, "checkpoint")[-1]["step"] == stop["step"]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU], ids=lambda n: n.name
+)
+def test_what_batch_systems_and_terminals_send_stops_a_run_saved(
+    place: Place, number: signal.Signals
+) -> None:
+    run_dir = place.path / "run"
+    (child,) = place.train(run_dir, "train.until=100000it")
+    child.wait_for(r"^ +3 .*loss")
+    child.signal(number, group=True)
+    assert child.finish() == 75, child.output()
+    stop = events(run_dir, "stop")[-1]
+    assert (stop["reason"], stop["resumable"]) == (number.name, True)
+    assert events(run_dir, "checkpoint")[-1]["step"] == stop["step"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_sigterm_while_the_stop_is_saved_changes_nothing(place: Place, ranks: int) -> None:
+    run_dir = place.path / "run"
+    body = "failures:saves_once_told_twice"
+    children = place.train(run_dir, "train.until=100000it", ranks=ranks, body=body)
+    children[0].wait_for(r"^ +3 .*loss")
+    for child in children:
+        child.signal(signal.SIGTERM)
+    assert codes(children) == [75] * ranks, said(children)
+    assert events(run_dir, "checkpoint")[-1]["step"] == events(run_dir, "stop")[-1]["step"]
+
+
+def test_a_stop_before_there_is_anything_to_resume_does_not_say_resumable(place: Place) -> None:
+    run_dir = place.path / "run"
+    (child,) = place.train(run_dir, body="failures:told_to_stop_before_it_starts")
+    assert child.finish() == 130, child.output()
+    assert not run_dir.exists()
+    (child,) = place.train(run_dir, "resume=auto", body="failures:told_to_stop_before_it_starts")
+    assert child.finish() == 75, child.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1], ids=lambda n: n.name)
+def test_the_launcher_passes_any_of_them_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.chdir(place.path)
+    run_dir = place.path / "run"
+    run = start_instar("run.yaml", "--nproc", 2, "--until", "100000it", run_dir=run_dir)
+    run.wait_for(r"^ +3 .*loss")
+    run.process.send_signal(number)
+    run.finish(75)
+    stop = events(run_dir, "stop")[-1]
+    assert events(run_dir, "checkpoint")[-1]["step"] == stop["step"]
+
+
+def test_a_terminal_closed_on_torchrun_stops_its_ranks(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun hands the signal that it gets to its ranks."""
+    monkeypatch.chdir(place.path)
+    run_dir = place.path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node=2", "-m", "instar.train"]
+    run = start_instar("run.yaml", "--until", "100000it", run_dir=run_dir, command=command)
+    run.wait_for(r"^ +3 .*loss")
+    run.process.send_signal(signal.SIGHUP)
+    run.process.communicate(timeout=60)
+    stop = events(run_dir, "stop")[-1]
+    assert (stop["reason"], stop["resumable"]) == ("SIGHUP", True)
     assert events(run_dir, "checkpoint")[-1]["step"] == stop["step"]

@@ -1,65 +1,155 @@
-"""The manifest: what a checkpoint holds, so that a flipped bit anywhere in it is found and named."""
+"""The components of a checkpoint, and its manifest with the size and checksum of every file.
+
+A component of a run's state is replicated, global, or separate on each rank (`Pattern`).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import xxhash
 
-from instar.checkpoint.patterns import Pattern
 from instar.config.errors import InstarError
-from instar.record.events import from_words, to_words
+from instar.config.files import open_regular, read_regular
+from instar.record.events import Count, Moment, from_words, to_words
+
+SUFFIX = ".safetensors"
+STATE = "state.json"
+
+
+class Pattern(StrEnum):
+    """Which ranks hold a component, and so which save it."""
+
+    REPLICATED = "REPLICATED"
+    """all ranks hold the same values, which is checked by hash; rank 0 saves it"""
+    GLOBAL = "GLOBAL"
+    """one value for the run; rank 0 saves it"""
+    PER_RANK = "PER_RANK"
+    """each rank holds and saves its own; unusable with another number of ranks"""
+
+
+@dataclass(frozen=True)
+class StateComponent:
+    """A component of a run's state."""
+
+    name: str
+    pattern: Pattern
+    lost: str = ""
+    """the effect on a resumed run if it is missing; empty: the run cannot be resumed without it"""
+
+    def file(self, rank: int = 0) -> str:
+        """Returns its file, relative to the checkpoint's folder."""
+        if self.pattern is Pattern.GLOBAL:
+            return f"{self.name}.json"
+        if self.pattern is Pattern.PER_RANK:
+            return f"{self.name}/rank-{rank}{SUFFIX}"
+        return f"{self.name}{SUFFIX}"
+
+
+COMPONENTS = {
+    component.name: component
+    for component in (
+        StateComponent("model", Pattern.REPLICATED),
+        StateComponent(
+            "optimizer",
+            Pattern.REPLICATED,
+            lost="the optimizer's moments start at zero: expect a rise of the loss for some "
+            "hundred steps",
+        ),
+        StateComponent(
+            "ema", Pattern.REPLICATED, lost="the moving average starts again from the weights"
+        ),
+        StateComponent("state", Pattern.GLOBAL),
+        StateComponent(
+            "rng",
+            Pattern.PER_RANK,
+            lost="the generators are seeded anew from the seed, the step and the rank",
+        ),
+    )
+}
+"""Every component that a run may save, by name."""
+
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 20
 _CHECKSUM = "xxh3_128"
+_FILE = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+"""A file name in the checkpoint's folder or a subfolder; never one that leads out of it."""
 
 
 class CheckpointError(InstarError):
-    """A checkpoint that is not there, not whole, or not what its manifest says."""
+    """A checkpoint is missing, incomplete, or does not match its manifest."""
 
     exit_code = 3
+
+
+class UnreadableError(CheckpointError):
+    """A file cannot be read because of its permissions; its content may be intact."""
 
 
 class FileEntry(msgspec.Struct, frozen=True):
     """One file of a checkpoint."""
 
-    size_bytes: int
+    size_bytes: Count
     xxh3_128: str
     pattern: str
-    """Who holds and who saves it: REPLICATED, GLOBAL or PER_RANK."""
+    """REPLICATED, GLOBAL or PER_RANK; see `Pattern`."""
+
+
+class RunStart(msgspec.Struct, frozen=True):
+    """One start of a run, and the checkpoint from which it resumed."""
+
+    id: str
+    step: int
+    """0 for the first start"""
+    time: float
+    """`Manifest.time` of the checkpoint; 0 for the first start"""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run says of the moment it is saved at."""
+    """What a manifest records about the run at the time of the save."""
 
     data: str = ""
-    """fingerprint of the samples trained on"""
+    """fingerprint of the training samples"""
     tokenizer: str = ""
-    """fingerprint of what made tokens of them, where they are tokens"""
+    """fingerprint of the tokenizer, if samples are tokens"""
     progress: dict[str, float] = {}
     """steps, samples, tokens, FLOPs and seconds so far"""
     loss: float | None = None
-    """of the last evaluation, nats, if it was made at this very step"""
+    """of an evaluation at this step, nats"""
+    metrics: dict[str, float] = {}
+    """all metrics of that evaluation"""
+    better: dict[str, Literal["min", "max"]] = {}
+    """whether lower or higher values of each metric are better"""
     reason: str = ""
     """why it was saved"""
     left_out: list[str] = []
-    """parts of the state that the config says not to save"""
+    """components that the config excludes from checkpoints"""
+    buffers: list[str] = []
+    """tensors of the model that are buffers"""
+    config: dict[str, Any] = {}
+    """the initial config by dotted key, without `record`; changes at resumes are in the history;
+    empty in older checkpoints"""
+    line: list[RunStart] = []
+    """the starts that led to the checkpoint, in order; empty in older checkpoints"""
 
 
 class Manifest(Facts, frozen=True, kw_only=True):
-    """What a checkpoint holds and where it comes from."""
+    """The content and origin of a checkpoint."""
 
     format: int = FORMAT
-    step: int
-    time: float
-    """seconds since the epoch at which it was saved; later than any other of the run"""
-    world_size: int
+    step: Count
+    time: Moment
+    """Unix seconds of the save; later than those of all other checkpoints of the run"""
+    world_size: Count
     architecture: dict[str, Any]
     history: list[Any]
     files: dict[str, FileEntry]
@@ -67,60 +157,65 @@ class Manifest(Facts, frozen=True, kw_only=True):
 
 
 def describe(path: Path, pattern: str) -> FileEntry:
-    """The entry of a file as it is on the disk now."""
+    """Returns the entry of a file on disk."""
     return FileEntry(path.stat().st_size, _hash(path), pattern)
 
 
-def faults(folder: Path, manifest: Manifest) -> Iterator[CheckpointError]:
-    """What is wrong with each file that is not as its entry says."""
-    for name, said in manifest.files.items():
-        path = folder / name
-        try:
-            if (size := path.stat().st_size) != said.size_bytes:
-                yield CheckpointError(f"{path}: {size} bytes, but {said.size_bytes} were saved")
-            elif _hash(path) != said.xxh3_128:
-                yield CheckpointError(f"{path}: not what was saved: its checksum is another")
-        except FileNotFoundError:
-            yield CheckpointError(f"{path}: missing")
-        except OSError as error:
-            yield CheckpointError(f"{path}: {error.strerror}")
+def file_error(path: Path, saved: FileEntry) -> CheckpointError | None:
+    """Returns an error if a file does not match its entry."""
+    try:
+        if (size := path.stat().st_size) != saved.size_bytes:
+            return CheckpointError(f"{path}: {size} bytes, but {saved.size_bytes} were saved")
+        if _hash(path) != saved.xxh3_128:
+            return CheckpointError(f"{path}: content has changed: its checksum does not match")
+    except FileNotFoundError:
+        return CheckpointError(f"{path}: missing")
+    except PermissionError as error:
+        return UnreadableError(f"{path}: cannot be read: {error.strerror}")
+    except OSError as error:
+        return CheckpointError(f"{path}: {error.strerror}")
+    return None
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Compare every file with its entry.
+    """Compares every file with its entry.
 
     Raises:
-        CheckpointError: names the first file that is missing or another, and what is wrong.
+        CheckpointError: the first file that is missing or does not match.
     """
-    for fault in faults(folder, manifest):
-        raise fault
+    for name, entry in manifest.files.items():
+        if error := file_error(folder / name, entry):
+            raise error
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`, the checksum of the rest of it in its last line."""
+    """Returns the content of `manifest.json`; its last field is the checksum of the others."""
     body = msgspec.to_builtins(manifest)
     return encode_json({**body, _CHECKSUM: xxhash.xxh3_128_hexdigest(encode_json(body))})
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`; the other files are not looked at.
+    """Returns the manifest of the checkpoint in `folder`, without checking the other files.
 
     Raises:
-        CheckpointError: it is missing, was changed, or is of a newer format.
+        CheckpointError: it is missing, was changed, or has a newer format.
     """
     path = folder / MANIFEST
-    content = read_json(path)
+    raw = _content(path)
+    content = _object(raw, path)
     body = {key: value for key, value in content.items() if key != _CHECKSUM}
     if isinstance(found := body.get("format"), int) and found > FORMAT:
         raise CheckpointError(f"{path}: format {found}; this Instar reads up to {FORMAT}")
     try:
         checksum = xxhash.xxh3_128_hexdigest(encode_json(body))
-        if path.read_bytes() != encode_json({**body, _CHECKSUM: checksum}):
-            raise CheckpointError(f"{path}: not what was saved: its checksum is another")
+        if raw != encode_json({**body, _CHECKSUM: checksum}):
+            raise CheckpointError(f"{path}: content has changed: its checksum does not match")
         manifest = msgspec.convert(from_words(body), Manifest)
     except (msgspec.ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a manifest: {error}") from error
     for name, entry in manifest.files.items():
+        if not (_FILE.fullmatch(name) and re.split(r"[./]", name)[0] in COMPONENTS):
+            raise CheckpointError(f"{path}: {name!r} is not the name of a file of a checkpoint")
         if entry.pattern not in list(Pattern):
             raise CheckpointError(
                 f"{path}: {name} has the sharing pattern {entry.pattern!r}; this Instar knows "
@@ -130,23 +225,37 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def encode_json(value: Mapping[str, Any]) -> bytes:
-    """Always the same bytes for the same value; integers of any size; non-finite numbers as words."""
+    """Encodes deterministic JSON, with integers of any size and non-finite numbers as words."""
     text = json.dumps(to_words(value), indent=2, ensure_ascii=False, allow_nan=False)
     return text.encode() + b"\n"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, words still words.
+def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
+    """Returns the JSON object in a file, without converting the words of non-finite numbers.
+
+    Args:
+        follow: the file may be a symbolic link.
 
     Raises:
-        CheckpointError: missing, unreadable, or not a JSON object.
+        CheckpointError: the file is missing, unreadable, or not a JSON object.
     """
+    return _object(_content(path, follow=follow), path)
+
+
+def _content(path: Path, *, follow: bool = False) -> bytes:
     try:
-        content = json.loads(path.read_bytes())
+        return read_regular(path, follow=follow)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
+    except PermissionError as error:
+        raise UnreadableError(f"{path}: cannot be read: {error.strerror}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def _object(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -156,7 +265,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _hash(path: Path) -> str:
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

@@ -1,28 +1,26 @@
-"""Checkpoints: published whole or not at all, verified when read.
+"""Checkpoints: published atomically, verified when read.
 
 ```
 checkpoints/step-<n>/
   manifest.json        written last: every file's size and xxh3-128, architecture, history, versions
   model.safetensors    one copy of every parameter, under the name the model gives it
   optimizer.safetensors, ema.safetensors  other components, where the run has them
-  rng/rank-<r>.safetensors  what each rank has of its own
-  state.json           everything else that the run must remember
-checkpoints/latest     the name of the newest one
-checkpoints/best       the name of the one with the lowest validation loss
+  rng/rank-<r>.safetensors  state of each rank
+  state.json           all other state of the run
+checkpoints/latest     the name of the latest checkpoint
+checkpoints/best       the name of the best checkpoint by the first metric of checkpoint.best_of
 ```
 
-A checkpoint is never changed or replaced: a second save of step 2000 that differs from the first
-is called `step-2000.1`, so that whatever points to a checkpoint keeps its meaning. `safetensors`
-and `json` are enough to read one.
+A published checkpoint never changes: a second save of step 2000 that differs from the first is
+named `step-2000.1`, so that references stay valid. `safetensors` and `json` suffice to read one.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,13 +29,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from instar.checkpoint import disk
 from instar.checkpoint.manifest import (
+    COMPONENTS,
     MANIFEST,
+    STATE,
+    SUFFIX,
     CheckpointError,
     Facts,
     FileEntry,
     Manifest,
+    Pattern,
+    StateComponent,
     describe,
     encode_json,
     encode_manifest,
@@ -45,9 +47,9 @@ from instar.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from instar.checkpoint.patterns import COMPONENTS, STATE, SUFFIX, Component, Pattern
+from instar.config.files import check_regular
+from instar.record import atomic
 from instar.record.events import from_words
-from instar.record.rundir import find_run
 from instar.record.system import versions
 
 if TYPE_CHECKING:
@@ -58,14 +60,13 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "torch.Tensor"]
 
 LATEST = "latest"
-BEST = "best"
-_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+
 _WRAPPERS = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk; its tensors are read when asked for."""
+    """A checkpoint on disk; tensors are read on request."""
 
     path: Path
     manifest: Manifest
@@ -73,24 +74,26 @@ class Checkpoint:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the tensor components that were saved: model, optimizer, …"""
+        """Names of the saved tensor components: model, optimizer, …"""
         heads = (Path(name).parts[0] for name in self.manifest.files if name.endswith(SUFFIX))
         return tuple(dict.fromkeys(head.removesuffix(SUFFIX) for head in heads))
 
     def tensors(
         self, component: str = "model", device: str = "cpu", *, rank: int = 0
     ) -> dict[str, torch.Tensor]:
-        """A component's tensors by name; of one that each rank has, those of `rank`. A tied head
-        is there once, under the name of the table it shares.
+        """Returns the tensors of a component by name; those of `rank` for a component per rank.
+
+        A tied head is saved once, under the name of the token table.
 
         Raises:
-            CheckpointError: the file is not a safetensors file, or its size is another now.
+            CheckpointError: the file is not a valid safetensors file.
         """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         path = self.path / _component(component).file(rank)
         try:
+            check_regular(path)
             return load_file(path, device=device)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {error}") from error
@@ -108,29 +111,30 @@ def publish(
     world: World | None = None,
     files_at_once: int = 4,
 ) -> Path:
-    """Save `components` and `state` under the run directory `root` and return the checkpoint's folder.
+    """Saves a checkpoint in the run folder `root` and returns its path.
 
-    When this returns it is on the disk and `latest` names it. Whatever happens before that, it is
-    there whole or not at all, and `latest` names a whole one. All ranks of `world` come here
-    together, and all return or all raise; without one this process saves alone.
+    When this returns the checkpoint is on disk and `latest` names it. If it fails, nothing is left
+    of it, and `latest` still names a complete checkpoint. Collective: all ranks of `world` call it,
+    and all return or all raise; without a `world` this process saves alone.
 
-    `components` are `model`, and whatever else has tensors (`optimizer`, `ema`, `rng`); the model's
-    are what `dict(model.named_parameters())` gives, and persistent buffers: every tensor once.
-    `state_dict()` would not do: it has tied tensors twice, which safetensors refuses. Of what ranks
-    hold alike only rank 0's is looked at. `state`, `architecture`, `history` and `facts` are JSON
-    values; tuples come back as lists. `files_at_once`: fewer leave more of the machine to others.
+    Args:
+        components: tensors of `model`, `optimizer`, `ema` and `rng`, each tensor once: those of the
+            model are its named parameters and persistent buffers, not its `state_dict()`, which has
+            tied tensors twice. Only rank 0's are saved if ranks hold the same.
+        state, architecture, history, facts: JSON values; tuples become lists.
+        files_at_once: number of threads that write.
 
     Raises:
-        ValueError: an unknown component, a name with a wrapper's prefix, or two tensors that share
+        ValueError: a component is unknown, a name has the prefix of a wrapper, or two tensors share
             memory.
-        TypeError: a value that JSON cannot say, or a dictionary key that is not a string.
-        CheckpointError: it cannot be written (disk full, no permission).
-        PeerError: any of these on another rank.
+        TypeError: JSON cannot represent a value, or a dictionary key is not a string.
+        CheckpointError: the checkpoint cannot be written (disk full, no permission).
+        PeerError: any of these happened on another rank.
     """
-    draft = Draft(root, step, files_at_once)
+    writer = CheckpointWriter(root, step, files_at_once)
 
     def finish(world_size: int) -> Path:
-        return draft.publish(
+        return writer.publish(
             architecture=dict(architecture),
             history=list(history),
             facts=facts or Facts(),
@@ -138,47 +142,55 @@ def publish(
         )
 
     if world is None or world.size == 1:
-        with draft.or_nothing():
-            draft.open()
-            draft.write(components, state, rank=0)
+        with writer.removed_on_error():
+            writer.open()
+            writer.write(components, state, rank=0)
             return finish(world_size=1)
-    from instar.distributed.agree import agree, together
+    from instar.distributed.agree import agree, gather, raise_on_all_ranks
 
     name = ""
-    # each rank-local part ends in a meeting, so that one rank's full disk is everyone's
-    with draft.or_nothing():
-        with together(world, f"opening a checkpoint of step {step:,}"), _as_checkpoint_error(draft):
-            if world.is_main:
-                draft.open()
-        draft.aside = draft.folder / str(agree(world, draft.aside.name))
+    # each part ends in a collective, so that a full disk on one rank fails all ranks
+    with writer.removed_on_error():
         with (
-            together(world, f"writing the checkpoint of step {step:,}"),
-            _as_checkpoint_error(draft),
+            raise_on_all_ranks(world, f"opening a checkpoint of step {step:,}"),
+            _as_checkpoint_error(writer),
         ):
-            draft.write(components, state, rank=world.rank)
-        with together(world, f"publishing the checkpoint of step {step:,}"):
             if world.is_main:
-                with _as_checkpoint_error(draft):
+                writer.open()
+        writer.aside = writer.folder / str(agree(world, writer.aside.name))
+        with (
+            raise_on_all_ranks(world, f"writing the checkpoint of step {step:,}"),
+            _as_checkpoint_error(writer),
+        ):
+            writer.write(components, state, rank=world.rank)
+        # entries come from the ranks: rank 0 may see their files later on a network disk
+        for entries in gather(world, msgspec.to_builtins(writer.files)):
+            writer.files.update(msgspec.convert(entries, dict[str, FileEntry]))
+        with raise_on_all_ranks(world, f"publishing the checkpoint of step {step:,}"):
+            if world.is_main:
+                with _as_checkpoint_error(writer):
                     name = finish(world.size).name
-        return draft.folder / str(agree(world, name))
+        return writer.folder / str(agree(world, name))
 
 
-class Draft:
-    """A checkpoint that is being written, aside, where no reader looks."""
+class CheckpointWriter:
+    """Writes a checkpoint to a temporary folder and publishes it by renaming."""
 
     def __init__(self, root: Path, step: int, files_at_once: int = 1) -> None:
         self.root, self.step, self.files_at_once = root, step, files_at_once
         self.folder = root / "checkpoints"
-        self.aside = self.folder / f"{disk.ASIDE}{secrets.token_hex(8)}"
+        self.aside = self.folder / f"{atomic.ASIDE}{secrets.token_hex(8)}"
+        self.files: dict[str, FileEntry] = {}
+        """entries of the written files by name"""
 
     def open(self) -> None:
-        """Make its folder; what an earlier crash left is removed, for a run has one writer."""
-        disk.make_folder(self.folder)
-        disk.sweep(self.folder)
-        disk.make_folder(self.aside)
+        """Creates the temporary folder, and removes those that crashes left."""
+        atomic.make_folder(self.folder)
+        atomic.sweep(self.folder)
+        atomic.make_folder(self.aside)
 
     def write(self, components: Mapping[str, Tensors], state: Mapping[str, Any], rank: int) -> None:
-        """Write and sync what this rank saves."""
+        """Writes and syncs the files of this rank."""
         known = {component: _component(component) for component in components}
         for tensors in components.values():
             _check_names(tensors)
@@ -188,13 +200,20 @@ class Draft:
             if rank == 0 or pattern is Pattern.PER_RANK:
                 path = self.aside / known[name].file(rank)
                 if pattern is Pattern.PER_RANK:
-                    disk.make_folder(path.parent)
+                    atomic.make_folder(path.parent)
                 files[path] = tensors
-        # one file is copied to the page cache while another one waits for the disk
+        # one file is copied to the page cache while another is synced
         with ThreadPoolExecutor(self.files_at_once) as writers:
             list(writers.map(_write_tensors, files.keys(), files.values()))
         if rank == 0:
-            disk.write_synced(self.aside / STATE, encode_json(state))
+            atomic.write_synced(self.aside / STATE, encode_json(state))
+        self.add_files([*files, *([self.aside / STATE] if rank == 0 else [])])
+
+    def add_files(self, paths: Iterable[Path]) -> None:
+        """Adds written files to the manifest and syncs their folders."""
+        for path in paths:
+            self.files[path.relative_to(self.aside).as_posix()] = _entry(path, self.aside)
+            atomic.sync_folder(path.parent)
 
     def publish(
         self,
@@ -204,53 +223,51 @@ class Draft:
         facts: Facts,
         world_size: int,
     ) -> Path:
-        """Write the manifest and give the folder its name, when all ranks have written."""
-        paths = sorted(path for path in self.aside.rglob("*") if path.is_file())
+        """Writes the manifest and publishes the folder, after all ranks have written."""
         manifest = Manifest(
             step=self.step,
-            time=_later_than_all(self.folder),
+            time=_time_after_all(self.folder),
             world_size=world_size,
-            files={str(path.relative_to(self.aside)): _entry(path, self.aside) for path in paths},
+            files=dict(sorted(self.files.items())),
             architecture=architecture,
             history=history,
             versions=versions(),
             **{field: getattr(facts, field) for field in Facts.__struct_fields__},
         )
-        disk.write_synced(self.aside / MANIFEST, encode_manifest(manifest))
-        for folder in {path.parent for path in paths} | {self.aside}:
-            disk.sync_folder(folder)
-        path = _give_name(self.aside, self.folder, self.step)
+        atomic.write_synced(self.aside / MANIFEST, encode_manifest(manifest))
+        atomic.sync_folder(self.aside)
+        path = _publish_folder(self.aside, self.folder, self.step)
         for parent in (self.folder, self.root, self.root.parent):
-            disk.sync_folder(parent)
-        disk.replace_file(self.folder / LATEST, path.name.encode() + b"\n")
+            atomic.sync_folder(parent)
+        atomic.replace_file(self.folder / LATEST, path.name.encode() + b"\n")
         return path
 
     @contextmanager
-    def or_nothing(self) -> Iterator[None]:
-        """Leaves nothing behind if it comes to nothing."""
+    def removed_on_error(self) -> Iterator[None]:
+        """Removes the temporary folder if the block raises; raises OSError as CheckpointError."""
         try:
             with _as_checkpoint_error(self):
                 yield
         except BaseException:
-            disk.remove_tree(self.aside)
+            atomic.remove_tree(self.aside)
             raise
 
 
 @contextmanager
-def _as_checkpoint_error(draft: Draft) -> Iterator[None]:
+def _as_checkpoint_error(writer: CheckpointWriter) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot save step {draft.step:,} in {draft.folder}: {error}"
+            f"cannot save step {writer.step:,} in {writer.folder}: {error}"
         ) from error
 
 
 def load(path: Path, *, check: bool = True) -> Checkpoint:
-    """The checkpoint in the folder `path`; unless told otherwise, every byte of it is checked.
+    """Returns the checkpoint in the folder `path`; by default verifies all checksums.
 
     Raises:
-        CheckpointError: names the file and what is wrong with it.
+        CheckpointError: a file is missing or damaged; has its name and the reason.
     """
     manifest = read_manifest(path)
     if check:
@@ -258,105 +275,7 @@ def load(path: Path, *, check: bool = True) -> Checkpoint:
     return Checkpoint(path, manifest, from_words(read_json(path / STATE)))
 
 
-def checkpoints(root: Path) -> list[Path]:
-    """All published checkpoints of the run in `root`, in the order in which they were saved.
-
-    One whose manifest cannot be read stands where its step puts it.
-    """
-    dated: list[tuple[tuple[int, int], Path, float | None]] = []
-    for path in (root / "checkpoints").glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            dated.append(((int(match[1]), int(match[2] or 0)), path, _saved_at(path)))
-    dated.sort(key=lambda one: one[0])
-    before = -math.inf
-    times: dict[Path, float] = {}
-    for _, path, saved_at in dated:
-        before = times[path] = before if saved_at is None else saved_at
-    return [path for _, path, _ in sorted(dated, key=lambda one: (times[one[1]], one[0]))]
-
-
-def newest_whole(root: Path) -> tuple[Checkpoint, list[CheckpointError]]:
-    """The newest checkpoint of which every byte is as it was saved; what is wrong with later ones.
-
-    Raises:
-        CheckpointError: there is none; says what is wrong with each.
-    """
-    skipped: list[CheckpointError] = []
-    for path in reversed(checkpoints(root)):
-        try:
-            return load(path), skipped
-        except CheckpointError as error:
-            skipped.append(error)
-    found = "".join(f"\n  {error}" for error in skipped)
-    raise CheckpointError(f"no whole checkpoint in {root / 'checkpoints'}{found}")
-
-
-def resolve(text: str, out_dir: Path = Path("runs")) -> Path:
-    """The checkpoint folder that `text` means: itself, or the latest of a run given by folder, id,
-    name or `latest`.
-
-    Raises:
-        CheckpointError: the run has none.
-        ConfigError: there is no such run or folder.
-    """
-    path = Path(text)
-    if (path / MANIFEST).is_file():
-        return path
-    if _NAME.fullmatch(path.name) and path.is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}")
-    if _NAME.fullmatch(path.name) and path.parent.is_dir():
-        there = ", ".join(each.name for each in checkpoints(path.parent.parent))
-        raise CheckpointError(f"{path} is not there; there are {there or 'none'}")
-    root = path if (path / "checkpoints").is_dir() else find_run(text, out_dir).path
-    return latest(root)
-
-
-def latest(root: Path) -> Path:
-    """The newest checkpoint of the run in `root`: what `latest` names, else the last one saved.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if (named := pointed_at(root, LATEST)) is not None:
-        return named
-    whole = [path for path in checkpoints(root) if (path / MANIFEST).is_file()]
-    if not whole:
-        raise CheckpointError(f"no checkpoint in {root / 'checkpoints'}")
-    return whole[-1]
-
-
-def pointed_at(root: Path, pointer: str) -> Path | None:
-    """The checkpoint that `latest`, `best` or `best-…` names, if it names one that is there."""
-    folder = root / "checkpoints"
-    try:
-        name = (folder / pointer).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None
-    there = _NAME.fullmatch(name) and (folder / name / MANIFEST).is_file()
-    return folder / name if there else None
-
-
-def pointers(root: Path) -> list[str]:
-    """The names under which checkpoints of a run may be asked for: latest, best, best-…"""
-    there = sorted(path.name for path in (root / "checkpoints").glob(f"{BEST}*"))
-    return [LATEST, *there]
-
-
-def point(root: Path, pointer: str, checkpoint: Path) -> None:
-    """Make `latest`, `best` or `best-…` name a checkpoint.
-
-    Raises:
-        CheckpointError: the disk does not let us.
-    """
-    path = root / "checkpoints" / pointer
-    try:
-        disk.replace_file(path, checkpoint.name.encode() + b"\n")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}") from error
-
-
-def _component(name: str) -> Component:
+def _component(name: str) -> StateComponent:
     if name not in COMPONENTS:
         raise ValueError(f"unknown component {name!r}; known are {', '.join(COMPONENTS)}")
     return COMPONENTS[name]
@@ -383,26 +302,26 @@ def _write_tensors(path: Path, tensors: Tensors) -> None:
         raise OSError(str(error)) from error
     except RuntimeError as error:
         raise ValueError(f"{error}") from error
-    disk.sync_file(path)
+    atomic.adopt_file(path)
 
 
-def _give_name(aside: Path, folder: Path, step: int) -> Path:
-    """Rename to the first free name for `step`, unless the very same is there under one already."""
+def _publish_folder(aside: Path, folder: Path, step: int) -> Path:
+    """Renames to the first free name for `step`, unless an identical checkpoint exists."""
     attempt = 0
     while True:
         path = folder / (f"step-{step}.{attempt}" if attempt else f"step-{step}")
         if path.exists():
-            if _same(aside, path):
-                disk.remove_tree(aside)
+            if _same_content(aside, path):
+                atomic.remove_tree(aside)
                 return path
             attempt += 1
             continue
-        disk.rename(aside, path)
+        atomic.rename(aside, path)
         return path
 
 
-def _same(aside: Path, published: Path) -> bool:
-    """Whether both hold the same, whenever and why they were saved, and the published one whole."""
+def _same_content(aside: Path, published: Path) -> bool:
+    """Whether both are equal, except time and reason, and the published one is intact."""
     try:
         verify(published, there := read_manifest(published))
     except CheckpointError:
@@ -412,16 +331,17 @@ def _same(aside: Path, published: Path) -> bool:
     )
 
 
-def _saved_at(path: Path) -> float | None:
+def saved_at(path: Path) -> float | None:
+    """Returns the time in a checkpoint's manifest; None if it cannot be read."""
     try:
         return read_manifest(path).time
     except CheckpointError:
         return None
 
 
-def _later_than_all(folder: Path) -> float:
-    """Now, or a moment after the last save if the clock was set back since."""
+def _time_after_all(folder: Path) -> float:
+    """Returns the current time, or one just after the last save if the clock was set back."""
     last = max(
-        (at for path in folder.glob("step-*") if (at := _saved_at(path)) is not None), default=0.0
+        (at for path in folder.glob("step-*") if (at := saved_at(path)) is not None), default=0.0
     )
     return max(time.time(), math.nextafter(last, math.inf))

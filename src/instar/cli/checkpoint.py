@@ -1,4 +1,4 @@
-"""`instar checkpoint`: look into checkpoints, check and compare them, carry them over."""
+"""`instar checkpoint`: inspect, verify, compare, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.cli.facts import print_json
-from instar.cli.lazy import Group
-from instar.cli.options import json_option
+from instar.cli.options import CommandGroup, NewFolder, json_option
+from instar.cli.output import print_json
 
 if TYPE_CHECKING:
-    from instar.checkpoint.compare import Check
+    from instar.checkpoint.inspect import Check
+    from instar.checkpoint.listing import Line
     from instar.checkpoint.manifest import Manifest
-    from instar.models.shape import Growable
 
 BROKEN = 3
 WHAT_TO_GIVE = (
@@ -25,22 +24,28 @@ WHAT_TO_GIVE = (
 )
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def checkpoint() -> None:
-    """Look into checkpoints, check and compare them, carry them over."""
+    """Inspect, verify, compare, export and import checkpoints."""
 
 
 @checkpoint.command("list")
 @click.argument("run")
-@click.option("--verify", is_flag=True, help="Read every byte and say which are whole.")
+@click.option(
+    "--verify", is_flag=True, help="Read every byte and report which checkpoints are whole."
+)
 @json_option
 def list_(run: str, verify: bool, as_json: bool) -> int:
-    """List the checkpoints of RUN (its folder, id, name, or `latest`), the oldest first."""
-    from instar.checkpoint.store import checkpoints
+    """List the checkpoints of RUN (its folder, id, name, or `latest`), oldest first.
+
+    `left at step N`: the checkpoint is on a branch; the run was resumed from step N before it.
+    """
+    from instar.checkpoint.listing import checkpoints, line_of
     from instar.cli.describe import print_rows
 
     root = _root(run)
-    rows = [_row(path, verify) for path in checkpoints(root)]
+    line = line_of(root)
+    rows = [_row(path, verify, line) for path in checkpoints(root)]
     if as_json:
         print_json(rows)
     elif rows:
@@ -48,27 +53,39 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
     else:
         click.echo(f"{root} has no checkpoint yet", err=True)
     faults = [fault for row in rows for fault in row["broken"]]
-    for fault in faults:
+    unreadable = [fault for row in rows for fault in row["unreadable"]]
+    for fault in (*faults, *unreadable):
         click.echo(fault, err=True)
-    return _advise(root) if faults else 0
+    if faults:
+        return _advise(root)
+    return BROKEN if unreadable else 0
 
 
 @checkpoint.command()
 @click.argument("where", metavar="CHECKPOINT|RUN")
 @click.option("--tensors", is_flag=True, help="Also list every tensor, its type and shape.")
+@click.option(
+    "--config", "config_only", is_flag=True, help="Print the config that the run began with."
+)
 @json_option
-def inspect(where: str, tensors: bool, as_json: bool) -> None:
-    """Say what a checkpoint holds and where it comes from; of a RUN, the latest."""
+def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None:
+    """Print the contents and origin of a checkpoint; of a RUN, the latest."""
     import msgspec
 
-    from instar.checkpoint.header import read_header
-    from instar.checkpoint.manifest import CheckpointError, read_manifest
-    from instar.checkpoint.patterns import SUFFIX
+    from instar.checkpoint.inspect import read_header
+    from instar.checkpoint.manifest import SUFFIX, CheckpointError, read_manifest
     from instar.cli.describe import parameter_count, print_headers, print_manifest
 
     path = checkpoint_at(where)
     with _advised(path):
         manifest = read_manifest(path)
+    if config_only:
+        from instar.config.origins import yaml_of
+
+        if not manifest.config:
+            raise CheckpointError(f"{path}: saved by an older Instar, without the run's config")
+        click.echo(yaml_of(manifest.config), nl=False)
+        return
     faults, headers = [], {}
     for name in (name for name in manifest.files if name.endswith(SUFFIX)):
         try:
@@ -76,7 +93,7 @@ def inspect(where: str, tensors: bool, as_json: bool) -> None:
         except CheckpointError as error:
             faults.append(str(error))
     if as_json:
-        said = {"path": str(path), "parameters": parameter_count(headers)}
+        said = {"path": str(path), "parameters": parameter_count(manifest, headers)}
         said |= msgspec.to_builtins(manifest)
         print_json(said | ({"tensors": msgspec.to_builtins(headers)} if tensors else {}))
     else:
@@ -94,13 +111,13 @@ def inspect(where: str, tensors: bool, as_json: bool) -> None:
 @click.option("--all", "every", is_flag=True, help="Every checkpoint of the run, not one.")
 @json_option
 def verify(where: str, every: bool, as_json: bool) -> int:
-    """Read every byte of a checkpoint and compare it with the manifest; of a RUN, the latest.
+    """Verify every byte of a checkpoint against its manifest; of a RUN, the latest.
 
-    Every broken file is named; the exit code is 3 if there is one.
+    Lists every broken and every unreadable file; the exit code is 3 if there is one.
     """
-    from instar.checkpoint.compare import check
+    from instar.checkpoint.inspect import check
+    from instar.checkpoint.listing import checkpoints
     from instar.checkpoint.manifest import CheckpointError
-    from instar.checkpoint.store import checkpoints
     from instar.cli.describe import print_check
 
     paths = checkpoints(_root(where)) if every else [checkpoint_at(where)]
@@ -113,22 +130,24 @@ def verify(where: str, every: bool, as_json: bool) -> int:
             print_check(checks[-1])
     if as_json:
         print_json([_of_check(each) for each in checks])
-    return _advise(_root(where)) if any(each.broken for each in checks) else 0
+    if any(each.broken for each in checks):
+        return _advise(_root(where))
+    return BROKEN if any(each.unreadable for each in checks) else 0
 
 
 @checkpoint.command()
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option(
-    "--tensors", is_flag=True, help="Name the tensors of all files, not the model's only."
+    "--tensors", is_flag=True, help="List the tensors of all files, not only the model's."
 )
 @json_option
 def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
-    """Say in what the checkpoints A and B differ (each a folder, or a run: its latest)."""
-    from instar.checkpoint.compare import compare_tensors
+    """Compare the checkpoints A and B (each a folder, or a run: its latest)."""
+    from instar.checkpoint.inspect import compare_tensors
     from instar.checkpoint.manifest import read_manifest
     from instar.cli.describe import print_facts, print_tensors
-    from instar.config.differing import differing
+    from instar.config.fields import differing
 
     path_a, path_b = checkpoint_at(a), checkpoint_at(b)
     with _advised(path_a):
@@ -158,17 +177,17 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
 @click.option("--against", metavar="CHECKPOINT|RUN", help="Default: the one saved before it.")
 @json_option
 def analyze(where: str, against: str | None, as_json: bool) -> None:
-    """Say what a checkpoint's model makes of its room, and where it may be short of it.
+    """Analyze how a checkpoint's model uses its capacity, and where it may be too small.
 
-    Effective ranks of matrices and adapters, entropy of attention over held-out tokens where the
-    data are there, change since an earlier checkpoint.
+    Reports effective ranks of matrices and adapters, attention entropy over held-out tokens if the
+    data exist, and the change since an earlier checkpoint.
     """
-    from instar.cli.analysis import print_analysis
+    from instar.cli.describe import print_analysis
 
     path = checkpoint_at(where)
     before = None if against is None else checkpoint_at(against)
 
-    from instar.run.analyze import analyze_checkpoint
+    from instar.run.lifecycle.offline import analyze_checkpoint
 
     with _advised(path):
         found = analyze_checkpoint(path, before)
@@ -180,21 +199,20 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
 
 @checkpoint.command()
 @click.argument("where", metavar="CHECKPOINT|RUN")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=NewFolder())
 @click.option("--to", "_to", type=click.Choice(["hf"]), required=True, help="hf: transformers.")
-@click.option("--ema", is_flag=True, help="The moving average of the weights, not the weights.")
+@click.option("--ema", is_flag=True, help="Export the moving average of the weights.")
 def export(where: str, folder: Path, _to: str, ema: bool) -> None:
-    """Write the model into the new folder FOLDER, which transformers loads.
+    """Write the model into the new folder FOLDER, in the format of transformers.
 
     A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM; the run's
-    tokenizer goes with it.
+    tokenizer is included.
     """
     from instar.checkpoint.store import load
 
     path = checkpoint_at(where)
 
-    from instar.models.hf import CLASSES, style_of
-    from instar.models.hf_folder import export_folder
+    from instar.models.hf import CLASSES, export_folder, style_of
 
     with _advised(path):
         found = load(path)
@@ -206,12 +224,10 @@ def export(where: str, folder: Path, _to: str, ema: bool) -> None:
 
 @checkpoint.command("import")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option(
-    "--to", "run_dir", type=click.Path(path_type=Path), required=True, help="The new run's folder."
-)
+@click.option("--to", "run_dir", type=NewFolder(), required=True, help="The new run's folder.")
 def import_(folder: Path, run_dir: Path) -> None:
-    """Make a run of the folder FOLDER, in which transformers saved a GPT-2 or a Llama."""
-    from instar.models.hf_folder import import_folder
+    """Create a run from the folder FOLDER, in which transformers saved a GPT-2 or a Llama."""
+    from instar.models.hf import import_folder
 
     with _checkpoint_errors():
         path = import_folder(folder, run_dir)
@@ -221,7 +237,7 @@ def import_(folder: Path, run_dir: Path) -> None:
 
 @contextmanager
 def _checkpoint_errors(*advice: str) -> Iterator[None]:
-    """A run, a config or a tokenizer that cannot be used ends these commands with exit code 3."""
+    """Convert ConfigErrors of a run, config or tokenizer to CheckpointErrors, exit code 3."""
     from instar.checkpoint.manifest import CheckpointError
     from instar.config.errors import ConfigError
 
@@ -233,7 +249,7 @@ def _checkpoint_errors(*advice: str) -> Iterator[None]:
 
 @contextmanager
 def _advised(path: Path) -> Iterator[None]:
-    """What is wrong with a checkpoint, and how the run's whole ones are found."""
+    """Add to a CheckpointError the command that lists the whole checkpoints of the run."""
     from instar.checkpoint.manifest import CheckpointError
 
     try:
@@ -245,19 +261,19 @@ def _advised(path: Path) -> Iterator[None]:
 
 
 def checkpoint_at(text: str) -> Path:
-    """The checkpoint folder that `text` means; if there is none, what to give instead.
+    """Return the checkpoint folder that `text` names; the error suggests what to give instead.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
-    from instar.checkpoint.store import resolve
+    from instar.checkpoint.listing import resolve
 
     with _checkpoint_errors(WHAT_TO_GIVE):
         return resolve(text)
 
 
 def _root(text: str) -> Path:
-    """The folder of the run that `text` means, or that the checkpoint `text` belongs to."""
+    """Return the folder of the run, or of the checkpoint's run, that `text` names."""
     from instar.record.rundir import find_run
 
     path = Path(text).absolute()
@@ -269,18 +285,21 @@ def _root(text: str) -> Path:
         return find_run(text).path
 
 
-def _row(path: Path, verify: bool) -> dict[str, Any]:
-    from instar.checkpoint.compare import check
-    from instar.checkpoint.manifest import CheckpointError, read_manifest
-    from instar.checkpoint.store import pointed_at, pointers
+def _row(path: Path, verify: bool, line: Line | None) -> dict[str, Any]:
+    from instar.checkpoint.inspect import check
+    from instar.checkpoint.listing import left_at, pointed_at, pointers
+    from instar.checkpoint.manifest import CheckpointError, UnreadableError, read_manifest
 
     root = path.parent.parent
     named = [pointer for pointer in pointers(root) if pointed_at(root, pointer) == path]
     row: dict[str, Any] = {"name": path.name, "path": str(path), "pointers": named}
     try:
         manifest = read_manifest(path)
+    except UnreadableError as error:
+        return row | {"verified": verify, "broken": [], "unreadable": [str(error)]}
     except CheckpointError as error:
-        return row | {"verified": verify, "broken": [str(error)]}
+        return row | {"verified": verify, "broken": [str(error)], "unreadable": []}
+    found = check(path) if verify else None
     return row | {
         "step": manifest.step,
         "tokens": manifest.progress.get("tokens"),
@@ -289,16 +308,19 @@ def _row(path: Path, verify: bool) -> dict[str, Any]:
         "time": manifest.time,
         "reason": manifest.reason,
         "world_size": manifest.world_size,
+        "left_at": left_at(manifest, line),
         "verified": verify,
-        "broken": list(check(path).broken) if verify else [],
+        "broken": list(found.broken) if found else [],
+        "unreadable": list(found.unreadable) if found else [],
     }
 
 
 def _of_check(each: Check) -> dict[str, Any]:
     return {
         "path": str(each.path),
-        "whole": not each.broken,
+        "whole": not each.broken and not each.unreadable,
         "broken": each.broken,
+        "unreadable": each.unreadable,
         "unlisted": each.unlisted,
         "size_bytes": each.size_bytes,
         "seconds": each.seconds,
@@ -307,12 +329,12 @@ def _of_check(each: Check) -> dict[str, Any]:
 
 
 def _advise(root: Path) -> int:
-    """Say on stderr what the run can go on from, where a checkpoint of it is broken."""
+    """Print on stderr the newest whole checkpoint of a run with a damaged one; return exit code 3."""
+    from instar.checkpoint.listing import latest_intact
     from instar.checkpoint.manifest import CheckpointError
-    from instar.checkpoint.store import newest_whole
 
     try:
-        whole, _ = newest_whole(root)
+        whole, _ = latest_intact(root)
         click.echo(f"The newest whole checkpoint of this run is {whole.path}", err=True)
     except CheckpointError:
         click.echo("No checkpoint of this run is whole", err=True)
@@ -320,33 +342,27 @@ def _advise(root: Path) -> int:
 
 
 def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """The config's keys and, as `in force: …`, the settings after the history; nothing where the
-    checkpoint lies outside a run."""
+    """Return the config's keys and, as `in force: …`, the settings after the history; empty if the
+    checkpoint is not in a run's folder."""
     import dataclasses
 
-    from instar.config.fields import keys, value_of
-    from instar.config.language import LanguageConfig
-    from instar.config.load import load
-    from instar.models.architecture import resolve
+    from instar.checkpoint.manifest import CheckpointError
+    from instar.config.fields import values
     from instar.record.rundir import RunDir
-    from instar.run.state import history_from_json
-    from instar.schedule.operations import fold
-    from instar.tasks.blueprint import kind_of
+    from instar.run.lifecycle.resume import began_with
+    from instar.schedule.operations import effective, history_from_json
 
-    file = RunDir(path.absolute().parent.parent).config
-    if not file.is_file():
+    run = RunDir(path.absolute().parent.parent)
+    if not (manifest.config or run.config.is_file()):
         return {}
     with _checkpoint_errors():
-        loaded = load(str(file))
-    config = loaded.config
-    if isinstance(config, LanguageConfig):
-        vocabulary = config.model.vocab_size or manifest.architecture["vocab_size"]
-        began: Growable = resolve(config.model, vocabulary)
-    else:
-        began = kind_of(config.task).assumed(loaded, lambda _: None).architecture
-    force = dataclasses.asdict(fold(config, began, history_from_json(manifest.history)).settings)
-    told = {key: value_of(config, key) for key in keys(type(config))}
-    return told | {f"in force: {name}": value for name, value in force.items()}
+        began = began_with(run, manifest)
+    try:
+        config, settings = effective(began, history_from_json(manifest.history))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its history cannot be followed: {error}") from error
+    force = dataclasses.asdict(settings)
+    return values(config) | {f"in force: {name}": value for name, value in force.items()}
 
 
 def _numbered(history: list[Any]) -> dict[str, Any]:
@@ -354,7 +370,7 @@ def _numbered(history: list[Any]) -> dict[str, Any]:
 
 
 def _outline(manifest: Manifest) -> dict[str, Any]:
-    """What a manifest says beside all that is compared on its own."""
+    """Return the parts of a manifest that are compared as one group."""
     return {
         "step": manifest.step,
         "world_size": manifest.world_size,

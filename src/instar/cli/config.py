@@ -1,25 +1,138 @@
-"""`instar config`: what a config may say, says, and where it says it."""
+"""The commands `instar init`, `instar config` and `instar schedule`."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import shlex
+import textwrap
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from instar.cli.facts import print_json
-from instar.cli.lazy import Group
-from instar.cli.options import json_option, set_option
+from instar.cli.options import (
+    MOST_RANKS,
+    CommandGroup,
+    json_option,
+    schedule_option,
+    set_option,
+    trust_option,
+)
+from instar.cli.output import print_json, print_table
+from instar.config import PRESETS, STARTERS, names_in
+
+if TYPE_CHECKING:
+    from instar.config.load import Loaded
 
 
-@click.group(cls=Group)
+_REST = """
+What begins with '#key:' is not set and shows the value in force without it.
+All keys: instar config schema{of}      What is in force: instar config show {path} --origin
+"""
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(names_in(STARTERS)), default="gpt")
+@click.argument("path", required=False)
+@click.option(
+    "--preset",
+    "chosen",
+    multiple=True,
+    type=click.Choice(names_in(PRESETS)),
+    help="Start from ready-made settings; may be given several times, later ones win.",
+)
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+def init(kind: str, path: str | None, chosen: tuple[str, ...], force: bool) -> None:
+    """Write a commented config to PATH (default: KIND.yaml).
+
+    Every key is in it, with its meaning; what begins with '#key:' is at its default.
+    """
+    from pathlib import Path
+
+    from instar.config.errors import ConfigError
+
+    path = path or f"{kind}.yaml"
+    text = starter(kind, path, chosen)
+    try:
+        with Path(path).open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError.one("the file already exists", path, "--force overwrites it") from None
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError.one(f"cannot be written: {said}", path) from None
+    click.echo(f"wrote {path}   next: instar train {path}", err=True)
+
+
+def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
+    """Return the commented config that `instar init` writes to `path`.
+
+    It contains every key of the schema: set if the starter has a value that the selected presets
+    do not override, otherwise as '#key: value' with the value in force.
+
+    Raises:
+        ConfigError: the presets are for another task.
+    """
+    from instar.config.document import dotted, parse
+    from instar.config.errors import ConfigError, printable
+    from instar.config.fields import flat, keys, values
+    from instar.config.load import load
+    from instar.config.origins import entry, opening
+    from instar.config.roots import LANGUAGE, root_of
+
+    text = (STARTERS / f"{kind}.yaml").read_text(encoding="utf-8")
+    document, _ = parse(text, kind)
+    assert document is not None
+    task = document.data.get("task", LANGUAGE)
+    if chosen and task != LANGUAGE:
+        raise ConfigError.one(
+            f"preset {', '.join(chosen)}: presets are for language models, not for task {task}",
+            "--preset",
+            "leave it out",
+        )
+    root = root_of(task)
+    by_preset = load(None, [f"preset={json.dumps(list(chosen))}"]).origins
+    given = {dotted(key): value for key, value in flat(root, document.data)}
+    given = {k: v for k, v in given.items() if not by_preset.get(k, "").startswith("preset ")}
+    given |= {"preset": list(chosen)} if chosen else {}
+    config = load(None, [f"{key}={json.dumps(value)}" for key, value in given.items()]).config
+
+    about = "\n".join(line[2:] for line in takewhile(lambda line: line[0] == "#", text.split("\n")))
+    of = "" if task == LANGUAGE else f" --task {task}"
+    head = f"{about}\n{_REST}".format(of=of, path=printable(shlex.quote(path)))
+    lines = [*(f"# {line}".rstrip() for line in head.splitlines()), ""]
+    section = ""
+    for key, value in values(config).items():
+        field = keys(root)[key]
+        lines += opening(section, section := key.rpartition(".")[0], root)
+        indent = "  " * key.count(".")
+        lines += _comment(field.description or "", indent)
+        for item in get_args(field.annotation):
+            for name, inner in getattr(item, "model_fields", {}).items():
+                lines += _comment(f"{name}: {inner.description}", indent, "  ")
+        written = entry(key, value)
+        lines += written if key in given else [f"{indent}#{written[0].lstrip()}"]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str, indent: str, inner: str = "") -> list[str]:
+    """Format text as comment lines; `inner` follows the comment sign."""
+    begin, further = f"{indent}# {inner}", f"{indent}# {inner}{inner}"
+    return textwrap.wrap(text, 88, initial_indent=begin, subsequent_indent=further)
+
+
+@click.group(cls=CommandGroup)
 def config() -> None:
     """Show, validate and compare configs."""
 
 
 @config.command()
 @click.argument("cfg", required=False)
-@click.option("--origin", is_flag=True, help="Tell where each value comes from.")
+@click.option("--origin", is_flag=True, help="Show the origin of each value.")
 @set_option
+@trust_option
 @json_option
 def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print the settings in force: defaults, presets, the file CFG, then --set.
@@ -28,9 +141,8 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
     record of keys).
     """
     from instar.config.fields import values
-    from instar.schedule.checks import load_checked
 
-    loaded = load_checked(cfg, overrides)
+    loaded = _load(cfg, overrides)
     if not as_json:
         click.echo(loaded.to_yaml(origin=origin), nl=False)
     elif not origin:
@@ -44,27 +156,26 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
 
 @config.command()
 @click.argument("section", required=False)
-@click.option("--task", default="language", show_default=True, help="Of which task's configs.")
+@click.option("--task", default="language", show_default=True, help="Task whose schema is shown.")
 @json_option
 def schema(section: str | None, task: str, as_json: bool) -> None:
     """List the keys that there are, or those of one SECTION.
 
     With --json the JSON Schema of a config file, from which editors complete and check.
     """
-    from instar.cli.table import print_table
-    from instar.config.dump import in_yaml
+    from instar.config.document import dotted
     from instar.config.errors import ConfigError
-    from instar.config.explain import dotted, key_meant, nearest
     from instar.config.fields import (
         default,
         editor_schema,
         expected,
         keys,
         schedule_keys,
-        schema_node,
         sections,
     )
+    from instar.config.origins import in_yaml
     from instar.config.roots import root_of
+    from instar.config.suggestions import key_meant, nearest
 
     name, root = section or "", root_of(task)
     there = list(filter(None, sections(root)))
@@ -78,8 +189,8 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
     rows = [
         (
             key,
-            _brief(expected(root, schema_node(root, tuple(key.split("."))) or {})),
-            in_yaml(default(root, key)),
+            _brief(expected(root, tuple(key.split(".")))),
+            in_yaml(default(field)),
             field.description or "",
         )
         for key, field in keys(root).items()
@@ -89,8 +200,8 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
         rows += [
             (
                 dotted(path),
-                _brief(expected(root, schema_node(root, path) or {})),
-                "" if field.is_required() else in_yaml(field.default),
+                _brief(expected(root, path)),
+                "" if field.is_required() else in_yaml(default(field)),
                 field.description or "",
             )
             for path, field in schedule_keys().items()
@@ -101,13 +212,13 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
 @config.command()
 @click.argument("cfg")
 @set_option
+@trust_option
 def validate(cfg: str, overrides: tuple[str, ...]) -> None:
     """Check the file CFG; every mistake is listed, exit code 2."""
-    from instar.config.fields import keys
-    from instar.schedule.checks import load_checked
+    from instar.config.fields import values
 
-    loaded = load_checked(cfg, overrides)
-    every = keys(type(loaded.config))
+    loaded = _load(cfg, overrides)
+    every = values(loaded.config)
     given = sum(loaded.origins[key] != "default" for key in every)
     click.echo(f"{cfg}: ok, {given} of {len(every)} keys set")
 
@@ -115,21 +226,19 @@ def validate(cfg: str, overrides: tuple[str, ...]) -> None:
 @config.command()
 @click.argument("a")
 @click.argument("b")
+@trust_option
 @json_option
 def diff(a: str, b: str, as_json: bool) -> None:
     """List the keys in which the configs A and B differ, defaults and presets included."""
-    from instar.cli.table import print_table
-    from instar.config.differing import differing
-    from instar.config.dump import in_yaml
-    from instar.config.errors import ConfigError, Problem
-    from instar.config.fields import values
-    from instar.schedule.checks import load_checked
+    from instar.config.errors import ConfigError, ConfigProblem
+    from instar.config.fields import differing, values
+    from instar.config.origins import in_yaml
 
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     read: list[dict[str, Any]] = []
     for path in (a, b):
         try:
-            read.append(values(load_checked(path).config))
+            read.append(values(_load(path).config))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -144,8 +253,20 @@ def diff(a: str, b: str, as_json: bool) -> None:
         click.echo("no differences", err=True)
 
 
+def _load(cfg: str | None, overrides: Sequence[str] = ()) -> Loaded:
+    """Load a config and check it. Without `--trust-code`, a run's own config, which may belong to
+    another user, is only read: the class of its task is not imported."""
+    from instar.config.user_code import is_trusted
+    from instar.record.rundir import RunDir
+    from instar.schedule.checks import load_checked
+
+    run = None if cfg is None else RunDir(Path(cfg).parent)
+    of_run = run is not None and run.config == Path(cfg or "") and run.holds_parts()
+    return load_checked(cfg, overrides, import_task=is_trusted() or not of_run)
+
+
 def _brief(words: str) -> str:
-    """A type in words, made narrower for a table."""
+    """Shorten the description of a type for a table."""
     for long, short in (
         ("greater than", ">"),
         ("of at least", "≥"),
@@ -156,3 +277,39 @@ def _brief(words: str) -> str:
     ):
         words = words.replace(long, short)
     return words.removeprefix("a ")
+
+
+@click.group(cls=CommandGroup)
+def schedule() -> None:
+    """Check schedules of operations."""
+
+
+@schedule.command()
+@click.argument("file")
+@click.option("--config", "cfg", metavar="CFG", help="The run's config; default: the defaults.")
+@click.option("--nproc", type=click.IntRange(1, MOST_RANKS), default=1, help="Ranks of the run.")
+@set_option
+@trust_option
+@json_option
+def check(
+    file: str, cfg: str | None, nproc: int, overrides: tuple[str, ...], as_json: bool
+) -> None:
+    """Print what the run would be, stage by stage, under the schedule in FILE.
+
+    Every mistake is listed with its line, exit code 2. No data are prepared for it: where they
+    are not there yet, epochs are not known.
+    """
+    from instar.schedule.checks import load_checked
+    from instar.schedule.forecast import checked_forecast
+    from instar.schedule.render import render
+    from instar.tasks.task import task_factory
+
+    loaded = load_checked(cfg, (*overrides, schedule_option(file)))
+    spec = task_factory(loaded.config.task).assumed_spec(
+        loaded, lambda text: click.echo(text, err=True)
+    )
+    told = checked_forecast(loaded, spec, nproc)
+    if as_json:
+        print_json(told.to_dict())
+    else:
+        click.echo(render(told))

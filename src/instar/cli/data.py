@@ -1,4 +1,4 @@
-"""`instar data`: what a run needs of its data, made ahead; and a look at it."""
+"""`instar data`: prepare the data of a run in advance, and inspect prepared data."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.cli.facts import print_json
-from instar.cli.lazy import Group
-from instar.cli.options import json_option, set_option
+from instar.cli.options import MOST_RANKS, CommandGroup, json_option, set_option, trust_option
+from instar.cli.output import print_json, print_named, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from instar.data.tokenizer import Tokenizer
-    from instar.data.tokens import TokenDataset
+    from instar.data.text.shards import TokenDataset
+    from instar.data.text.tokenizer import Tokenizer
 
 DATA_KEYS = (
     "source",
@@ -31,7 +30,7 @@ DATA_KEYS = (
 )
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def data() -> None:
     """Prepare and inspect training data."""
 
@@ -46,18 +45,19 @@ def data() -> None:
     "--tokenizer", metavar="KIND", help="byte, char, bpe, or the path of a tokenizer.json."
 )
 @click.option("--vocab-size", metavar="N", help="Vocabulary of a trained BPE tokenizer.")
-@click.option("--max-bytes", metavar="N", help="Use only about so much of the source.")
+@click.option("--max-bytes", metavar="N", help="Use about this many bytes of the source.")
 @click.option("--val-fraction", metavar="SHARE", help="Share held out.")
 @click.option("--test-fraction", metavar="SHARE", help="Share kept for a final test.")
 @click.option("--path", metavar="FOLDER", help="Where the data set goes.")
 @click.option("--seed", metavar="N", help="Decides which documents are held out.")
 @click.option(
     "--nproc",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MOST_RANKS),
     default=1,
     show_default=True,
     help="Ranks of the run to come: several that share a stream need it counted.",
 )
+@trust_option
 @json_option
 def prepare(
     cfg: str | None,
@@ -67,14 +67,14 @@ def prepare(
     as_json: bool,
     **fields: str | None,
 ) -> None:
-    """Make the data set that the file CFG, --set and the options below describe.
+    """Prepare the data set that the file CFG, --set and the options below describe.
 
-    Its folder is printed, a line for each part of a mixture, or with --json a list of what
-    `inspect --json` says of them; just that of the one where it is no mixture.
+    Prints its folder, one line per part of a mixture. With --json, prints what `inspect --json`
+    prints of the data set, as a list if it is a mixture.
     """
     from instar.config.load import load
 
-    given = {f"data.{key}": fields[key] for key in DATA_KEYS} | {"seed": seed}
+    given = {f"data.{key}": fields[key] for key in DATA_KEYS} | {"data.seed": seed}
     options = [
         f"{key}={json.dumps(value) if key in _TEXTS else value}"
         for key, value in given.items()
@@ -84,18 +84,18 @@ def prepare(
     config = loaded.config
 
     from instar.config.language import LanguageConfig
-    from instar.data.dataset import folders
-    from instar.run.preflight import prepare_data
+    from instar.data.text.dataset import folders
+    from instar.run.lifecycle.preflight import prepare_data
 
     prepare_data(loaded, nproc, lambda line: click.echo(line, err=True))
     if not isinstance(config, LanguageConfig):
         click.echo(config.data.path or "in memory")
         return
-    made = folders(config.data, config.seed)
+    made = folders(config.data, config.data_seed)
     if not as_json:
         click.echo("\n".join(map(str, made)))
         return
-    summaries = [_summary(*_open(str(folder))) for folder in made]
+    summaries = [_summary(_open(str(folder))[0]) for folder in made]
     print_json(summaries if config.data.mixture else summaries[0])
 
 
@@ -111,27 +111,25 @@ _TEXTS = frozenset(
     default=24,
     show_default=True,
     type=click.IntRange(min=0),
-    help="Show so many of each split's first tokens, as text.",
+    help="Number of first tokens of each split to show, as text.",
 )
 @click.option("--verify", is_flag=True, help="Read every token and compare the fingerprints.")
 @json_option
 def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
-    """Say what the data set in the folder PATH holds, and check that it is whole."""
-    from instar.cli.facts import print_named
-    from instar.cli.table import print_table
-    from instar.data.tokens import verify_tokens
+    """Print the contents of the data set in the folder PATH, and check that it is whole."""
+    from instar.data.text.shards import verify_tokens
 
     dataset, tokenizer = _open(path)
     if verify:
         verify_tokens(dataset)
     beginnings = _beginnings(dataset, tokenizer, sample)
     if as_json:
-        summary = _summary(dataset, tokenizer)
+        summary = _summary(dataset)
         print_json(summary | {"verified": verify} | {"sample": beginnings})
         return
     told = _told(dataset.source)
     facts = [
-        ("kind", _kind(dataset, tokenizer)),
+        ("kind", _kind(dataset)),
         ("tokenizer", f"{dataset.tokenizer}, vocabulary {dataset.vocab_size:,}"),
         ("fingerprint", f"{dataset.fingerprint}{'  verified' if verify else ''}"),
         ("made from", ", ".join(f"{key}={value}" for key, value in told.items())),
@@ -139,7 +137,7 @@ def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
     print_named(facts, 13)
     click.echo()
     rows = [
-        [name, f"{len(split):,}", str(len(split.arrays))]
+        [name, f"{len(split):,}", str(len(split.shards))]
         + ([json.dumps(beginnings[name], ensure_ascii=False)] if sample else [])
         for name, split in dataset.splits.items()
     ]
@@ -147,10 +145,10 @@ def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
 
 
 def _open(path: str) -> tuple[TokenDataset, Tokenizer]:
-    """Raises ConfigError for whatever is not a whole data set."""
+    """Open a folder. Raises ConfigError unless it holds a complete data set."""
     from instar.config.errors import ConfigError
-    from instar.data.tokenizer import load_tokenizer
-    from instar.data.tokens import DATASET_FILE, open_dataset
+    from instar.data.text.shards import DATASET_FILE, open_dataset
+    from instar.data.text.tokenizer import load_tokenizer
 
     parts = sorted(str(file.parent) for file in Path(path).glob(f"*/{DATASET_FILE}"))
     if parts and not Path(path, DATASET_FILE).exists():
@@ -161,17 +159,15 @@ def _open(path: str) -> tuple[TokenDataset, Tokenizer]:
     return dataset, load_tokenizer(path, fingerprint=dataset.tokenizer_fingerprint)
 
 
-def _kind(dataset: TokenDataset, tokenizer: Tokenizer) -> str:
-    """What is trained on, in words."""
+def _kind(dataset: TokenDataset) -> str:
+    """Return the kind of the data as text."""
     kind, source = _kind_of(dataset), dataset.source.get("source")
-    found = _elsewhere(dataset, tokenizer)
+    found = _elsewhere(dataset)
     if kind == "tokens":
         return "tokens: all of it as token shards"
     if kind == "rows":
-        return (
-            f"rows: {found['documents']:,} documents of {source}, {found['tokens']:,} tokens, "
-            "read where they lie"
-        )
+        documents = dataset.source.get("documents", 0)
+        return f"rows: {documents:,} documents of {source} as token shards"
     if not found:
         return f"{kind}: {source}, not read to its end yet"
     ((what, counts),) = found.items()
@@ -183,30 +179,26 @@ def _kind_of(dataset: TokenDataset) -> str:
     return str(dataset.source.get("kind", "tokens"))
 
 
-def _elsewhere(dataset: TokenDataset, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What is known of training data that is not in token shards: documents and tokens of rows, and
-    tokens or documents of each lane of a stream that was counted."""
-    from instar.data.counting import LANES_FILE, LanesRecord
-    from instar.data.index import INDEX_FILE, read_index
-    from instar.data.tokenizer import separator_of
+def _elsewhere(dataset: TokenDataset) -> dict[str, Any]:
+    """Return the counts of a stream: tokens or documents per lane."""
+    from instar.data.text.stream_index import LANES_FILE, LanesRecord
 
-    kind = _kind_of(dataset)
-    if kind == "rows":
-        _, chosen, counts, _ = read_index(dataset.path / INDEX_FILE, tokenizer)
-        after_the_last = 0 if "tokens_field" in dataset.source else separator_of(tokenizer).size
-        return {"documents": chosen.size, "tokens": int(counts.sum()) - after_the_last}
     lanes = dataset.path / LANES_FILE
-    if kind == "tokens" or not lanes.exists():
+    if not lanes.exists():
         return {}
     import msgspec
 
-    record = msgspec.json.decode(lanes.read_bytes(), type=LanesRecord)
+    from instar.config.files import read_regular
+
+    record = msgspec.json.decode(read_regular(lanes, follow=True), type=LanesRecord)
     return {"tokens" if record.packing else "documents": list(record.counts)}
 
 
 def _told(source: Mapping[str, Any]) -> dict[str, Any]:
-    """What a person is told of the parameters: those that are set."""
-    unread = {"documents", "bytes"} if source.get("kind") in ("stream", "python") else set()
+    """Return the parameters to print: those that are set."""
+    unread = {"resolved"}
+    if source.get("kind") in ("stream", "python"):
+        unread |= {"documents", "bytes"}
     return {key: value for key, value in source.items() if value is not None and key not in unread}
 
 
@@ -217,7 +209,7 @@ def _beginnings(dataset: TokenDataset, tokenizer: Tokenizer, count: int) -> dict
     }
 
 
-def _summary(dataset: TokenDataset, tokenizer: Tokenizer) -> dict[str, Any]:
+def _summary(dataset: TokenDataset) -> dict[str, Any]:
     return {
         "path": str(dataset.path),
         "kind": _kind_of(dataset),
@@ -228,10 +220,10 @@ def _summary(dataset: TokenDataset, tokenizer: Tokenizer) -> dict[str, Any]:
         "splits": {
             name: {
                 "tokens": len(split),
-                "shards": len(split.arrays),
+                "shards": len(split.shards),
                 "fingerprint": split.fingerprint,
             }
             for name, split in dataset.splits.items()
         },
-        "elsewhere": _elsewhere(dataset, tokenizer),
+        "elsewhere": _elsewhere(dataset),
     }

@@ -1,4 +1,4 @@
-"""How checkpoints read to a person."""
+"""Printed descriptions of checkpoints: manifest, tensors, differences and analysis."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.cli.facts import print_named
-from instar.cli.table import print_table
-from instar.record.amounts import bytes_text
-from instar.record.lines import duration, loss, si
+from instar.cli.output import print_named, print_table
+from instar.record.format import bytes_text, duration, loss, si
 
 if TYPE_CHECKING:
-    from instar.checkpoint.compare import Check, Difference
-    from instar.checkpoint.header import TensorEntry
+    from instar.checkpoint.inspect import Check, Difference, TensorEntry
     from instar.checkpoint.manifest import Manifest
+    from instar.run.lifecycle.offline import CheckpointAnalysis
+
 
 Headers = Mapping[str, Mapping[str, "TensorEntry"]]
 Pairs = Mapping[str, tuple[Any, Any]]
@@ -28,7 +27,7 @@ _SWITCHES = ("norm", "activation", "positions", "bias", "tied")
 
 
 def print_manifest(path: Path, manifest: Manifest, headers: Headers) -> None:
-    """What a checkpoint holds; `headers` are those of its files of tensors that can be read."""
+    """Print the contents of a checkpoint; `headers` are those of its readable tensor files."""
     print_named(_facts(path, manifest, headers), 14)
     click.echo()
     rows = [
@@ -51,17 +50,19 @@ def print_headers(headers: Headers) -> None:
         print_table([file, "type", "shape"], rows)
 
 
-def parameter_count(headers: Headers) -> int | None:
-    """Elements of the model's tensors; None where its file cannot be read."""
+def parameter_count(manifest: Manifest, headers: Headers) -> int | None:
+    """Return the number of elements of the model's parameters; None if their file is unreadable."""
     model = headers.get("model.safetensors")
-    return None if model is None else sum(entry.elements for entry in model.values())
+    if model is None:
+        return None
+    return sum(entry.elements for name, entry in model.items() if name not in manifest.buffers)
 
 
 def _facts(path: Path, manifest: Manifest, headers: Headers) -> Iterator[tuple[str, str]]:
     saved = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.time))
     ranks = f"{manifest.world_size} rank{'' if manifest.world_size == 1 else 's'}"
     done = {unit: value for unit, value in manifest.progress.items() if unit != "step"}
-    parameters = parameter_count(headers)
+    parameters = parameter_count(manifest, headers)
     yield "checkpoint", str(path)
     yield "step", f"{manifest.step:,}"
     yield "saved", f"{saved}, {duration(time.time() - manifest.time)} ago, by {ranks}"
@@ -72,6 +73,8 @@ def _facts(path: Path, manifest: Manifest, headers: Headers) -> Iterator[tuple[s
         yield "loss", f"{loss(manifest.loss, 4)}, validation"
     yield from zip(("architecture", ""), _architecture(manifest.architecture), strict=False)
     yield "parameters", "?" if parameters is None else f"{parameters:,}"
+    if manifest.buffers:
+        yield "buffers", f"{len(manifest.buffers):,}"
     yield "data", manifest.data or "none"
     yield "tokenizer", manifest.tokenizer or "none"
     history = [_operation(entry) for entry in manifest.history] or ["no operations"]
@@ -89,7 +92,7 @@ def _amount(unit: str, value: float) -> str:
 
 
 def _architecture(fields: Mapping[str, Any]) -> list[str]:
-    """A GPT in two lines; whatever else there may be, as it is."""
+    """Describe a GPT in two lines; list the fields of any other architecture."""
     counted = all(type(fields.get(name)) is int for name in _SHAPE)
     if not (counted and all(name in fields for name in (*_SWITCHES, "rope_base"))):
         return [", ".join(f"{name} {_cell(value)}" for name, value in fields.items()) or "none"]
@@ -118,6 +121,9 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
 
 def _operation(entry: Any) -> str:
     match entry:
+        case {"operation": {"name": "override", "value": dict(given)}, "step": int(step)}:
+            changed = ", ".join(f"{key} {_cell(value)}" for key, value in given.items())
+            return f"step {step:,}: set at resume: {changed}"
         case {"operation": {"name": str(name), **values}, "step": int(step)}:
             told = [_cell(value) for value in values.values() if value not in (None, {})]
             return " ".join([f"step {step:,}:", name, *told])
@@ -125,7 +131,7 @@ def _operation(entry: Any) -> str:
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The checkpoints of a run, as `instar checkpoint list --json` has them."""
+    """Print the checkpoints of a run, given as in `instar checkpoint list --json`."""
     now = time.time()
     told = []
     for row in rows:
@@ -140,24 +146,27 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
                 row["reason"],
             ]
         state = ["BROKEN"] if row["broken"] else ["whole"] if row["verified"] else []
-        told.append([row["name"], *cells, " ".join([*row["pointers"], *state])])
+        left = row.get("left_at")
+        branch = [] if left is None else [f"left at step {left:,}"]
+        told.append([row["name"], *cells, " ".join([*row["pointers"], *branch, *state])])
     print_table(["checkpoint", "step", "tokens", "loss", "size", "age", "reason", ""], told)
 
 
 def print_check(each: Check) -> None:
-    """Whether a checkpoint is whole, and how quickly that was found."""
+    """Print whether a checkpoint is whole, and the duration of the check."""
     rate = (
         f"{bytes_text(each.size_bytes)} in {each.seconds:.2f} s, {each.bytes_per_s / 1e9:.1f} GB/s"
     )
-    click.echo(f"{each.path}: {'BROKEN' if each.broken else 'whole'}, {rate}")
-    for fault in each.broken:
+    verdict = "BROKEN" if each.broken else "UNREADABLE" if each.unreadable else "whole"
+    click.echo(f"{each.path}: {verdict}, {rate}")
+    for fault in (*each.broken, *each.unreadable):
         click.echo(f"  {fault}")
     for name in each.unlisted:
         click.echo(f"  {name}: not part of the checkpoint; nobody reads it")
 
 
 def print_facts(groups: Mapping[str, Pairs], a: str, b: str) -> None:
-    """What two checkpoints say differently, group by group."""
+    """Print the differing metadata of two checkpoints by group."""
     for group, found in groups.items():
         if found:
             print_table([group, a, b], [[key, *map(_cell, pair)] for key, pair in found.items()])
@@ -167,7 +176,7 @@ def print_facts(groups: Mapping[str, Pairs], a: str, b: str) -> None:
 
 
 def print_tensors(compared: Mapping[str, Sequence[Difference]], in_full: bool) -> None:
-    """How many tensors differ in each file, and which of the model's; `in_full`: of all files."""
+    """Print the number of differing tensors per file, and those of the model; `in_full`: of all."""
     verdicts = ("same", "changed", "only_a", "only_b")
     counts = [
         [file, *(str(sum(each.verdict == verdict for each in found)) for verdict in verdicts)]
@@ -196,3 +205,56 @@ def _times(shape: Sequence[int]) -> str:
 
 def _cell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def print_analysis(found: CheckpointAnalysis) -> None:
+    """Print tables of matrices and of heads, other changes, and possible conclusions."""
+    analysis = found.analysis
+    click.echo(f"checkpoint  {found.path}")
+    click.echo(f"against     {found.against or 'nothing: it is the first'}")
+    click.echo()
+    since = {change.name: change for change in analysis.changes}
+    per_step = any(change.relative_per_step for change in analysis.changes)
+    rows = []
+    for rank in analysis.ranks:
+        change = None if rank.adapter else since.get(f"{rank.name}.weight", since.get(rank.name))
+        rows.append(
+            [
+                rank.name + (" (adapter)" if rank.adapter else ""),
+                "×".join(map(str, rank.shape)),
+                *(f"{effective:,}" for effective in rank.effective),
+                f"{rank.full:,}",
+                "" if change is None else f"{change.relative:.3g}",
+                *([_update(change.relative_per_step) if change else ""] if per_step else []),
+            ]
+        )
+    energies = [f"rank at {energy:.0%}" for energy in analysis.energies]
+    changed = ["change", *(["per step"] if per_step else [])]
+    print_table(["matrix", "shape", *energies, "of", *changed], rows)
+    if analysis.heads:
+        click.echo()
+        layers: dict[int, list[str]] = {}
+        for head in analysis.heads:
+            layers.setdefault(head.layer, []).append(f"{head.share:4.0%}")
+        print_table(
+            ["attention", "entropy of each head, of the most that is possible"],
+            [[f"layer {layer}", "  ".join(shares)] for layer, shares in layers.items()],
+        )
+    click.echo()
+    for line in _beside(found):
+        click.echo(line)
+
+
+def _beside(found: CheckpointAnalysis) -> Iterator[str]:
+    analysis = found.analysis
+    if (drift := analysis.drift) is not None:
+        yield (
+            f"token table: {drift.rows:,} rows at a mean cosine of {drift.cosine:.4f} to what they "
+            f"were; {drift.still:,} of them have not moved"
+        )
+    yield from (f"left out: {reason}" for reason in analysis.left_out)
+    yield from (f"suggestion: {text}" for text in analysis.suggestions)
+
+
+def _update(per_step: float | None) -> str:
+    return "" if per_step is None else f"{per_step:.1e}"

@@ -1,27 +1,381 @@
-"""`instar logs`: what runs have written down."""
+"""The commands `instar logs list`, `summary`, `compare` and `tail`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
-from instar.cli.lazy import LazyGroup
+from instar.cli.options import LazyGroup
+from instar.cli.output import (
+    OUT_DIR,
+    WIDTH,
+    as_text,
+    chosen,
+    deliver,
+    json_format_option,
+    output_options,
+    print_table,
+    read_all,
+    runs_argument,
+    terminal_width,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from instar.logs.query.groups import By
+    from instar.logs.query.runs import Row
+    from instar.logs.query.summary import Summary
+    from instar.record.rundir import RunDir
+
 
 COMMANDS = {
-    "list": ("instar.cli.logs_list:list_", "List runs, the latest last."),
-    "summary": ("instar.cli.logs_summary:summary", "What runs come to: best, last, time, state."),
-    "plot": ("instar.cli.logs_plot:plot", "Draw curves, of several runs too."),
-    "compare": ("instar.cli.logs_compare:compare", "Set runs side by side at equal places."),
-    "tail": ("instar.cli.logs_tail:tail", "Show how a run goes on, line by line."),
-    "events": ("instar.cli.logs_events:events", "Print what happened in runs, by kind or step."),
-    "export": ("instar.cli.logs_export:export", "Hand a run's record to another tool."),
-    "report": ("instar.cli.report:report", "Write one page that shows all of a run."),
+    "list": ("instar.cli.logs:list_", "List runs, the latest last."),
+    "summary": ("instar.cli.logs:summary", "Summarize runs: best and last values, time, state."),
+    "plot": ("instar.cli.plot:plot", "Plot curves of one run or several."),
+    "compare": ("instar.cli.logs:compare", "Compare runs at equal steps, tokens, FLOPs or time."),
+    "tail": ("instar.cli.logs:tail", "Show the last events of a run, and follow it."),
+    "events": ("instar.cli.export:events", "Print the events of runs, by kind or step."),
+    "export": ("instar.cli.export:export", "Export runs to another tool, or as a table."),
+    "report": ("instar.cli.pages:report", "Write a self-contained HTML report of a run."),
 }
 
 
 @click.group(
     cls=LazyGroup,
     table=COMMANDS,
-    epilog="Runs are meant by folder, id, name, pattern or `latest`, which is the default.",
+    epilog="A RUN is a folder, an id, a name, a pattern or `latest`, which is the default.",
 )
 def logs() -> None:
-    """List, summarize, plot and compare runs, also while they go on."""
+    """List, summarize, plot and compare runs, also while they train."""
+
+
+HEADERS = ("id", "name", "state", "step", "tokens", "loss", "best val", "at", "time", "started")
+NUMBERS = ("step", "tokens", "loss", "best val", "at", "time")
+SPARE = ("at", "tokens", "started", "time", "name", "best val", "loss")
+"""Columns that are omitted on a narrow terminal, in this order."""
+
+
+@click.command("list")
+@click.argument("folders", nargs=-1, metavar="[DIR]...")
+@click.option(
+    "--state",
+    metavar="STATE",
+    help="Only runs in this state: running, finished, stopped or crashed.",
+)
+@click.option("--name", metavar="NAME", help="Only runs of this name or pattern, e.g. `grow-*`.")
+@click.option("-n", "last", type=click.IntRange(min=1), metavar="N", help="Only the last N runs.")
+@output_options("text", "json", "md")
+def list_(
+    folders: tuple[str, ...],
+    state: str | None,
+    name: str | None,
+    last: int | None,
+    form: str,
+    as_json: bool,
+    output: str | None,
+    open_it: bool,
+) -> None:
+    """List the runs in each DIR (default: runs), the most recently written last.
+
+    A DIR may also be a run, a name, or a pattern.
+    """
+    from instar.logs.query.runs import faults, list_runs, runs_of, to_json
+
+    rows = list_runs(runs_of(folders, OUT_DIR), state=state, name=name, last=last)
+    if as_json or form == "json":
+        deliver(as_text([to_json(row) for row in rows]), output, open_it=open_it)
+    elif form == "text" and output is None and not open_it:
+        _print_rows(rows)
+    else:
+        deliver(_rows_as_text(rows, form), output, open_it=open_it)
+    for fault in faults(rows):
+        click.echo(fault, err=True)
+
+
+def _print_rows(rows: list[Row]) -> None:
+    if rows:
+        print_table(HEADERS, [_row_cells(row) for row in rows], right=NUMBERS, spare=SPARE)
+    else:
+        click.echo("no runs", err=True)
+
+
+def _rows_as_text(rows: list[Row], form: str) -> str:
+    from instar.logs.text.summary import markdown_table
+    from instar.logs.text.tables import aligned
+
+    cells = [_row_cells(row) for row in rows]
+    right = [HEADERS.index(header) for header in NUMBERS]
+    table = (
+        markdown_table(HEADERS, cells, right) if form == "md" else aligned((HEADERS, *cells), right)
+    )
+    return "\n".join(table)
+
+
+def _row_cells(row: Row) -> tuple[str, ...]:
+    from instar.logs.text.summary import NONE, date
+    from instar.record.format import duration, loss, si
+
+    seen = row.summary
+    return (
+        seen.id,
+        seen.name,
+        row.status.state,
+        NONE if seen.step is None else f"{seen.step:,}",
+        NONE if seen.tokens is None else si(seen.tokens),
+        NONE if seen.loss is None else loss(seen.loss),
+        NONE if seen.best is None else loss(seen.best, 4),
+        NONE if seen.best_step is None else f"{seen.best_step:,}",
+        NONE if row.time_s is None else duration(row.time_s),
+        date(seen.started or 0.0)[:-3] or NONE,
+    )
+
+
+@click.command()
+@runs_argument
+@click.option("--all", "every", is_flag=True, help="Every run in the folder `runs`, or in DIR.")
+@output_options("text", "json", "md", "one-line")
+def summary(
+    runs: tuple[str, ...],
+    every: bool,
+    form: str,
+    as_json: bool,
+    output: str | None,
+    open_it: bool,
+) -> int:
+    """Summarize each RUN: state, amounts, best and last values, operations, checkpoints.
+
+    A RUN is a folder, an id, a name (all runs of that name), a pattern, a file in a run, a folder
+    of runs, or `latest`, which is the default. Superseded steps are ignored.
+    --format one-line prints one line for each run, always with the same fields.
+    """
+    from instar.logs.query.summary import summarize, to_json
+
+    read = read_all(chosen(runs, every=every))
+    found = [summarize(record) for record in read.records]
+    if as_json or form == "json":
+        text = as_text([to_json(each) for each in found])
+    else:
+        text = "\n".join(_summary_lines(found, form, terminal_width() or WIDTH))
+    deliver(text, output, open_it=open_it)
+    return read.tell()
+
+
+def _summary_lines(found: Sequence[Summary], form: str, width: int) -> list[str]:
+    from instar.logs.text.summary import markdown, one_lines, page
+
+    if form == "one-line":
+        return one_lines(found)
+    if form == "md":
+        return markdown(found)
+    pages = [page(each, width) for each in found]
+    return [line for number, lines in enumerate(pages) for line in ["", *lines][number == 0 :]]
+
+
+@click.command()
+@runs_argument
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    help="Metric or pattern to compare, e.g. `val/*`; may be given several times.  [default: losses]",
+)
+@click.option(
+    "--at",
+    "places",
+    multiple=True,
+    metavar="PLACE",
+    help="Place to compare at: step=1000, tokens=1.5B, flops=1e15, wall=10min, active=90s, epoch=2; may be "
+    "given several times.  [default: five places up to the end of the shortest run]",
+)
+@click.option("--x", "axis", default="step", show_default=True, help="Axis of the default places.")
+@click.option(
+    "--at-loss",
+    "target",
+    type=float,
+    metavar="VALUE",
+    help="Also report where each run first reaches this loss, and what that saves against the first.",
+)
+@click.option(
+    "--of",
+    "target_metric",
+    default="val/loss",
+    show_default=True,
+    metavar="NAME",
+    help="The metric of --at-loss.",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["run", "name", "seed"]),
+    default="run",
+    show_default=True,
+    help="What to compare: single runs, groups of one name, or groups that differ only in the seed.",
+)
+@output_options("text", "json", "md")
+def compare(
+    runs: tuple[str, ...],
+    metrics: tuple[str, ...],
+    places: tuple[str, ...],
+    axis: str,
+    target: float | None,
+    target_metric: str,
+    by: By,
+    form: str,
+    as_json: bool,
+    output: str | None,
+    open_it: bool,
+) -> int:
+    """Compare RUNs at equal steps, tokens, FLOPs or time, interpolating between measurements.
+
+    "-" marks a place that a run has not reached. Groups (--by) show the mean and the standard
+    deviation over runs. The keys in which the configs differ follow at the end.
+    """
+    from instar.config.errors import ConfigError
+    from instar.logs.query.alignment import axis_named, parse_place
+    from instar.logs.query.compare import compare as compared
+    from instar.logs.query.compare import to_json
+    from instar.logs.query.groups import group_runs, notes_on_data
+    from instar.logs.text.comparison import markdown, text
+
+    axis = axis_named(axis)
+    at = [parse_place(place) for place in places]
+    found = chosen(runs)
+    if len(found) < 2 and not runs:
+        raise ConfigError.one("a comparison needs two runs", hint="instar logs compare RUN RUN")
+    read = read_all(found)
+    sides, faults = group_runs([record.run for record in read.records], by)
+    for fault in faults:
+        click.echo(f"config not compared: {fault}", err=True)
+    if by != "run":
+        for note in notes_on_data([record.run for record in read.records], by):
+            click.echo(f"note: {note}", err=True)
+    result = compared(
+        sides,
+        read.records,
+        metrics=metrics,
+        places=at,
+        axis=axis,
+        target=target,
+        target_metric=target_metric,
+    )
+    if as_json or form == "json":
+        said = as_text(to_json(result))
+    else:
+        said = "\n".join(markdown(result) if form == "md" else text(result, terminal_width()))
+    deliver(said, output, open_it=open_it)
+    return read.tell()
+
+
+@click.command()
+@click.argument("run", default="latest")
+@click.option(
+    "-n",
+    "count",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Number of events, or lines of a log.",
+)
+@click.option("-f", "--follow", is_flag=True, help="Follow the run until it ends or Ctrl-C.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), help="Show the log of this rank, not the events."
+)
+@json_format_option
+def tail(run: str, count: int, follow: bool, rank: int | None, as_json: bool) -> None:
+    """Show the last events of RUN as the console prints them, or a rank's log.
+
+    Superseded events are shown too.
+    """
+    from instar.config.errors import ConfigError
+    from instar.logs.query.runs import find_runs
+
+    if as_json and (follow or rank is not None):
+        raise ConfigError.one(
+            f"--json does not go with {'-f' if follow else '--rank'}",
+            hint="for lines as they come: tail -f RUN/events.jsonl",
+        )
+    runs = find_runs([run], OUT_DIR)
+    found = runs[-1]
+    if len(runs) > 1:
+        click.echo(f"{run!r} matches {len(runs)} runs; showing {found.path}", err=True)
+    if rank is not None:
+        _tail_log(found, rank, count, follow)
+    elif as_json:
+        _tail_json(found, count)
+    else:
+        _tail_events(found, count, follow)
+
+
+def _tail_events(run: RunDir, count: int, follow: bool) -> None:
+    from instar.logs.query.tail import follow as added
+    from instar.logs.query.tail import last_events, unit_of
+    from instar.logs.text.format_event import EventFormatter
+
+    teller = EventFormatter(run.path, terminal_width(), unit_of(run.events))
+    with _readable(run.events):
+        events, end = last_events(run.events, max(count, 1))
+    for event in events if count else ():
+        for line in teller.lines(event):
+            click.echo(line)
+    for new in added(run, events, end) if follow else ():
+        for event in new:
+            for line in teller.lines(event):
+                click.echo(line)
+
+
+def _tail_log(run: RunDir, rank: int, count: int, follow: bool) -> None:
+    from instar.config.errors import ConfigError
+    from instar.logs.query.tail import follow_log, last_lines
+
+    path = run.log(rank)
+    if not path.is_file():
+        there = sorted(
+            int(p.stem[5:]) for p in run.logs.glob("rank_*.log") if p.stem[5:].isdecimal()
+        )
+        hint = f"there are ranks {_spans(there)}" if there else "no rank has written a log yet"
+        raise ConfigError.one(f"there is no log of rank {rank} in {run.logs}", hint=hint)
+    with _readable(path):
+        lines, end = last_lines(path, count)
+    for line in lines:
+        click.echo(line.decode("utf-8", "replace"))
+    for added in follow_log(run, path, end) if follow else ():
+        for line in added:
+            click.echo(line.decode("utf-8", "replace"))
+
+
+def _tail_json(run: RunDir, count: int) -> None:
+    import msgspec
+
+    from instar.logs.query.tail import last_events
+    from instar.record.events import to_words
+
+    with _readable(run.events):
+        events, _ = last_events(run.events, max(count, 1))
+    click.echo(as_text(to_words(msgspec.to_builtins(events if count else []))))
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    from instar.record.events import RecordError
+
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _spans(numbers: list[int]) -> str:
+    """Format ascending numbers as ranges: `0 to 3, 5`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(f"{s[0]} to {s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)

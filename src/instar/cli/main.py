@@ -1,45 +1,58 @@
 """The command `instar`: a table of commands, each imported when it is called.
 
-Exit codes: 0 done, 2 usage or config, 3 checkpoint invalid, 4 run failed, 75 stopped by a
-signal and resumable, 130 interrupted, 141 whoever read the output went away.
+Exit codes: 0 success, 2 usage or config, 3 checkpoint invalid, 4 run failed, 75 stopped by a
+signal and resumable, 130 interrupted with nothing to resume, 141 the reader of stdout has exited.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import signal
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
 
 from instar import __version__
-from instar.cli.lazy import LazyGroup
-from instar.cli.plain import StdoutFails, speak_plainly, watch_stdout
-from instar.config.errors import InstarError
+from instar.cli.encoding import StdoutFails, speak_plainly, watch_streams
+from instar.cli.options import LazyGroup
+from instar.config.errors import ConfigError, InstarError, sentence_of
 
 COMMANDS = {
-    "init": ("instar.cli.init:init", "Write a commented config to start from."),
+    "init": ("instar.cli.config:init", "Write a commented config to start from."),
     "train": ("instar.cli.train:train", "Train a model, on one process or many."),
-    "resume": ("instar.cli.resume:resume", "Go on with a run that was stopped."),
-    "test": ("instar.cli.test:test", "Test a run's best model on what was kept for it."),
-    "control": ("instar.cli.control:control", "Ask a run under way to save or stop, or how it is."),
+    "resume": ("instar.cli.train:resume", "Resume a run that was stopped."),
+    "test": ("instar.cli.train:test", "Test a run's best checkpoint on the test split."),
+    "control": ("instar.cli.train:control", "Tell a run to save or to stop, or print its status."),
     "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),
-    "report": ("instar.cli.report:report", "Write one page that shows all of a run."),
-    "dashboard": ("instar.cli.dashboard:dashboard", "Watch runs in a browser."),
-    "sample": ("instar.cli.sample:sample", "Let a trained model write."),
-    "grow": ("instar.cli.grow:grow", "Make a larger model of a checkpoint, as a new run."),
+    "report": ("instar.cli.pages:report", "Write a self-contained HTML report of a run."),
+    "dashboard": ("instar.cli.pages:dashboard", "Watch runs in a browser."),
+    "sample": ("instar.cli.train:sample", "Generate text with a trained model."),
+    "grow": ("instar.cli.growth:grow", "Grow the model of a checkpoint into a new run."),
     "checkpoint": (
         "instar.cli.checkpoint:checkpoint",
-        "Look into checkpoints, check and carry them over.",
+        "List, inspect, verify, compare and convert checkpoints.",
     ),
-    "schedule": ("instar.cli.schedule:schedule", "Check schedules before a run."),
+    "schedule": ("instar.cli.config:schedule", "Check schedules before a run."),
     "data": ("instar.cli.data:data", "Prepare and inspect training data."),
     "config": ("instar.cli.config:config", "Show, validate and compare configs."),
 }
 
 INTERRUPTED = 130
+OF_PATHS = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EROFS,
+}
+"""Errors of invalid arguments; all other OS errors are failures of the machine."""
 READER_GONE = 141
 
 
@@ -55,10 +68,10 @@ def instar() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code; errors become text on stderr."""
+    """Run one command line and return its exit code; print errors on stderr."""
     speak_plainly()
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = _trusting(list(sys.argv[1:] if argv is None else argv))
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -70,11 +83,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InstarError as error:
         if isinstance(error, StdoutFails):
             _silence_stdout()
-        click.echo(str(error), err=True)
+        with suppress(OSError):  # the terminal has closed
+            click.echo(str(error), err=True)
         return error.exit_code
+    except OSError as error:
+        click.echo(sentence_of(error), err=True)
+        return ConfigError.exit_code if error.errno in OF_PATHS else InstarError.exit_code
+    except MemoryError as error:
+        click.echo(f"not enough memory: {error}" if str(error) else "not enough memory", err=True)
+        return InstarError.exit_code
+    except ValueError as error:
+        if "null" not in str(error) or "embedded" not in str(error):
+            raise
+        click.echo("a path or a value contains a NUL character", err=True)
+        return ConfigError.exit_code
     except click.UsageError as error:
-        from instar.cli.meant import explained
-
         explained(error).show()
         return error.exit_code
     except click.ClickException as error:
@@ -83,11 +106,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The installed command. What it did is done: a late Ctrl-C has nothing left to stop."""
-    watch_stdout()
+    """Entry point of the installed command."""
+    watch_streams()
     code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from instar.distributed.signals import ignore_stop_signals
+
+    ignore_stop_signals()
     sys.exit(code)
+
+
+def _trusting(args: list[str]) -> int:
+    """Run a command; if it would run another user's code, ask for confirmation at the terminal."""
+    try:
+        return _run(args)
+    except ConfigError as error:
+        from instar.config.user_code import TRUST_VARIABLE, Untrusted
+
+        asks = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+        # ranks share their launcher's terminal, so they must not ask
+        if not isinstance(error, Untrusted) or not asks or "RANK" in os.environ:
+            raise
+        click.echo(str(error), err=True)
+        if not click.confirm("Run this code?", err=True):
+            return error.exit_code
+        os.environ[TRUST_VARIABLE] = "1"
+        return _run(args)
 
 
 def _run(args: list[str]) -> int:
@@ -105,7 +148,7 @@ def _run(args: list[str]) -> int:
 
 
 class HelpFormatter(click.HelpFormatter):
-    """Gives names half of a narrow terminal at most, not 30 columns of any."""
+    """Limits the column of names to half of a narrow terminal, instead of always 30 columns."""
 
     def write_dl(
         self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
@@ -114,17 +157,50 @@ class HelpFormatter(click.HelpFormatter):
 
 
 def _help_width() -> int:
-    """As many columns as there are, 78 at most; click by itself takes 50 for the least."""
+    """Return the terminal's width, at most 78 columns; click's own minimum is 50."""
     from shutil import get_terminal_size
 
     return min(get_terminal_size().columns, 80) - 2
 
 
 def _silence_stdout() -> None:
-    """Let the interpreter's own last flush of stdout go nowhere, without a word."""
+    """Discard the interpreter's last flush of stdout at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+def explained(error: click.UsageError) -> click.UsageError:
+    """Add a suggestion to the error if a key of the config was given as an option."""
+    hint = ""
+    options = {name for each in _params(error) for name in each.opts}
+    if isinstance(error, click.NoSuchOption):
+        hint = _option_meant(error.option_name, options)
+    elif "--set" in options and (pair := re.search(r"\(([\w.]+=[^\s)]*)", error.message)):
+        hint = f"write --set {pair[1]}"
+    return (
+        click.UsageError(f"{error.message} {hint[:1].upper()}{hint[1:]}.", error.ctx)
+        if hint
+        else error
+    )
+
+
+def _params(error: click.UsageError) -> list[click.Parameter]:
+    return error.ctx.command.params if error.ctx else []
+
+
+def _option_meant(given: str, options: Collection[str]) -> str:
+    if "--set" not in options:
+        return ""
+    from instar.config.roots import LANGUAGE, root_of
+    from instar.config.suggestions import key_meant
+
+    if given in ("--config", "--cfg") and "--config" not in options:
+        return "the config needs no option: instar train CFG"
+    key = key_meant(root_of(LANGUAGE), given.lstrip("-").replace("-", "_"))
+    if key == "train.until" and "--until" in options:
+        return "write --until, e.g. --until 2000it or --until 3ep"
+    return f"write --set {key}=VALUE" if key else ""
 
 
 if __name__ == "__main__":

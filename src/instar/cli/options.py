@@ -1,11 +1,19 @@
-"""Options that several commands have."""
+"""Lazily imported command groups, and options shared by several commands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from instar.config.user_code import FLAG, TRUST_VARIABLE
+
+MOST_RANKS = 2**16
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -15,32 +23,161 @@ set_option = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Set a key over the file's, e.g. model.n_layer=6; may be given several times.",
+    help="Override a key of the file, e.g. model.n_layer=6; may be given several times.",
+)
+
+
+class NewFolder(click.Path):
+    """Path of a folder to be created."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        if not os.fspath(value).strip():
+            self.fail("the path of a folder is empty; write e.g. runs/new", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def _trust(_context: click.Context, _option: click.Parameter, given: bool) -> None:
+    """Set the environment variable, which ranks and data workers inherit."""
+    if given:
+        os.environ[TRUST_VARIABLE] = "1"
+
+
+trust_option = click.option(
+    FLAG,
+    is_flag=True,
+    expose_value=False,
+    callback=_trust,
+    help="Run the code that the config names although another user owns it.",
 )
 
 
 def rank_options(command: Command) -> Command:
-    """How many ranks a command starts, and on which devices."""
+    """Add the options --nproc and --devices."""
     for option in (
-        click.option("--devices", help="GPUs of the ranks, e.g. 0,1; as many ranks as devices."),
-        click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start on this machine."),
+        click.option("--devices", help="GPUs of the ranks, e.g. 0,1; one rank per device."),
+        click.option(
+            "--nproc", type=click.IntRange(1, MOST_RANKS), help="Number of ranks on this machine."
+        ),
     ):
         command = option(command)
     return command
 
 
 def from_option(default: str, words: str) -> Callable[[Command], Command]:
-    """The checkpoint of a run with which a command begins; `words` are the choices."""
+    """Add the option --from, a checkpoint of a run; `words` is its help."""
     return click.option(
         "--from", "start", default=default, show_default=True, metavar="CHECKPOINT", help=words
     )
 
 
 def allow_option(words: str) -> Callable[[Command], Command]:
-    """In what a run that goes on may be another than it was."""
+    """Add the option --allow: what may differ from the resumed run; `words` is its help."""
     return click.option(
         "--allow",
         multiple=True,
         type=click.Choice(["architecture", "data", "tokenizer"]),
         help=words,
     )
+
+
+class CommandGroup(click.Group):
+    """A group whose help shows each command's first sentence untruncated."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        names = self.list_commands(ctx)
+        there = {name: command for name in names if (command := self.get_command(ctx, name))}
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, command.get_short_help_str(1000)) for name, command in there.items()]
+            )
+
+
+class LazyGroup(click.Group):
+    """A group defined by a table: each command's location, `module:attribute`, and its help."""
+
+    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        self.table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(self.table)
+
+    def get_command(
+        self,
+        ctx: click.Context,  # noqa: ARG002
+        cmd_name: str,
+    ) -> click.Command | None:
+        if cmd_name not in self.table:
+            return None
+        module, _, attribute = self.table[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.table and not args[0].startswith("-"):
+            ctx.fail(f"No such command '{args[0]}'.{self._did_you_mean(args[0])}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(
+        self,
+        ctx: click.Context,  # noqa: ARG002
+        formatter: click.HelpFormatter,
+    ) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_, about) in self.table.items()])
+
+    def _did_you_mean(self, name: str) -> str:
+        meant = command_meant(name, self.table)
+        return f" Did you mean '{meant}'?" if meant else ""
+
+
+OF_OTHERS = {
+    "continue": "resume",
+    "diff": "config diff",
+    "eval": "test",
+    "evaluate": "test",
+    "events": "logs events",
+    "export": "logs export",
+    "fit": "train",
+    "generate": "sample",
+    "help": "--help",
+    "list": "logs list",
+    "ls": "logs list",
+    "plot": "logs plot",
+    "prepare": "data prepare",
+    "run": "train",
+    "save": "control RUN save",
+    "schema": "config schema",
+    "show": "config show",
+    "status": "control RUN status",
+    "stop": "control RUN stop",
+    "summary": "logs summary",
+    "tail": "logs tail",
+    "validate": "config validate",
+    "verify": "checkpoint verify",
+}
+"""Replacements for commands of other tools and for subcommands without their group."""
+
+
+def command_meant(name: str, table: Collection[str]) -> str:
+    """Return the command of a table that a word means; empty if it is ambiguous."""
+    from difflib import get_close_matches
+
+    if "train" in table and name.endswith((".yaml", ".yml")):
+        return f"instar train {name}"
+    meant = OF_OTHERS.get(name, "")
+    if meant.partition(" ")[0] in (*table, "--help"):
+        return meant
+    return next(iter(get_close_matches(name, table, n=1)), "")
+
+
+def schedule_option(file: str) -> str:
+    """Return the schedule's file as a --set option."""
+    return f"schedule={json.dumps(file)}"

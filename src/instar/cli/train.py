@@ -1,32 +1,43 @@
-"""`instar train`: one run, on one process or many."""
+"""The commands `instar train`, `resume`, `test`, `sample` and `control`."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.cli.options import allow_option, rank_options, set_option
+from instar.cli.options import (
+    allow_option,
+    from_option,
+    rank_options,
+    schedule_option,
+    set_option,
+    trust_option,
+)
+from instar.cli.output import print_json
+from instar.config.errors import InstarError
+from instar.config.files import read_regular
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from instar.config.load import Loaded
-    from instar.distributed.ranklog import RankLog
-    from instar.run.resume import Resume
+    from instar.distributed.rank_log import RankLog
+    from instar.record.rundir import RunDir
+    from instar.run.lifecycle.resume import Resume
 
 
 @click.command(
-    epilog="CFG may be left out: the run is then the default config under --set. "
-    "Start with: instar init gpt"
+    epilog="Without CFG, the run uses the default config and --set. Start with: instar init gpt"
 )
 @click.argument("cfg", required=False, type=click.Path())
 @rank_options
 @set_option
-@click.option(
-    "--schedule", metavar="FILE", help="Operations that change the run while it runs; YAML or JSON."
-)
+@click.option("--schedule", metavar="FILE", help="Schedule of operations; a YAML or JSON file.")
 @click.option(
     "--until",
     multiple=True,
@@ -38,13 +49,14 @@ if TYPE_CHECKING:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Start all ranks again, from the last checkpoint, so often when one fails.",
+    help="Maximum number of restarts of all ranks from the last checkpoint after a failure.",
 )
-@click.option("--resume", metavar="RUN", help="Go on with this run; CFG is its run.yaml.")
+@click.option("--resume", metavar="RUN", help="Resume this run; CFG is its run.yaml.")
 @click.option("--from", "start", default="latest", help="With --resume: latest, best, or a step.")
-@allow_option("With --resume: go on although this is another than it was.")
+@trust_option
+@allow_option("With --resume: resume although this has changed.")
 @click.option("--only-test", is_flag=True, hidden=True)
-@click.option("--dry-run", is_flag=True, help="Say what the run would be, and start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print a forecast of the run without starting it.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: as JSON.")
 def train(
     cfg: str | None,
@@ -62,9 +74,9 @@ def train(
     as_json: bool,
 ) -> int:
     """Train the model that CFG describes."""
-    from instar.cli.schedule import schedule_option
-    from instar.distributed.placement import DEVICES_VARIABLE, placement, share_cores
-    from instar.distributed.start import start_of
+    from instar.config.errors import ConfigError
+    from instar.config.load import handed_over
+    from instar.distributed.placement import DEVICES_VARIABLE, placement, resolve_ranks, share_cores
     from instar.schedule.checks import load_checked
 
     share_cores(os.environ)
@@ -77,18 +89,25 @@ def train(
     going_on = None
     if resume is not None:
         from instar.record.rundir import find_run
-        from instar.run.resume import Resume, named_checkpoint
+        from instar.run.lifecycle.resume import Resume, named_checkpoint
 
         run = find_run(resume)
-        going_on = Resume(run, start, allow)
+        going_on = Resume(run, start, allow, fresh=start == "latest", given=cfg is not None)
         named_checkpoint(going_on)
         cfg = cfg or str(run.config)
         argv = [*argv, "--resume", str(run.path), "--from", start]
         argv += [word for one in allow for word in ("--allow", one)]
         argv += ["--only-test"] * only_test
-    loaded = load_checked(cfg, overrides)
+    try:
+        loaded = handed_over() or load_checked(cfg, overrides)
+    except ConfigError as error:
+        if going_on is None or going_on.given:
+            raise
+        from instar.run.lifecycle.resume import with_restoring
+
+        raise with_restoring(going_on.run, error) from None
     place = placement(os.environ)
-    begin = start_of(loaded.config.parallel, place, nproc, indices)
+    begin = resolve_ranks(loaded.config.parallel, place, nproc, indices)
     if dry_run:
         return _forecast(loaded, argv, begin.ranks, indices, as_json)
     if place.told:
@@ -107,10 +126,11 @@ def _from_the_shell(
     max_restarts: int,
     only_test: bool,
 ) -> int:
-    """Find all mistakes before any rank is started; then run here, or launch ranks."""
+    """Check everything before any rank starts; then run in this process, or launch ranks."""
     from instar.api import make_ready
-    from instar.distributed.failure import NOTHING_STARTED, Interrupted
+    from instar.distributed.failure import stopped_before_start
 
+    resumable = resume is not None or loaded.config.resume == "auto"
     try:
         make_ready(loaded, ranks, resume, lambda text: click.echo(text, err=True))
         if ranks == 1 and devices is None and not max_restarts:
@@ -130,21 +150,23 @@ def _from_the_shell(
             host=parallel.master_address,
             port=parallel.master_port,
             max_restarts=max_restarts,
+            resumable=resumable,
+            config=loaded.packed(),
         )
     except KeyboardInterrupt:
-        # a signal that came before anybody was there to hear it
-        raise Interrupted(NOTHING_STARTED) from None
+        # a signal arrived before its handler was installed
+        raise stopped_before_start(resumable=resumable) from None
 
 
 def _one_rank(loaded: Loaded, resume: Resume | None, only_test: bool = False) -> int:
-    from instar.distributed.ranklog import run_rank
+    from instar.distributed.rank_log import run_rank
     from instar.distributed.signals import StopSignal
 
-    # before torch is imported: a stop asked for meanwhile is heard at the first safe point
-    with StopSignal() as signal:
+    # before importing torch: a signal in the meantime takes effect at the first sync point
+    with StopSignal(last=True) as signal:
 
         def work(log: RankLog) -> None:
-            from instar.run.rank import run
+            from instar.run.lifecycle.worker import run
 
             run(loaded, log, signal, resume, only_test=only_test)
 
@@ -159,18 +181,21 @@ def _forecast(
     as_json: bool,
 ) -> int:
     from instar.distributed.launch import torchrun_line
-    from instar.run.preflight import preflight, prepare_data
-    from instar.run.resume import automatic
+    from instar.run.lifecycle.preflight import preflight
+    from instar.run.lifecycle.resume import automatic
     from instar.schedule.render import render
+    from instar.tasks.task import SampleSetSpec
 
-    prepare_data(loaded, ranks, lambda text: click.echo(text, err=True))
-    prepared = preflight(loaded, ranks, new=automatic(loaded.config) is None)
+    new = automatic(loaded.config) is None
+    prepared = preflight(loaded, ranks, new=new, assume=lambda text: click.echo(text, err=True))
     line = torchrun_line(argv, ranks, devices, port=loaded.config.parallel.master_port)
     if as_json:
-        click.echo(json.dumps({**prepared.forecast.to_dict(), "torchrun": line}, indent=2))
+        print_json({**prepared.forecast.to_dict(), "torchrun": line})
         return 0
     click.echo(render(prepared.forecast))
     click.echo(f"same as: {line}")
+    if isinstance(prepared.spec, SampleSetSpec):
+        click.echo("No micro-batch was tried; the run tries one before it creates anything.")
     click.echo("Nothing was started.")
     return 0
 
@@ -184,3 +209,237 @@ def _indices(devices: str | None) -> list[int] | None:
             f"{devices!r}; write each GPU's index once, e.g. 0,1", param_hint="--devices"
         )
     return [int(part) for part in parts]
+
+
+@click.command()
+@click.argument("run")
+@rank_options
+@from_option("latest", "latest, best, best-<metric>, or a step.")
+@set_option
+@click.option("--until", multiple=True, metavar="BUDGET", help="A new end, e.g. 4000it.")
+@trust_option
+@allow_option("Resume although this has changed.")
+@click.pass_context
+def resume(context: click.Context, /, run: str, **options: Any) -> int:
+    """Resume RUN (its folder, id, name, or `latest`) from its latest whole checkpoint.
+
+    The number of ranks may differ: the remaining samples are the same. Changed settings are
+    recorded and stay in force from then on.
+    """
+    code: int = context.invoke(train, resume=run, **options)
+    return code
+
+
+@click.command()
+@click.argument("run")
+@rank_options
+@from_option("best", "best, best-<metric>, latest, or a step.")
+@set_option
+@trust_option
+@click.pass_context
+def test(context: click.Context, /, run: str, **options: Any) -> int:
+    """Test a checkpoint of RUN (its folder, id, name, or `latest`) on the whole test split.
+
+    Writes `test/result.json` in the run's folder, and `test/predictions.parquet` where the task
+    makes predictions. No training step is made. The result does not depend on the number of ranks.
+    """
+    code: int = context.invoke(train, resume=run, only_test=True, **options)
+    return code
+
+
+@click.command()
+@click.argument("run", metavar="RUN|CHECKPOINT")
+@click.option("--prompt", default="\n", show_default="a new line", help="Text to continue.")
+@click.option("--tokens", default=200, show_default=True, type=click.IntRange(1, 10**6))
+@click.option("--samples", default=1, show_default=True, type=click.IntRange(1, 10**4))
+@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0.0))
+@click.option("--top-k", default=50, show_default=True, type=click.IntRange(min=1))
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1))
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+def sample(
+    run: str,
+    prompt: str,
+    tokens: int,
+    samples: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    device: str,
+) -> None:
+    """Print text generated by the model of a run (its folder, id, name, or `latest`)."""
+    from instar.checkpoint.listing import resolve
+
+    path = resolve(run)
+
+    import torch
+
+    from instar.checkpoint.manifest import CheckpointError
+    from instar.config.errors import ConfigError
+    from instar.data.text.tokenizer import load_tokenizer
+    from instar.models.gpt import generate, load_gpt
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = load_tokenizer(path.parent.parent)
+    prompt_ids = tokenizer.encode(prompt)
+    if len(prompt_ids) == 0:
+        raise ConfigError.one(
+            "the prompt is empty", where="--prompt", hint="give at least one token"
+        )
+    model = load_gpt(path, device)
+    start = torch.tensor([prompt_ids.tolist()] * samples, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    try:
+        written = generate(
+            model,
+            start,
+            tokens,
+            temperature=temperature,
+            top_k=top_k,
+            vocab_size=tokenizer.vocab_size,
+            generator=generator,
+        )
+    except FloatingPointError as error:
+        raise CheckpointError(f"{path}: {error}; use an earlier checkpoint") from error
+    for number, row in enumerate(written.tolist()):
+        if number:
+            click.echo("─" * 8)
+        click.echo(tokenizer.decode(row))
+
+
+class NotRunning(InstarError):  # noqa: N818
+    """No running process can handle the request."""
+
+    exit_code = 3
+
+
+@click.command()
+@click.argument("run")
+@click.argument("command", type=click.Choice(["save", "stop", "status"]))
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Maximum wait for the request to be carried out.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With status: as JSON.")
+def control(run: str, command: str, timeout: float, as_json: bool) -> int:
+    """Make RUN (its folder, id, name, or `latest`) save or stop, or print its status.
+
+    `stop` saves and ends the run as Ctrl-C does; `instar resume` continues it. Requests are files
+    in the run's folder, so everyone with write access there can make them.
+    """
+    from instar.record.control import ask
+    from instar.record.rundir import find_run, lock_owner
+
+    found = find_run(run)
+    if command == "status":
+        _say(_status(found), as_json)
+        return 0
+    if lock_owner(found) is None:
+        raise NotRunning(
+            f"{found.path} is not running; to go on with it: instar resume {found.path}"
+        )
+    latest = found.checkpoints / "latest"
+    before = _identity(latest)
+    request = ask(found.control, "save" if command == "save" else "stop")
+    deadline = time.monotonic() + timeout
+    while not request.answered():
+        # a run that cannot delete another user's request still handles it
+        if command == "save" and _identity(latest) != before and _was_asked_for(latest):
+            request.withdraw()
+            break
+        if lock_owner(found) is None:
+            request.withdraw()
+            if command == "stop" and _identity(latest) != before:
+                break
+            raise NotRunning(f"{found.path} has ended before it did that; see {found.logs}")
+        if time.monotonic() > deadline:
+            request.withdraw()
+            raise NotRunning(
+                f"{found.path} has not done it within {timeout:g} s, and is not asked any more; a "
+                "longer --timeout waits longer"
+            )
+        time.sleep(0.05)
+    if _identity(latest) == before:
+        raise NotRunning(f"{found.path} could not save; see {found.log(0)}")
+    click.echo(
+        f"{'saved' if command == 'save' else 'stopped'}: {read_regular(latest).decode().strip()}"
+    )
+    return 0
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Return a value that changes whenever the file is replaced."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns
+
+
+def _was_asked_for(latest: Path) -> bool:
+    """Whether the checkpoint that `latest` names was saved on request."""
+    from instar.checkpoint.manifest import CheckpointError, read_manifest
+    from instar.record.control import ASKED_FOR
+
+    try:
+        name = latest.read_text("utf-8", "replace").strip()
+        return ASKED_FOR in (read_manifest(latest.with_name(name)).reason)
+    except (OSError, ValueError, CheckpointError):
+        return False
+
+
+def _status(run: RunDir) -> dict[str, Any]:
+    """Return the status of a run, from its record, its lock and its logs."""
+    from instar.logs.query.state import run_status
+    from instar.logs.query.summary import summarize
+    from instar.logs.read.record import read
+    from instar.record.events import Saved
+
+    if not run.events.exists():  # it is preparing its data, or stopped before training
+        found = run_status(run, (), 0.0)
+        states = {"state": found.state, "reason": found.reason}
+        return states | {"process": found.process, "run": str(run.path)}
+    record = read(run)
+    summary = summarize(record)
+    status: dict[str, Any] = {
+        key: getattr(summary, key) for key in ("state", "reason", "process", "step", "tokens")
+    }
+    status |= {"run": summary.path, "seen": summary.seen, "go_on": summary.go_on}
+    for key, metric in (
+        ("loss", "loss"),
+        ("tokens_per_s", "tokens_per_s"),
+        ("val_loss", "val/loss"),
+    ):
+        if metric in summary.last:
+            status[key] = summary.last[metric].value
+    if saved := record.of(Saved):
+        event = saved[-1].event
+        assert isinstance(event, Saved)
+        status["saved"] = event.path
+    return status
+
+
+def _say(status: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(status)
+        return
+    reason = f" ({status['reason']})" if status["reason"] else ""
+    parts = [f"{status['run']}: {status['state']}{reason}"]
+    if status["process"]:
+        parts.append(f"process {status['process']}")
+    if "step" in status:
+        parts.append(f"step {status['step']:,}")
+    if status.get("seen"):
+        parts.append(f"{max(0.0, time.time() - status['seen']):.0f} s ago")
+    for key, name in (("loss", "loss"), ("val_loss", "val")):
+        if key in status:
+            parts.append(f"{name} {status[key]:.4f}")
+    if "saved" in status:
+        parts.append(f"saved {status['saved']}")
+    click.echo("  ".join(parts))
+    if status.get("go_on"):
+        click.echo(f"go on with: {status['go_on']}")

@@ -1,4 +1,4 @@
-"""Budgets as text: how much a run may spend before it ends."""
+"""Parsing of budgets ("2000it", "50Mtok", "10min") and of number notations ("10k", "5%")."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ FORMS = (
     "2000it or 2kit (steps), 50Mtok or 1.5Btok (tokens), 10ksamples, 3ep (epochs), "
     "90s, 10min, 2h, loss<3.0"
 )
+
+MOST = 1e18
 
 _UNITS: dict[str, tuple[Kind, int]] = {
     "it": ("steps", 1),
@@ -43,11 +45,11 @@ _LOSS = re.compile(rf"loss\s*<\s*(-?{_NUMBER})", re.ASCII)
 
 @dataclass(frozen=True)
 class Budget:
-    """An amount of one kind: a number of steps, tokens, samples, epochs or seconds that the
-    run may use, or a validation loss below which it may end.
+    """An amount of one kind: steps, tokens, samples, epochs or seconds that the run may use, or a
+    validation loss below which it may end.
 
-    Raises ValueError for an amount that is not finite, not positive (except of a loss), or a
-    part of a step, token or sample.
+    Raises ValueError if the amount is not finite, not positive (except a loss), or a fraction of a
+    step, token or sample.
     """
 
     kind: Kind
@@ -56,13 +58,15 @@ class Budget:
     def __post_init__(self) -> None:
         if not math.isfinite(self.amount):
             raise ValueError(f"a budget must be finite, got {self.amount}")
+        if abs(self.amount) > MOST:
+            raise ValueError(f"a budget must be at most {MOST:g}, got {self.amount:g}")
         if self.kind != "loss" and self.amount <= 0:
             raise ValueError(f"a budget must be more than nothing, got {self.amount:g}")
         if self.kind in _COUNTED and self.amount != int(self.amount):
             raise ValueError(f"{self.kind} are whole, got {self.amount:g}")
 
     def __str__(self) -> str:
-        """The canonical text, which `parse_budget` reads back equal."""
+        """Return the canonical text; `parse_budget` is its inverse."""
         if self.kind == "loss":
             return f"loss<{self.amount!r}"
         whole = float(self.amount).is_integer()
@@ -81,9 +85,9 @@ class Budget:
 
 
 def parse_budget(text: str) -> Budget:
-    """Read a budget such as "50Mtok", "10min" or "loss<3.0".
+    """Parse a budget such as "50Mtok", "10min" or "loss<3.0".
 
-    Raises ValueError, its message listing the forms.
+    Raises ValueError whose message lists the forms.
     """
     loss = _LOSS.fullmatch(text.strip())
     if loss:
@@ -92,18 +96,20 @@ def parse_budget(text: str) -> Budget:
     if not match:
         meant = _meant(text.strip())
         forms = f"write {meant}; there are {FORMS}" if meant else f"write {FORMS}"
-        raise ValueError(f"not a budget: {text!r}; {forms}")
+        raise ValueError(f"not a budget: {text[:60]!r}; {forms}")
     number, scale, counted, measured = match.groups()
     kind, seconds = _UNITS[counted or measured]
-    exact = Decimal(number.replace("_", "")) * _SCALES[scale or ""] * seconds
     try:
+        exact = Decimal(number.replace("_", "")) * _SCALES[scale or ""] * seconds
         return Budget(kind, float(exact))
+    except ArithmeticError:
+        raise ValueError(f"not a budget: {text[:60]!r} is out of range") from None
     except ValueError as error:
-        raise ValueError(f"not a budget: {text!r} ({error}); write {FORMS}") from None
+        raise ValueError(f"not a budget: {text[:60]!r} ({error}); write {FORMS}") from None
 
 
 def _meant(text: str) -> str:
-    """A budget whose unit is spelt out or left out, as it is written; empty if it is none."""
+    """Return the correct text of a budget with its unit spelt out or missing; else ""."""
     if re.fullmatch(_NUMBER, text, re.A):
         return f"{text}it for steps"
     for unit, words in _SPELT_OUT.items():
@@ -112,3 +118,38 @@ def _meant(text: str) -> str:
         if found and _AMOUNT.fullmatch(written := f"{found[1]}{found[2]}{unit}"):
             return written
     return ""
+
+
+_PLAIN = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
+_OF_TIME = {"_s": 1, "_minutes": 60}
+
+
+def meant_number(text: str, key: str) -> int | float | None:
+    """Parse "0,1", "10,000", "10%", "5k", "2**5", "1024*4" or "1e-3x", and "10min" if the key ends
+    in _minutes; None if the number is ambiguous."""
+    text = text.strip()
+    if found := re.fullmatch(r"(\d{1,3}(?:,\d{3})+)", text):
+        return int(found[1].replace(",", ""))
+    if found := re.fullmatch(r"([+-]?\d+),(\d+)", text):
+        return float(f"{found[1]}.{found[2]}")
+    if found := re.fullmatch(rf"({_PLAIN})\s*%", text):
+        return _tidy(float(found[1]) / 100)
+    if found := re.fullmatch(r"(\d{1,6})\s*(\*\*|\^|\*)\s*(\d{1,6})", text):
+        a, sign, b = int(found[1]), found[2], int(found[3])
+        return a * b if sign == "*" else a**b if b <= 63 else None
+    if found := re.fullmatch(rf"({_PLAIN})\s*([kKmMbBgG]?)", text):
+        return _tidy(float(found[1]) * _SUFFIXES[found[2].lower()])
+    try:
+        budget = parse_budget(text)
+    except ValueError:
+        found = re.fullmatch(rf"({_PLAIN})\s*[a-zA-Z]", text)
+        return _tidy(float(found[1])) if found else None
+    if budget.kind != "seconds":
+        return _tidy(budget.amount)
+    units = [size for ending, size in _OF_TIME.items() if key.endswith(ending)]
+    return _tidy(budget.amount / units[0]) if units else None
+
+
+def _tidy(number: float) -> int | float:
+    return int(number) if abs(number) < 2**63 and number == int(number) else float(f"{number:.12g}")

@@ -1,29 +1,28 @@
-"""Rules that span several keys and need no data, no device and no torch."""
+"""Checks across sections of a config. They need no data, no device and no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from instar.config.budget import Budget, parse_budget
-from instar.config.clash import Clash
-from instar.config.explain import nearest
-from instar.config.parallel_checks import parallel_checks
+from instar.config.errors import ConfigProblem
 from instar.config.schema import RunConfig
+from instar.config.suggestions import nearest
 
 
-def cross_checks(config: RunConfig) -> list[Clash]:
-    """Everything in the config that contradicts itself."""
+def cross_checks(config: RunConfig) -> list[ConfigProblem]:
+    """Return the conflicts within the config."""
     rules = (_metrics, _course, _elastic, parallel_checks)
-    return [*config.clashes(), *(clash for rule in rules for clash in rule(config))]
+    return [*config.conflicts(), *(problem for rule in rules for problem in rule(config))]
 
 
-def rank_checks(config: RunConfig, world_size: int) -> list[Clash]:
-    """Everything in the config that so many ranks contradict."""
-    return [*_virtual_ranks(config, world_size), *config.rank_clashes(world_size)]
+def rank_checks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
+    """Return the conflicts of the config with a number of ranks."""
+    return [*_virtual_ranks(config, world_size), *config.rank_conflicts(world_size)]
 
 
-def _metrics(config: RunConfig) -> Iterator[Clash]:
-    """Metrics that are asked for and that the task does not measure."""
+def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield requested metrics that the task does not measure."""
     known = config.metrics
     plateau = "learning_rate.plateau.metric"
     asked = [(plateau, plateau, config.learning_rate.plateau.metric)]
@@ -37,34 +36,34 @@ def _metrics(config: RunConfig) -> Iterator[Clash]:
     ]
     best_of = config.checkpoint.best_of
     if len(set(best_of)) < max(1, len(best_of)):
-        yield Clash(
+        yield ConfigProblem(
             ("checkpoint.best_of",),
             "checkpoint.best_of must name one metric or several, each once",
             "e.g. [loss]",
         )
     if config.test.at_end and config.test.weights == "best" and not config.checkpoint.on_best:
-        yield Clash(
+        yield ConfigProblem(
             ("test.weights", "checkpoint.on_best", "test.at_end"),
-            "test.weights is best, and checkpoint.on_best false: no best checkpoint will be there",
+            "test.weights is best, but checkpoint.on_best is false: no best checkpoint will exist",
             "say checkpoint.on_best: true, or test.weights: last",
         )
     for key, whole, metric in asked:
         if metric not in known:
             meant = nearest(metric, known)
-            yield Clash(
+            yield ConfigProblem(
                 (key, whole),
                 f"{key}: this run has no metric '{metric}'",
                 f"did you mean '{meant}'?" if meant else f"there are {', '.join(known)}",
             )
 
 
-def _virtual_ranks(config: RunConfig, world_size: int) -> list[Clash]:
+def _virtual_ranks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
     slices = config.parallel.elastic.virtual_ranks
     if config.reproducible == "fixed" or slices % world_size == 0:
         return []
     possible = [str(ranks) for ranks in range(1, slices + 1) if slices % ranks == 0]
     return [
-        Clash(
+        ConfigProblem(
             ("parallel.elastic.virtual_ranks", "reproducible"),
             f"{world_size} ranks cannot share {slices} virtual ranks evenly",
             f"use {', '.join(possible[:-1])} or {possible[-1]} ranks"
@@ -74,7 +73,7 @@ def _virtual_ranks(config: RunConfig, world_size: int) -> list[Clash]:
     ]
 
 
-def _course(config: RunConfig) -> list[Clash]:
+def _course(config: RunConfig) -> list[ConfigProblem]:
     course, found = config.learning_rate, []
     budgets: list[Budget] = []
     for index, text in enumerate(config.train.until):
@@ -82,17 +81,19 @@ def _course(config: RunConfig) -> list[Clash]:
             budgets.append(parse_budget(text))
         except ValueError as error:
             key = f"train.until[{index}]"
-            found.append(Clash((key, "train.until"), f"{key}: {error}"))
+            found.append(ConfigProblem((key, "train.until"), f"{key}: {error}"))
     if not config.train.until:
         found.append(
-            Clash(("train.until",), "train.until is empty: the run would never end", "e.g. 2000it")
+            ConfigProblem(
+                ("train.until",), "train.until is empty: the run would never end", "e.g. 2000it"
+            )
         )
     if course.shape in ("step", "exponential") and course.decay_every is None:
         found.append(
-            Clash(
+            ConfigProblem(
                 ("learning_rate.decay_every", "learning_rate.shape"),
                 f"learning_rate.decay_every is needed: with shape {course.shape}, the rate is "
-                f"multiplied by gamma ({course.gamma:g}) every so many steps",
+                f"multiplied by gamma ({course.gamma:g}) every decay_every steps",
                 "e.g. a third of the run's steps",
             )
         )
@@ -102,7 +103,7 @@ def _course(config: RunConfig) -> list[Clash]:
     if end is None:
         if budgets and not found and all(budget.kind in ("seconds", "loss") for budget in budgets):
             found.append(
-                Clash(
+                ConfigProblem(
                     ("learning_rate.lr_decay_iters", "train.until", "learning_rate.shape"),
                     f"learning_rate.lr_decay_iters is needed: a {course.shape} course must know "
                     f"its last step, and train.until has only {', '.join(map(str, budgets))}",
@@ -112,7 +113,7 @@ def _course(config: RunConfig) -> list[Clash]:
         return found
     if course.warmup_iters >= end:
         found.append(
-            Clash(
+            ConfigProblem(
                 ("learning_rate.warmup_iters", "learning_rate.lr_decay_iters"),
                 f"learning_rate.warmup_iters ({course.warmup_iters}) must be less than "
                 f"learning_rate.lr_decay_iters ({end})",
@@ -121,7 +122,7 @@ def _course(config: RunConfig) -> list[Clash]:
     return found
 
 
-def _elastic(config: RunConfig) -> list[Clash]:
+def _elastic(config: RunConfig) -> list[ConfigProblem]:
     if config.reproducible == "fixed":
         return []
     found = []
@@ -129,7 +130,7 @@ def _elastic(config: RunConfig) -> list[Clash]:
     if slices & (slices - 1):
         below = 1 << (slices.bit_length() - 1)
         found.append(
-            Clash(
+            ConfigProblem(
                 ("parallel.elastic.virtual_ranks", "reproducible"),
                 f"parallel.elastic.virtual_ranks must be a power of two, got {slices}: gradients "
                 "are added in pairs, and pairs of pairs",
@@ -138,7 +139,7 @@ def _elastic(config: RunConfig) -> list[Clash]:
         )
     if config.compile:
         found.append(
-            Clash(
+            ConfigProblem(
                 ("compile", "reproducible"),
                 "compile: true does not go with reproducible: elastic: which kernels a compiled "
                 "model runs depends on the shapes it has met since its process began",
@@ -146,3 +147,34 @@ def _elastic(config: RunConfig) -> list[Clash]:
             )
         )
     return found
+
+
+def parallel_checks(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield conflicts among the keys that describe the ranks."""
+    parallel, device = config.parallel, config.device
+    devices, size = parallel.devices, parallel.world_size
+    repeated = sorted({index for index in devices if devices.count(index) > 1})
+    if repeated:
+        yield ConfigProblem(
+            ("parallel.devices",),
+            f"parallel.devices names {', '.join(map(str, repeated))} more than once",
+            "each rank has a GPU of its own",
+        )
+    elif devices and size is not None and len(devices) != size:
+        yield ConfigProblem(
+            ("parallel.world_size", "parallel.devices"),
+            f"parallel.world_size is {size}, but parallel.devices are {len(devices)}",
+            "leave parallel.world_size out: there are as many ranks as devices",
+        )
+    if device not in ("auto", "cuda") and devices:
+        yield ConfigProblem(
+            ("parallel.devices", "device"),
+            f"parallel.devices choose GPUs, but device is {device}",
+            "leave one of them out",
+        )
+    if device.startswith("cuda:") and size is not None and size > 1:
+        yield ConfigProblem(
+            ("device", "parallel.world_size"),
+            f"{device} is one device, but parallel.world_size is {size}",
+            "say cuda, and choose with parallel.devices",
+        )

@@ -1,16 +1,12 @@
-"""YAML text read into plain values that remember where they stand.
-
-Only YAML 1.2 data is understood: mappings, lists, text, numbers, true, false and null, with
-anchors and merge keys. Nothing is constructed from tags.
-"""
+"""YAML parsing: plain data with the position of every key and value; problems in plain English."""
 
 from __future__ import annotations
 
 import json
 import re
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -18,132 +14,48 @@ from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 
-from instar.config.errors import Problem
-from instar.config.syntax import MAX_DEPTH, fault, odd_space
+from instar.config.errors import ConfigProblem, SourceLocation, printable
 
-MAX_VALUES = 20_000  # aliases of aliases may unfold without end
-MAX_DIGITS = 300  # Python itself refuses to print integers of several thousand
-SHOWN_COLUMNS = 72
-
-_TYPOGRAPHIC = "“”„‘’‚«»"
-
-_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
-_TAG = "tag:yaml.org,2002:"
-
-_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+MAX_DEPTH = 40
+MAX_VALUES = 20_000  # bounds the expansion of nested aliases
+MAX_DIGITS = 300  # Python itself refuses to print integers of several thousand digits
 
 KeyPath = tuple[str | int, ...]
-"""keys and list indices, from the outside in"""
-
-UNREADABLE = object()  # stands for data about which a mistake has been noted
+"""Keys and list indices, from the outermost in."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A position in a source: line and column count from 1; line 0 means the source as a whole."""
-
-    source: str
-    line: int = 0
-    column: int = 0
-    text: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
-
-    def excerpt(self) -> str:
-        """The line with its number, and under it a caret at the column."""
-        if not self.line:
-            return ""
-        start = max(0, self.column - SHOWN_COLUMNS // 2) if self.column > SHOWN_COLUMNS else 0
-        shown = self.text[start : start + SHOWN_COLUMNS]
-        shown = "\t".join(map(printable, shown.split("\t")))
-        before = shown[: self.column - 1 - start]
-        pad = "".join("\t" if char == "\t" else " " * _cells(char) for char in before)
-        number = f"{self.line:>3}"
-        return f"{number} | {shown}\n{' ' * len(number)} | {pad}^"
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A problem and the place by which problems are ordered."""
-
-    place: Place
-    message: str
-    hint: str = ""
-    key: str = ""
-
-    def problem(self, task: str = "") -> Problem:
-        """`task`: whose key it is, if not language's."""
-        where = printable(str(self.place))
-        excerpt = self.place.excerpt()
-        return Problem(
-            printable(self.message), where, excerpt, printable(self.hint), self.key, task
-        )
-
-
-@dataclass(frozen=True)
-class Value:
-    """Data at a place: a scalar, a tuple of values, or a dict of key → (place of key, value);
-    or UNREADABLE."""
+class Document:
+    """Plain data with source positions."""
 
     data: Any
-    place: Place
+    """Dicts, lists and scalars, without `unreadable` values."""
+    places: Mapping[KeyPath, tuple[SourceLocation, SourceLocation]]
+    """(key, value) positions; () is the whole document, a list item is its own key."""
+    unreadable: frozenset[KeyPath] = field(default=frozenset())
+    """Paths of values that could not be parsed; the problems say why."""
 
-    def plain(self) -> Any:
-        """The data alone, as Python lists, dicts and scalars."""
-        if isinstance(self.data, tuple):
-            return [item.plain() for item in self.data]
-        if isinstance(self.data, dict):
-            return {key: value.plain() for key, (_, value) in self.data.items()}
-        return self.data
-
-    def within(self, path: KeyPath) -> Value:
-        """The value at the end of the path, or the innermost one that exists."""
-        value = self
-        for step in path:
-            if isinstance(value.data, tuple) and isinstance(step, int) and step < len(value.data):
-                value = value.data[step]
-            elif isinstance(value.data, dict) and step in value.data:
-                value = value.data[str(step)][1]
-            else:
-                break
-        return value
-
-    def key_place(self, path: KeyPath) -> Place:
-        """The place of the key at the end of the path, or of the innermost value that exists."""
-        outer = self.within(path[:-1])
-        if path and isinstance(outer.data, dict) and path[-1] in outer.data:
-            place: Place = outer.data[str(path[-1])][0]
-            return place
-        return self.within(path).place
-
-    def readable(self) -> bool:
-        return all(value.data is not UNREADABLE for value in self.scalars())
-
-    def scalars(self) -> Iterator[Value]:
-        """Every scalar in it."""
-        return (value for _, value in self.leaves())
-
-    def leaves(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Value]]:
-        """Every scalar in it, with the way there."""
-        if isinstance(self.data, tuple):
-            for index, item in enumerate(self.data):
-                yield from item.leaves((*path, index))
-        elif isinstance(self.data, dict):
-            for key, (_, value) in self.data.items():
-                yield from value.leaves((*path, key))
-        else:
-            yield path, self
+    def place(self, path: KeyPath = (), *, key: bool = False) -> SourceLocation:
+        """Return the position of the value at a path, or of its key; if it does not exist, that of
+        the innermost value around it."""
+        if path in self.places:
+            return self.places[path][0 if key else 1]
+        return self.place(path[:-1])
 
 
-def parse(text: str, source: str, *, numbered: bool = True) -> tuple[Value | None, list[Mistake]]:
-    """Read one YAML document.
+def parse(
+    text: str, source: str, under: KeyPath | None = None, within: KeyPath = ()
+) -> tuple[Document | None, list[ConfigProblem]]:
+    """Parse one YAML 1.2 document; None if it is empty or cannot be parsed.
 
-    Returns its value (None: there is none, or it cannot be read) and all mistakes found:
-    a syntax error, duplicate keys, keys that are no text, tags. `numbered=False` for a source
-    that is one short text, such as a command-line option: places then name it as a whole.
+    All problems are returned: a syntax error, duplicate keys, tags, values that are not YAML.
+
+    Args:
+        under: the path of the key whose value the text is, if it is not a file but a short text
+            such as a command-line option. Positions then name the source as a whole.
+        within: the path of the key whose value is in this separate file, for messages.
     """
-    reader = _Reader(text, source, numbered)
+    reader = _Reader(text, source, within, numbered=under is None)
     yaml = YAML(typ="safe", pure=True)
     yaml.max_depth = MAX_DEPTH
     try:
@@ -151,149 +63,198 @@ def parse(text: str, source: str, *, numbered: bool = True) -> tuple[Value | Non
             warnings.simplefilter("ignore", ReusedAnchorWarning)
             node = yaml.compose(text)
     except (YAMLError, ValueError, OverflowError, RecursionError) as error:
-        return None, [reader.syntax_mistake(error)]
-    value = None if node is None else reader.read(node, ())
-    return value, reader.mistakes
+        return None, [reader.syntax_problem(error)]
+    if node is None:
+        return None, []
+    data = reader.read(node, under or ())
+    if (under or ()) in reader.unreadable:
+        return None, reader.problems
+    for name in reversed(under or ()):
+        data = {name: data}
+    whole = reader.place(node.start_mark.line, node.start_mark.column)
+    places = {(): (whole, whole)} | reader.places
+    return Document(data, places, frozenset(reader.unreadable)), reader.problems
+
+
+def problem_at(place: SourceLocation, message: str, hint: str = "", key: str = "") -> ConfigProblem:
+    """Return a problem at a position; terminal escapes in quoted text are made printable."""
+    return ConfigProblem((key,) if key else (), printable(message), printable(hint), place)
 
 
 def show(data: Any, limit: int = 60) -> str:
-    """Data as a short text for a message: text in quotes, true, false and null as in YAML."""
+    """Format data as a short text for a message: strings quoted, constants as in YAML."""
     text = printable(json.dumps(data, ensure_ascii=False, default=str))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def printable(text: str) -> str:
-    """Text without anything that could steer a terminal or end a comment."""
-    return "".join(char if char.isprintable() else "�" for char in text)
+def dotted(path: KeyPath) -> str:
+    """Format a path for messages: ("train", "until", 0) is train.until[0]."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)[1:]
+
+
+def odd_space(text: str) -> str:
+    """Name a space character that YAML treats as a letter; empty if there is none."""
+    found = re.search(r"[^\S \t\r\n]", text)
+    return f"the space U+{ord(found[0]):04X} is a letter to YAML" if found else ""
+
+
+_TYPOGRAPHIC = "“”„‘’‚«»"
+_LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
+_TAG = "tag:yaml.org,2002:"
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
+class _Unreadable(Exception):  # noqa: N818
+    """A value whose problem has been reported."""
 
 
 class _Reader:
-    """One reading of a document: gathers mistakes on its way down."""
+    """Reads one document and collects positions and problems."""
 
-    def __init__(self, text: str, source: str, numbered: bool) -> None:
-        self.text = text
-        self.source = source
+    def __init__(self, text: str, source: str, within: KeyPath, *, numbered: bool) -> None:
+        self.text, self.source, self.within, self.numbered = text, source, within, numbered
         self.lines = _LINE_BREAK.split(text)
-        self.numbered = numbered
-        self.mistakes: list[Mistake] = []
+        self.problems: list[ConfigProblem] = []
+        self.places: dict[KeyPath, tuple[SourceLocation, SourceLocation]] = {}
+        self.unreadable: set[KeyPath] = set()
         self.count = 0
         self.open: set[int] = set()
 
-    def place(self, line: int, column: int) -> Place:
+    def place(self, line: int, column: int) -> SourceLocation:
         if not self.numbered:
-            return Place(self.source)
+            return SourceLocation(self.source)
         text = self.lines[line] if line < len(self.lines) else ""
-        return Place(self.source, line + 1, column + 1, text)
+        return SourceLocation(self.source, line + 1, column + 1, text)
 
-    def report(self, message: str, place: Place, key: str = "", hint: str = "") -> None:
-        self.mistakes.append(Mistake(place, message, hint, key))
+    def name(self, path: KeyPath) -> str:
+        return dotted((*self.within, *path))
 
-    def read(self, node: Node, path: tuple[str, ...]) -> Value:
+    def report(self, message: str, place: SourceLocation, key: str = "", hint: str = "") -> None:
+        self.problems.append(problem_at(place, message, hint, key))
+
+    def read(self, node: Node, path: KeyPath, key_place: SourceLocation | None = None) -> Any:
+        """Return a node's data and record its positions; None if it is recorded as unreadable."""
         place = self.place(node.start_mark.line, node.start_mark.column)
+        self.places[path] = key_place or place, place
         self.count += 1
-        if id(node) in self.open or self.count > MAX_VALUES:
-            if self.count <= MAX_VALUES:
+        try:
+            if self.count > MAX_VALUES:
+                if self.count == MAX_VALUES + 1:
+                    self.report(f"more than {MAX_VALUES:,} values; this is not a config", place)
+                raise _Unreadable
+            if id(node) in self.open:
                 self.report("an anchor contains itself", place)
-            elif self.count == MAX_VALUES + 1:
-                self.report(f"more than {MAX_VALUES:,} values; this is no config", place)
-            return Value(UNREADABLE, place)
-        if isinstance(node, ScalarNode):
-            return Value(self.scalar(node, place, path), place)
-        self.open.add(id(node))
-        if node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
-            self.report(f"tags such as {show(node.tag)} are not understood", place)
-            value = Value(UNREADABLE, place)
-        elif isinstance(node, MappingNode):
-            value = Value(self.mapping(node, path), place)
-        else:
-            value = Value(tuple(self.read(item, path) for item in node.value), place)
-        self.open.discard(id(node))
-        return value
+                raise _Unreadable
+            if isinstance(node, ScalarNode):
+                return self.scalar(node, place, path)
+            if node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
+                self.report(f"tags such as {show(node.tag)} are not understood", place)
+                raise _Unreadable
+            self.open.add(id(node))
+            try:
+                if isinstance(node, MappingNode):
+                    return self.mapping(node, path)
+                return [self.read(item, (*path, n)) for n, item in enumerate(node.value)]
+            finally:
+                self.open.discard(id(node))
+        except _Unreadable:
+            self.unreadable.add(path)
+            return None
 
-    def mapping(self, node: MappingNode, path: tuple[str, ...]) -> dict[str, tuple[Place, Value]]:
-        own: dict[str, tuple[Place, Value]] = {}
-        merged: dict[str, tuple[Place, Value]] = {}
-        inside = f" in {'.'.join(path)}" if path else ""
-        for key_node, value_node in node.value:
+    def mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        seen = set[str]()
+        inside = f" in {self.name(path)}" if path else ""
+        # own keys override merged ones wherever they are written, so read merges first
+        for key_node, value_node in sorted(
+            node.value, key=lambda pair: pair[0].tag != f"{_TAG}merge"
+        ):
             place = self.place(key_node.start_mark.line, key_node.start_mark.column)
             if not isinstance(key_node, ScalarNode):
                 self.report(f"a key{inside} must be a word, not a list or mapping", place)
                 continue
             key = key_node.value
             if key_node.style is None and (odd := odd_space(key)):
-                self.report(f"this key is none: {odd}", place, hint="write ordinary spaces")
-                continue
-            if key_node.tag == f"{_TAG}merge":
-                value = self.read(value_node, path)
-                parts = value.data if isinstance(value.data, tuple) else (value,)
-                if not all(isinstance(part.data, dict) for part in parts):
-                    hint = "give it an alias of one, e.g. <<: *base"
-                    self.report("'<<' merges mappings only", place, hint=hint)
-                    continue
-                for part in parts:
-                    merged = part.data | merged
-                continue
-            value = self.read(value_node, (*path, key))
-            if key in own:
-                first = own[key][0]
-                self.report(
-                    f"duplicate key '{key}'{inside}; first given at {first}",
-                    place,
-                    ".".join((*path, key)),
-                )
-                continue
-            own[key] = (place, value)
+                self.report(f"invalid key: {odd}", place, hint="write ordinary spaces")
+            elif key_node.tag == f"{_TAG}merge":
+                merged = self.merge(value_node, path, place) | merged
+            elif key in seen:
+                first = self.places[(*path, key)][0]
+                message = f"duplicate key '{key}'{inside}; first given at {first}"
+                self.report(message, place, self.name((*path, key)))
+            else:
+                seen.add(key)
+                merged.pop(key, None)
+                here = (*path, key)
+                if here in self.places:  # from a merge
+                    self.unreadable = {p for p in self.unreadable if p[: len(here)] != here}
+                value = self.read(value_node, here, place)
+                if here not in self.unreadable:
+                    own[key] = value
         return merged | own
 
-    def scalar(self, node: ScalarNode, place: Place, path: tuple[str, ...]) -> Any:
+    def merge(self, node: Node, path: KeyPath, place: SourceLocation) -> dict[str, Any]:
+        """Return the merged keys of the mappings that `<<` names; earlier ones take precedence."""
+        parts = [node] if isinstance(node, MappingNode) else node.value
+        if isinstance(parts, str) or not all(isinstance(part, MappingNode) for part in parts):
+            hint = "give it an alias of one, e.g. <<: *base"
+            self.report("'<<' merges mappings only", place, hint=hint)
+            return {}
+        merged: dict[str, Any] = {}
+        here = self.places[path]
+        for part in reversed(parts):
+            merged |= self.read(part, path) or {}
+        self.places[path] = here
+        return merged
+
+    def scalar(self, node: ScalarNode, place: SourceLocation, path: KeyPath) -> Any:
         text: str = node.value
         kind = str(node.tag).removeprefix(_TAG)
+        name = self.name(path)
         try:
             match kind:
                 case "null":
                     return None
-                case "bool":
-                    return _truth(text)
-                case "int":
+                case "bool" if text.lower() in ("true", "false"):
+                    return text.lower() == "true"
+                case "int" if len(text) <= MAX_DIGITS:
                     return _whole_number(text)
                 case "float":
-                    return float(re.sub(r"\.(inf|nan)$", r"\1", text.replace("_", "").lower()))
+                    number = float(re.sub(r"\.(inf|nan)$", r"\1", text.replace("_", "").lower()))
+                    if abs(number) < float("inf"):
+                        return number
+                    self.report(f"{name} must be a finite number", place, name)
+                    raise _Unreadable
                 case "str" if node.style is None and text[:1] in _TYPOGRAPHIC and text:
                     message = (
-                        f"{'.'.join(path)}: {text[0]} is no quote in YAML, but part of the text"
+                        f"{name}: {text[0]} is not a quotation mark in YAML but part of the text"
                     )
-                    hint = f"write {text.strip(_TYPOGRAPHIC)!r}"
-                    self.report(message, place, ".".join(path), hint)
-                    return UNREADABLE
+                    self.report(message, place, name, f"write {text.strip(_TYPOGRAPHIC)!r}")
+                    raise _Unreadable
                 case "str" | "timestamp" | "merge" | "value" | "!":
                     return text
         except ValueError:
-            self.report(f"{'.'.join(path)}: {show(text)} cannot be read as {_KINDS[kind]}", place)
-            return UNREADABLE
-        self.report(f"tags such as {show(node.tag)} are not understood", place)
-        return UNREADABLE
+            pass
+        if kind in _KINDS:
+            self.report(f"{name}: {show(text)} cannot be read as {_KINDS[kind]}", place)
+        else:
+            self.report(f"tags such as {show(node.tag)} are not understood", place)
+        raise _Unreadable
 
-    def syntax_mistake(self, error: Exception) -> Mistake:
-        place, said, hint = Place(self.source), str(error), ""
+    def syntax_problem(self, error: Exception) -> ConfigProblem:
+        place, said, hint = SourceLocation(self.source), str(error), ""
         if isinstance(error, MarkedYAMLError):
-            said, hint, line, column = fault(error, self.lines)
+            said, hint, line, column = _explained(error, self.lines)
             place = place if line is None else self.place(line, column)
         elif isinstance(error, ReaderError):
             said = f"the character U+{int(error.character):04X} is not allowed in YAML"
             before = _LINE_BREAK.split(self.text[: error.position])
             place = self.place(len(before) - 1, len(before[-1]))
-        return Mistake(place, f"not readable as YAML: {said}", hint)
-
-
-def _truth(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError(text)
-    return text.lower() == "true"
+        return problem_at(place, f"not readable as YAML: {said}", hint)
 
 
 def _whole_number(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(text)
     digits = text.replace("_", "").lower()
     sign = -1 if digits.startswith("-") else 1
     digits = digits.lstrip("+-")
@@ -301,8 +262,62 @@ def _whole_number(text: str) -> int:
     return sign * int(digits if base == 10 else digits[2:], base)
 
 
-def _cells(char: str) -> int:
-    """Columns a character takes on a terminal."""
-    from unicodedata import combining, east_asian_width
+# Report an unclosed quote or bracket at its beginning.
+_UNCLOSED = (
+    ("found unexpected end of stream", "this quote is never closed"),
+    ("expected ',' or", "this bracket is not closed, or a ',' is missing in it"),
+)
+_NO_COLON = "could not find expected ':'"
+_SAID = (
+    *_UNCLOSED,
+    ("found character '\\t'", "a tab is not allowed here; indent with spaces"),
+    ("mapping values are not", "a ':' is not allowed here; indent wrong, or quotes missing?"),
+    (_NO_COLON, "this line has no ':' after its key"),
+    ("found undefined alias", "an alias (*name) whose anchor (&name) was never given"),
+    ("found another document", "a second document begins here; one file is one config"),
+    ("maximum depth of data", f"nested more than {MAX_DEPTH} levels deep"),
+    ("expected <block end>", "this does not line up with the line above it"),
+    ("found character '", "a value cannot begin with this character; put it in quotes"),
+    ("expected the node content", "a value is missing before this"),
+    ("unknown escape", "no such escape; text with backslashes goes in single quotes"),
+)
 
-    return 0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1
+
+def _explained(error: MarkedYAMLError, lines: Sequence[str]) -> tuple[str, str, int | None, int]:
+    """Return message, hint, line and column (from 0; None: unknown) of a YAML error.
+
+    A line that is not 'key: value' is often detected by the parser only on the next line.
+    """
+    said = f"{error.problem or error.context}"
+    mark, hint = error.problem_mark or error.context_mark, ""
+    if error.context_mark and any(theirs in said for theirs in (*dict(_UNCLOSED), _NO_COLON)):
+        mark = error.context_mark
+    line, column = (mark.line, mark.column) if mark else (None, 0)
+    if line is not None:
+        if (
+            "mapping values are not" in said
+            and (before := _no_pair_before(line, lines)) is not None
+        ):
+            said, line = _NO_COLON, before
+            column = len(lines[line]) - len(lines[line].lstrip())
+        hint = _as_pair(lines[line]) if said == _NO_COLON else ""
+    return next((ours for theirs, ours in _SAID if theirs in said), said), hint, line, column
+
+
+def _no_pair_before(line: int, lines: Sequence[str]) -> int | None:
+    """Return the last non-empty line before this one, if it is neither 'key: value' nor an item, or
+    has an unusual space character."""
+    for number in range(line - 1, -1, -1):
+        text = lines[number].strip(" \t")
+        if text and not text.startswith("#"):
+            sound = re.search(r":(\s|$)", text, re.ASCII) or text.startswith("-")
+            return None if sound and not odd_space(text) else number
+    return None
+
+
+def _as_pair(line: str) -> str:
+    """Suggest the 'key: value' that a line probably means."""
+    if odd := odd_space(line):
+        return f"{odd}; write ordinary ones"
+    almost = re.fullmatch(r"(\s*)([\w.-]+)\s*[:=]?\s*(.*?)\s*$", line.partition(" #")[0])
+    return f"write '{almost[2]}: {almost[3]}".rstrip() + "'" if almost else ""

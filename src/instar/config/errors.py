@@ -1,36 +1,82 @@
-"""Errors that teach: what is wrong, where, and what to write instead.
+"""Errors for users: what is wrong, where, and what to write instead.
 
-Every error a user may meet derives from `InstarError`; the command line prints `str(error)`
-and ends with its `exit_code`, without a traceback.
+Errors that users may see derive from `InstarError`; the command line prints `str(error)` without
+a traceback and exits with its `exit_code`.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+SHOWN_COLUMNS = 72
 
 
 class InstarError(Exception):
-    """An error with a message for a person and an exit code for the shell (4: a run failed)."""
+    """Base of errors with a message for users and an exit code for the shell (4: a run failed)."""
 
     exit_code: int = 4
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One mistake.
+class SourceLocation:
+    """A position in a source; line and column count from 1; line 0 is the source as a whole."""
 
-    `message` is a sentence without a full stop; `where` a place such as "grow.yaml:4:3",
-    "--set model.n_head=3" or a key; `excerpt` the offending line with a caret under it;
-    `hint` continues the sentence ("did you mean 'n_head'?"); `key` is the dotted key that is
-    meant, if there is one, and `task` whose key it is, if not language's.
-    """
+    source: str
+    line: int = 0
+    column: int = 0
+    text: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+    def excerpt(self) -> str:
+        """The line with its number, and a caret under the column."""
+        if not self.line:
+            return ""
+        start = max(0, self.column - SHOWN_COLUMNS // 2) if self.column > SHOWN_COLUMNS else 0
+        shown = self.text[start : start + SHOWN_COLUMNS]
+        shown = "\t".join(map(printable, shown.split("\t")))
+        before = shown[: self.column - 1 - start]
+        pad = "".join("\t" if char == "\t" else " " * _cells(char) for char in before)
+        number = f"{self.line:>3}"
+        return f"{number} | {shown}\n{' ' * len(number)} | {pad}^"
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One problem in a config, an input or a command line."""
+
+    keys: tuple[str, ...]
+    """Dotted keys of the problem, the most likely cause first; may be empty."""
     message: str
-    where: str = ""
-    excerpt: str = ""
+    """A sentence without a full stop."""
     hint: str = ""
-    key: str = ""
+    """Continues the sentence, e.g. "did you mean 'n_head'?\""""
+    place: str | SourceLocation = ""
+    """A position in a file, or a place such as "--set model.n_head=3" or a key."""
     task: str = ""
+    """The task of the keys, if not a language model."""
+
+    @property
+    def key(self) -> str:
+        """The first of `keys`; empty if there is none."""
+        return next(iter(self.keys), "")
+
+    @property
+    def where(self) -> str:
+        """The place as text."""
+        return printable(str(self.place))
+
+    @property
+    def excerpt(self) -> str:
+        """The line of the file with a caret; empty if there is none."""
+        return self.place.excerpt() if isinstance(self.place, SourceLocation) else ""
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
@@ -40,28 +86,78 @@ class Problem:
 
 
 class ConfigError(InstarError):
-    """Bad configuration, input or usage: all the mistakes found, before anything is started."""
+    """Invalid config, input or usage: all problems found, before anything is started."""
 
     exit_code = 2
 
-    def __init__(self, *problems: Problem) -> None:
+    def __init__(self, *problems: ConfigProblem) -> None:
         super().__init__(*problems)
         self.problems = problems
 
     @classmethod
-    def one(
-        cls, message: str, where: str = "", hint: str = "", *, excerpt: str = "", key: str = ""
-    ) -> ConfigError:
-        return cls(Problem(message, where, excerpt, hint, key))
+    def one(cls, message: str, where: str = "", hint: str = "", *, key: str = "") -> ConfigError:
+        return cls(ConfigProblem((key,) if key else (), message, hint, where))
 
     def __str__(self) -> str:
         count = len(self.problems)
         last = f"{count} error{'' if count == 1 else 's'}. Nothing was started."
         about = next((problem for problem in self.problems if problem.key), None)
         if about is not None:
-            # an item's keys are told with those of its list
+            # name the list of an item's key
             listed, bracket, _ = about.key.partition("[")
             words = [listed if bracket else about.key.rpartition(".")[0]]
             words += ["--task", about.task] if about.task else []
             last += f"   Keys: instar config schema {' '.join(filter(None, words))}".rstrip()
         return "\n".join([*map(str, self.problems), last])
+
+
+def sentence_of(error: OSError) -> str:
+    """Return the operating system's message with the file's name, and a hint if there is one."""
+    name = error.filename if isinstance(error.filename, str | bytes) else ""
+    text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    text = text if len(text) <= 200 else f"{text[:199]}…"
+    said = f"{text}: {error.strerror or error}" if text else str(error.strerror or error)
+    hints = {
+        errno.EMFILE: "raise the limit of open files: ulimit -n 1024",
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some space of your quota",
+    }
+    hint = hints.get(error.errno or 0)
+    return f"{said}; {hint}" if hint else said
+
+
+_ACTING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
+"""C0, DEL and C1 without tab and newline; bidirectional controls; Unicode line separators."""
+
+
+def visible(text: str) -> str:
+    """Escape control and bidirectional characters as `\\u001b`, so that a terminal shows them and
+    JSON reads them back equal."""
+    return _ACTING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+@contextmanager
+def unfiltered(stream: Any) -> Iterator[None]:
+    """Let `stream` pass escape sequences; text from outside must be `visible` already."""
+    before = getattr(stream, "is_filtered", None)
+    if before is not None:
+        stream.is_filtered = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            stream.is_filtered = before
+
+
+def printable(text: str) -> str:
+    """Replace unprintable characters, which could control a terminal or end a comment."""
+    return "".join(char if char.isprintable() else "�" for char in text)
+
+
+def _cells(char: str) -> int:
+    """Return the width of a character in terminal columns."""
+    from unicodedata import combining, east_asian_width
+
+    return 0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1

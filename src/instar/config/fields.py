@@ -1,32 +1,34 @@
-"""The schema as a table: which sections and keys there are, and what each may hold, in words.
+"""The schema as a table: sections and keys, their allowed values, and when they may change.
 
-`root` is the whole config of the task in question (`config/roots.py`).
+`root` is the config class of a task (`roots.root_of`). A dotted key such as `model.n_head` names
+a value; the parts before the last dot name sections.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
-from instar.config.schedule import Plateau, ScheduledOperation, When
+from instar.config.document import KeyPath
 from instar.config.schema import RunConfig
+from instar.config.sections import PlateauTrigger, ScheduledOperation, When
 
-PATTERNS = {
-    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "a name of letters, digits, '.', '_' and '-'",
-    r"^[A-Za-z][A-Za-z0-9_-]*$": "a name of letters, digits, '_' and '-' that begins with a letter",
-    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:<index>",
-}
-
+FORMER = frozenset({"compile_ahead"})
+"""Keys of earlier versions without any effect: configs that have them still load."""
 
 Root = type[RunConfig]
+C = TypeVar("C", bound=RunConfig)
 
 
 @cache
 def sections(root: Root) -> dict[str, type[BaseModel]]:
-    """Every section by its dotted name, in the schema's order; "" is the top level."""
+    """Return every section by its dotted name, in the schema's order; "" is the top level."""
     found: dict[str, type[BaseModel]] = {"": root}
     for name, field in root.model_fields.items():
         _add_sections(found, name, field.annotation)
@@ -42,59 +44,174 @@ def _add_sections(found: dict[str, type[BaseModel]], name: str, annotation: Any)
 
 @cache
 def keys(root: Root) -> dict[str, FieldInfo]:
-    """Every dotted key that holds a value, in the order in which files are written."""
-    found = {}
-    for section, model in sections(root).items():
-        for name, field in model.model_fields.items():
-            key = f"{section}.{name}" if section else name
-            if key not in sections(root):
-                found[key] = field
-    return found
+    """Return every dotted key that holds a value, in the order of the schema."""
+    every = {
+        f"{section}.{name}" if section else name: field
+        for section, model in sections(root).items()
+        for name, field in model.model_fields.items()
+    }
+    return {key: field for key, field in every.items() if key not in sections(root)}
 
 
 @cache
-def schedule_keys() -> dict[tuple[str | int, ...], FieldInfo]:
-    """The keys of an operation of the schedule, by their paths in the first one."""
-    first: tuple[str | int, ...] = ("schedule", 0)
-    found: dict[tuple[str | int, ...], type[BaseModel]] = {
-        first: ScheduledOperation,
-        (*first, "when"): When,
-        (*first, "when", "plateau"): Plateau,
+def schedule_keys() -> dict[KeyPath, FieldInfo]:
+    """Return the keys of a scheduled operation, by their paths in the first one."""
+    found: dict[KeyPath, type[BaseModel]] = {
+        (): ScheduledOperation,
+        ("when",): When,
+        ("when", "plateau"): PlateauTrigger,
     }
     return {
-        (*path, name): field
+        ("schedule", 0, *path, name): field
         for path, section in found.items()
         for name, field in section.model_fields.items()
     }
 
 
-def default(root: Root, key: str) -> Any:
-    return _plain(keys(root)[key].get_default(call_default_factory=True))
+def default(field: FieldInfo) -> Any:
+    """Return a key's default as a JSON value; None for a required key."""
+    if field.is_required():
+        return None
+    return to_jsonable_python(field.get_default(call_default_factory=True))
 
 
-def value_of(config: RunConfig, key: str) -> Any:
-    """The value that a config holds under a dotted key: scalars, tuples, dicts."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return _plain(value)
+def is_section(root: Root, path: KeyPath) -> bool:
+    return "." not in str(path[-1]) and ".".join(map(str, path)) in sections(root)
+
+
+def flat(root: Root, tree: Mapping[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every value in nested data with its path, a section's own before its subsections'.
+
+    A non-mapping in place of a section is yielded as a value.
+    """
+    inner = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and is_section(root, (*path, name)):
+            inner.append(name)
+        else:
+            yield (*path, name), value
+    for name in inner:
+        yield from flat(root, tree[name], (*path, name))
+
+
+def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """Nest values by their paths; inverse of `flat`."""
+    tree: dict[str, Any] = {}
+    for (*outer, last), value in values.items():
+        inside = tree
+        for name in outer:
+            inside = inside.setdefault(str(name), {})
+        inside[str(last)] = value
+    return tree
 
 
 def values(config: RunConfig) -> dict[str, Any]:
-    """Every key of a config and its value, defaults included, as plain data."""
-    return {key: value_of(config, key) for key in keys(type(config))}
+    """Return every dotted key of a config with its value, defaults included, as JSON values."""
+    tree = config.model_dump(mode="json")
+    return {".".join(map(str, path)): value for path, value in flat(type(config), tree)}
 
 
-def _plain(value: Any) -> Any:
-    """A section as a mapping, a list of sections as a list of mappings."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+def kept(config: RunConfig) -> dict[str, Any]:
+    """Return what a checkpoint keeps of its run's initial config: all but `record`."""
+    return {key: value for key, value in values(config).items() if not key.startswith("record.")}
+
+
+def with_values(config: C, changed: Mapping[str, Any]) -> C:
+    """Return the config with other values of some dotted keys.
+
+    Raises:
+        ValueError: a key does not exist or a value is invalid.
+    """
+    return from_values(type(config), values(config) | dict(changed))
+
+
+def from_values(root: type[C], given: Mapping[str, Any]) -> C:
+    """Return the config with these values of dotted keys, and defaults elsewhere.
+
+    Raises:
+        ValueError: a key does not exist or a value is invalid.
+    """
+    known = {key: value for key, value in given.items() if key not in FORMER}
+    tree = nested({tuple(key.split(".")): value for key, value in known.items()})
+    return root.model_validate_json(json.dumps(tree))
+
+
+def differing(each: Sequence[Mapping[str, Any] | None]) -> dict[str, tuple[Any, ...]]:
+    """Return the keys whose values differ, with the value in each mapping; None if it lacks the
+    key.
+
+    A mapping that is None is unknown and differs from nothing.
+    """
+    known = [one for one in each if one is not None]
+    found: dict[str, tuple[Any, ...]] = {}
+    for key in dict.fromkeys(key for one in known for key in one):
+        if any(one.get(key) != known[0].get(key) for one in known):
+            found[key] = tuple(None if one is None else one.get(key) for one in each)
+    return found
+
+
+# Changing a key when a run is resumed. Launch-only keys say where a run is and how one process
+# executes it; their values apply to that process and are not part of the run. Fixed keys cannot
+# change, because everything saved depends on them. A new value of any other key becomes an
+# operation in the run's history, from that step on.
+
+PLACES = ("name", "preset", "resume", "data.path", "record.run_dir", "record.out_dir")
+"""Launch-only keys that say where a run is; their changes are not reported."""
+
+LAUNCH = (
+    *PLACES,
+    "device",
+    "compile_stages",
+    "data.strategy",
+    "data.workers",
+    "data.prefetch",
+    "parallel.world_size",
+    "parallel.devices",
+    "parallel.master_address",
+    "parallel.master_port",
+    "parallel.backend",
+    "parallel.timeout_s",
+    "parallel.silence_s",
+)
+LAUNCH_SECTIONS = ("record.", "parallel.ddp.")
+FIXED = (
+    *("seed", "task", "reproducible", "parallel.elastic.", "model.", "data."),
+    *("optimizer.name", "train.ema"),
+)
+FREE_UNTRAINED = ("data.", "train.ema")
+"""Fixed keys that have no effect before the first step."""
+ALLOWED = {
+    "architecture": ("model.",),
+    "data": ("data.",),
+    "tokenizer": ("data.tokenizer", "data.vocab_size"),
+}
+"""Fixed keys that may change if the user allows it by name."""
+SPELLED = ("data.source", "data.val_source", "data.tokenizer")
+"""Fixed keys that are paths: equivalent spellings (relative, absolute, symlink) are no change."""
+PRIVATE = ("record.trackers.", "record.alerts.")
+"""Sections that may hold URLs with secrets: never copied."""
+
+
+def is_launch_only(key: str) -> bool:
+    """Whether a key configures one process and not the run."""
+    return key in LAUNCH or key.startswith(LAUNCH_SECTIONS)
+
+
+def is_fixed(key: str, allow: Collection[str] = (), *, untrained: bool = False) -> bool:
+    """Whether a key cannot change when a run is resumed.
+
+    Args:
+        allow: names from `ALLOWED`.
+        untrained: whether the model is imported and has not been trained by any step.
+    """
+    fixed = key.startswith(FIXED) and not is_launch_only(key)
+    fixed = fixed and not (untrained and key.startswith(FREE_UNTRAINED))
+    return fixed and not any(key.startswith(ALLOWED[name]) for name in allow)
 
 
 @cache
 def json_schema(root: Root) -> dict[str, Any]:
-    """JSON Schema of a config file, for editors."""
+    """Return the JSON Schema of a config file, for editors."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **root.model_json_schema(),
@@ -102,18 +219,21 @@ def json_schema(root: Root) -> dict[str, Any]:
 
 
 def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
-    """`json_schema`, or that of one section or key, with what the reader also takes: empty
-    sections, one text for a list of texts, and a path for the schedule."""
-    if not name:
-        node = json_schema(root)
-    elif name in sections(root):
-        node = sections(root)[name].model_json_schema()
+    """Return `json_schema`, or that of one section or key, extended by what the loader also
+    accepts: empty sections, one text for a list of texts, and a path for the schedule."""
+    whole = json_schema(root)
+    if not name or name in sections(root):
+        node = sections(root)[name].model_json_schema() if name else whole
     else:
-        node = schema_node(root, tuple(name.split("."))) or {}
+        node = whole
+        for step in name.split("."):
+            node = _alternatives(root, node)[0]["properties"][step]
         if name == "schedule":
-            kinds = (ScheduledOperation, When, Plateau)
-            every = json_schema(root)["$defs"]
-            node["$defs"] = {kind.__name__: every[kind.__name__] for kind in kinds}
+            kinds = (ScheduledOperation, When, PlateauTrigger)
+            node = {
+                **node,
+                "$defs": {kind.__name__: whole["$defs"][kind.__name__] for kind in kinds},
+            }
     widened: dict[str, Any] = _widen(node)
     return widened
 
@@ -124,77 +244,76 @@ def _widen(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     if node.get("type") == "array":
-        if node.get("items") in ({"type": "string"}, _OPERATION):
-            listed = {"type": node["type"], "items": node["items"]}
-            rest = {name: inner for name, inner in node.items() if name not in listed}
-            return {"anyOf": [listed, {"type": "string"}], **rest}
-        return node
+        operations = {"$ref": f"#/$defs/{ScheduledOperation.__name__}"}
+        if node.get("items") not in ({"type": "string"}, operations):
+            return node
+        rest = {name: inner for name, inner in node.items() if name not in ("type", "items")}
+        return {"anyOf": [{"type": "array", "items": node["items"]}, {"type": "string"}], **rest}
     node = {name: _widen(inner) for name, inner in node.items()}
     if "$ref" in node:
         return {"anyOf": [{"$ref": node.pop("$ref")}, {"type": "null"}], **node}
     return node
 
 
-_OPERATION = {"$ref": "#/$defs/ScheduledOperation"}
-
-
-def schema_node(root: Root, path: tuple[str | int, ...]) -> dict[str, Any] | None:
-    """The JSON Schema of what stands at a path of keys and list indices; None: not to be told."""
-    node: Any = json_schema(root)
+def choices(root: Root, path: KeyPath) -> list[dict[str, Any]]:
+    """Return the alternative JSON Schemas, without references, of the value at a path of keys and
+    list indices; empty if there is no such path."""
+    found: list[dict[str, Any]] = [json_schema(root)]
     for step in path:
-        choices = [node, *(_resolved(root, each) for each in node.get("anyOf", ()))]
-        inner = [
-            _resolved(
-                root,
-                choice.get("items")
-                if isinstance(step, int)
-                else choice.get("properties", {}).get(step),
-            )
-            for choice in choices
+        inner = (
+            each.get("items") if isinstance(step, int) else each.get("properties", {}).get(step)
+            for each in found
+        )
+        found = [
+            choice for node in inner if node is not None for choice in _alternatives(root, node)
         ]
-        node = next((found for found in inner if found is not None), None)
-        if node is None:
-            return None
-    return dict(node)
+    return found
 
 
-def properties(root: Root, path: tuple[str | int, ...]) -> list[str]:
-    """The keys that the section at a path may have."""
-    node = schema_node(root, path) or {}
-    choices = [node, *(_resolved(root, each) for each in node.get("anyOf", ()))]
-    return [name for choice in choices for name in choice.get("properties", {})]
-
-
-def _resolved(root: Root, node: Any) -> Any:
-    if isinstance(node, dict) and "$ref" in node:
+def _alternatives(root: Root, node: dict[str, Any]) -> list[dict[str, Any]]:
+    if "$ref" in node:
         name = str(node["$ref"]).rpartition("/")[2]
-        return json_schema(root)["$defs"][name] | {k: v for k, v in node.items() if k != "$ref"}
-    return node
-
-
-def expected(root: Root, node: dict[str, Any]) -> str:
-    """In words, what a JSON Schema node allows: "a whole number greater than 0 or null"."""
-    node = _resolved(root, node)
+        node = json_schema(root)["$defs"][name] | node
     if "anyOf" in node:
-        return " or ".join(expected(root, choice) for choice in node["anyOf"])
+        return [choice for each in node["anyOf"] for choice in _alternatives(root, each)]
+    return [node]
+
+
+PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "a name of letters, digits, '.', '_' and '-'",
+    r"^[A-Za-z][A-Za-z0-9_-]*$": "a name of letters, digits, '_' and '-' that begins with a letter",
+    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:<index>",
+}
+
+
+def expected(root: Root, path: KeyPath, given: Any = None) -> str:
+    """Describe the allowed values of the key at a path: "a whole number greater than 0 or null".
+
+    Bounds that only catch typing errors are mentioned only if `given` exceeds them.
+    """
+    return " or ".join(_in_words(root, choice, given) for choice in choices(root, path))
+
+
+def _in_words(root: Root, node: dict[str, Any], given: Any) -> str:
     if "enum" in node:
         return f"one of {', '.join(map(str, node['enum']))}"
     if "const" in node:
         return str(node["const"])
     match node.get("type"):
         case "integer":
-            return f"a whole number{_bounds(node)}"
+            return f"a whole number{_bounds(node, given)}"
         case "number":
-            return f"a number{_bounds(node)}"
+            return f"a number{_bounds(node, given)}"
         case "boolean":
             return "true or false"
         case "null":
             return "null"
         case "array":
-            items = _resolved(root, node.get("items", {}))
-            if items.get("type") == "object":
+            items = _alternatives(root, node.get("items", {}))
+            if items[0].get("type") == "object":
                 return "a list of 'key: value' groups"
-            return f"a list of {expected(root, items).removeprefix('a ')}s"
+            words = " or ".join(_in_words(root, item, None) for item in items)
+            return f"a list of {words.removeprefix('a ')}s"
         case "string" if "pattern" in node:
             return PATTERNS.get(node["pattern"], f"text that matches {node['pattern']}")
         case "string":
@@ -206,14 +325,23 @@ def expected(root: Root, node: dict[str, Any]) -> str:
     return "something else"
 
 
-def _bounds(node: dict[str, Any]) -> str:
+FAR = 100
+"""Inclusive bounds at or beyond it only catch typing errors."""
+
+
+def _bounds(node: dict[str, Any], given: Any) -> str:
     words = {
         "exclusiveMinimum": "greater than",
         "minimum": "of at least",
         "exclusiveMaximum": "less than",
         "maximum": "at most",
     }
-    found = [f"{word} {_bound(node[name])}" for name, word in words.items() if name in node]
+    number = given if isinstance(given, int | float) else 0
+    found = [
+        f"{word} {_bound(node[name])}"
+        for name, word in words.items()
+        if name in node and (name.startswith("ex") or abs(node[name]) < max(FAR, abs(number)))
+    ]
     return f" {' and '.join(found)}" if found else ""
 
 
@@ -221,4 +349,7 @@ def _bound(number: float) -> str:
     for power in (31, 32, 63, 64):
         if number == 2**power:
             return f"2^{power}"
-    return f"{number:g}"
+    digits = len(str(int(abs(number)))) - 1
+    if digits >= 6 and abs(number) == 10**digits:
+        return f"{'-' if number < 0 else ''}1e{digits}"
+    return f"{number:,}" if isinstance(number, int) else f"{number:,g}"

@@ -1,28 +1,45 @@
-"""What a config of a graph network says of its model, its heads and its graphs."""
+"""Config sections of a graph network: model, heads, graphs; and their checks."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, create_model
 
-from instar.config.causal_sets import CausalSetsConfig
-from instar.config.clash import Clash
-from instar.config.samples import SamplesConfig
+from instar.config.errors import ConfigProblem
 from instar.config.schema import (
-    NAME,
-    CheckpointConfig,
     Direction,
-    EvalConfig,
-    LearningRateConfig,
-    Name,
-    NonNegativeInt,
-    OptimizerConfig,
     RunConfig,
-    TestConfig,
-    TrainConfig,
+    SamplesConfig,
+    with_defaults,
 )
-from instar.config.section import Fraction, PositiveFloat, PositiveInt, Section, Texts
+from instar.config.sections import (
+    MOST_VOCABULARY,
+    Epsilon,
+    Fraction,
+    Heads,
+    Layers,
+    MLPWidth,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Width,
+)
+
+GENERATORS: Mapping[str, str] = {"causal_sets": "instar.recipes.causal_sets"}
+"""Packages that generate graphs, by the `data.source` that names them. `<package>.options` has the
+class `Options` of the section `data.<name>`, default `HEADS`, and `conflicts`; `<package>.generate`
+has `prepare` and `preview` (see `instar.tasks.graph_spec.Generator`)."""
+DEFAULT_SOURCE = "causal_sets"
+
+
+def options_of(generator: str) -> Any:
+    """Return the module with the options of a generator."""
+    return import_module(f"{GENERATORS[generator]}.options")
+
 
 Level = Literal["graph", "node"]
 Layer = Literal["gin", "sage", "gcn", "gat"]
@@ -33,17 +50,17 @@ Pooling = Literal["mean", "sum", "max", "attention"]
 
 
 class HeadConfig(Section):
-    """One thing that is predicted of every graph, or of every node."""
+    """A prediction for every graph, or for every node."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = Field(
-        description="what its metrics and predictions are called"
+        description="name of its metrics and predictions"
     )
     target: str | None = Field(None, description="column of its targets; default: its name")
     kind: Literal["classification", "regression"] = Field(
         description="classification: a class 0, 1, 2 …, or -1 where there is none (cross entropy, "
         "nats); regression: a number (squared error)"
     )
-    classes: Annotated[int, Field(ge=2)] | None = Field(
+    classes: Annotated[int, Field(ge=2, le=MOST_VOCABULARY)] | None = Field(
         None, description="how many classes; only of a classification, which needs it"
     )
     weight: PositiveFloat = Field(1.0, description="of its loss in the sum over heads")
@@ -54,29 +71,20 @@ class HeadConfig(Section):
 
     @property
     def column(self) -> str:
-        """The column of its targets."""
+        """The column that holds its targets."""
         return self.target or self.name
 
     @property
     def metrics(self) -> dict[str, Direction]:
-        """What is measured of it: cross entropy and accuracy, or mean absolute and squared errors."""
+        """Its metrics: cross entropy and accuracy, or mean absolute and squared errors."""
         if self.kind == "classification":
             return {f"{self.name}/loss": "min", f"{self.name}/accuracy": "max"}
         return {f"{self.name}/mae": "min", f"{self.name}/mse": "min"}
 
     @property
     def outputs(self) -> int:
-        """Numbers that the model says of it: logits of classes, or a value."""
+        """The number of outputs: one logit per class, or one value."""
         return self.classes or 1
-
-
-OF_CAUSAL_SETS = (
-    HeadConfig(name="manifold", kind="classification", classes=2),
-    HeadConfig(name="dimension", kind="classification", classes=3),
-    HeadConfig(name="ordering_fraction", kind="regression", weight=10.0),
-)
-"""What can be asked of a causal set: whether it was sprinkled, into 2, 3 or 4 dimensions, and how
-many of its pairs are related."""
 
 
 class GraphModelConfig(Section):
@@ -84,24 +92,23 @@ class GraphModelConfig(Section):
 
     layer: Layer = Field(
         "sage",
-        description="what a node hears of its neighbours: gin, their sum; sage, their mean; gcn, "
+        description="aggregation of a node's neighbours: gin, their sum; sage, their mean; gcn, "
         "their sum divided by the roots of both degrees; gat, a mean by attention (GATv2)",
     )
-    n_layer: PositiveInt = Field(3, description="number of blocks")
-    width: PositiveInt = Field(32, description="width of the residual stream of each node")
-    n_mlp: PositiveInt | None = Field(None, description="MLP width; default 2 × width")
-    n_readout: PositiveInt | None = Field(
+    n_layer: Layers = Field(3, description="number of blocks")
+    width: Width = Field(32, description="width of the residual stream of each node")
+    n_mlp: MLPWidth | None = Field(None, description="MLP width; default 2 × width")
+    n_readout: MLPWidth | None = Field(
         None, description="width between pooling and heads; default: width"
     )
-    n_head: PositiveInt = Field(4, description="gat: attention heads; they share the width")
+    n_head: Heads = Field(4, description="gat: attention heads; they share the width")
     flow: Flow = Field(
         "both",
-        description="which neighbours are heard: both, those that an edge comes from and those that "
-        "one leads to, each with weights of their own; forward, only those that an edge comes from; "
-        "symmetric, both with the same weights",
+        description="direction of messages: both, along and against edges, with separate weights; "
+        "forward, along edges only; symmetric, both with the same weights",
     )
     norm: Norm = Field("layernorm", description="normalisation of each node")
-    norm_eps: PositiveFloat = Field(1e-5, description="ε of the normalisations")
+    norm_eps: Epsilon = Field(1e-5, description="ε of the normalisations")
     activation: Activation = Field("gelu", description="MLP nonlinearity")
     dropout: Fraction = Field(0.0, description="dropout probability of what a block adds")
     pooling: Annotated[tuple[Pooling, ...], Strict(False)] = Field(
@@ -116,12 +123,13 @@ class GraphModelConfig(Section):
         None, description="largest graph that is accepted; default: any"
     )
     heads: Annotated[tuple[HeadConfig, ...], Strict(False)] = Field(
-        OF_CAUSAL_SETS, description="what is predicted; default: what causal sets are asked"
+        tuple(HeadConfig(**head) for head in options_of(DEFAULT_SOURCE).HEADS),
+        description="what is predicted; default: the targets of causal_sets",
     )
 
     @property
     def level(self) -> Level:
-        """What the heads speak of, and what the loss is a mean over."""
+        """What the heads predict for, and what the loss is averaged over."""
         return self.heads[0].level if self.heads else "graph"
 
 
@@ -129,89 +137,59 @@ class GraphDataConfig(SamplesConfig):
     """Where the graphs are, how they are split, and how they reach the ranks."""
 
     source: str = Field(
-        "causal_sets",
-        description="causal_sets (generated once, as data.causal_sets says), the folder of an array "
-        "store, or module:function, which gives samples",
-    )
-    causal_sets: CausalSetsConfig = Field(
-        default_factory=CausalSetsConfig, description="which causal sets are generated"
+        DEFAULT_SOURCE,
+        description=f"{', '.join(GENERATORS)} (generated once, as data.<source> says), the folder of "
+        "an array store, or module:function, which gives samples",
     )
 
-
-def _same(section: type[Section], key: str) -> str:
-    """The description of a key that has another default here."""
-    return section.model_fields[key].description or ""
-
-
-class GraphTrainConfig(TrainConfig):
-    """How much of what one step does, and when to stop."""
-
-    until: Texts = Field(("10ep",), description=_same(TrainConfig, "until"))
-    batch_size: PositiveInt = Field(32, description=_same(TrainConfig, "batch_size"))
+    @property
+    def generator_options(self) -> Section | None:
+        """The options of the generator that `source` names; None if it names none."""
+        return getattr(self, self.source) if self.source in GENERATORS else None
 
 
-class GraphOptimizerConfig(OptimizerConfig):
-    """How a gradient becomes an update."""
-
-    lr: PositiveFloat = Field(3e-3, description=_same(OptimizerConfig, "lr"))
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.01, description=_same(OptimizerConfig, "weight_decay")
+if not TYPE_CHECKING:
+    GraphDataConfig = create_model(
+        "GraphDataConfig",
+        __base__=GraphDataConfig,
+        __doc__=GraphDataConfig.__doc__,
+        __module__=__name__,
+        **{
+            name: (
+                options_of(name).Options,
+                Field(
+                    default_factory=options_of(name).Options,
+                    description=f"options of source: {name}",
+                ),
+            )
+            for name in GENERATORS
+        },
     )
 
 
-class GraphLearningRateConfig(LearningRateConfig):
-    """The learning rate's course over the steps; its height is optimizer.lr."""
-
-    warmup_iters: NonNegativeInt = Field(50, description=_same(LearningRateConfig, "warmup_iters"))
-
-
-class GraphEvalConfig(EvalConfig):
-    """Held-out metrics: exact, over all ranks."""
-
-    eval_epochs: PositiveInt | None = Field(1, description=_same(EvalConfig, "eval_epochs"))
-    batch_size: PositiveInt | None = Field(64, description="graphs at once in an evaluation")
-
-
-class GraphTestConfig(TestConfig):
-    """The final test: the whole test split, once, over all ranks."""
-
-    at_end: bool = Field(True, description=_same(TestConfig, "at_end"))
-
-
-class GraphCheckpointConfig(CheckpointConfig):
-    """When a run is saved, what of it, and which checkpoints stay."""
-
-    on_best: bool = Field(True, description=_same(CheckpointConfig, "on_best"))
-
-
+@with_defaults(
+    {
+        "name": "graph",
+        "task": "graph",
+        "train.until": ("10ep",),
+        "train.batch_size": 32,
+        "optimizer.lr": 3e-3,
+        "optimizer.weight_decay": 0.01,
+        "learning_rate.warmup_iters": 50,
+        "eval.eval_epochs": 1,
+        "eval.batch_size": 64,
+        "test.at_end": True,
+        "checkpoint.on_best": True,
+    }
+)
 class GraphConfig(RunConfig):
     """A whole run of a graph network."""
 
-    name: Name = Field("graph", description=NAME)
-    task: str = Field("graph", description=_same(RunConfig, "task"))
     model: GraphModelConfig = Field(
         default_factory=GraphModelConfig, description="the graph network's shape"
     )
     data: GraphDataConfig = Field(
         default_factory=GraphDataConfig, description="graphs and their order"
-    )
-    train: GraphTrainConfig = Field(
-        default_factory=GraphTrainConfig, description=_same(RunConfig, "train")
-    )
-    optimizer: GraphOptimizerConfig = Field(
-        default_factory=GraphOptimizerConfig, description=_same(RunConfig, "optimizer")
-    )
-    learning_rate: GraphLearningRateConfig = Field(
-        default_factory=GraphLearningRateConfig, description=_same(RunConfig, "learning_rate")
-    )
-    eval: GraphEvalConfig = Field(
-        default_factory=GraphEvalConfig, description=_same(RunConfig, "eval")
-    )
-    test: GraphTestConfig = Field(
-        default_factory=GraphTestConfig, description=_same(RunConfig, "test")
-    )
-    checkpoint: GraphCheckpointConfig = Field(
-        default_factory=GraphCheckpointConfig, description=_same(RunConfig, "checkpoint")
     )
 
     @property
@@ -221,7 +199,76 @@ class GraphConfig(RunConfig):
             found |= head.metrics
         return found
 
-    def clashes(self) -> list[Clash]:
-        from instar.config.graph_checks import graph_clashes
+    def conflicts(self) -> list[ConfigProblem]:
+        return graph_checks(self)
 
-        return graph_clashes(self)
+
+def graph_checks(config: GraphConfig) -> list[ConfigProblem]:
+    """Return the conflicts within the model, its heads and its data."""
+    return [*_heads(config.model), *_shape(config.model), *_generated(config.data)]
+
+
+def _heads(model: GraphModelConfig) -> Iterator[ConfigProblem]:
+    heads = model.heads
+    if not heads:
+        yield ConfigProblem(
+            ("model.heads",),
+            "model.heads is empty: there is nothing to learn",
+            "e.g. - {name: manifold, kind: classification, classes: 2}",
+        )
+    for name, count in Counter(head.name for head in heads).items():
+        if count > 1:
+            yield ConfigProblem(
+                ("model.heads",),
+                f"model.heads: {count} heads are called {name!r}",
+                "give each its own name; target names the column it reads",
+            )
+    for index, head in enumerate(heads):
+        key = f"model.heads[{index}].classes"
+        if head.kind == "classification" and head.classes is None:
+            yield ConfigProblem(
+                (key, "model.heads"),
+                f"{key}: the classification head {head.name!r} needs a number of classes",
+                "e.g. classes: 2",
+            )
+        if head.kind == "regression" and head.classes is not None:
+            yield ConfigProblem(
+                (key, "model.heads"),
+                f"{key}: head {head.name!r} is a regression, which has no classes",
+                "leave classes out, or say kind: classification",
+            )
+    of_graphs, of_nodes = (
+        ", ".join(head.name for head in heads if head.level == level) for level in ("graph", "node")
+    )
+    if of_graphs and of_nodes:
+        yield ConfigProblem(
+            ("model.heads",),
+            f"model.heads: {of_graphs} of graphs and {of_nodes} of nodes cannot be trained together: "
+            "a loss is a mean over one or the other",
+            "make them two runs",
+        )
+
+
+def _shape(model: GraphModelConfig) -> Iterator[ConfigProblem]:
+    if model.level == "graph" and not model.pooling:
+        yield ConfigProblem(
+            ("model.pooling",),
+            "model.pooling is empty: heads for graphs would have no input",
+            "e.g. [mean, max]",
+        )
+    for kind, count in Counter(model.pooling).items():
+        if count > 1:
+            yield ConfigProblem(("model.pooling",), f"model.pooling has {kind} {count} times")
+    if model.layer == "gat" and model.width % model.n_head:
+        near = max(1, round(model.width / model.n_head)) * model.n_head
+        yield ConfigProblem(
+            ("model.width", "model.n_head", "model.layer"),
+            f"model.width ({model.width}) must be divisible by model.n_head ({model.n_head})",
+            f"width {near} would be",
+        )
+
+
+def _generated(data: GraphDataConfig) -> Iterator[ConfigProblem]:
+    if (options := data.generator_options) is not None:
+        conflicts = options_of(data.source).conflicts(options, f"data.{data.source}")
+        yield from (ConfigProblem(keys, message) for keys, message in conflicts)

@@ -1,33 +1,45 @@
-"""What a config of a language run says of its model and its text."""
+"""Config sections of a language model and its text, and their checks."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from instar.config.clash import Clash
+from instar.config.errors import ConfigProblem
 from instar.config.schema import NAME, FeedConfig, Name, RunConfig
-from instar.config.section import Fraction, PositiveFloat, PositiveInt, Section
+from instar.config.sections import (
+    Context,
+    Epsilon,
+    Fraction,
+    Heads,
+    Layers,
+    MLPWidth,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Vocabulary,
+    Width,
+)
 
 
 class ModelConfig(Section):
     """The shape of the GPT. What is left out is derived when the run starts."""
 
-    n_layer: PositiveInt = Field(4, description="number of blocks")
-    n_head: PositiveInt = Field(4, description="query heads per block")
-    n_kv_head: PositiveInt | None = Field(
+    n_layer: Layers = Field(4, description="number of blocks")
+    n_head: Heads = Field(4, description="query heads per block")
+    n_kv_head: Heads | None = Field(
         None, description="key and value heads; fewer than n_head is grouped-query attention"
     )
-    n_embd: PositiveInt = Field(128, description="width of the residual stream")
-    n_mlp: PositiveInt | None = Field(
+    n_embd: Width = Field(128, description="width of the residual stream")
+    n_mlp: MLPWidth | None = Field(
         None,
         description="MLP width; default 4 × n_embd, or 8/3 × n_embd to a multiple of 32 (swiglu)",
     )
-    context: PositiveInt = Field(
-        128, description="tokens the model looks back on, and of one sample"
-    )
-    vocab_size: PositiveInt | None = Field(
+    context: Context = Field(128, description="context length of the model, and tokens per sample")
+    vocab_size: Vocabulary | None = Field(
         None, description="rows of the token table; default: the size of the tokenizer's vocabulary"
     )
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation")
@@ -39,7 +51,7 @@ class ModelConfig(Section):
     tied: bool = Field(True, description="output head shares the token table")
     qk_norm: bool = Field(False, description="RMS-normalise queries and keys")
     rope_base: PositiveFloat = Field(10000.0, description="RoPE base θ")
-    norm_eps: PositiveFloat = Field(1e-5, description="ε of the normalisations")
+    norm_eps: Epsilon = Field(1e-5, description="ε of the normalisations")
     dropout: Fraction = Field(0.0, description="dropout probability")
 
 
@@ -61,15 +73,15 @@ class DataConfig(FeedConfig):
 
     kind: Literal["tokens", "rows", "stream", "python"] = Field(
         "tokens",
-        description="tokens: `source` is prepared once into token shards; rows: a Hugging Face data "
-        "set, read at any place, tokenised on the way; stream: a Hugging Face IterableDataset, read "
-        "from its beginning; python: any iterable, made by a function",
+        description="tokens: text, tokenised once into token shards; rows: a Hugging Face data set, "
+        "tokenised once too; stream: a Hugging Face IterableDataset, read from its beginning; "
+        "python: any iterable, made by a function",
     )
     path: str | None = Field(
         None,
         description="folder of token shards; made from `source` if it is not there yet "
-        "(default: data/<source>-<tokenizer>, named from the fields below); for other kinds it "
-        "holds the tokenizer, what is held out and what was counted",
+        "(default: data/<source>-<tokenizer>, named from the fields below); for stream and python "
+        "it holds the tokenizer, what is held out and what was counted",
     )
     source: str = Field(
         "stdlib",
@@ -95,8 +107,10 @@ class DataConfig(FeedConfig):
         "byte",
         description="how text becomes tokens: byte, char, bpe (trained), or a tokenizer.json",
     )
-    vocab_size: PositiveInt = Field(4096, description="vocabulary of a trained BPE tokenizer")
-    max_bytes: PositiveInt | None = Field(None, description="use only about so much of the source")
+    vocab_size: Vocabulary = Field(4096, description="vocabulary of a trained BPE tokenizer")
+    max_bytes: PositiveInt | None = Field(
+        None, description="use about this many bytes of the source"
+    )
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.05, description="share held out")
     test_fraction: Fraction = Field(0.05, description="share kept for a final test")
     packing: bool = Field(
@@ -104,7 +118,7 @@ class DataConfig(FeedConfig):
         description="rows, stream, python: documents end to end, cut into samples; false: a sample "
         "is one document, cut off after the context",
     )
-    lanes: PositiveInt = Field(
+    lanes: Annotated[int, Field(gt=0, le=2**16)] = Field(
         8,
         description="stream: parts of it that are read side by side, as many as the data set has "
         "shards at most; sharded ranks share them, and the order does not depend on how",
@@ -122,16 +136,197 @@ class LanguageConfig(RunConfig):
     model: ModelConfig = Field(default_factory=ModelConfig, description="the GPT's shape")
     data: DataConfig = Field(default_factory=DataConfig, description="samples and their order")
 
-    def clashes(self) -> list[Clash]:
-        from instar.config.language_checks import data_checks, shape_checks
-
+    def conflicts(self) -> list[ConfigProblem]:
         return [*shape_checks(self.model), *data_checks(self.data)]
 
-    def rank_clashes(self, world_size: int) -> list[Clash]:
-        from instar.config.language_checks import data_rank_checks
-
+    def rank_conflicts(self, world_size: int) -> list[ConfigProblem]:
         return data_rank_checks(self.data, world_size)
+
+    @property
+    def prefers_bf16(self) -> bool:
+        return True
 
     @property
     def context(self) -> int:
         return self.model.context
+
+
+_FUNCTION = re.compile(r"[\w.]+:[\w.]+")
+
+
+def shape_checks(model: ModelConfig) -> list[ConfigProblem]:
+    """Return sizes that are not divisible as required."""
+    found = []
+    heads, width = model.n_head, model.n_embd
+    if width % heads:
+        near = max(heads, round(width / heads) * heads)
+        found.append(
+            ConfigProblem(
+                ("model.n_embd", "model.n_head"),
+                f"model.n_embd ({width}) must be divisible by model.n_head ({heads})",
+                f"n_embd {near} would be",
+            )
+        )
+    elif model.positions == "rope" and (width // heads) % 2:
+        found.append(
+            ConfigProblem(
+                ("model.n_embd", "model.n_head", "model.positions"),
+                f"rope turns pairs of channels: model.n_embd / model.n_head must be even, "
+                f"got {width} / {heads} = {width // heads}",
+            )
+        )
+    if model.n_kv_head is not None and heads % model.n_kv_head:
+        found.append(
+            ConfigProblem(
+                ("model.n_kv_head", "model.n_head"),
+                f"model.n_head ({heads}) must be divisible by model.n_kv_head ({model.n_kv_head})",
+            )
+        )
+    return found
+
+
+def data_checks(data: DataConfig) -> list[ConfigProblem]:
+    """Return the conflicts within the section."""
+    return [*_source(data), *_splits(data), *_reading(data), *_mixture(data)]
+
+
+def data_rank_checks(data: DataConfig, world_size: int) -> list[ConfigProblem]:
+    """Return the conflicts of the section with a number of ranks."""
+    if data.strategy == "dispatched" or world_size == 1:
+        return []
+    if data.kind == "python":
+        return [
+            ConfigProblem(
+                ("data.strategy", "data.kind"),
+                f"a Python iterable can be read by rank 0 only, not by each of {world_size} ranks",
+                "say data.strategy: dispatched",
+            )
+        ]
+    if data.kind == "stream" and data.lanes < world_size:
+        return [
+            ConfigProblem(
+                ("data.lanes", "data.strategy"),
+                f"{world_size} ranks cannot share {data.lanes} lanes: each reads whole ones",
+                f"say data.lanes: {world_size} or a multiple, or data.strategy: dispatched",
+            )
+        ]
+    return []
+
+
+def _source(data: DataConfig) -> Iterator[ConfigProblem]:
+    kind = data.kind
+    if kind == "python" and not _FUNCTION.fullmatch(data.source):
+        yield ConfigProblem(
+            ("data.source", "data.kind"),
+            f"data.source of kind python names a function, not {data.source!r}",
+            "e.g. my_package.my_module:samples",
+        )
+    elif kind in ("rows", "stream") and data.source == "stdlib" and not data.mixture:
+        yield ConfigProblem(
+            ("data.source", "data.kind", "data.mixture"),
+            f"data.source of kind {kind} must be given: files, a folder or a name on the hub",
+        )
+    if data.mixture and data.source != "stdlib":
+        yield ConfigProblem(
+            ("data.source", "data.mixture"),
+            "data.source is not read where data.mixture names the sources",
+            "name it as a part of data.mixture, or leave one of them out",
+        )
+    if kind in ("tokens", "python") and (data.subset or data.source_split != "train"):
+        key = "data.subset" if data.subset else "data.source_split"
+        yield ConfigProblem(
+            (key, "data.kind"),
+            f"{key} selects from a Hugging Face data set, and kind {kind} reads none",
+            "use kind rows or stream, or leave it out",
+        )
+    if kind == "tokens" and data.tokens_field is not None:
+        yield ConfigProblem(
+            ("data.tokens_field", "data.kind"),
+            "data.tokens_field names a column of rows, and kind tokens prepares text",
+            "say data.kind: rows",
+        )
+    if kind != "tokens" and data.max_bytes is not None:
+        yield ConfigProblem(
+            ("data.max_bytes", "data.kind"),
+            f"data.max_bytes limits what kind tokens prepares; kind {kind} reads its source as it is",
+        )
+
+
+def _splits(data: DataConfig) -> Iterator[ConfigProblem]:
+    share = data.val_fraction + data.test_fraction
+    if share >= 1:
+        yield ConfigProblem(
+            ("data.val_fraction", "data.test_fraction"),
+            f"data.val_fraction + data.test_fraction must be less than 1, got {share:g}: "
+            "no training data would be left",
+        )
+    if data.read_from_start and data.val_source is None:
+        yield ConfigProblem(
+            ("data.val_source", "data.kind"),
+            f"kind {data.kind} cannot be split: data.val_source must name the held-out text",
+            "a file, folder or glob of text",
+        )
+
+
+def _reading(data: DataConfig) -> Iterator[ConfigProblem]:
+    kind = data.kind
+    if data.read_from_start and data.order in ("random", "blocks"):
+        yield ConfigProblem(
+            ("data.order", "data.kind"),
+            f"data.order {data.order} needs random access, and kind {kind} is read from its beginning",
+            "use sequential, or shuffled (within data.shuffle_window)",
+        )
+    if data.order == "random" and not data.packing:
+        yield ConfigProblem(
+            ("data.order", "data.packing"),
+            "data.order random draws windows of packed text, and data.packing is false",
+        )
+    if kind == "tokens" and not data.packing:
+        yield ConfigProblem(
+            ("data.packing", "data.kind"),
+            "token shards hold text end to end: data.packing false needs rows",
+            "say data.kind: rows",
+        )
+    if data.read_from_start and data.tokenizer in ("char", "bpe"):
+        yield ConfigProblem(
+            ("data.tokenizer", "data.kind"),
+            f"a {data.tokenizer} tokenizer must be trained first, and kind {kind} is not read before "
+            "the run trains",
+            "use byte, or the path of a tokenizer.json",
+        )
+    if data.workers and kind == "python":
+        yield ConfigProblem(
+            ("data.workers", "data.kind"),
+            "an iterable is read by one process: data.workers must be 0 with kind python",
+        )
+
+
+def _mixture(data: DataConfig) -> Iterator[ConfigProblem]:
+    if not data.mixture:
+        return
+    if data.kind not in ("tokens", "rows"):
+        yield ConfigProblem(
+            ("data.mixture", "data.kind"),
+            f"sources of kind {data.kind} cannot be mixed: they are read from their beginning",
+            "use rows, or tokens",
+        )
+    without = [number for number, part in enumerate(data.mixture) if part.weight is None]
+    if 0 < len(without) < len(data.mixture):
+        key = f"data.mixture[{without[0]}]"
+        yield ConfigProblem(
+            (key, "data.mixture"),
+            "either all parts of data.mixture have a weight, or none",
+            f"{key} has none",
+        )
+    if data.tokenizer in ("char", "bpe"):
+        yield ConfigProblem(
+            ("data.tokenizer", "data.mixture"),
+            f"a {data.tokenizer} tokenizer would be trained on each part of data.mixture anew",
+            "train one with `instar data prepare`, and name its tokenizer.json; or use byte",
+        )
+    if data.order in ("random", "blocks"):
+        yield ConfigProblem(
+            ("data.order", "data.mixture"),
+            f"data.order {data.order} is of one source; those of a mixture are shuffled or "
+            "sequential",
+        )

@@ -1,313 +1,476 @@
-"""From layers to a config: schema defaults, presets, a file and its schedule's, `--set` options.
+"""Config loading: schema defaults, presets, a file and its schedule's file, `--set` options.
 
-All mistakes of all layers are found before anything is raised. Neither torch nor numpy is
-imported.
+Each layer is parsed once into plain data with positions; the layers are merged and validated once.
+The problems of all layers are collected before anything is raised. Neither torch nor numpy is
+imported. `Loaded.packed` is the result as text, which a launcher passes to its ranks.
 """
 
 from __future__ import annotations
 
-import math
+import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from instar.config import explain, presets
+from instar.config import CONFIG_VARIABLE, PRESETS, names_in, suggestions
 from instar.config.checks import cross_checks
-from instar.config.clash import Clash
-from instar.config.document import KeyPath, Mistake, Place, Value, parse, show
-from instar.config.dump import resolved
-from instar.config.errors import ConfigError, Problem
-from instar.config.fields import Root, keys, schema_node, sections
-from instar.config.reading import Findings, read_document, read_file, read_option
-from instar.config.roots import LANGUAGE, root_of
+from instar.config.document import Document, KeyPath, dotted, parse, problem_at, show
+from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
+from instar.config.fields import FORMER, Root, choices, flat, is_section, keys, nested, values
+from instar.config.files import open_regular, read_regular
+from instar.config.origins import DEFAULT, resolved
+from instar.config.roots import LANGUAGE, plain_root_of, root_of
 from instar.config.schema import RunConfig
+from instar.config.user_code import check_trusted
 
+MAX_BYTES = 1 << 20
+START = "`instar init gpt` writes a config to start from"
 PRESET = "preset "
 SCHEDULE = "schedule"
+SET = "--set"
+"""The origin of a value given on the command line."""
 
-Check = Callable[[RunConfig], Iterable[Clash]]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A value as some layer gave it: `place` is its key's."""
-
-    value: Value
-    place: Place
-    origin: str
-
-
-Layer = dict[str, Entry]
+Check = Callable[[RunConfig], Iterable[ConfigProblem]]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config, and for every dotted key its origin: "default", "preset fast", "grow.yaml:4:3" or
-    "--set"; for each operation of the schedule too, as "schedule[0]"."""
+    """A config with the origin of every dotted key: "default", "preset fast", "grow.yaml:4:3" or
+    "--set"; also of each operation of the schedule, as "schedule[0]"."""
 
     config: RunConfig
     origins: Mapping[str, str]
-    entries: Mapping[str, Entry] = field(repr=False)
+    given: Mapping[str, Any] = field(repr=False)
+    """The nested data of all layers, from which the config was made."""
+    places: Mapping[str, SourceLocation] = field(repr=False)
+    """The position of each given value; a list item's key is "train.until[0]"."""
 
-    def problem(self, key: str, message: str, hint: str = "") -> Problem:
-        """A problem that points at where `key` (also "train.until[0]") got its value."""
-        place = _place(self.entries, key) or Place("default")
-        return Mistake(place, message, hint, key).problem(_told(self.config.task))
+    def problem(self, key: str, message: str, hint: str = "") -> ConfigProblem:
+        """Return a problem at the origin of the value of `key` (also "train.until[0]")."""
+        place = _place(self.places, key) or SourceLocation(DEFAULT)
+        return replace(problem_at(place, message, hint, key), task=_shown(self.config.task))
 
     def to_yaml(self, *, origin: bool = True) -> str:
-        """The resolved config, each value with its origin; `load` reads it back equal."""
+        """Return the resolved config with the origin of each value; `load` reads it back equal."""
         return resolved(self.config, self.origins if origin else {})
+
+    def packed(self) -> str:
+        """Serialize to JSON text, for `unpacked` in another process."""
+        places = {
+            key: [place.source, place.line, place.column, place.text]
+            for key, place in self.places.items()
+        }
+        return json.dumps([self.config.task, self.given, dict(self.origins), places])
+
+
+def handed_over() -> Loaded | None:
+    """Return the config that the launcher of this process has loaded; None without a launcher.
+
+    Child processes of this one do not inherit it.
+    """
+    path = os.environ.pop(CONFIG_VARIABLE, None)
+    return None if path is None else unpacked(read_regular(path).decode())
+
+
+def unpacked(text: str) -> Loaded:
+    """Deserialize `Loaded.packed`; nothing is read, merged or checked again."""
+    task, given, origins, places = json.loads(text)
+    located = {key: SourceLocation(*place) for key, place in places.items()}
+    return Loaded(root_of(task).model_validate(given), origins, given, located)
 
 
 def load(
-    path: str | None, overrides: Sequence[str] = (), checks: Sequence[Check] = (cross_checks,)
+    path: str | None,
+    overrides: Sequence[str] = (),
+    checks: Sequence[Check] = (cross_checks,),
+    *,
+    import_task: bool = True,
 ) -> Loaded:
-    """Read a config file (None: none) under `--set` texts such as "model.n_head=8".
+    """Load a config file (None: none) with `--set` texts such as "model.n_head=8" applied.
 
     Args:
-        checks: find the keys that do not fit each other.
+        checks: find keys that conflict with each other.
+        import_task: whether to import the class that a task `module:class` names, which runs its
+            code; False keeps its sections as plain data. Pass False to only read a run.
 
-    Raises ConfigError with all the mistakes in all of them.
+    Raises:
+        ConfigError: with all problems of all layers.
+        Untrusted: the config names code to run, and it or that code belongs to another user.
     """
-    findings = Findings()
-    document = None if path is None else read_file(path, findings)
-    read = (read_option(text, findings) for text in overrides)
-    options = [option for option in read if option is not None]
-    root = _root([*([document] if document else []), *options], findings)
-    from_file: Layer = {}
-    if document is not None:
-        _flatten(root, document, "", "", from_file, findings)
-    from_options: Layer = {}
-    for option in options:
-        _flatten(root, option, "", "--set", from_options, findings)
-
-    given = from_file | from_options
-    layer: Layer = {}
+    findings = _Findings()
+    file = None if path is None else _read_config(path, findings)
+    options = [option for text in overrides if (option := _read_option(text, findings))]
+    documents = [*([file] if file else []), *options]
+    if import_task:
+        check_trusted(path, [document.data for document in documents])
+    root = _root(documents, findings, import_task=import_task)
+    given: dict[KeyPath, _Entry] = {}
+    for document in documents:
+        given |= _entries(root, document, findings, SET if document in options else "")
+    layer: dict[KeyPath, _Entry] = {}
     for name in _chosen_presets(root, given, findings):
-        layer |= _preset_layer(root, name, findings)
+        text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
+        preset, found = parse(text, f"{PRESET}{name}")
+        findings.problems += found
+        layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
     layer |= given
     _open_schedule(layer, findings)
-
     config = _validated(root, layer, findings)
-    if path is None or document is not None:
-        _compare((clash for check in checks for clash in check(config)), layer, findings)
-    if findings.mistakes:
+    places = _places(layer)
+    if config is not None and (path is None or file is not None):
+        _compare((problem for check in checks for problem in check(config)), places, findings)
+    if findings.problems or config is None:
         raise findings.error()
-    origins = {key: layer[key].origin if key in layer else "default" for key in keys(root)}
-    return Loaded(config, origins | _operations(layer), layer)
+    origins = dict.fromkeys(values(config), DEFAULT)
+    origins |= {dotted(entry.path): entry.origin for entry in layer.values()}
+    origins |= _operations(layer)
+    return Loaded(config, origins, _tree(root, layer), places)
 
 
-def _root(documents: Sequence[Value], findings: Findings) -> Root:
-    """The config of the task that the last of several mappings names."""
-    named = [each.data["task"] for each in documents if "task" in each.data]
-    if not named or not isinstance(named[-1][1].data, str):
-        return root_of(LANGUAGE)
-    value = named[-1][1]
+class _Findings:
+    """Problems found so far, and the keys whose values are unreliable because of them."""
+
+    def __init__(self) -> None:
+        self.problems: list[ConfigProblem] = []
+        self.doubtful: set[str] = set()
+        self.files: list[str] = []
+        """The files in the order in which they were read."""
+        self.task = ""
+        """The task of the keys, if not language."""
+
+    def note(self, place: SourceLocation, message: str, hint: str = "", key: str = "") -> None:
+        self.problems.append(problem_at(place, message, hint, key))
+
+    def doubt(self, root: Root, path: KeyPath) -> None:
+        """Mark a key, or all keys of a section, as unreliable."""
+        self.doubtful.add(name := dotted(path))
+        if is_section(root, path):
+            self.doubtful |= {key for key in keys(root) if key.startswith(f"{name}.")}
+
+    def error(self) -> ConfigError:
+        """Return all problems by file and by position in it, before those of options."""
+        # report a problem in an aliased value once, however often it is merged
+        once: dict[tuple[str, str], ConfigProblem] = {}
+        for each in self.problems:
+            said = re.sub(r"\[\d+\]", "", each.message) if each.excerpt else each.message
+            once.setdefault((each.where, said), each)
+        problems = sorted(once.values(), key=self._order)
+        return ConfigError(*(replace(each, task=self.task) for each in problems))
+
+    def _order(self, problem: ConfigProblem) -> tuple[bool, int, int, int]:
+        place = problem.place
+        assert isinstance(place, SourceLocation)
+        file = self.files.index(place.source) if place.source in self.files else 0
+        return not place.line, file, place.line, place.column
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A value given by one layer."""
+
+    value: Any
+    origin: str
+    document: Document
+    path: KeyPath
+    """The path of its key."""
+    inside: KeyPath
+    """The path of its value in the document; differs if the value is in a separate file."""
+
+    def place(self, inner: KeyPath = (), *, key: bool = False) -> SourceLocation:
+        """Return the position of the value, of a value within it, or of its key."""
+        return self.document.place((*self.inside, *inner), key=key)
+
+
+def _read_config(path: str, findings: _Findings) -> Document | None:
+    """Return the mapping in a file; None after a problem that prevents it."""
+    document = _read_document(path, START, findings)
+    if document is not None and not isinstance(document.data, dict):
+        message = f"a config is made of 'key: value' lines, got {show(document.data)}"
+        findings.note(document.place(), message)
+        return None
+    return document
+
+
+def _read_document(
+    path: str,
+    start: str,
+    findings: _Findings,
+    named: SourceLocation | None = None,
+    within: KeyPath = (),
+) -> Document | None:
+    """Parse a file; None after a problem.
+
+    Args:
+        start: hint if the file is missing or empty.
+        named: where its path was written, if in another file.
+        within: see `parse`.
+    """
+    findings.files.append(path)
+    text = _read_text(path, start, findings, named)
+    if text is None:
+        return None
+    document, found = parse(text, path, within=within)
+    findings.problems += found
+    if document is None or document.data is None:
+        if not found:
+            findings.note(SourceLocation(path), "the file is empty", start)
+        return None
+    return document
+
+
+def _read_text(
+    path: str, start: str, findings: _Findings, named: SourceLocation | None
+) -> str | None:
+    whole = SourceLocation(path)
     try:
-        root, findings.task = root_of(value.data), _told(value.data)
+        with open_regular(path, follow=True) as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) <= MAX_BYTES:
+            return raw.decode("utf-8-sig")
+        findings.note(whole, f"larger than {MAX_BYTES >> 20} MiB; this is not a config")
+    except FileNotFoundError:
+        hint = suggestions.near_path(path, "*.y*ml") or start
+        if named is not None and named.line:
+            findings.note(named, f"no such file: {path}", hint)
+        else:
+            findings.note(whole, "no such file", hint)
+    except IsADirectoryError:
+        there = ", ".join(str(each) for each in sorted(Path(path).glob("*.y*ml"))[:3])
+        findings.note(whole, "is a folder, not a config file", there and f"it holds {there}")
+    except UnicodeDecodeError as error:
+        lines = raw[: error.start].decode("utf-8").split("\n")
+        place = SourceLocation(path, len(lines), len(lines[-1]) + 1, lines[-1] + "�")
+        message = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+        findings.note(place, message, "save the file as UTF-8")
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        findings.note(whole, f"cannot be read: {said}")
+    return None
+
+
+def _read_option(text: str, findings: _Findings) -> Document | None:
+    """Parse `a.b=v` as a document {a: {b: v}}."""
+    source = f"--set {text if len(text) <= 80 else f'{text[:79]}…'}"
+    key, equals, given = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or path == ("",):
+        message, hint = "--set expects key=value", "e.g. --set model.n_layer=6"
+        findings.note(SourceLocation(source), message, hint)
+        return None
+    document, found = parse(given, source, path)
+    findings.problems += found
+    if document is None and not found:  # nothing after "="
+        place = SourceLocation(source)
+        return Document(nested({path: None}), {(): (place, place)})
+    return document
+
+
+def _root(documents: Sequence[Document], findings: _Findings, *, import_task: bool) -> Root:
+    """Return the config class of the task named by the last mapping that has one."""
+    naming = [each for each in documents if "task" in each.data]
+    task = naming[-1].data["task"] if naming else None
+    if not isinstance(task, str):
+        return root_of(LANGUAGE)
+    try:
+        root = root_of(task) if import_task else plain_root_of(task)
+        findings.task = _shown(task)
         return root
     except ConfigError as error:
         for problem in error.problems:
-            findings.note(value.place, problem.message, problem.hint, "task")
+            findings.note(naming[-1].place(("task",)), problem.message, problem.hint, "task")
         findings.doubtful.update(("task", "model", "data", *_OF_METRICS))
-        # its sections are not known, so nothing is said of what is in them
         return root_of(LANGUAGE)
 
 
 _OF_METRICS = ("early_stopping.rules", "checkpoint.best_of", "learning_rate.plateau.metric")
 
 
-def _told(task: str) -> str:
-    """A task as `instar config schema` must be told of it; empty where it need not."""
+def _shown(task: str) -> str:
+    """Return the `--task` argument for `instar config schema`; empty if it needs none."""
     return "" if task == LANGUAGE else task
 
 
-def _operations(layer: Layer) -> dict[str, str]:
-    """Where each operation of the schedule stands."""
-    places = [item.place for item in layer[SCHEDULE].value.data] if SCHEDULE in layer else []
-    return {f"{SCHEDULE}[{n}]": str(place) for n, place in enumerate(places) if place.line}
+def _entries(
+    root: Root, document: Document, findings: _Findings, origin: str
+) -> dict[KeyPath, _Entry]:
+    """Return a document's values by path; an empty origin means the position of the key."""
+    found: dict[KeyPath, _Entry] = {}
+    tainted = {bad[:n] for bad in document.unreadable for n in range(1, len(bad) + 1)}
+    for path in document.unreadable:
+        findings.doubt(root, path)
+    for path, value in flat(root, document.data):
+        if path[0] in ("model", "data") and path[0] in findings.doubtful:
+            continue  # sections of an unknown task
+        if dotted(path) in FORMER:
+            continue
+        if path in tainted:
+            findings.doubtful.add(dotted(path))
+        elif not is_section(root, path):
+            place = document.place(path, key=True)
+            found[path] = _Entry(value, origin or str(place), document, path, path)
+        elif value is not None:
+            name = dotted(path)
+            findings.doubt(root, path)
+            message = f"{name} is a section of 'key: value' lines, got {show(value)}"
+            hint = suggestions.no_section(root, name)
+            findings.note(document.place(path), message, hint, f"{name}.")
+    return found
 
 
-def _open_schedule(layer: Layer, findings: Findings) -> None:
-    """Put a schedule's file in the place of its path."""
-    entry = layer.get(SCHEDULE)
-    if entry is None or not isinstance(entry.value.data, str):
+def _chosen_presets(root: Root, given: dict[KeyPath, _Entry], findings: _Findings) -> list[str]:
+    """Return the names of the requested presets that exist; remove the others from `given`."""
+    entry = given.get(("preset",))
+    if entry is None:
+        return []
+    asked = entry.value if isinstance(entry.value, list) else [entry.value]
+    known = names_in(PRESETS)
+    for index, name in enumerate(asked):
+        if name not in known:
+            findings.doubtful |= keys(root).keys() - {dotted(path) for path in given}
+            meant = suggestions.nearest(str(name), known)
+            hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(known)}"
+            findings.note(entry.place((index,)), f"unknown preset {show(name)}", hint, "preset")
+            given.pop(("preset",), None)
+    return [name for name in asked if name in known]
+
+
+def _open_schedule(layer: dict[KeyPath, _Entry], findings: _Findings) -> None:
+    """Replace the path of a schedule's file by its content."""
+    entry = layer.get((SCHEDULE,))
+    if entry is None or not isinstance(entry.value, str):
         return
-    beside = Path(entry.place.source).parent / entry.value.data
+    named = entry.place()
+    beside = Path(named.source).parent / entry.value
     hint = f"did you mean '{beside}'?" if beside.is_file() else "it is read from where you are"
-    document = read_document(entry.value.data, hint, findings, entry.value.place)
-    if document is not None and not isinstance(document.data, tuple):
-        message = f"a schedule is a list of operations, got {show(document.plain())}"
+    document = _read_document(entry.value, hint, findings, named, (SCHEDULE,))
+    if document is not None and not isinstance(document.data, list):
+        message = f"a schedule is a list of operations, got {show(document.data)}"
         config = isinstance(document.data, dict) and document.data.keys() & RunConfig.model_fields
         hint = "this is a config; " if config else ""
-        findings.note(document.place, message, f"{hint}begin each with '- name:'")
+        findings.note(document.place(), message, f"{hint}begin each with '- name:'")
         document = None
-    if document is None or not document.readable():
+    if document is None or document.unreadable:
         findings.doubtful.add(SCHEDULE)
-        del layer[SCHEDULE]
+        del layer[SCHEDULE,]
     else:
-        layer[SCHEDULE] = Entry(document, entry.place, entry.origin)
+        layer[SCHEDULE,] = replace(entry, value=document.data, document=document, inside=())
 
 
-def _flatten(
-    root: Root,
-    value: Value,
-    section: str,
-    origin: str,
-    layer: Layer,
-    findings: Findings,
-) -> None:
-    """Put a section's values into the layer under dotted keys, an empty origin meaning the
-    key's place; unknown keys become mistakes, what they stood for becomes doubtful."""
-    for name, (place, inner) in value.data.items():
-        key = f"{section}.{name}" if section else name
-        if name not in sections(root)[section].model_fields:
-            if section and section.partition(".")[0] in findings.doubtful:
-                continue  # a section of a task that is not there
-            hint, meant = explain.unknown_key(root, name, section)
-            findings.doubtful.add(meant)
-            message = f"unknown key '{name}'" + (f" in {section}" if section else "")
-            findings.note(place, message, hint, key)
-        elif key in keys(root) and inner.readable():
-            layer[key] = Entry(inner, place, origin or str(place))
-        elif key in sections(root) and isinstance(inner.data, dict):
-            _flatten(root, inner, key, origin, layer, findings)
-        elif key in keys(root) or inner.data is not None:
-            findings.doubtful.update(
-                each for each in keys(root) if f"{each}.".startswith(f"{key}.")
-            )
-            if inner.readable():
-                message = f"{key} is a section of 'key: value' lines, got {show(inner.plain())}"
-                hint = explain.no_section(root, key)
-                findings.note(inner.place, message, hint, f"{key}.")
+def _operations(layer: Mapping[KeyPath, _Entry]) -> dict[str, str]:
+    """Return the position of each operation of the schedule."""
+    entry = layer.get((SCHEDULE,))
+    count = len(entry.value) if entry is not None else 0
+    places = {f"{SCHEDULE}[{n}]": entry.place((n,)) for n in range(count) if entry}
+    return {key: str(place) for key, place in places.items() if place.line}
 
 
-def _chosen_presets(root: Root, given: Layer, findings: Findings) -> list[str]:
-    """The names of the presets asked for that there are; the others become mistakes, and
-    `given` is rid of them."""
-    if "preset" not in given:
-        return []
-    chosen = []
-    for value in given["preset"].value.scalars():
-        if value.data in presets.names():
-            chosen.append(value.data)
-        else:
-            findings.doubtful.update(keys(root).keys() - given.keys())
-            meant = explain.nearest(str(value.data), presets.names())
-            hint = (
-                f"did you mean '{meant}'?" if meant else f"there are {', '.join(presets.names())}"
-            )
-            message = f"there is no preset {show(value.data)}"
-            findings.note(value.place, message, hint, "preset")
-    if len(chosen) < len(list(given["preset"].value.scalars())):
-        del given["preset"]
-    return chosen
+def _tree(root: Root, layer: Mapping[KeyPath, _Entry]) -> dict[str, Any]:
+    """Return the nested data for the schema; one text is accepted for a list of it."""
+    return nested(
+        {
+            path: [entry.value]
+            if isinstance(entry.value, str)
+            and (known := keys(root).get(".".join(map(str, path))))
+            and get_origin(known.annotation) is tuple
+            else entry.value
+            for path, entry in layer.items()
+        }
+    )
 
 
-def _preset_layer(root: Root, name: str, findings: Findings) -> Layer:
-    layer: Layer = {}
-    document, found = parse(presets.text(name), f"{PRESET}{name}")
-    findings.mistakes.extend(found)
-    if document is not None:
-        _flatten(root, document, "", f"{PRESET}{name}", layer, findings)
-    return layer
-
-
-def _validated(root: Root, layer: Layer, findings: Findings) -> RunConfig:
-    """The config; where values are refused, the config without them, for further checks."""
-    sound = dict(layer)
-    for key, entry in layer.items():
-        for path, value in entry.value.leaves():
-            if isinstance(value.data, float) and not math.isfinite(value.data):
-                name = explain.dotted((key, *path))
-                findings.note(value.place, f"{name} must be a finite number", key=key)
-                _refuse(sound, key, path, findings)
+def _validated(
+    root: Root, layer: Mapping[KeyPath, _Entry], findings: _Findings
+) -> RunConfig | None:
+    """Return the config; if values are invalid, the config without them, for further checks."""
     try:
-        return root.model_validate(_nested(root, sound))
+        return root.model_validate(_tree(root, layer))
     except ValidationError as error:
-        told: set[KeyPath] = set()
-        for item in error.errors(include_url=False):
-            path = item["loc"]
-            while (
-                item["type"] != "extra_forbidden" and len(path) > 1 and not schema_node(root, path)
-            ):
-                path = path[:-1]
-            key = next(name for name in _prefixes(path) if name in layer)
-            inner = path[key.count(".") + 1 :]
-            value = layer[key].value.within(inner)
-            if path not in told:
-                told.add(path)
-                message, hint = explain.wrong_value(
-                    root, path, value.plain(), item["type"], item["msg"]
-                )
-                unknown = item["type"] == "extra_forbidden"
-                place = layer[key].value.key_place(inner) if unknown else value.place
-                findings.note(place, message, hint, key)
-            _refuse(sound, key, inner, findings)
-    return root.model_validate(_nested(root, sound))
-
-
-def _refuse(sound: Layer, key: str, path: KeyPath, findings: Findings) -> None:
-    """Take a key out of what is sound; of the schedule only the operation that the path leads to,
-    a nameless one keeping its place, so that the others are looked at further."""
-    entry = sound.get(key)
-    if entry is None:
-        return
-    if key == SCHEDULE and path:
-        operations = list(entry.value.data)
-        operations[int(path[0])] = Value(
-            {"name": (entry.place, Value("", entry.place))}, entry.place
+        refused = error.errors(include_url=False)
+    sound, told = dict(layer), set[KeyPath]()
+    for item in refused:
+        path, unknown = item["loc"], item["type"] == "extra_forbidden"
+        while not unknown and len(path) > 1 and not choices(root, path):
+            path = path[:-1]  # strip the branch of a union
+        key = next((path[:n] for n in range(1, len(path) + 1) if path[:n] in layer), path[:1])
+        entry = layer.get(key) or next(
+            (e for p, e in layer.items() if p[: len(path)] == path), None
         )
-        sound[key] = Entry(Value(tuple(operations), entry.value.place), entry.place, entry.origin)
-        findings.doubtful.add(f"{key}[{path[0]}]")
-    else:
-        del sound[key]
-        findings.doubtful.add(key)
-
-
-def _compare(clashes: Iterable[Clash], layer: Layer, findings: Findings) -> None:
-    """Note which keys do not fit each other, at the first of them that the user wrote."""
-    for clash in clashes:
-        if findings.doubtful.isdisjoint(clash.keys):
-            places = [place for key in clash.keys if (place := _place(layer, key))]
-            place = min(places, key=_is_preset, default=Place("default"))
-            findings.note(place, clash.message, clash.hint, clash.keys[0])
-
-
-def _prefixes(path: Sequence[str | int]) -> list[str]:
-    return [".".join(map(str, path[:length])) for length in range(1, len(path) + 1)]
-
-
-def _nested(root: Root, layer: Layer) -> dict[str, Any]:
-    """Dotted keys as the nested dicts the schema reads; one text stands for a list of it."""
-    tree: dict[str, Any] = {}
-    for key, entry in layer.items():
-        *outer, last = key.split(".")
-        inside = tree
-        for name in outer:
-            inside = inside.setdefault(name, {})
-        data = entry.value.plain()
-        lone = isinstance(data, str) and get_origin(keys(root)[key].annotation) is tuple
-        inside[last] = [data] if lone else data
-    return tree
-
-
-def _place(entries: Mapping[str, Entry], key: str) -> Place | None:
-    """Where the value of a key, or of something in it, was written; None: a default."""
-    steps = re.findall(r"[^.\[\]]+", key)
-    name = next((name for name in reversed(_prefixes(steps)) if name in entries), None)
-    if name is None:
+        inner = path[len(key) :]
+        if path not in told:
+            told.add(path)
+            place = entry.place(inner, key=unknown) if entry else SourceLocation(DEFAULT)
+            if unknown:
+                message, hint, meant = suggestions.unknown_key(root, path)
+                findings.doubtful.add(meant)
+            else:
+                value = _within(layer[key].value, inner) if key in layer else item["input"]
+                message, hint = suggestions.wrong_value(
+                    root, path, value, item["type"], item["msg"]
+                )
+            findings.note(place, message, hint, dotted(key if key in layer else path))
+        if key == (SCHEDULE,) and inner and key in sound:
+            # replace an invalid operation by an empty one, so that the others are checked too
+            operations = list(sound[key].value)
+            operations[int(inner[0])] = {"name": ""}
+            sound[key] = replace(sound[key], value=operations)
+            findings.doubtful.add(f"{SCHEDULE}[{inner[0]}]")
+        else:
+            findings.doubtful.add(dotted(key))
+            sound = {p: e for p, e in sound.items() if p[: len(key)] != key}
+    try:
+        return root.model_validate(_tree(root, sound))
+    except ValidationError:  # e.g. a custom section with required keys
         return None
-    entry = entries[name]
-    if _is_preset(entry.place):
-        return Place(entry.origin)
-    inner = steps[name.count(".") + 1 :]
-    return entry.value.within(tuple(int(i) if i.isdecimal() else i for i in inner)).place
 
 
-def _is_preset(place: Place) -> bool:
+def _within(value: Any, path: KeyPath) -> Any:
+    """Return the value at a path, or the innermost one that exists."""
+    for step in path:
+        try:
+            value = value[step]
+        except (LookupError, TypeError):
+            break
+    return value
+
+
+def _compare(
+    problems: Iterable[ConfigProblem], places: Mapping[str, SourceLocation], findings: _Findings
+) -> None:
+    """Record keys that conflict, at the first of them that the user wrote."""
+    for problem in problems:
+        if findings.doubtful.isdisjoint(problem.keys):
+            written = [place for key in problem.keys if (place := _place(places, key))]
+            place = min(written, key=_is_preset, default=SourceLocation(DEFAULT))
+            findings.note(place, problem.message, problem.hint, problem.keys[0])
+
+
+def _places(layer: Mapping[KeyPath, _Entry]) -> dict[str, SourceLocation]:
+    """Return the position of each value and nested value; for a preset's, the preset."""
+    found: dict[str, SourceLocation] = {}
+    within = {(id(entry.document), entry.inside): entry for entry in layer.values()}
+    for document in {id(entry.document): entry.document for entry in layer.values()}.values():
+        for path, (_, place) in document.places.items():
+            starts = (path[:n] for n in range(len(path) + 1))
+            start = next((each for each in starts if (id(document), each) in within), None)
+            if start is not None:
+                entry = within[id(document), start]
+                preset = entry.origin.startswith(PRESET)
+                name = dotted((*entry.path, *path[len(start) :]))
+                found[name] = SourceLocation(entry.origin) if preset else place
+    return found
+
+
+def _place(places: Mapping[str, SourceLocation], key: str) -> SourceLocation | None:
+    """Return the position of a key's value, or of the innermost around it; None: a default."""
+    while key and key not in places:
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+    return places.get(key)
+
+
+def _is_preset(place: SourceLocation) -> bool:
     return place.source.startswith(PRESET)

@@ -1,7 +1,8 @@
-"""Which config a task has: the root of its sections.
+"""Root config classes: the sections of a config, by its task.
 
-A task of Instar's own names its root here, without importing torch. A user's own, `module:class`,
-says what its `model` and `data` sections hold, and its module is imported for that.
+Roots of built-in tasks are named here without importing torch. A custom task, `module:class`,
+defines its `model` and `data` sections itself, so its module is imported. To only read a config,
+which may belong to another user, use `plain_root_of`, which imports no user code.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from typing import Any
 from pydantic import Field, create_model
 
 from instar.config.errors import ConfigError
-from instar.config.explain import nearest
-from instar.config.named import load_named
-from instar.config.samples import SamplesConfig
-from instar.config.schema import Direction, RunConfig
-from instar.config.section import Section
+from instar.config.schema import Direction, RunConfig, SamplesConfig
+from instar.config.sections import PlainSection, Section
+from instar.config.suggestions import nearest
+from instar.config.user_code import load_named
 
 LANGUAGE = "language"
 ROOTS: Mapping[str, str] = {
@@ -27,20 +27,52 @@ ROOTS: Mapping[str, str] = {
 }
 
 
-class OwnConfig(RunConfig):
+class CustomTaskConfig(RunConfig):
     """A whole run of a task of the user's own."""
 
     @property
     def metrics(self) -> dict[str, Direction]:
-        return {"loss": "min", **getattr(own_task(self.task), "better", {})}
+        return {"loss": "min", **getattr(custom_task_class(self.task), "better", {})}
+
+
+class PlainSamplesConfig(SamplesConfig, PlainSection):
+    """The `data` section of a task whose class is not imported."""
+
+
+class PlainConfig(RunConfig):
+    """A whole run of a task whose class is not imported."""
+
+    model: PlainSection = Field(default_factory=PlainSection, description="the model's shape")
+    data: PlainSamplesConfig = Field(
+        default_factory=PlainSamplesConfig, description="samples and their order"
+    )
+
+    @property
+    def metrics(self) -> dict[str, Direction]:
+        """`loss` and the metrics that the config requests; only the class knows all of them."""
+        asked = [
+            self.learning_rate.plateau.metric,
+            *(rule.metric for rule in self.early_stopping.rules),
+            *self.checkpoint.best_of,
+        ]
+        return {"loss": "min", **dict.fromkeys(asked, "min")}
+
+
+def plain_root_of(task: str) -> type[RunConfig]:
+    """Return the same as `root_of`, without importing a task `module:class`.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    return PlainConfig if ":" in task else root_of(task)
 
 
 @cache
 def root_of(task: str) -> type[RunConfig]:
-    """The config of runs of this task.
+    """Return the config class of a task.
 
     Raises:
-        ConfigError: there is no such task, or it is not one; says why.
+        ConfigError: the task does not exist, or is not a valid task class; says why.
     """
     if task in ROOTS:
         module, _, name = ROOTS[task].partition(":")
@@ -49,8 +81,8 @@ def root_of(task: str) -> type[RunConfig]:
     if ":" not in task:
         meant = nearest(task, ROOTS)
         hint = f"did you mean '{meant}'?" if meant else "or name your own as module:class"
-        raise _wrong(f"there is no task '{task}'; there are {', '.join(ROOTS)}", hint)
-    own = own_task(task)
+        raise _wrong(f"unknown task '{task}'; known are {', '.join(ROOTS)}", hint)
+    own = custom_task_class(task)
     model, data = getattr(own, "Model", Section), getattr(own, "Data", SamplesConfig)
     for name, section, base in (("Model", model, Section), ("Data", data, SamplesConfig)):
         if not (isinstance(section, type) and issubclass(section, base)):
@@ -60,19 +92,19 @@ def root_of(task: str) -> type[RunConfig]:
         "model": (model, Field(default_factory=model, description="the model's shape")),
         "data": (data, Field(default_factory=data, description="samples and their order")),
     }
-    made: type[RunConfig] = create_model("OwnConfig", __base__=OwnConfig, **fields)
+    made: type[RunConfig] = create_model("CustomTaskConfig", __base__=CustomTaskConfig, **fields)
     return made
 
 
-def own_task(task: str) -> type[Any]:
-    """A user's class, from `module:class`.
+def custom_task_class(task: str) -> type[Any]:
+    """Import a user's class from `module:class`.
 
     Raises:
-        ConfigError: it cannot be imported, or is no class.
+        ConfigError: it cannot be imported, or is not a class.
     """
     found = load_named(task, key="task")
     if not isinstance(found, type):
-        raise _wrong(f"{task} is no class")
+        raise _wrong(f"{task} is not a class")
     return found
 
 

@@ -1,26 +1,42 @@
-"""What a config file may say whatever is trained: frozen models, one per section, torch-free.
+"""Config sections common to all runs: frozen pydantic models, one per section, torch-free.
 
-A task adds what it wants to know of its model and its data (`config/language.py`, `graph.py`; a
-user's own). Every field carries its description; `instar init`, `instar config schema` and the
-error messages are made from them.
+A task adds its `model` and `data` sections (`config/language.py`, `graph.py`; a custom task's own).
+Every field has a description, from which `instar init`, `instar config schema` and error messages
+are generated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import Field, Strict
+from pydantic import AfterValidator, BaseModel, Field, Strict, create_model
 
-from instar.config.clash import Clash
-from instar.config.record import RecordConfig
-from instar.config.schedule import ScheduledOperation
-from instar.config.section import Fraction, PositiveFloat, PositiveInt, Section, Texts
+from instar.config.budget import meant_number
+from instar.config.errors import ConfigProblem
+from instar.config.sections import (
+    LARGEST,
+    MOST_PROCESSES,
+    Batch,
+    Epsilon,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Ranks,
+    Rate,
+    RecordConfig,
+    ScheduledOperation,
+    Score,
+    Seconds,
+    Section,
+    Texts,
+)
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 NAME = "the run's name, the first part of its folder's"
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+Device = Annotated[int, Field(ge=0, le=MOST_PROCESSES)]
 Direction = Literal["min", "max"]
 
 
@@ -28,6 +44,12 @@ class FeedConfig(Section):
     """Where the samples are, in which order they come, and how they reach the ranks."""
 
     path: str | None = Field(None, description="folder of the data")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        None,
+        description="seed of the split, of a tokenizer's training text and of generated samples; "
+        "default: `seed`, which also orders the samples. Set it to compare runs of several seeds on "
+        "the same data",
+    )
     strategy: Literal["sharded", "dispatched"] = Field(
         "sharded",
         description="sharded: each rank reads its own samples; dispatched: rank 0 reads and sends",
@@ -39,13 +61,14 @@ class FeedConfig(Section):
         "shuffle_window",
     )
     block_samples: PositiveInt = Field(
-        256, description="order blocks: neighbouring samples that are read together"
+        256, description="order blocks: number of neighbouring samples that are read together"
     )
     shuffle_window: PositiveInt = Field(
-        4096, description="order blocks, and streams: samples that are shuffled among each other"
+        4096, description="order blocks, and streams: size of the shuffle buffer, samples"
     )
-    workers: Annotated[int, Field(ge=0)] = Field(
-        0, description="processes of each reading rank that read and tokenise; 0: the rank itself"
+    workers: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = Field(
+        0,
+        description="worker processes per reading rank that read and tokenise; 0: in the rank itself",
     )
     transform: str | None = Field(
         None,
@@ -56,24 +79,24 @@ class FeedConfig(Section):
 
     @property
     def read_from_start(self) -> bool:
-        """Whether a place in the data is reached only through all that lies before it."""
+        """Whether the data can only be read sequentially from the beginning."""
         return False
 
 
 class TrainConfig(Section):
-    """How much of what one step does, and when to stop."""
+    """Batch size, gradient options and the training budget."""
 
     until: Texts = Field(
         ("2000it",),
         description="budget: 2000it (steps), 50Mtok, 3ep (epochs), 10min, loss<3.0; the first one met ends the run",
     )
-    batch_size: PositiveInt = Field(16, description="samples of one micro-batch")
-    gradient_accumulation_steps: PositiveInt = Field(
-        1, description="micro-batches of one step over all ranks: global batch = batch_size × this"
+    batch_size: Batch = Field(16, description="samples per micro-batch")
+    gradient_accumulation_steps: Batch = Field(
+        1, description="micro-batches per step over all ranks: global batch = batch_size × this"
     )
-    clip: PositiveFloat | None = Field(1.0, description="largest gradient norm; null: no clipping")
+    clip: PositiveFloat | None = Field(1.0, description="maximum gradient norm; null: no clipping")
     max_skipped_steps: PositiveInt = Field(
-        8, description="stop after so many consecutive steps with a non-finite gradient"
+        8, description="stop after this many consecutive steps with a non-finite gradient"
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="decay of an exponential moving average of the weights, e.g. 0.999"
@@ -84,78 +107,81 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """How a gradient becomes an update."""
+    """The optimizer and its hyperparameters."""
 
     name: Literal["adamw", "muon"] = Field(
         "adamw", description="adamw, or muon for the blocks' matrices and adamw for the rest"
     )
-    lr: PositiveFloat = Field(1e-3, description="peak learning rate (AdamW)")
-    muon_lr: PositiveFloat = Field(0.02, description="peak learning rate of Muon's matrices")
+    lr: Rate = Field(1e-3, description="peak learning rate (AdamW)")
+    muon_lr: Rate = Field(0.02, description="peak learning rate of Muon's matrices")
     beta1: Fraction = Field(0.9, description="AdamW's first-moment decay")
     beta2: Fraction = Field(0.95, description="AdamW's second-moment decay")
-    eps: PositiveFloat = Field(1e-8, description="AdamW's ε")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="decoupled weight decay")
+    eps: Epsilon = Field(1e-8, description="AdamW's ε")
+    weight_decay: NonNegativeFloat = Field(0.1, description="decoupled weight decay")
     no_decay: Texts = Field(
         ("*.bias", "*norm*", "*embedding*"),
         description="parameter-name patterns that are not decayed",
     )
     momentum: Fraction = Field(0.95, description="Muon's momentum")
-    ns_steps: PositiveInt = Field(5, description="Muon's orthogonalisation steps")
+    ns_steps: Annotated[int, Field(gt=0, le=100)] = Field(
+        5, description="Muon's orthogonalisation steps"
+    )
     ns_iteration: Literal["quintic", "polar_express"] = Field(
         "quintic",
         description="Muon's orthogonalisation: quintic Newton–Schulz (5 steps), or Polar Express, "
-        "which gets as far in 3",
+        "which converges as far in 3",
     )
 
 
 class Watch(Section):
-    """A metric of the evaluations, and when it counts as standing still."""
+    """A metric of the evaluations, and when it has stopped improving."""
 
     metric: str = Field("loss", description="name of a metric of the task")
     direction: Direction | None = Field(
-        None, description="min or max; default: what is better of this metric"
+        None, description="min or max; default: the better direction of this metric"
     )
-    delta: NonNegativeFloat = Field(0.0, description="a change must be larger to count as better")
+    delta: NonNegativeFloat = Field(0.0, description="minimum change that counts as an improvement")
     patience: PositiveInt = Field(
-        5, description="evaluations in a row that are no better, after which it stands still"
+        5,
+        description="evaluations in a row without improvement after which it has stopped improving",
     )
     grace: NonNegativeInt = Field(
-        0, description="so many first evaluations are not counted against it"
+        0, description="number of first evaluations that do not count as without improvement"
     )
-    start: float | None = Field(None, description="the score to beat at first; default: none")
+    start: Score | None = Field(None, description="the score to beat at first; default: none")
 
 
 class PlateauConfig(Watch):
-    """The rate falls where a metric stands still; on top of its course."""
+    """Reduces the learning rate when a metric has stopped improving."""
 
     factor: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="what the rate is multiplied by; default: never"
+        None, description="factor by which the rate is multiplied; default: never reduced"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.01, description="of optimizer.lr, below which the peak is not lowered"
+        0.01, description="lower bound of the peak rate, as a share of optimizer.lr"
     )
 
 
 class EarlyStoppingConfig(Section):
-    """The run ends where metrics of its evaluations stand still; rank 0 decides for all."""
+    """Ends the run when metrics have stopped improving; rank 0 decides for all."""
 
     rules: Annotated[tuple[Watch, ...], Strict(False)] = Field(
-        (), description="metrics to watch; none: the run goes on until its budget is used up"
+        (), description="metrics to monitor; none: the run ends with its budget"
     )
     mode: Literal["any", "all"] = Field(
-        "any", description="whether one metric that stands still is enough, or all must at once"
+        "any", description="stop when any metric, or only when all metrics, have stopped improving"
     )
 
 
 class LearningRateConfig(Section):
-    """The learning rate's course over the steps; its height is optimizer.lr."""
+    """The learning rate schedule; its peak is optimizer.lr."""
 
     shape: Literal["cosine", "linear", "wsd", "step", "exponential", "constant"] = Field(
         "cosine",
         description="after a linear warm-up: cosine, linear, wsd (stable, then a linear decay), step or "
         "exponential (times gamma every decay_every steps, at once or smoothly), or constant",
     )
-    warmup_iters: Annotated[int, Field(ge=0)] = Field(100, description="steps of linear warm-up")
+    warmup_iters: NonNegativeInt = Field(100, description="steps of linear warm-up")
     lr_decay_iters: PositiveInt | None = Field(
         None, description="step at which the decay ends; default: the budget of train.until"
     )
@@ -163,21 +189,22 @@ class LearningRateConfig(Section):
         0.2, description="wsd: share of lr_decay_iters spent decaying"
     )
     decay_every: PositiveInt | None = Field(
-        None, description="step, exponential: steps in which the rate falls by gamma"
+        None, description="step, exponential: steps after which the rate is multiplied by gamma"
     )
     gamma: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.5, description="step, exponential: what is left of the rate after decay_every steps"
+        0.5, description="step, exponential: factor applied every decay_every steps"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1, description="lowest rate as a share of the peak"
     )
     plateau: PlateauConfig = Field(
-        default_factory=lambda: PlateauConfig(), description="lower it where a metric stands still"
+        default_factory=lambda: PlateauConfig(),
+        description="reduce the rate when a metric has stopped improving",
     )
 
     @property
     def has_end(self) -> bool:
-        """Whether the course must know its last step."""
+        """Whether the learning rate depends on the last step."""
         return self.shape in ("cosine", "linear", "wsd")
 
 
@@ -186,25 +213,31 @@ class EvalConfig(Section):
 
     eval_interval: PositiveInt = Field(250, description="steps between evaluations")
     eval_epochs: PositiveInt | None = Field(
-        None, description="evaluate after every so many epochs, in place of eval_interval"
+        None, description="epochs between evaluations, in place of eval_interval"
     )
     eval_iters: PositiveInt | None = Field(
-        None, description="so many fixed batches of batch_size; default: the whole validation set"
+        None,
+        description="evaluate on a fixed subset of eval_iters × train.batch_size samples, which "
+        "operations on the batch size do not change; default: the whole validation set",
     )
-    batch_size: PositiveInt | None = Field(
-        None, description="samples at once in an evaluation; default: as many as make 8,192 tokens"
+    batch_size: Batch | None = Field(
+        None, description="batch size of an evaluation; default: 8,192 tokens"
     )
-    at_start: bool = Field(False, description="also evaluate before the first step")
+    at_start: bool | None = Field(
+        None,
+        description="also evaluate before the first step; default: where the schedule has an "
+        "operation with trigger_loss",
+    )
 
 
 class TestConfig(Section):
     """The final test: the whole test split, once, over all ranks."""
 
-    __test__ = False  # for pytest, which takes it for one of its own
+    __test__ = False  # keeps pytest from collecting it as a test class
 
-    at_end: bool = Field(False, description="test when the run has come to its end")
+    at_end: bool = Field(False, description="test when the run ends")
     weights: Literal["best", "last"] = Field(
-        "best", description="whose: those of the best checkpoint, or of the last step"
+        "best", description="weights of the best checkpoint, or of the last step"
     )
     predictions: bool = Field(
         True,
@@ -213,13 +246,11 @@ class TestConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When a run is saved, what of it, and which checkpoints stay."""
+    """When a run is saved, what is saved, and which checkpoints are kept."""
 
-    every_steps: PositiveInt | None = Field(None, description="save every so many steps")
-    every_tokens: PositiveInt | None = Field(None, description="save every so many tokens")
-    every_minutes: PositiveFloat | None = Field(
-        10.0, description="save when so many minutes have passed since the last save"
-    )
+    every_steps: PositiveInt | None = Field(None, description="steps between saves")
+    every_tokens: PositiveInt | None = Field(None, description="tokens between saves")
+    every_minutes: Seconds | None = Field(10.0, description="minutes between saves")
     on_best: bool = Field(False, description="save whenever a metric of best_of is the best so far")
     best_of: Texts = Field(
         ("loss",),
@@ -232,19 +263,19 @@ class CheckpointConfig(Section):
         description="write in the background while training goes on; what a stop, a signal or the "
         "end saves is always waited for",
     )
-    keep_last: PositiveInt = Field(3, description="how many of those saved last stay")
-    keep_best: Annotated[int, Field(ge=0)] = Field(
-        1, description="how many with the lowest validation loss stay"
+    keep_last: PositiveInt = Field(3, description="number of latest checkpoints to keep")
+    keep_best: NonNegativeInt = Field(
+        1, description="number of best checkpoints to keep, by the first metric of best_of"
     )
     keep_every: PositiveInt | None = Field(
-        None, description="checkpoints whose step is a multiple of this stay for ever"
+        None, description="checkpoints whose step is a multiple of this are never deleted"
     )
-    save_optimizer_state: bool = Field(True, description="moments of the optimizer")
+    save_optimizer_state: bool = Field(True, description="save the optimizer's moments")
     save_scheduler_state: bool = Field(
-        True, description="the place in the learning rate's course and the operations done"
+        True, description="save the position in the learning rate schedule and the operations done"
     )
-    save_dataset_state: bool = Field(True, description="the cursor: the place in the data")
-    save_rng_state: bool = Field(True, description="each rank's random generators")
+    save_dataset_state: bool = Field(True, description="save the cursor: the position in the data")
+    save_rng_state: bool = Field(True, description="save each rank's random generators")
 
 
 class DDPConfig(Section):
@@ -260,45 +291,44 @@ class DDPConfig(Section):
 class ElasticConfig(Section):
     """What `reproducible: elastic` holds fixed while the number of ranks changes."""
 
-    virtual_ranks: PositiveInt = Field(
+    virtual_ranks: Annotated[int, Field(gt=0, le=4096)] = Field(
         4,
         description="slices that every step is cut into, a power of two; "
         "as many ranks or 2, 4, 8 … times fewer share them",
     )
-    threads: PositiveInt = Field(
+    threads: Annotated[int, Field(gt=0, le=MOST_PROCESSES)] = Field(
         1, description="CPU threads of each rank: other numbers of them round otherwise"
     )
 
 
 class ParallelConfig(Section):
-    """Ranks and how they talk."""
+    """The ranks of a run and their communication."""
 
-    world_size: PositiveInt | None = Field(
+    world_size: Ranks | None = Field(
         None,
-        description="ranks that `instar train` starts on this machine; default: as many as devices, "
-        "or one",
+        description="ranks that `instar train` starts on this machine; default: one per device, or one",
     )
-    devices: Annotated[tuple[NonNegativeInt, ...], Strict(False)] = Field(
+    devices: Annotated[tuple[Device, ...], Strict(False)] = Field(
         (), description="GPUs of the ranks by index, e.g. [3, 4, 5]; default: 0, 1, 2 …"
     )
     master_address: str = Field(
-        "127.0.0.1", description="where the ranks meet, if nothing in the environment says so"
+        "127.0.0.1", description="rendezvous address, unless the environment sets MASTER_ADDR"
     )
     master_port: Annotated[int, Field(ge=0, lt=65536)] = Field(
-        0, description="port at which they meet; 0: a free one"
+        0, description="rendezvous port; 0: a free one"
     )
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="auto: nccl on GPUs, gloo on CPUs"
     )
-    timeout_s: PositiveFloat = Field(
+    timeout_s: Seconds = Field(
         600.0,
-        description="longest wait for a rank that is alive, seconds: preparing data, compiling and "
-        "saving must each fit in it; then all end, and the one that did not come is named",
+        description="maximum wait for a rank that is alive, seconds: preparing data, compiling and "
+        "saving must each take less; then all ranks end with an error that names the missing one",
     )
-    silence_s: PositiveFloat = Field(
+    silence_s: Seconds = Field(
         60.0,
-        description="a rank without a sign of life for so long is taken for dead, seconds; at most "
-        "timeout_s counts",
+        description="a rank without a heartbeat for this long is considered dead, seconds; at most "
+        "timeout_s",
     )
     ddp: DDPConfig = Field(default_factory=DDPConfig, description="DistributedDataParallel")
     elastic: ElasticConfig = Field(
@@ -314,19 +344,21 @@ class RunConfig(Section):
         (), description="ready-made settings under this file's: gpt2, llama, plain, fast"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        1337, description="all randomness comes from it"
+        1337, description="seed of all random numbers"
     )
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
         "auto", description="auto, cpu, cuda or cuda:<index>"
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="of the forward pass; weights stay fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="of the forward pass; weights stay fp32; auto: bf16 for a language model where "
+        "every rank's device has units for it, else fp32",
     )
     compile: bool = Field(False, description="torch.compile the model")
-    compile_ahead: Literal["auto"] | bool = Field(
-        "auto",
-        description="with compile: a process beside the run compiles the model that the schedule's "
-        "next growth leads to; auto: where a processor is idle",
+    compile_stages: bool = Field(
+        False,
+        description="with compile: compile the graphs of every stage of the schedule before the first "
+        "step, so that growth finds them in torch's cache",
     )
     reproducible: Literal["fixed", "elastic"] = Field(
         "fixed",
@@ -347,39 +379,112 @@ class RunConfig(Section):
     train: TrainConfig = Field(default_factory=TrainConfig, description="steps and budget")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the update")
     learning_rate: LearningRateConfig = Field(
-        default_factory=LearningRateConfig, description="the rate's course"
+        default_factory=LearningRateConfig, description="the learning rate schedule"
     )
     eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out metrics")
     early_stopping: EarlyStoppingConfig = Field(
-        default_factory=EarlyStoppingConfig, description="when to give up"
+        default_factory=EarlyStoppingConfig, description="when to stop early"
     )
     test: TestConfig = Field(default_factory=TestConfig, description="the final test")
     record: RecordConfig = Field(default_factory=RecordConfig, description="what is written down")
     checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig, description="when to save, and what stays"
+        default_factory=CheckpointConfig, description="when to save, and what to keep"
     )
     resume: Literal["never", "auto"] = Field(
         "never",
-        description="auto: go on with the run in record.run_dir if there is one, else begin it",
+        description="auto: resume the run in record.run_dir if it exists, else start it",
     )
     parallel: ParallelConfig = Field(
-        default_factory=ParallelConfig, description="ranks and how they talk"
+        default_factory=ParallelConfig, description="ranks and their communication"
     )
 
     @property
     def metrics(self) -> Mapping[str, Direction]:
-        """Every metric that an evaluation gives, `loss` first, and which of its values are better."""
+        """The metrics of an evaluation, `loss` first, each with its better direction."""
         return {"loss": "min"}
 
-    def clashes(self) -> list[Clash]:
-        """What of this task's own keys contradicts itself."""
+    def conflicts(self) -> list[ConfigProblem]:
+        """Return conflicts among this task's own keys."""
         return []
 
-    def rank_clashes(self, world_size: int) -> list[Clash]:  # noqa: ARG002
-        """What of this task's own keys so many ranks contradict."""
+    def rank_conflicts(self, world_size: int) -> list[ConfigProblem]:  # noqa: ARG002
+        """Return conflicts of this task's own keys with a number of ranks."""
         return []
 
     @property
+    def prefers_bf16(self) -> bool:
+        """Whether `precision: auto` may choose bf16: the task trains equally well in it."""
+        return False
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of splits and generated samples; `seed` orders them and initialises weights."""
+        return self.seed if self.data.seed is None else self.data.seed
+
+    @property
     def context(self) -> int:
-        """How long samples are at first: tokens of a text; 1 where there is no length to choose."""
+        """Initial sample length in tokens; 1 for samples without a length."""
         return 1
+
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def with_defaults(values: Mapping[str, Any]) -> Callable[[type[C]], type[C]]:
+    """Decorate a config class with other defaults for keys of the common sections."""
+
+    def changed(section: type[BaseModel], inside: str, **more: Any) -> Any:
+        fields = dict(more)
+        hints = get_type_hints(section, include_extras=True)
+        for key, value in values.items():
+            home, _, name = key.rpartition(".")
+            if home == inside:
+                about = section.model_fields[name].description
+                fields[name] = (hints[name], Field(value, description=about))
+        return create_model(
+            section.__name__,
+            __base__=section,
+            __doc__=section.__doc__,
+            __module__=section.__module__,
+            **fields,
+        )
+
+    def decorated(root: type[C]) -> type[C]:
+        sections: dict[str, Any] = {}
+        for name in dict.fromkeys(key.partition(".")[0] for key in values if "." in key):
+            field = root.model_fields[name]
+            assert isinstance(field.annotation, type)
+            section = changed(field.annotation, name)
+            sections[name] = (
+                section,
+                Field(default_factory=section, description=field.description),
+            )
+        made: type[C] = changed(root, "", **sections)
+        return made
+
+    return decorated
+
+
+def _no_number(size: int | float | str) -> int | float | str:
+    """Reject text that was meant as a number and would be read as a file name."""
+    if isinstance(size, str) and (number := meant_number(size, "")) is not None:
+        raise ValueError(f"would be read as a file name, write {number}")
+    return size
+
+
+Whole = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+Size = Annotated[Whole | Score | str, AfterValidator(_no_number)]
+"""The size of a split: a count of samples, a share below 1, or a file with sample numbers."""
+
+
+class SamplesConfig(FeedConfig):
+    """Where the samples are, how they are split, and how they reach the ranks."""
+
+    val: Size = Field(
+        0.1,
+        description="validation split: a share below 1, a count, or a text file of sample numbers",
+    )
+    test: Size = Field(0.1, description="test split, as val")
+    stratify: str | None = Field(
+        None, description="column of classes, of which every split gets the same shares"
+    )

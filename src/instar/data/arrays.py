@@ -1,9 +1,4 @@
-"""Samples on disk as arrays: a zarr group with an array for each dense column, and two for ragged.
-
-A ragged column `x` is the arrays `x` (its values end to end) and `x.offsets`. The group's attribute
-`instar` is the record: every array's type, shape and fingerprint, every file's size, and what the
-samples are about. Any zarr library reads the rest. Chunks carry checksums and lie many to a file.
-"""
+"""Samples in memory and in array stores (zarr); weights and costs of samples."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +15,98 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from instar.checkpoint.disk import sync_file, sync_folder
 from instar.config.errors import ConfigError
-from instar.data.columns import NUMBERS, Columns, Ragged
+from instar.config.files import read_regular
+from instar.data.columns import NUMBERS, Columns, Ragged, leaves, pick
 from instar.data.order import Int64Array
-from instar.data.tokens import publishing
+from instar.data.source import Source, check_indices, close
+from instar.record.atomic import atomic_dir, sync_file, sync_folder
 
 if TYPE_CHECKING:
     import zarr
 
+
+class InMemorySource:
+    """A `Source` of in-memory columns; each sample has weight 1.
+
+    Raises:
+        ValueError: there are no columns, or their lengths differ.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        lengths = {name: len(column) for name, column in leaves(columns)}
+        if len(set(lengths.values())) != 1:
+            told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no columns"
+            raise ValueError(f"columns must have the same number of samples, got {told}")
+        self.columns = columns
+        self._length = next(iter(lengths.values()))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_128()
+        for name, column in leaves(self.columns):
+            arrays = (column.flat, column.sizes) if isinstance(column, Ragged) else (column,)
+            for array in arrays:
+                digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+                digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:  # noqa: ARG002
+        """Return copies of the samples. Raises IndexError outside 0 … len-1."""
+        check_indices(indices, self._length)
+        return pick(self.columns, indices)
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(indices.size)
+
+
+@dataclass(frozen=True, eq=False)
+class _AnnotatedSource:
+    """A source with one known int64 value per sample."""
+
+    source: Source
+    each: Int64Array
+    """The value of each sample, int64 [samples]."""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """See `Source`."""
+        return self.source.read(indices, epoch)
+
+    def weights(self, indices: Int64Array) -> float:
+        return self.source.weights(indices)
+
+    def close(self) -> None:
+        close(self.source)
+
+
+class WeightedSource(_AnnotatedSource):
+    """A source with a loss weight per sample."""
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(self.each[indices].sum())
+
+
+class CostedSource(_AnnotatedSource):
+    """A source with a cost per sample: the work that it takes, in any unit."""
+
+    def costs(self, indices: Int64Array) -> Int64Array:
+        return self.each[indices]
+
+
 ARRAYS_FORMAT = "instar-arrays/1"
 RECORD_FILE = "zarr.json"
 IN_MEMORY_BYTES = 1 << 30
-"""Samples that take no more are kept in memory."""
+"""Arrays of at most this total size, in bytes, are kept in memory."""
 
 _ATTRIBUTE = "instar"
 _OFFSETS = ".offsets"
@@ -41,7 +116,7 @@ _CHUNKS_PER_FILE = 256
 
 
 class ArrayRecord(msgspec.Struct, frozen=True):
-    """Of one array: numpy's name of its type, its shape, and xxh3-128 of its bytes."""
+    """Metadata of one array: numpy dtype name, shape, and xxh3-128 of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +124,7 @@ class ArrayRecord(msgspec.Struct, frozen=True):
 
 
 class ArraysRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The attribute `instar`; `files` are the sizes in bytes of all but the file it stands in."""
+    """The attribute `instar` of an array store; `files` are sizes in bytes, its own left out."""
 
     format: str
     arrays: dict[str, ArrayRecord]
@@ -60,11 +135,11 @@ class ArraysRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """Samples in an array store, as a `Source`; in memory, or read by chunks.
+    """A `Source` over an array store, held in memory or read by chunks.
 
-    `fingerprint` is that of the samples alone, however they were written; `about` says what they
-    were made from. The arrays are by column: `values` in memory or on disk, `offsets` of the ragged
-    ones in memory.
+    The `fingerprint` covers the samples only, independently of how they were written; `about`
+    describes what they were made from. Both mappings of arrays have column names as keys: `values`
+    in memory or on disk, `offsets` of ragged columns in memory.
     """
 
     path: Path
@@ -78,7 +153,12 @@ class Arrays:
         return self.samples
 
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:  # noqa: ARG002
-        """The samples, copied. Raises IndexError outside 0 … len-1, ConfigError where damaged."""
+        """Return copies of the samples.
+
+        Raises:
+            IndexError: an index is outside 0 … len-1.
+            ConfigError: the store is damaged.
+        """
         if indices.size and not 0 <= indices.min() <= indices.max() < self.samples:
             raise IndexError(
                 f"samples {indices.min()}..{indices.max()} of {self.path}, which has {self.samples}"
@@ -93,11 +173,11 @@ class Arrays:
         return columns
 
     def weights(self, indices: Int64Array) -> float:
-        """How many samples: each counts alike."""
+        """Return the number of samples: each has weight 1."""
         return float(indices.size)
 
     def column(self, name: str) -> NDArray[Any]:
-        """A dense column, [samples, ...]. Raises ConfigError where there is none of that name."""
+        """Return a dense column, [samples, ...]. Raises ConfigError if there is no such column."""
         if name not in self.values or name in self.offsets:
             raise self._lacks(
                 "dense", name, [key for key in self.values if key not in self.offsets]
@@ -105,9 +185,9 @@ class Arrays:
         return self._rows(name, np.arange(self.samples))
 
     def sizes(self, name: str) -> Int64Array:
-        """How long a ragged column's arrays are, int64 [samples].
+        """Return the lengths of a ragged column's arrays, int64 [samples].
 
-        Raises ConfigError where there is none of that name.
+        Raises ConfigError if there is no such column.
         """
         if name not in self.offsets:
             raise self._lacks("ragged", name, list(self.offsets))
@@ -131,25 +211,25 @@ class Arrays:
 
 
 def write_arrays(folder: str | Path, blocks: Iterable[Columns], about: Mapping[str, Any]) -> None:
-    """Write samples, given in blocks of any size, as an array store; whole or not at all.
+    """Write samples, given in blocks of any size, as an array store. The write is atomic.
 
-    Names are letters, digits and `_`, columns are not nested. The first block says which columns are
-    ragged, of which type they are, and the shape of what is in them.
+    Column names consist of letters, digits and `_`; columns are not nested. The first block
+    determines which columns are ragged, the dtypes, and the shapes of the elements.
 
     Args:
-        about: JSON that says what the samples are made from.
+        about: JSON that describes what the samples are made from.
 
     Raises:
-        ConfigError: the folder holds something, or cannot be written to.
-        ValueError: there are no blocks, or one, named by its place, has other columns than the first
-            or columns that cannot be stored.
+        ConfigError: the folder is not empty, or cannot be written to.
+        ValueError: there are no blocks; or a block, given by its number, has columns that cannot be
+            stored or that differ from those of the first.
     """
     library, path = _library(), Path(folder)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError.one(
-            f"{path} is there already", where="data.path", hint="give another folder"
+            f"{path} already exists", where="data.path", hint="give another folder"
         )
-    with publishing(path) as aside:
+    with atomic_dir(path, key="data.path", first_wins=True) as aside:
         group = library.create_group(aside, zarr_format=3)
         writers: dict[str, _ArrayWriter] = {}
         for number, block in enumerate(blocks):
@@ -176,20 +256,20 @@ def write_arrays(folder: str | Path, blocks: Iterable[Columns], about: Mapping[s
 
 
 def holds_arrays(folder: str | Path) -> bool:
-    """Whether there is an array store, whole or damaged."""
+    """Whether the folder holds an array store, whole or damaged."""
     return (Path(folder) / RECORD_FILE).exists()
 
 
 def open_arrays(folder: str | Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Arrays:
-    """Open an array store: every file there and of the right size, every array as recorded.
+    """Open an array store; check the size of every file and the metadata of every array.
 
-    What is read into memory is compared with its fingerprint; a chunk read later, with its checksum.
+    Data read into memory is compared with its fingerprint, a chunk read later with its checksum.
 
     Args:
-        in_memory_bytes: how large the samples may be to be read into memory at once.
+        in_memory_bytes: the largest total size in bytes that is read into memory at once.
 
     Raises:
-        ConfigError: the store, or what is damaged or missing in it, by name.
+        ConfigError: the store, or a part of it given by name, is missing or damaged.
     """
     library, path = _library(), Path(folder)
     record = _read_record(path)
@@ -215,7 +295,7 @@ def open_arrays(folder: str | Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> A
 
 
 class _ArrayWriter:
-    """One array, which grows by whole files of chunks."""
+    """Writes one array, in whole files of chunks."""
 
     def __init__(self, group: zarr.Group, name: str, first: NDArray[Any]) -> None:
         from zarr.codecs import ZstdCodec
@@ -269,7 +349,7 @@ class _ArrayWriter:
 
 
 def _arrays_of(block: Columns, number: int, written: Mapping[str, int]) -> dict[str, NDArray[Any]]:
-    """A block's arrays by their names in the store; offsets go on from the rows `written`."""
+    """Return a block's arrays by their names in the store; offsets start at the rows `written`."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, column in block.items():
         if isinstance(column, Mapping) or not _NAME.fullmatch(name):
@@ -292,7 +372,7 @@ def _arrays_of(block: Columns, number: int, written: Mapping[str, int]) -> dict[
 
 
 def _spread(offsets: Int64Array, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """The rows of ragged samples end to end, and the offsets of each among them."""
+    """Return the concatenated rows of ragged samples, and the offsets of each sample among them."""
     sizes = offsets[samples + 1] - offsets[samples]
     ends = np.cumsum(np.concatenate([[0], sizes]), dtype=np.int64)
     rows = np.arange(ends[-1]) + np.repeat(offsets[samples] - ends[:-1], sizes)
@@ -316,7 +396,7 @@ def _whole_fingerprint(arrays: Mapping[str, ArrayRecord]) -> str:
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """Every file under the folder but the record's own, by its name in it."""
+    """Return the bytes of all files under the folder but the record's, by relative name."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
     sizes.pop(RECORD_FILE)
@@ -347,7 +427,7 @@ def _read_record(folder: Path) -> ArraysRecord:
         what = f"has no {RECORD_FILE}" if folder.is_dir() else "is not there"
         raise ConfigError.one(f"the array store {folder} {what}", where="data.path")
     try:
-        attributes = msgspec.json.decode(file.read_bytes())["attributes"]
+        attributes = msgspec.json.decode(read_regular(file, follow=True))["attributes"]
         record = msgspec.convert(attributes[_ATTRIBUTE], ArraysRecord)
         for array in record.arrays.values():
             np.dtype(array.dtype)
@@ -372,7 +452,7 @@ def _damaged(folder: Path, name: str, what: str) -> ConfigError:
 
 @contextmanager
 def _reading(folder: Path, name: str = RECORD_FILE) -> Iterator[None]:
-    """Whatever zarr and its codecs say of a damaged store, said with the array's name."""
+    """Turn exceptions of zarr and its codecs into a ConfigError with the array's name."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:

@@ -1,6 +1,6 @@
-"""Samples side by side: named columns, dense or ragged, nested as a task likes.
+"""Batches of samples as named columns: dense or ragged numpy arrays, optionally nested.
 
-A column's first axis counts samples. Slices are views; nothing here knows torch.
+The first axis of a column is the samples. Slices are views. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from instar.data.order import Int64Array
 
 NUMBERS = "biufc"
-"""The kinds of numpy's types that a column may have: booleans and numbers."""
+"""The numpy dtype kinds that a column may have: booleans and numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Arrays of different lengths: sample i is values[offsets[i] : offsets[i + 1]].
+    """A ragged array: sample i is values[offsets[i] : offsets[i + 1]].
 
-    `values` is [total, ...], `offsets` int64 [samples + 1], which may begin anywhere in `values`.
+    `values` is [total, ...]; `offsets` is int64 [samples + 1] and may start anywhere in `values`.
     """
 
     values: NDArray[Any]
@@ -37,13 +37,13 @@ class Ragged:
 
     @property
     def sizes(self) -> Int64Array:
-        """How long each sample's array is, int64 [samples]."""
+        """The length of each sample's array, int64 [samples]."""
         sizes: Int64Array = np.diff(self.offsets)
         return sizes
 
     @property
     def flat(self) -> NDArray[Any]:
-        """The samples' arrays end to end."""
+        """The concatenated arrays of the samples."""
         flat: NDArray[Any] = self.values[self.offsets[0] : self.offsets[-1]]
         return flat
 
@@ -57,7 +57,7 @@ Columns: TypeAlias = Mapping[str, Column]
 
 
 def leaves(columns: Columns, path: str = "") -> Iterator[tuple[str, NDArray[Any] | Ragged]]:
-    """Every array by its name; those of nested columns joined by dots."""
+    """Yield every array with its name; names of nested columns are joined by dots."""
     for name, column in columns.items():
         if isinstance(column, Mapping):
             yield from leaves(column, f"{path}{name}.")
@@ -68,7 +68,7 @@ def leaves(columns: Columns, path: str = "") -> Iterator[tuple[str, NDArray[Any]
 def each(
     columns: Columns, do: Callable[[NDArray[Any] | Ragged], NDArray[Any] | Ragged]
 ) -> dict[str, Column]:
-    """The same columns with something done to every array."""
+    """Apply a function to every array."""
     return {
         name: each(column, do) if isinstance(column, Mapping) else do(column)
         for name, column in columns.items()
@@ -76,7 +76,7 @@ def each(
 
 
 def cut(columns: Columns, begin: int, end: int) -> dict[str, Column]:
-    """Samples begin … end-1, as views."""
+    """Return samples begin … end-1, as views."""
     return each(columns, lambda column: column[begin:end])
 
 
@@ -85,14 +85,14 @@ def nbytes(columns: Columns) -> int:
 
 
 def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> dict[str, Column]:
-    """Samples given one by one as columns: dense where their arrays are alike, else ragged.
+    """Stack samples into columns: dense if their shapes are equal, otherwise ragged.
 
     Args:
-        numbers: what errors call the samples, by default their places.
+        numbers: the numbers of the samples in error messages; default: their positions.
 
     Raises:
-        ValueError: a sample, named by its number, has other keys, types or trailing axes than the
-            first, or something that is no array of numbers.
+        ValueError: a sample, given by its number, has other keys, dtypes or trailing axes than the
+            first, or a value that is not an array of numbers.
     """
     if not samples:
         raise ValueError("there are no samples to stack")
@@ -114,9 +114,9 @@ def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> dict[
 
 
 def difference(one: Columns, other: Columns) -> str:
-    """What keeps two parts from being joined, e.g. "x as int64[*], not float32[*, 3]", or "".
+    """Return why two batches cannot be joined, e.g. "x as int64[*], not float32[*, 3]", or "".
 
-    A star stands for a sample's first axis, which may have any size.
+    A star is a sample's first axis, which may have any size.
     """
     theirs, ours = dict(leaves(other)), dict(leaves(one))
     if theirs.keys() != ours.keys():
@@ -128,10 +128,10 @@ def difference(one: Columns, other: Columns) -> str:
 
 
 def join(parts: Sequence[Columns]) -> dict[str, Column]:
-    """The samples of several parts, one after the other.
+    """Concatenate batches.
 
     Raises:
-        ValueError: a part, named by its place, has other columns than the first.
+        ValueError: a part, given by its position, has other columns than the first.
     """
     for number, part in enumerate(parts):
         if found := difference(parts[0], part):
@@ -140,7 +140,7 @@ def join(parts: Sequence[Columns]) -> dict[str, Column]:
 
 
 def pick(columns: Columns, samples: Int64Array) -> dict[str, Column]:
-    """Chosen samples in a chosen order, copied."""
+    """Return copies of the given samples, in the given order."""
     return each(columns, lambda column: _picked(column, samples))
 
 
@@ -149,13 +149,13 @@ def _picked(column: NDArray[Any] | Ragged, samples: Int64Array) -> NDArray[Any] 
         return column[samples]
     sizes = column.sizes[samples]
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    # where each value of the result stands in the old ones
+    # the index into the old values of each value of the result
     shift = np.repeat(column.offsets[samples] - offsets[:-1], sizes)
     return Ragged(column.values[np.arange(offsets[-1]) + shift], offsets)
 
 
 def _kind(column: NDArray[Any] | Ragged) -> str:
-    """Type and shape of a column's samples but for their first axis."""
+    """Describe the dtype and shape of a column's samples, without their first axis."""
     if isinstance(column, Ragged):
         return f"{column.values.dtype}[{', '.join(map(str, ('*', *column.values.shape[1:])))}]"
     if column.ndim == 1:

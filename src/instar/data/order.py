@@ -1,17 +1,20 @@
-"""The one global order of samples: a pure function of (seed, epoch, position).
+"""The global order of samples: a pure function of (seed, epoch, position).
 
-An order knows nothing of ranks, workers or batch sizes, and holds nothing but a few integers:
-any position of any epoch is reached at once.
+An order does not depend on ranks, workers or batch sizes. Its state is a few integers: any position
+of any epoch is computed directly. `instar.data.source` orders mixtures of sources.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from instar.config.schema import FeedConfig
 
 Int64Array = NDArray[np.int64]
 UInt32Array = NDArray[np.uint32]
@@ -19,19 +22,22 @@ UInt64Array = NDArray[np.uint64]
 
 OrderKind = Literal["shuffled", "sequential", "random"]
 
-_BLOCK = 1 << 16  # positions worked on at once: the temporaries stay in the CPU's cache
+UNKNOWN = 1 << 62
+"""Length of an epoch whose end has not been reached yet."""
+
+_BLOCK = 1 << 16  # positions per chunk, so that temporaries fit the CPU's cache
 
 
 class Order(Protocol):
-    """Which sample stands at which position of which epoch."""
+    """Maps each position of each epoch to a sample."""
 
     @property
     def samples_per_epoch(self) -> int: ...
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        """The samples at positions start … stop-1 of an epoch, int64 [stop - start].
+        """Return the samples at positions start … stop-1 of an epoch, int64 [stop - start].
 
-        Raises IndexError where the positions are not within the epoch.
+        Raises IndexError if the positions are not within the epoch.
         """
         ...
 
@@ -53,11 +59,11 @@ class Sequential:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Every sample once per epoch, each epoch in a permutation of its own.
+    """A random permutation of all samples in each epoch.
 
-    A keyed Feistel network permutes the smallest power of two that holds n; positions that land
-    outside [0, n) are sent through again until they land inside (cycle walking: Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), which leaves a bijection of [0, n).
+    A keyed Feistel network permutes the smallest power of two that holds n; positions that are
+    mapped outside [0, n) are mapped again until they are inside (cycle walking: Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002), which gives a bijection of [0, n).
     """
 
     n: int
@@ -81,9 +87,9 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class RandomWindows:
-    """Each position draws one of n starts, independently and with replacement.
+    """Draws one of n starts at each position, independently and with replacement.
 
-    `samples_per_epoch` says how many draws are called an epoch.
+    `samples_per_epoch` is the number of draws that form an epoch.
     """
 
     n: int
@@ -104,10 +110,13 @@ class RandomWindows:
 def make_order(
     kind: OrderKind, n: int, seed: int, *, samples_per_epoch: int | None = None
 ) -> Order:
-    """The order named by `data.order` over a source of n samples.
+    """Return the order named by `data.order` over a source of n samples.
 
-    `samples_per_epoch` counts only for "random" (default n): how many draws make an epoch.
-    Raises ValueError where n or samples_per_epoch is below 1.
+    Args:
+        samples_per_epoch: draws per epoch, used by "random" only; default: n.
+
+    Raises:
+        ValueError: n or samples_per_epoch is below 1.
     """
     draws = n if samples_per_epoch is None else samples_per_epoch
     if n < 1 or draws < 1:
@@ -122,7 +131,7 @@ def make_order(
 
 
 def check(order: Order, epoch: int, start: int, stop: int) -> None:
-    """Raises IndexError where positions start … stop-1 are not within the epoch."""
+    """Raise IndexError if positions start … stop-1 are not within the epoch."""
     if epoch < 0 or not 0 <= start <= stop <= order.samples_per_epoch:
         raise IndexError(
             f"positions {start}..{stop} of epoch {epoch} are not within an epoch of "
@@ -131,20 +140,20 @@ def check(order: Order, epoch: int, start: int, stop: int) -> None:
 
 
 def key_bytes(purpose: str, seed: int, epoch: int, count: int) -> bytes:
-    """Bytes that look drawn at random, the same on every machine."""
+    """Return pseudo-random bytes, the same on every machine."""
     return hashlib.shake_256(f"instar/{purpose}/{seed}/{epoch}".encode()).digest(count)
 
 
 def rounds_for(n: int) -> int:
-    """Few bits mix slowly: a small domain needs more rounds to reach every permutation alike."""
+    """Return the number of Feistel rounds: small domains mix slowly and need more of them."""
     return 8 if n > 1024 else 24
 
 
 def permute(positions: UInt64Array, n: int, keys: UInt32Array) -> UInt64Array:
-    """Where a keyed permutation of [0, n) sends each position.
+    """Map positions by a keyed permutation of [0, n).
 
     Args:
-        keys: [rounds, 1], or [rounds, len(positions)] where each position has keys of its own.
+        keys: [rounds, 1], or [rounds, len(positions)] with separate keys for each position.
     """
     bits = (n - 1).bit_length()
     samples = _feistel(positions, bits, keys)
@@ -158,7 +167,7 @@ def permute(positions: UInt64Array, n: int, keys: UInt32Array) -> UInt64Array:
 
 
 def _feistel(values: UInt64Array, bits: int, keys: UInt32Array) -> UInt64Array:
-    """A keyed bijection of [0, 2**bits): the halves take turns at being masked by the other."""
+    """A keyed bijection of [0, 2**bits); the two halves alternately mask each other."""
     low_bits = (bits + 1) // 2
     masks = np.uint32((1 << (bits - low_bits)) - 1), np.uint32((1 << low_bits) - 1)
     halves = [
@@ -180,7 +189,7 @@ def _feistel(values: UInt64Array, bits: int, keys: UInt32Array) -> UInt64Array:
 
 
 def _mix32(x: UInt32Array, scratch: UInt32Array) -> None:
-    """In place, the integer hash with the lowest bias of C. Wellons' hash prospector (2018)."""
+    """Mix in place with the integer hash of lowest bias of C. Wellons' hash prospector (2018)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         np.right_shift(x, np.uint32(shift), out=scratch)
         x ^= scratch
@@ -195,3 +204,283 @@ def mix64(x: UInt64Array, key: np.uint64) -> UInt64Array:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class BlockShuffled:
+    """A permutation of all samples in each epoch in which a window's samples come from few blocks.
+
+    Blocks of `block` neighbouring samples are permuted. Then samples are permuted within windows of
+    `window` successive positions, rounded up to whole blocks. If n is not a multiple of `block`,
+    one block is shorter; it is permuted like the others.
+
+    Raises ValueError if n, block or window is below 1.
+    """
+
+    n: int
+    seed: int
+    block: int
+    window: int
+
+    def __post_init__(self) -> None:
+        if min(self.n, self.block, self.window) < 1:
+            raise ValueError(
+                f"n, block and window are at least 1, got {self.n}, {self.block}, {self.window}"
+            )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.n
+
+    def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
+        check(self, epoch, start, stop)
+        layout = _Layout.of(self, epoch)
+        samples = np.empty(stop - start, dtype=np.int64)
+        for begin in range(start, stop, _AT_ONCE):
+            end = min(begin + _AT_ONCE, stop)
+            positions = np.arange(begin, end, dtype=np.int64)
+            samples[begin - start : end - start] = layout.samples(layout.shuffled(positions))
+        return samples
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The positions of the blocks of one epoch.
+
+    There are as many slots as blocks. The short block is in slot `short` and ends at position
+    `end`; it lacks `lacking` samples, by which the positions of all later blocks are shifted
+    forward. Without a short block, `end` is the end of the epoch.
+    """
+
+    n: int
+    block: int
+    whole_blocks: int
+    short: int
+    end: int
+    lacking: int
+    window: int
+    block_key: np.uint64
+    window_key: np.uint64
+
+    @classmethod
+    def of(cls, order: BlockShuffled, epoch: int) -> _Layout:
+        block_key, window_key, turn = np.frombuffer(
+            key_bytes("blocks", order.seed, epoch, 24), dtype="<u8"
+        )
+        whole_blocks, rest = divmod(order.n, order.block)
+        short = int(turn) % (whole_blocks + 1) if rest else whole_blocks
+        return cls(
+            n=order.n,
+            block=order.block,
+            whole_blocks=whole_blocks,
+            short=short,
+            end=short * order.block + rest,
+            lacking=order.block - rest if rest else 0,
+            window=-(-order.window // order.block) * order.block,
+            block_key=block_key,
+            window_key=window_key,
+        )
+
+    def shuffled(self, positions: Int64Array) -> Int64Array:
+        """Permute positions within their windows."""
+        windows = (positions + self.lacking * (positions >= self.end)) // self.window
+        begins = self._begin(windows)
+        sizes = np.minimum(self._begin(windows + 1), self.n) - begins
+        for size in np.unique(sizes):  # most windows have the same size
+            of_size = np.flatnonzero(sizes == size)
+            offsets = (positions - begins)[of_size].astype(np.uint64)
+            numbers = windows[of_size].astype(np.uint64)
+            begins[of_size] += permuted_apart(offsets, int(size), numbers, self.window_key).astype(
+                np.int64
+            )
+        return begins
+
+    def samples(self, positions: Int64Array) -> Int64Array:
+        """Return the samples at positions of the order in which only whole blocks are permuted."""
+        places, within = np.divmod(positions + self.lacking * (positions >= self.end), self.block)
+        blocks = np.full_like(places, self.whole_blocks)
+        whole = np.flatnonzero(places != self.short)
+        numbers = (places - (places > self.short))[whole].astype(np.uint64)
+        keys = _keys(np.zeros(1, dtype=np.uint64), self.whole_blocks, self.block_key)
+        blocks[whole] = permute(numbers, self.whole_blocks, keys)
+        return blocks * self.block + within
+
+    def _begin(self, windows: Int64Array) -> Int64Array:
+        begins = windows * self.window
+        begins -= self.lacking * (begins > self.short * self.block)
+        return begins
+
+
+def permuted_apart(
+    offsets: UInt64Array, size: int, domains: UInt64Array, key: np.uint64
+) -> UInt64Array:
+    """Permute offsets within [0, size), with a separate permutation for each domain.
+
+    Args:
+        domains: the domain of each offset; cheapest if equal domains are neighbours.
+    """
+    first = np.ones(domains.size, dtype=bool)
+    np.not_equal(domains[1:], domains[:-1], out=first[1:])
+    runs = np.flatnonzero(first)
+    keys = _keys(domains[runs], size, key)
+    return permute(offsets, size, np.repeat(keys, np.diff(runs, append=domains.size), axis=1))
+
+
+def _keys(domains: UInt64Array, size: int, key: np.uint64) -> UInt32Array:
+    """Return round keys for permutations of [0, size), [rounds, len(domains)]."""
+    rounds = rounds_for(size)
+    turns = np.arange(rounds, dtype=np.uint64)[:, None]
+    return (mix64(domains * np.uint64(rounds) + turns, key) >> np.uint64(32)).astype(np.uint32)
+
+
+def order_of(data: FeedConfig, n: int, seed: int) -> Order:
+    """Return the order that a config names, over n samples with random access."""
+    if data.order == "blocks":
+        return BlockShuffled(n, seed, data.block_samples, data.shuffle_window)
+    return make_order(data.order, n, seed)
+
+
+class LaneOrder:
+    """Round robin over the lanes that have not ended; sample j of lane k has the id j · L + k.
+
+    L is the number of lanes. Within a lane, samples are shuffled in windows of `window` successive
+    ones, differently in each epoch. The length of a lane may be unknown until it is set by `end`;
+    `indices` is defined up to position `certain`.
+    """
+
+    def __init__(self, lengths: Sequence[int | None], seed: int = 0, window: int = 1) -> None:
+        """
+        Args:
+            lengths: the number of samples of each lane, None if unknown.
+        """
+        self.lanes, self.seed, self.window = len(lengths), seed, window
+        self.explorer: Callable[[int, int], object] = lambda _epoch, _stop: None
+        """Set by the source, which reports the ends of lanes that it reaches."""
+        self.ends = {lane: length for lane, length in enumerate(lengths) if length is not None}
+        """The number of samples of each lane whose end is known."""
+        self.certain = 0
+        self._lay_out()
+        self.seen([0] * self.lanes)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """UNKNOWN until every lane has ended, then exact for every epoch."""
+        return int(self._lengths.sum()) if len(self.ends) == self.lanes else UNKNOWN
+
+    def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
+        """Return the samples at positions start … stop-1 of an epoch, int64 [stop - start].
+
+        Raises:
+            IndexError: the positions are not within the epoch, or not determined yet.
+        """
+        check(self, epoch, start, stop)
+        if stop > self.certain:
+            raise IndexError(
+                f"position {stop - 1} is not determined yet, only those before {self.certain}"
+            )
+        lanes, numbers = self._places(start, stop)
+        if self.window > 1:
+            for lane in np.unique(lanes).tolist():
+                rows = np.flatnonzero(lanes == lane)
+                begin = int(numbers[rows[0]])
+                numbers[rows] = self._shuffled(epoch, lane, begin, begin + rows.size)
+        ids: Int64Array = numbers * self.lanes + lanes
+        return ids
+
+    def lane_of(self, epoch: int, start: int, stop: int) -> Int64Array:  # noqa: ARG002
+        """Return the lanes of the samples at positions start … stop-1, int64 [stop - start]."""
+        return self._places(start, stop)[0]
+
+    def explore(self, epoch: int, stop: int) -> None:
+        """Make the source read ahead until all samples before position `stop` are determined, and
+        whether more follow."""
+        self.explorer(epoch, stop)
+
+    def end(self, lane: int, length: int) -> None:
+        """Set the number of samples of a lane."""
+        self.ends[lane] = length
+        self._lay_out()
+
+    def wanted(self, stop: int) -> dict[int, int]:
+        """Return how many samples of each unended lane must be read to determine all positions
+        before `stop`: whole windows, because a window that is cut short by the lane's end is
+        shuffled differently."""
+        if len(self.ends) == self.lanes:
+            return {}
+        last, number = self.turn(stop - 1)
+        return {
+            lane: -(-(number + (lane <= last)) // self.window) * self.window
+            for lane in range(self.lanes)
+            if lane not in self.ends
+        }
+
+    def turn(self, position: int) -> tuple[int, int]:
+        """Return the lane at a position and the sample's number within it, as far as is known."""
+        lanes, numbers = self._places(position, position + 1)
+        return int(lanes[0]), int(numbers[0])
+
+    def seen(self, counts: Sequence[int]) -> int:
+        """Return the position up to which the samples read of each lane determine the order."""
+        unknown = [
+            (counts[lane] // self.window * self.window, lane)
+            for lane in range(self.lanes)
+            if lane not in self.ends
+        ]
+        if unknown:
+            number, lane = min(unknown)
+            rounds_before = int(np.minimum(self._lengths, number).sum())
+            within_round = int(np.count_nonzero(self._lengths[:lane] > number))
+            self.certain = max(self.certain, rounds_before + within_round)
+        else:
+            self.certain = self.samples_per_epoch
+        return self.certain
+
+    def _lay_out(self) -> None:
+        """Find the stretches of rounds in which the same lanes alternate, between two ends of
+        lanes: the first round and first position of each stretch, and finally the end of the
+        epoch."""
+        endless = UNKNOWN // self.lanes // self.window * self.window
+        lengths = [self.ends.get(lane, endless) for lane in range(self.lanes)]
+        self._lengths = np.array(lengths, dtype=np.int64)
+        ends = np.unique(self._lengths)
+        self._rounds: Int64Array = np.concatenate([[0], ends]).astype(np.int64) if ends[0] else ends
+        running = [np.count_nonzero(self._lengths > round_) for round_ in self._rounds[:-1]]
+        sizes = np.diff(self._rounds) * np.array(running, dtype=np.int64)
+        self._firsts: Int64Array = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+    def _places(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """Return the lane and the number within it, before shuffling, of some positions."""
+        lanes = np.empty(stop - start, dtype=np.int64)
+        numbers = np.empty_like(lanes)
+        rounds, firsts = self._rounds, self._firsts
+        stretch, at = int(np.searchsorted(firsts, start, side="right")) - 1, start
+        while at < stop:
+            end = min(stop, int(firsts[stretch + 1]))
+            running = np.flatnonzero(self._lengths > rounds[stretch])
+            turns = np.arange(at - firsts[stretch], end - firsts[stretch])
+            round_, turn = np.divmod(turns, running.size)
+            lanes[at - start : end - start] = running[turn]
+            numbers[at - start : end - start] = rounds[stretch] + round_
+            stretch, at = stretch + 1, end
+        return lanes, numbers
+
+    def _shuffled(self, epoch: int, lane: int, begin: int, end: int) -> Int64Array:
+        """Return the samples of a lane at its turns begin … end-1."""
+        numbers = np.empty(end - begin, dtype=np.int64)
+        for window in range(begin // self.window, (end - 1) // self.window + 1):
+            first = window * self.window
+            size = min(self.window, int(self._lengths[lane]) - first)
+            low, high = max(begin, first), min(end, first + size)
+            permuted = Shuffled(size, _window_seed(self.seed, lane, window))
+            numbers[low - begin : high - begin] = first + permuted.indices(
+                epoch, low - first, high - first
+            )
+        return numbers
+
+
+def _window_seed(seed: int, lane: int, window: int) -> int:
+    digest = hashlib.shake_256(f"instar/lanes/{seed}/{lane}/{window}".encode()).digest(16)
+    return int.from_bytes(digest, "little")

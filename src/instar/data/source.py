@@ -1,60 +1,70 @@
-"""Where samples are: anything that reads samples by index, and windows over tokens."""
+"""Sources, which read samples by index: token windows, documents, and mixtures of sources."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.data.columns import Columns
-from instar.data.order import Int64Array
-from instar.data.shards import TokenArray
+from instar.data.columns import Columns, difference, join, pick
+from instar.data.order import Int64Array, Order, check, key_bytes, permuted_apart
+
+TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
 IGNORED = -1
 """The target of a position that has none."""
 
 
 class Source(Protocol):
-    """Samples by index; reading the same index twice gives the same sample."""
+    """Samples with random access by index; each index always gives the same sample."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two sources exactly if they hold the same samples."""
+        """Content hash: equal for two sources if and only if they hold the same samples."""
         ...
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
-        """Columns with the samples in the order of `indices`.
+        """Return columns with the samples in the order of `indices`.
 
         Args:
-            epoch: counts passes through the data; only a source that draws something of its own for
-                every sample asks for it.
+            epoch: the number of passes through the data before this one; used only by sources that
+                draw random numbers for every sample.
         """
         ...
 
     def weights(self, indices: Int64Array) -> float:
-        """The sum of the samples' loss weights, without reading them."""
+        """Return the sum of the samples' loss weights, without reading them."""
         ...
+
+
+def check_indices(indices: Int64Array, length: int) -> None:
+    """Raise IndexError if an index is outside 0 … length-1."""
+    if indices.size and (indices.min() < 0 or indices.max() >= length):
+        raise IndexError(f"samples {indices.min()}..{indices.max()} of {length}")
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """A source that holds processes or files."""
+    """A source that owns processes or open files."""
 
     def close(self) -> None: ...
 
 
 def close(source: Source) -> None:
-    """Let a source give back what it holds."""
+    """Release the resources of a source."""
     if isinstance(source, Closable):
         source.close()
 
 
 class TokenSequence(Protocol):
-    """One split as one flat sequence of tokens, wherever they are."""
+    """One split as a flat sequence of tokens, independent of how they are stored."""
 
     @property
     def name(self) -> str: ...
@@ -64,30 +74,30 @@ class TokenSequence(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int) -> TokenArray:
-        """Tokens start … stop-1, copied. Raises IndexError outside the split."""
+        """Return a copy of tokens start … stop-1. Raises IndexError outside the split."""
         ...
 
     def windows(self, starts: Int64Array, length: int) -> TokenArray:
-        """Tokens start … start+length-1 for each start, [len(starts), length].
+        """Return tokens start … start+length-1 for each start, [len(starts), length].
 
-        Raises IndexError where a window leaves the split.
+        Raises IndexError if a window exceeds the split.
         """
         ...
 
 
 def windows_of(tokens: int, context: int) -> int:
-    """Windows of `context` tokens, end to end, whose targets are all of a text's but the first."""
+    """Return how many windows of `context` targets cover all tokens of a text but the first."""
     return max(1, -(-(tokens - 1) // context))
 
 
 class TokenWindows:
-    """Windows of `context` tokens, each with the tokens one further on as its targets.
+    """Windows of `context` tokens; the targets are the same tokens shifted by one.
 
-    Without a stride, windows lie end to end and the last may be ragged, so that every token but
-    the first is a target exactly once; what the last lacks is input 0 and target -1. With a
-    stride, only full windows count, one at every stride-th token.
+    Without a stride, windows are contiguous and the last may be shorter, so that every token but
+    the first is a target exactly once; the last is padded with input 0 and target -1. With a
+    stride, a window begins at every stride-th token, and only full windows count.
 
-    Raises ConfigError where the split is too short: train and strided windows need context + 1
+    Raises ConfigError if the split is too short: train splits and strided windows need context + 1
     tokens, held-out splits 2.
     """
 
@@ -116,7 +126,7 @@ class TokenWindows:
         return self._length
 
     def weights(self, indices: Int64Array) -> float:
-        """How many targets the windows have."""
+        """Return the number of targets in the windows."""
         missing = 0
         if self._missing_in_last:
             last = int(np.count_nonzero(indices == self._length - 1))
@@ -124,12 +134,11 @@ class TokenWindows:
         return float(indices.size * self.context - missing)
 
     def read(self, indices: Int64Array, epoch: int = 0) -> dict[str, NDArray[Any]]:  # noqa: ARG002
-        """`inputs` and `targets`, int64 [len(indices), context], contiguous.
+        """Return `inputs` and `targets`, int64 [len(indices), context], contiguous.
 
         Raises IndexError outside 0 … len-1.
         """
-        if indices.size and (indices.min() < 0 or indices.max() >= self._length):
-            raise IndexError(f"samples {indices.min()}..{indices.max()} of {self._length}")
+        check_indices(indices, self._length)
         inputs = np.empty((indices.size, self.context), dtype=np.int64)
         targets = np.empty_like(inputs)
         ragged = np.flatnonzero(indices == self._length - 1) if self._missing_in_last else ()
@@ -142,3 +151,212 @@ class TokenWindows:
             inputs[ragged, : tail.size - 1] = tail[:-1]
             targets[ragged, : tail.size - 1] = tail[1:]
         return {"inputs": inputs, "targets": targets}
+
+
+class DocumentSamples:
+    """A source with one sample per document, truncated to context + 1 tokens.
+
+    Shorter documents are padded with input 0 and target -1. The separator after a document belongs
+    to it. Documents of fewer than two tokens have no target and are not samples.
+    """
+
+    def __init__(
+        self, split: TokenSequence, sizes: Int64Array, last_separator: NDArray[Any], context: int
+    ) -> None:
+        """
+        Args:
+            sizes: tokens of each document of the split, separator included, [documents].
+            last_separator: the separator of the last document, which the split does not contain.
+        """
+        usable = sizes >= 2
+        self.split, self.context, self._last = split, context, last_separator
+        self._begins: Int64Array = (np.cumsum(sizes) - sizes)[usable]
+        self._sizes: Int64Array = np.minimum(sizes[usable], context + 1)
+        self.fingerprint = f"{split.fingerprint}/document/{context}"
+
+    def __len__(self) -> int:
+        return self._sizes.size
+
+    def weights(self, indices: Int64Array) -> float:
+        """Return the number of targets in the samples."""
+        return float(self._sizes[indices].sum() - indices.size)
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> dict[str, NDArray[Any]]:  # noqa: ARG002
+        """Return `inputs` and `targets`, int64 [len(indices), context], contiguous.
+
+        Raises IndexError outside 0 … len-1.
+        """
+        check_indices(indices, len(self))
+        inputs = np.zeros((indices.size, self.context), dtype=np.int64)
+        targets = np.full_like(inputs, IGNORED)
+        places = zip(self._begins[indices].tolist(), self._sizes[indices].tolist(), strict=True)
+        for row, (begin, size) in enumerate(places):
+            tokens: NDArray[Any] = self.split.read(begin, min(begin + size, len(self.split)))
+            if tokens.size < size:
+                tokens = np.concatenate([tokens, self._last[: size - tokens.size]])
+            inputs[row, : size - 1], targets[row, : size - 1] = tokens[:-1], tokens[1:]
+        return {"inputs": inputs, "targets": targets}
+
+
+PERIOD = 1024
+"""The number of positions over which the shares of a mixture are exact."""
+
+
+class Concatenated:
+    """Concatenated sources: samples offsets[k] … offsets[k+1]-1 are those of part k."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = tuple(sources)
+        self.offsets = np.cumsum([0, *map(len, sources)], dtype=np.int64)
+        parts = "\n".join(source.fingerprint for source in sources)
+        self.fingerprint = xxhash.xxh3_128_hexdigest(parts.encode())
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """Return the samples in the order of `indices`.
+
+        Raises:
+            IndexError: a sample is outside 0 … len-1.
+            ValueError: a part, given by its number, has other columns than the first that is read.
+        """
+        pieces: list[Columns] = []
+        places: list[Int64Array] = []
+        for number, rows, own in self._by_part(indices):
+            try:
+                piece = self.sources[number].read(own, epoch)
+            except Exception as error:
+                error.add_note(f"in part {number} of the mixture")
+                raise
+            if pieces and (found := difference(pieces[0], piece)):
+                raise ValueError(f"part {number} of the mixture has {found}")
+            pieces.append(piece)
+            places.append(rows)
+        if len(pieces) == 1:
+            return pieces[0]
+        return pick(join(pieces), np.argsort(np.concatenate(places)))
+
+    def weights(self, indices: Int64Array) -> float:
+        return sum(self.sources[number].weights(own) for number, _, own in self._by_part(indices))
+
+    def _by_part(self, indices: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
+        """Yield the parts in use, each with its rows of `indices` and its own indices."""
+        if not indices.size:
+            yield 0, indices, indices
+            return
+        check_indices(indices, len(self))
+        parts = np.searchsorted(self.offsets, indices, side="right") - 1
+        for number in np.unique(parts).tolist():
+            rows = np.flatnonzero(parts == number)
+            yield number, rows, indices[rows] - self.offsets[number]
+
+
+@dataclass(frozen=True)
+class PartOrder:
+    """One part of a mixture: the order of its samples, the index of its first sample in the
+    concatenation, and its number of positions per period."""
+
+    order: Order
+    first: int
+    share: int
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Interleaves the parts of a mixture; each part has its own order and its own epochs.
+
+    The interleaving repeats in periods, each shuffled differently, in which every part has exactly
+    its share. An epoch is as long as those of all parts together, and the next one continues where
+    it ends: a part whose share exceeds its size starts its second epoch before others end their
+    first.
+    """
+
+    parts: tuple[PartOrder, ...]
+    seed: int
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return sum(part.order.samples_per_epoch for part in self.parts)
+
+    def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
+        check(self, epoch, start, stop)
+        count = stop - start
+        shares = [part.share for part in self.parts]
+        period, skipped = divmod(epoch * self.samples_per_epoch + start, sum(shares))
+        turns = self._turns(period, skipped + count)
+        earlier = np.bincount(turns[:skipped], minlength=len(shares)).tolist()
+        turns = turns[skipped:]
+        samples = np.empty(count, dtype=np.int64)
+        for number, part in enumerate(self.parts):
+            mine = np.flatnonzero(turns == number)
+            drawn = period * part.share + earlier[number]
+            samples[mine] = part.first + _draws(part.order, drawn, mine.size)
+        return samples
+
+    def _turns(self, period: int, count: int) -> NDArray[np.intp]:
+        """Return the part numbers at the `count` positions from the start of a period on."""
+        shares = [part.share for part in self.parts]
+        pattern = np.repeat(np.arange(len(shares)), shares)
+        periods, offsets = np.divmod(np.arange(count, dtype=np.uint64), np.uint64(pattern.size))
+        key = np.frombuffer(key_bytes("turns", self.seed, 0, 8), dtype="<u8")[0]
+        places = permuted_apart(offsets, pattern.size, periods + np.uint64(period), key)
+        turns: NDArray[np.intp] = pattern[places]
+        return turns
+
+
+def mixture_order(
+    make: Callable[[int, int], Order],
+    sizes: Sequence[int],
+    weights: Sequence[float] | None,
+    seed: int,
+) -> Order:
+    """Return an order over `Concatenated` sources.
+
+    Args:
+        make: returns an order of n samples for (n, seed).
+        sizes: the number of samples of each source.
+        weights: the relative sampling shares of the parts; None: one order over all samples, so
+            that each occurs once per epoch.
+    """
+    if weights is None:
+        return make(sum(sizes), seed)
+    firsts = np.cumsum([0, *sizes]).tolist()
+    return Mixed(
+        tuple(
+            PartOrder(make(size, _seed_of_part(seed, number)), firsts[number], share)
+            for number, (size, share) in enumerate(zip(sizes, shares(weights), strict=True))
+        ),
+        seed,
+    )
+
+
+def shares(weights: Sequence[float], period: int = PERIOD) -> list[int]:
+    """Return each part's positions in a `period`, at least one, by the largest remainder method.
+
+    Raises ValueError if a weight is not above 0, or there are more parts than positions.
+    """
+    if not weights or len(weights) > period or min(weights) <= 0:
+        raise ValueError(f"needs 1 to {period} weights above 0, got {list(weights)}")
+    quotas = np.array(weights, dtype=np.float64) / sum(weights) * period
+    taken = np.maximum(np.floor(quotas), 1)
+    while taken.sum() < period:
+        taken[np.argmax(quotas - taken)] += 1
+    while taken.sum() > period:
+        taken[np.argmax(np.where(taken > 1, taken - quotas, -np.inf))] -= 1
+    return [int(count) for count in taken]
+
+
+def _seed_of_part(seed: int, number: int) -> int:
+    return int.from_bytes(key_bytes("part", seed, number, 8), "little")
+
+
+def _draws(order: Order, drawn: int, count: int) -> Int64Array:
+    """Return the next `count` samples of an order that is repeated, after `drawn` samples."""
+    found = [np.empty(0, dtype=np.int64)]
+    while count:
+        epoch, start = divmod(drawn, order.samples_per_epoch)
+        stop = min(start + count, order.samples_per_epoch)
+        found.append(order.indices(epoch, start, stop))
+        drawn, count = drawn + stop - start, count - (stop - start)
+    return np.concatenate(found)

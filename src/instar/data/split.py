@@ -1,24 +1,37 @@
-"""Which documents are trained on and which are held out: a function of their sizes and the seed."""
+"""Splits into train, val and test: a function of the sizes of documents or samples and the seed."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.files import read_regular
 from instar.config.language import DataConfig
-from instar.data.order import Int64Array, Shuffled
+from instar.config.schema import SamplesConfig, Size
+from instar.data.arrays import CostedSource
+from instar.data.columns import Columns
+from instar.data.order import Int64Array, Order, Shuffled, key_bytes, order_of
+from instar.data.source import Source, check_indices, close
+from instar.data.user_source import transformed
+from instar.data.workers import WorkerSource
 
 Parts = NDArray[np.int64]
 """Rows (document, first byte, end byte), [n, 3], ascending by document."""
 
 _EPOCHS = {"select": 0, "split": 1, "sample": 2}
-"""The epochs of a shuffled order that are used, so that no draw repeats another."""
+"""The epoch of a shuffled order that each purpose uses, so that draws are independent."""
 
 
 def chosen_bytes(sizes: Int64Array, data: DataConfig, seed: int) -> Int64Array:
-    """How many bytes of each document are taken: all, or about `max_bytes` over all of them."""
+    """Return the bytes to take of each document: all, or about `max_bytes` in total."""
     if data.max_bytes is None:
         return sizes
     return first_bytes(sizes, data.max_bytes, seed, "select")
@@ -27,12 +40,14 @@ def chosen_bytes(sizes: Int64Array, data: DataConfig, seed: int) -> Int64Array:
 def divide(
     wanted: Int64Array, val_fraction: float, test_fraction: float, seed: int
 ) -> dict[str, Parts]:
-    """Split documents into train, val and, if asked for, test.
+    """Split documents into train, val and, if requested, test.
 
-    `wanted` is how many bytes of each document count, [documents]. Whole documents, in an order
-    that comes from the seed, go where they bring a held-out split nearer to its share. Where
-    documents are too few or too large for that, they are laid end to end and cut by position;
-    the last parts become val and test.
+    Whole documents, in an order given by the seed, are assigned to a held-out split while that
+    brings it nearer to its share. If documents are too few or too large for that, they are
+    concatenated and cut by position; the last parts become val and test.
+
+    Args:
+        wanted: the number of bytes to use of each document, [documents].
     """
     return _divide(wanted, _shares(val_fraction, test_fraction), seed)
 
@@ -40,14 +55,14 @@ def divide(
 def divide_whole(
     wanted: Int64Array, val_fraction: float, test_fraction: float, seed: int
 ) -> dict[str, Parts] | None:
-    """As `divide`, by whole documents; None where they are too few or too large for that."""
+    """Split by whole documents as `divide`; None if they are too few or too large for that."""
     targets = _targets(wanted, _shares(val_fraction, test_fraction))
     parts = _by_document(wanted, targets, seed)
     return parts if _is_near(parts, targets) else None
 
 
 def divide_held_out(sizes: Int64Array, data: DataConfig, seed: int) -> dict[str, Parts]:
-    """The documents of `val_source`: val, and test in the ratio of the two fractions."""
+    """Split the documents of `val_source` into val and test, in the ratio of the two fractions."""
     shares = _shares(data.val_fraction, data.test_fraction)
     held_out = 1 - shares.pop("train")
     return _divide(sizes, {name: share / held_out for name, share in shares.items()}, seed)
@@ -74,7 +89,7 @@ def _is_near(parts: dict[str, Parts], targets: dict[str, float]) -> bool:
 
 
 def _by_document(wanted: Int64Array, targets: dict[str, float], seed: int) -> dict[str, Parts]:
-    """Documents leave the first split for the others."""
+    """Move whole documents from the first split to the others."""
     names = list(targets)
     split_of = np.zeros(wanted.size, dtype=np.int8)
     missing = {number: targets[name] for number, name in enumerate(names) if number}
@@ -92,7 +107,7 @@ def _by_document(wanted: Int64Array, targets: dict[str, float], seed: int) -> di
 
 
 def whole(documents: Int64Array, wanted: Int64Array) -> Parts:
-    """All that is wanted of some documents."""
+    """Return the wanted bytes of some documents as parts, each from byte 0."""
     return np.stack([documents, np.zeros_like(documents), wanted[documents]], axis=1)
 
 
@@ -114,10 +129,285 @@ def _by_position(wanted: Int64Array, targets: dict[str, float]) -> dict[str, Par
 def first_bytes(
     sizes: Int64Array, limit: int, seed: int, purpose: Literal["select", "sample"]
 ) -> Int64Array:
-    """How much of each document is within the first `limit` bytes of a shuffled order."""
+    """Return how many bytes of each document are in the first `limit` bytes of a shuffled order."""
     order = Shuffled(sizes.size, seed).indices(_EPOCHS[purpose], 0, sizes.size)
     shuffled = sizes[order]
     before = np.cumsum(shuffled) - shuffled
     wanted = np.empty_like(sizes)
     wanted[order] = np.clip(limit - before, 0, shuffled)
     return wanted
+
+
+HELD_OUT = ("val", "test")
+
+
+def divide_samples(
+    total: int, *, val: Size, test: Size, seed: int, classes: Int64Array | None = None
+) -> dict[str, Int64Array]:
+    """Split sample indices into train, val and test, each ascending and together all of `total`.
+
+    A fraction applies to all samples and is rounded to the nearest count, halves up. A split given
+    by a file consists of the samples in that file; the others are drawn from the rest, val before
+    test: val does not depend on the size of test.
+
+    Args:
+        classes: the class of each sample, [total]. Drawn splits are then stratified: they take from
+            every class its share of the available samples, to less than one sample; a class with
+            too few samples may be absent from a held-out split, but not from train.
+
+    Raises:
+        ConfigError: with all problems of the sizes and files; or all samples of a class would be
+            held out.
+    """
+    if total < 1:
+        raise _error("data.path", "there are no samples to divide")
+    if classes is not None and classes.shape != (total,):
+        raise ValueError(f"{total} samples have classes of shape {list(classes.shape)}")
+    asked = _asked(total, {"val": val, "test": test})
+    split_of = np.zeros(total, dtype=np.int8)
+    for number, name in enumerate(HELD_OUT, 1):
+        if not isinstance(chosen := asked[name], int):
+            split_of[chosen] = number
+    seed = int.from_bytes(key_bytes("division", seed, 0, 8), "little")
+    codes = _codes(classes, total, seed)
+    order = Shuffled(total, seed).indices(0, 0, total)
+    for number, name in enumerate(HELD_OUT, 1):
+        if isinstance(count := asked[name], int):
+            left = order[split_of[order] == 0]
+            split_of[left[_first_of_each(codes[left], count)]] = number
+    if classes is not None:
+        _check_classes(classes, split_of)
+    splits = {name: np.flatnonzero(split_of == n) for n, name in enumerate(("train", *HELD_OUT))}
+    check_division(splits, total)
+    return splits
+
+
+def check_division(splits: Mapping[str, Int64Array], total: int) -> None:
+    """Raise ValueError unless each of `total` samples is in exactly one split."""
+    numbers = np.concatenate([np.empty(0, dtype=np.int64), *splits.values()])
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < total:
+        raise ValueError(f"samples {numbers.min()}..{numbers.max()} of {total} are divided")
+    wrong = np.flatnonzero(np.bincount(numbers, minlength=total) != 1)
+    if wrong.size:
+        sample = int(wrong[0])
+        held = [n for n, members in splits.items() for _ in np.flatnonzero(members == sample)]
+        raise ValueError(f"sample {sample} is in {' and '.join(held) or 'no split'}")
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """Selected samples of a source: sample i is the source's sample `numbers[i]`.
+
+    `Subset` does not close the source, which may be shared.
+    """
+
+    source: Source
+    numbers: Int64Array
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint}/{_digest(self.numbers)}"
+
+    def __len__(self) -> int:
+        return self.numbers.size
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """Return the samples. Raises IndexError outside 0 … len-1."""
+        check_indices(indices, len(self))
+        return self.source.read(self.numbers[indices], epoch)
+
+    def weights(self, indices: Int64Array) -> float:
+        return self.source.weights(self.numbers[indices])
+
+
+@dataclass(frozen=True, eq=False)
+class SampleSet:
+    """Training and held-out samples of one source.
+
+    Raises ValueError if a sample of the source is in no split, or in two.
+    """
+
+    source: Source
+    """Pickled for worker processes, if the config has any."""
+    splits: Mapping[str, Int64Array]
+    """The samples of train, val and test, each ascending."""
+    data: SamplesConfig
+    costs: Int64Array | None = None
+    """The cost of each sample of the source, if costs differ."""
+
+    def __post_init__(self) -> None:
+        check_division(self.splits, len(self.source))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Content hash of the samples and of the splits."""
+        told = [f"{name}/{_digest(numbers)}" for name, numbers in sorted(self.splits.items())]
+        return xxhash.xxh3_128_hexdigest("\n".join([self.source.fingerprint, *told]).encode())
+
+    def train(self, seed: int) -> tuple[Source, Order]:
+        """Return the training samples and their order."""
+        numbers = self.splits["train"]
+        opened = partial(_to_train_on, self.source, numbers, self.data, seed)
+        source: Source = WorkerSource(opened, self.data.workers) if self.data.workers else opened()
+        if self.costs is not None:
+            source = CostedSource(source, self.costs[numbers])
+        return source, order_of(self.data, numbers.size, seed)
+
+    def held_out(self, split: str) -> Source:
+        """Return a held-out split, untransformed.
+
+        Raises ConfigError if there is no such split or it is empty.
+        """
+        if split not in HELD_OUT:
+            raise _error("data", f"there is no split {split!r} that is held out", "use val or test")
+        if not self.splits[split].size:
+            raise _error(
+                f"data.{split}",
+                f"the {split} split is empty",
+                f"set data.{split} to a share, a count, or a file of sample numbers",
+            )
+        return Subset(self.source, self.splits[split])
+
+    def close(self) -> None:
+        """Close the source, which all splits share."""
+        close(self.source)
+
+
+def _to_train_on(source: Source, numbers: Int64Array, data: SamplesConfig, seed: int) -> Source:
+    # random numbers depend on a sample's index in the source, not on its position in the split
+    return Subset(transformed(source, data, seed), numbers)
+
+
+def _digest(numbers: Int64Array) -> str:
+    return xxhash.xxh3_128_hexdigest(numbers.astype("<i8").tobytes())
+
+
+def _asked(total: int, sizes: Mapping[str, Size]) -> dict[str, int | Int64Array]:
+    """Return each split's number of samples, or its samples if a file names them."""
+    asked: dict[str, int | Int64Array] = {}
+    problems: list[ConfigProblem] = []
+    for name, size in sizes.items():
+        try:
+            asked[name] = (
+                _numbers(size, total, name) if isinstance(size, str) else _count(size, total, name)
+            )
+        except ConfigError as error:
+            problems += error.problems
+    if not problems:
+        problems += _clashes(total, sizes, asked)
+    if problems:
+        raise ConfigError(*problems)
+    return asked
+
+
+def _clashes(
+    total: int, sizes: Mapping[str, Size], asked: Mapping[str, int | Int64Array]
+) -> list[ConfigProblem]:
+    """Return the conflicts between val and test."""
+    val, test = asked["val"], asked["test"]
+    if not (isinstance(val, int) or isinstance(test, int)):
+        both = np.intersect1d(val, test)
+        if both.size:
+            message = f"sample {both[0]} is in the val split ({sizes['val']}) and in this one"
+            return [ConfigProblem(("data.test",), message, place=str(sizes["test"]))]
+    taken = {name: each if isinstance(each, int) else each.size for name, each in asked.items()}
+    if sum(taken.values()) < total:
+        return []
+    shares = [size for size in sizes.values() if isinstance(size, float)]
+    if len(shares) == 2 and sum(shares) > 1:
+        message = f"the shares of val and test sum to {sum(shares):g}, which is more than 1"
+    else:
+        message = (
+            f"val ({taken['val']:,}) and test ({taken['test']:,}) take all of the {total:,} samples: "
+            "nothing is left to train on"
+        )
+    return [ConfigProblem(("data.val",), message, "make them smaller", place="data.val, data.test")]
+
+
+def _count(size: int | float, total: int, name: str) -> int:
+    key = f"data.{name}"
+    if isinstance(size, int):
+        if size < 0:
+            raise _error(key, f"a split cannot have {size} samples", _FORMS)
+        return size
+    if not 0 <= size < 1:
+        raise _error(key, f"{size:g} is no share of the samples", _FORMS)
+    count = math.floor(size * total + 0.5)
+    if size > 0 and count == 0:
+        raise _error(
+            key,
+            f"a share of {size:g} of {total:,} samples is none",
+            "a larger share, a count, or 0 for no such split",
+        )
+    return count
+
+
+_FORMS = "a share from 0 to below 1, a count, or a text file of sample numbers"
+
+
+def _numbers(path: str, total: int, name: str) -> Int64Array:
+    """Return the sample numbers in a file, one per line; # starts a comment."""
+    key = f"data.{name}"
+    try:
+        lines = read_regular(path, follow=True).decode("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise _error(key, f"{path!r} cannot be read: {reason}", _FORMS) from None
+    line_of: dict[int, int] = {}
+    for place, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        where = f"{path}:{place}"
+        if not (text.isascii() and text.isdigit()):
+            raise _error(key, f"{text!r:.40} is no sample number", "one number a line", where)
+        number = int(text)
+        if number >= total:
+            raise _error(key, f"there is no sample {number}", f"they are 0 to {total - 1}", where)
+        if number in line_of:
+            raise _error(key, f"sample {number} is already in line {line_of[number]}", "", where)
+        line_of[number] = place
+    if not line_of:
+        raise _error(key, f"{path!r} has no sample numbers", f"or set {key} to 0 for no such split")
+    return np.fromiter(line_of, dtype=np.int64, count=len(line_of))
+
+
+def _error(key: str, message: str, hint: str = "", where: str = "") -> ConfigError:
+    return ConfigError.one(message, where=where or key, hint=hint, key=key)
+
+
+def _codes(classes: Int64Array | None, total: int, seed: int) -> Int64Array:
+    """Return each sample's class as a code from 0, in a random order; all 0 without classes."""
+    if classes is None:
+        return np.zeros(total, dtype=np.int64)
+    there, codes = np.unique(classes, return_inverse=True)
+    return Shuffled(there.size, seed).indices(1, 0, there.size)[codes]
+
+
+def _first_of_each(codes: Int64Array, count: int) -> NDArray[np.bool_]:
+    """Return a mask of the first samples of each class, proportionally to its size, `count` in all.
+
+    Fractional shares are rounded by the largest remainder; the lowest code wins a tie.
+    """
+    of_class = np.bincount(codes)
+    wanted, remainders = np.divmod(of_class * count, codes.size)
+    more = np.argsort(-remainders, kind="stable")[: count - int(wanted.sum())]
+    wanted[more] += 1
+    grouped = np.argsort(codes, kind="stable")
+    place = np.empty_like(codes)
+    place[grouped] = np.arange(codes.size) - np.repeat(np.cumsum(of_class) - of_class, of_class)
+    return place < wanted[codes]
+
+
+def _check_classes(classes: Int64Array, split_of: NDArray[np.int8]) -> None:
+    """Raise ConfigError if a class has no sample left in train."""
+    missing = np.setdiff1d(classes, classes[split_of == 0])
+    if missing.size:
+        size = int(np.count_nonzero(classes == missing[0]))
+        more = f", and so would {missing.size - 1:,} more classes" if missing.size > 1 else ""
+        raise _error(
+            "data.stratify",
+            f"class {missing[0]} has {size:,} sample{'s' * (size > 1)}, and all would be held "
+            f"out{more}",
+            "hold out less, leave data.stratify out, or name another column",
+        )

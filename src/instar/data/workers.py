@@ -1,11 +1,12 @@
-"""Worker processes: each opens a thing of its own and answers calls to its methods.
+"""Worker processes for reading samples: each opens an object and answers calls to its methods.
 
-Workers are started afresh, never forked, and import nothing but what they are given. What passes
-between a process and its own workers is pickled, large arrays beside the pickle.
+Workers are spawned, never forked, and import only what they are given. Messages between a process
+and its workers are pickled, with large arrays as out-of-band buffers.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import select
@@ -28,11 +29,13 @@ from instar.config.errors import InstarError
 from instar.data.columns import Columns, join
 from instar.data.order import Int64Array
 from instar.data.source import Source
+from instar.distributed.signals import STOP_SIGNALS
+from instar.processes.child import Child, exit_text
 
 Parts = list[memoryview]
-"""A pickle, and the large buffers that belong to it."""
+"""A pickle, followed by its out-of-band buffers."""
 
-_ASKED_TO_STOP = {signal.SIGINT, signal.SIGTERM}
+_ASKED_TO_STOP = set(STOP_SIGNALS)
 _START = (
     "import sys; sys.path[:] = sys.argv[2:]; "
     "from instar.data.workers import serve; serve(int(sys.argv[1]))"
@@ -42,31 +45,33 @@ _PATIENCE_S = 5.0
 
 
 class WorkerLost(InstarError):  # noqa: N818
-    """A worker process is gone."""
+    """A worker process has exited."""
 
 
 class WorkerTraceback(Exception):  # noqa: N818
-    """Where in a worker an exception was raised; its cause."""
+    """Traceback of an exception raised in a worker; set as the exception's cause."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class Workers:
-    """Processes that have each opened a thing.
+    """Processes that have each opened an object.
 
-    They ignore SIGINT and SIGTERM, end with `close`, and are gone when this process is. Numerical
-    libraries use one thread in each, unless OMP_NUM_THREADS and RAYON_NUM_THREADS say otherwise.
+    They ignore the signals that ask a run to stop, exit on `close`, and die with this process.
+    Numerical libraries use one thread in each, unless OMP_NUM_THREADS and RAYON_NUM_THREADS are
+    set.
     """
 
     def __init__(self, open_thing: Callable[[], object], number: int) -> None:
-        """Start them, and wait until all have opened their things.
+        """Start the processes, and wait until each has opened its object.
 
         Args:
-            open_thing: called in each worker; picklable, as is what the methods take and return.
+            open_thing: called in each worker; must be picklable, as must the arguments and results
+                of the object's methods.
 
         Raises:
-            WorkerLost: one died meanwhile. What opening raises is raised here.
+            WorkerLost: a worker exited meanwhile. Exceptions of `open_thing` are raised here.
         """
         if number < 1:
             raise ValueError(f"needs at least one worker, got {number}")
@@ -82,9 +87,9 @@ class Workers:
             raise
 
     def call(self, worker: int, method: str, *args: Any) -> Future[Any]:
-        """Call a method of a worker's thing; its calls are carried out one after the other.
+        """Call a method of a worker's object; the calls of one worker are executed in order.
 
-        The future raises what the method raises, with its notes, or `WorkerLost`.
+        The future raises the method's exception, with its notes, or `WorkerLost`.
 
         Raises:
             WorkerLost: the workers are closed.
@@ -96,11 +101,11 @@ class Workers:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """The workers' process ids."""
+        """The process ids of the workers."""
         return tuple(worker.process.pid for worker in self._workers)
 
     def close(self) -> None:
-        """End all workers, whatever they are doing. Closing twice is allowed."""
+        """Stop all workers, even busy ones. Idempotent."""
         for worker in self._workers:
             worker.hang_up()
         for worker in self._workers:
@@ -114,14 +119,15 @@ class Workers:
 
 
 class WorkerSource:
-    """A source that worker processes read, each a part of the samples.
+    """A source read by worker processes, each of which reads a part of the samples.
 
-    It is opened here as well, for what can be said of it without reading.
+    It is also opened in this process, to answer queries that need no reading.
     """
 
     def __init__(self, open_source: Callable[[], Source], number: int) -> None:
-        """Args:
-        open_source: see `Workers`; opens the same source everywhere.
+        """
+        Args:
+            open_source: opens the same source in every process, see `Workers`.
         """
         self._source = open_source()
         self.workers = Workers(open_source, number)
@@ -134,7 +140,7 @@ class WorkerSource:
         return self._source.weights(indices)
 
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
-        """What the source would give; raises what it would raise, or `WorkerLost`."""
+        """Return the source's samples; raises the source's exceptions, or `WorkerLost`."""
         size = indices.size
         number = max(1, min(len(self.workers), size))
         futures = [
@@ -150,12 +156,12 @@ class WorkerSource:
         return join(parts) if number > 1 else parts[0]
 
     def close(self) -> None:
-        """End the workers. Closing twice is allowed."""
+        """Stop the workers. Idempotent."""
         self.workers.close()
 
 
 class _Worker:
-    """One process, and the thread that talks to it."""
+    """One process, and the thread that communicates with it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -182,12 +188,12 @@ class _Worker:
                 return
             self._closed = True
             self._questions.put(None)
-        with suppress(OSError):  # it has left already
+        with suppress(OSError):  # the worker has exited already
             self._line.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         self._thread.join()
-        self._reap()
+        self.process.wait(_PATIENCE_S)
         self._line.close()
 
     def _talk(self) -> None:
@@ -195,7 +201,7 @@ class _Worker:
             answer, question = asked
             try:
                 answer.set_result(self._answer(question))
-            except BaseException as error:  # or nobody would ever hear of it
+            except BaseException as error:  # the caller waits for the future
                 answer.set_exception(error)
 
     def _answer(self, question: Parts) -> Any:
@@ -215,23 +221,11 @@ class _Worker:
     def _end(self) -> str:
         if self._closed:
             return "is closed"
-        code = self._reap()
-        how = (
-            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
-        )
-        return f"(process {self.process.pid}) {how}"
-
-    def _reap(self) -> int:
-        """The exit code of the process, which has been told to leave, or has left."""
-        try:
-            return self.process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        return f"(process {self.process.pid}) {exit_text(self.process.wait(_PATIENCE_S))}"
 
 
 def serve(line: int) -> None:
-    """A worker's life: open a thing, answer calls to it, end when nobody is on the line."""
+    """Main function of a worker: open an object, answer calls to it until the socket closes."""
     for number in _ASKED_TO_STOP:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKED_TO_STOP)
@@ -253,30 +247,25 @@ def serve(line: int) -> None:
 
 
 def _leave_when_alone(line: int) -> NoReturn:
-    """Waits for the other end of the line to be closed, also by the death of its process."""
+    """Exit when the other end of the socket is closed, also by the death of its process."""
     poll = select.poll()
     poll.register(line, 0)
     poll.poll()
     os._exit(0)
 
 
-def _start(line: socket.socket) -> subprocess.Popen[bytes]:
-    """A worker that is deaf to the signals from its first instruction on."""
-    words = [sys.executable, "-u", "-c", _START, str(line.fileno()), *sys.path]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED_TO_STOP)
-    try:
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[line.fileno()],
-            env=_ONE_THREAD | os.environ,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _start(line: socket.socket) -> Child:
+    return Child(
+        [sys.executable, "-u", "-c", _START, str(line.fileno()), *sys.path],
+        env=_ONE_THREAD | os.environ,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[line.fileno()],
+        blocked=_ASKED_TO_STOP,
+    )
 
 
 def _told(error: BaseException) -> tuple[BaseException, list[str], str]:
-    """An exception that can be pickled, its notes, and where it was raised."""
+    """Return an exception that can be pickled, its notes, and its traceback."""
     notes = list(getattr(error, "__notes__", ()))
     place = "".join(traceback.format_exception(error)).rstrip()
     try:
@@ -305,7 +294,7 @@ def _send(line: socket.socket, parts: Parts) -> None:
 
 
 def _receive(line: socket.socket) -> Parts:
-    """Raises EOFError where the other side is gone."""
+    """Receive a message. Raises EOFError if the other side has closed the socket."""
     (count,) = struct.unpack("<Q", _exactly(line, 8))
     sizes = struct.unpack(f"<{count}Q", _exactly(line, 8 * count))
     return [_exactly(line, size) for size in sizes]
@@ -320,3 +309,20 @@ def _exactly(line: socket.socket, size: int) -> memoryview:
             raise EOFError
         rest = rest[received:]
     return whole
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT_BYTES = 64 << 20
+_KEPT_BYTES = 256 << 20
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep the memory of freed large arrays for later ones. Linux with glibc only.
+
+    By default glibc returns arrays of megabytes to the system, and the next ones page-fault on
+    fresh zeroed pages, which doubles the time to read a batch of tokens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)

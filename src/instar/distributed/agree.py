@@ -1,8 +1,8 @@
-"""One decides, all act: the only road on which ranks exchange anything but tensors of training.
+"""Control messages between ranks: rank 0 decides, all ranks act.
 
-What travels is JSON bytes or float64 numbers in CPU tensors; nothing is ever unpickled. Every
-exchange is a collective: all ranks must come to it, in the same order. A rank that fails on the
-way says so (`together`), and a rank that is gone is noticed (`PeerLost`).
+Messages are JSON bytes or float64 numbers in CPU tensors; nothing is unpickled. Every exchange is a
+collective, which all ranks must enter in the same order. A failure of one rank is raised on all
+(`raise_on_all_ranks`); a lost rank raises `PeerLost`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from instar.config.errors import InstarError
@@ -27,39 +29,62 @@ from instar.distributed.failure import (
     PeerError,
     PeerLost,
     RunFailed,
+    error_text,
     exit_code_of,
     is_secondary,
-    told,
 )
-from instar.distributed.world import World
+from instar.distributed.world import World, with_own_group
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
-# What fits into one frame takes one exchange; anything longer a second one.
+# Messages longer than a frame take a second exchange.
 _FRAME_BYTES = 1024
 _LENGTH = struct.Struct("<q")
 _ROOM = _FRAME_BYTES - _LENGTH.size
+_PART_BYTES = 4 << 20
 
 
 def agree(world: World, value: Json) -> Json:
-    """Rank 0's `value` on every rank, as JSON gives it back (tuples become lists).
+    """Broadcast rank 0's `value` to every rank, as decoded from JSON (tuples become lists).
 
-    Raises RunFailed on every rank if rank 0's value is not JSON: NaN and infinity, keys that are
-    not strings, other types.
+    Raises:
+        RunFailed: on every rank, if rank 0's value is not JSON (NaN, infinity, keys that are not
+            strings, other types).
     """
     sent = _encoded(value) if world.is_main else b""
     return _decoded(_broadcast(world, sent))
 
 
 def gather(world: World, value: Json) -> list[Json]:
-    """Every rank's `value` on every rank, in the order of ranks; raises as `agree` does."""
+    """All-gather every rank's `value`, in the order of ranks; raises as `agree` does."""
     return [_decoded(data) for data in _gather(world, _encoded(value))]
 
 
-def reduce_sums(world: World, sums: Mapping[str, float]) -> dict[str, float]:
-    """The sum over all ranks of each entry, rounded once: the order of ranks does not matter.
+def gather_parts(world: World, part: bytes) -> list[bytes]:
+    """Gather every rank's `part`, of any size, on rank 0, in the order of ranks; [] on other ranks."""
+    if world.size == 1:
+        return [part]
+    sizes = [int(str(size)) for size in gather(world, len(part))]
+    parts = [bytearray() for _ in sizes]
+    for begin in range(0, max(sizes), _PART_BYTES):
+        width = min(_PART_BYTES, max(sizes) - begin)
+        mine = _bytes(part[begin : begin + width].ljust(width, b"\0"))
+        rows = list(torch.empty(world.size, width, dtype=torch.uint8).unbind())
+        with collective(world, "gathering data on rank 0"):
+            dist.gather(mine, rows if world.is_main else None, 0, group=world.group)
+        if world.is_main:
+            for whole, row in zip(parts, rows, strict=True):
+                whole += _raw(row)
+    if not world.is_main:
+        return []
+    return [bytes(whole[:size]) for whole, size in zip(parts, sizes, strict=True)]
 
-    Raises RunFailed on every rank if the ranks' keys differ.
+
+def reduce_sums(world: World, sums: Mapping[str, float]) -> dict[str, float]:
+    """Sum each entry over all ranks, rounded once, so that the order of ranks does not matter.
+
+    Raises:
+        RunFailed: on every rank, if the ranks' keys differ.
     """
     keys = sorted(sums)
     signature = xxhash.xxh3_64_digest("\0".join(keys).encode())
@@ -73,8 +98,8 @@ def reduce_sums(world: World, sums: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def together(world: World, what: str) -> Iterator[None]:
-    """Around anything one rank may fail in alone: all fail, or none.
+def raise_on_all_ranks(world: World, what: str) -> Iterator[None]:
+    """Context manager for code that may fail on some ranks: raises on all ranks, or on none.
 
     `what` completes "failed while …". If some ranks failed, every rank raises PeerError naming
     the first of them; the failing rank's own exception is its cause. If every rank failed alike
@@ -97,7 +122,7 @@ def together(world: World, what: str) -> Iterator[None]:
     alike = len({fault["message"] for fault in failed.values()}) == 1
     if mine is not None and alike and len(failed) == world.size:
         raise mine
-    # whoever failed only because another did is not named beside it
+    # a rank that failed only because another one did is not blamed
     failed = {rank: fault for rank, fault in failed.items() if not fault["secondary"]} or failed
     blamed = min(failed)
     fault = failed[blamed]
@@ -113,24 +138,24 @@ def together(world: World, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def meeting(world: World, what: str, number: int | None = None) -> Iterator[None]:
-    """Around a collective: the transport's error becomes PeerLost with the rank and `what`.
+def collective(world: World, what: str, number: int | None = None) -> Iterator[None]:
+    """Context manager for a collective: the transport's error becomes PeerLost with rank and `what`.
 
-    `number`: of the meeting this rank came to before, and waits for the end of.
+    `number`: of the collective that this rank started before and now waits for.
     """
     world.position.arrive(what, number)
     try:
         yield
     except RuntimeError as error:
-        # Gloo begins with the place in its source and ends with advice and an emoji.
+        # Gloo's messages begin with a source location and end with advice and an emoji.
         cause = re.sub(r"^\[[^\]]*\]\s*|\. This is typically.*", "", str(error), flags=re.DOTALL)
         raise PeerLost(f"rank {world.rank} lost another rank while {what}: {cause}") from error
     else:
         world.position.go_on()
 
 
-class Request(IntEnum):
-    """What a rank asks of all."""
+class Flag(IntEnum):
+    """What a rank reports to all others."""
 
     NONE = 0
     STOP = 1
@@ -138,16 +163,16 @@ class Request(IntEnum):
 
 
 @dataclass(frozen=True)
-class PulseResult:
-    """How many ranks asked to stop, how many failed, and the sums over all ranks."""
+class ReducedFlags:
+    """The number of ranks that asked to stop, the number that failed, and sums over all ranks."""
 
     stop: int
     errors: int
     sums: tuple[float, ...]
 
 
-class Beat:
-    """One pulse under way."""
+class PendingFlags:
+    """The handle of an asynchronous flag reduce."""
 
     def __init__(self, world: World, vector: Tensor, work: dist.Work | None) -> None:
         self._world = world
@@ -155,46 +180,44 @@ class Beat:
         self._work = work
         self._number = world.position.arrived
 
-    def wait(self) -> PulseResult:
-        """What all ranks sent; may be asked again. Raises PeerLost if one of them is gone."""
+    def wait(self) -> ReducedFlags:
+        """The result, also if called again. Raises PeerLost if a rank is lost."""
         if self._work is not None:
-            with meeting(self._world, "waiting for the pulse", self._number):
+            with collective(self._world, "waiting for the other ranks' flags", self._number):
                 self._work.wait()
             self._work = None
         stop, errors, *sums = self._vector.tolist()
-        return PulseResult(int(stop), int(errors), tuple(sums))
+        return ReducedFlags(int(stop), int(errors), tuple(sums))
 
 
-class Pulse:
-    """Posts the beats of one run; with one rank a beat is at once its own answer."""
+class FlagReducer:
+    """Asynchronous all-reduce of stop and error flags and of sums, once per step of a run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._width: int | None = None
 
-    def send(self, request: int = Request.NONE, sums: Sequence[float] = ()) -> Beat:
-        """Post `request` and `sums` (float64, as many at every beat) and go on without waiting.
+    def send(self, request: int = Flag.NONE, sums: Sequence[float] = ()) -> PendingFlags:
+        """Start the reduction of `request` and `sums` (float64) and return without waiting.
 
-        All ranks send in the same order relative to their other exchanges. Raises ValueError if
-        the number of sums changes, which would leave the ranks adding different things.
+        All ranks call it in the same order relative to their other collectives. Raises ValueError
+        if the number of sums differs from that of the first call.
         """
         if self._width is None:
             self._width = len(sums)
         if len(sums) != self._width:
-            raise ValueError(f"a pulse of {self._width} sums cannot carry {len(sums)}")
-        asked = Request(request)
-        vector = torch.tensor(
-            [asked is Request.STOP, asked is Request.ERROR, *sums], dtype=torch.float64
-        )
+            raise ValueError(f"expected {self._width} sums as in the first call, got {len(sums)}")
+        asked = Flag(request)
+        vector = torch.tensor([asked is Flag.STOP, asked is Flag.ERROR, *sums], dtype=torch.float64)
         if self._world.size == 1:
-            return Beat(self._world, vector, None)
-        with meeting(self._world, "sending the pulse"):
+            return PendingFlags(self._world, vector, None)
+        with collective(self._world, "sending its flags"):
             work = dist.all_reduce(vector, group=self._world.group, async_op=True)
-        return Beat(self._world, vector, work)
+        return PendingFlags(self._world, vector, work)
 
 
 def _fault(error: BaseException) -> dict[str, Json]:
-    text = told(error)[:4000]
+    text = error_text(error)[:4000]
     if not isinstance(error, InstarError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return {
@@ -205,7 +228,7 @@ def _fault(error: BaseException) -> dict[str, Json]:
 
 
 def _encoded(value: Json) -> bytes:
-    """JSON after "=", or what is wrong with the value after "!", which all ranks then raise."""
+    """Encode as "=" and JSON, or as "!" and an error message, which all ranks then raise."""
     problem = _not_json(value, "value")
     if problem:
         return b"!" + problem.encode()
@@ -219,7 +242,7 @@ def _decoded(data: bytes) -> Json:
 
 
 def _not_json(value: object, path: str) -> str:
-    """What in `value` JSON cannot carry, or an empty string."""
+    """Return what in `value` JSON cannot represent, or an empty string."""
     if value is None or isinstance(value, bool | int | str):
         return ""
     if isinstance(value, float):
@@ -240,7 +263,7 @@ def _broadcast(world: World, data: bytes) -> bytes:
     if world.size == 1:
         return data
     frame = _frame(data)
-    with meeting(world, "hearing a decision"):
+    with collective(world, "receiving a decision of rank 0"):
         dist.broadcast(frame, 0, group=world.group)
         length = _length(frame)
         if length <= _ROOM:
@@ -254,7 +277,7 @@ def _gather(world: World, data: bytes) -> list[bytes]:
     if world.size == 1:
         return [data]
     frames = list(torch.empty(world.size, _FRAME_BYTES, dtype=torch.uint8).unbind())
-    with meeting(world, "gathering answers"):
+    with collective(world, "gathering answers"):
         dist.all_gather(frames, _frame(data), group=world.group)
         lengths = [_length(frame) for frame in frames]
         longest = max(lengths)
@@ -294,6 +317,49 @@ def _differences(everyones: Sequence[Json]) -> str:
     sets = [set(cast(list[str], keys)) for keys in everyones]
     shared = set.intersection(*sets)
     return "; ".join(
-        f"rank {rank} has {', '.join(sorted(keys - shared)) or 'no others'}"
+        f"rank {rank} has {', '.join(sorted(keys - shared)) or 'no further keys'}"
         for rank, keys in enumerate(sets)
     )
+
+
+class P2PChannel:
+    """Sends bytes from rank 0 to one other rank at a time, over its own process group.
+
+    Construction is a collective. Only one thread per rank may use it; `send` blocks until the
+    other rank receives.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = with_own_group(world)
+
+    def send(self, label: Sequence[int], payload: NDArray[np.uint8], to: int) -> None:
+        """Send two numbers and any bytes.
+
+        Raises:
+            PeerLost: rank `to` is gone.
+        """
+        head = torch.tensor([*label, payload.size], dtype=torch.int64)
+        try:
+            dist.send(head, to, group=self._world.group)
+            if payload.size:
+                dist.send(torch.from_numpy(payload), to, group=self._world.group)
+        except RuntimeError as error:
+            raise PeerLost(f"rank 0 lost rank {to} while sending samples") from error
+
+    def receive(self) -> tuple[list[int], NDArray[np.uint8]]:
+        """Wait for the next message and return its two numbers and its bytes, owned by the caller.
+
+        Raises:
+            PeerLost: rank 0 is gone.
+        """
+        head = torch.zeros(3, dtype=torch.int64)
+        try:
+            dist.recv(head, 0, group=self._world.group)
+            *label, size = head.tolist()
+            payload = torch.empty(size, dtype=torch.uint8)
+            if size:
+                dist.recv(payload, 0, group=self._world.group)
+        except RuntimeError as error:
+            rank = self._world.rank
+            raise PeerLost(f"rank {rank} lost rank 0 while receiving samples") from error
+        return label, payload.numpy()

@@ -1,4 +1,4 @@
-"""How a rank ends badly: the errors it may raise, and the record it leaves for the launcher.
+"""Failures of a rank: the exceptions, their exit codes, and the failure record for the launcher.
 
 The record is one JSON file at TORCHELASTIC_ERROR_FILE, in the form torchrun's own report reads,
 with Instar's facts beside it.
@@ -10,11 +10,13 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from instar.config.errors import InstarError
+from instar.config.errors import InstarError, sentence_of
+from instar.config.user_code import what_happened
 
 RECORD_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_VARIABLE = "INSTAR_LAUNCHER_PID"
@@ -24,14 +26,14 @@ _TRANSPORT_SIGNS = ("gloo", "NCCL", "by peer", "Broken pipe", "Timed out waiting
 
 
 class RunFailed(InstarError):  # noqa: N818
-    """The run cannot go on. `secondary`: only because another rank failed first."""
+    """The run cannot continue. `secondary`: only because another rank failed first."""
 
     exit_code = 4
     secondary = False
 
 
 class PeerError(RunFailed):
-    """A rank failed in something all did together: `rank` is to blame, `what` it was doing."""
+    """A rank failed in a joint operation: `rank` is the one at fault, `what` the operation."""
 
     def __init__(
         self, message: str, *, what: str, rank: int, exit_code: int, secondary: bool
@@ -50,9 +52,9 @@ class PeerLost(RunFailed):
 
 
 class RankMissing(RunFailed):
-    """`ranks` do not move, or never came where all others wait; the message is a whole sentence.
+    """`ranks` hang, or never entered the collective in which the others wait.
 
-    Empty if it cannot be told who keeps the others from moving.
+    The message is a whole sentence. `ranks` is empty if the rank at fault is unknown.
     """
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -66,11 +68,26 @@ class Interrupted(InstarError):  # noqa: N818
     exit_code = 75
 
 
+class StoppedUnsaved(Interrupted):
+    """Stopped by a signal before there was anything to resume."""
+
+    exit_code = 130
+
+
+STOPPED = (Interrupted.exit_code, StoppedUnsaved.exit_code)
+
+
+def stopped_before_start(*, resumable: bool) -> Interrupted:
+    """Return the exception for a stop before the first step; `resumable`: the same command resumes an
+    existing run, or starts it in the same folder."""
+    return (Interrupted if resumable else StoppedUnsaved)(NOTHING_STARTED)
+
+
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end. `time` is in seconds since the epoch, `kind` the exception's type.
+    """The failure of one rank. `time` is in seconds since the epoch, `kind` the exception's type.
 
-    `ranks`: those to blame, if they are others than the one that says so.
+    `ranks`: the ranks at fault, if different from the one that reports it.
     """
 
     rank: int
@@ -83,7 +100,7 @@ class Failure:
     ranks: tuple[int, ...] = ()
 
     def sentence(self) -> str:
-        """Who failed, when and of what, e.g. "rank 1 failed at step 120: ValueError: …"."""
+        """Format as, e.g., "rank 1 failed at step 120: ValueError: …"."""
         if self.kind == RankMissing.__name__:
             return self.message
         at = "" if self.step is None else f" at step {self.step}"
@@ -92,47 +109,71 @@ class Failure:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The code with which a process ends on `error`: 75 interrupted, 2 config, 4 anything else."""
+    """Return the exit code for `error`: 75 or 130 if stopped, 2 for the config, 4 for anything else.
+
+    `sys.exit` is only called by the user's code, and is a failure whatever its code.
+    """
     if isinstance(error, InstarError):
         return error.exit_code
-    if isinstance(error, SystemExit):
-        if error.code is None:
-            return 0
-        return error.code if isinstance(error.code, int) else RunFailed.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted.exit_code
+        return StoppedUnsaved.exit_code
     return RunFailed.exit_code
 
 
+@contextmanager
+def exits_fail(what: str) -> Iterator[None]:
+    """Context for the user's code: turns `sys.exit()` into a failure of `what`.
+
+    Raises:
+        RunFailed: the code called `sys.exit()`; names `what`.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise RunFailed(f"{what} ended the process: {what_happened(error)}") from error
+
+
 def is_secondary(error: BaseException) -> bool:
-    """Whether `error` is what a rank sees when another rank is gone."""
+    """Whether `error` is only a consequence of the loss of another rank."""
     if isinstance(error, RunFailed):
         return error.secondary
-    # DDP's reducer lets the transport's RuntimeError through as it is.
+    # DDP's reducer raises the transport's RuntimeError unchanged.
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TRANSPORT_SIGNS)
 
 
 def root_of(error: BaseException) -> BaseException:
-    """This rank's own exception, if `error` is what all ranks were told of it."""
+    """Return this rank's own exception, if `error` is the PeerError that reports it to all ranks."""
     if isinstance(error, PeerError) and not error.secondary:
         return error.__cause__ or error
     return error
 
 
-def told(error: BaseException) -> str:
-    """What an error says, and the notes on it."""
-    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+def out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is a failed memory allocation of torch or Python."""
+    signs = ("can't allocate memory", "out of memory", "Cannot allocate memory")
+    root = root_of(error)
+    return isinstance(root, MemoryError) or (
+        isinstance(root, RuntimeError) and any(sign in str(root) for sign in signs)
+    )
 
 
-def describe(error: BaseException, rank: int, step: int | None) -> Failure:
-    """What there is to know of `error` on `rank` at `step`."""
+def error_text(error: BaseException) -> str:
+    """Return the message of an exception with its notes."""
+    said = sentence_of(error) if isinstance(error, OSError) else str(error)
+    if out_of_memory(error):
+        said = f"out of memory: {said}; reduce the model or train.batch_size"
+    return "; ".join([said, *getattr(error, "__notes__", ())])
+
+
+def describe_failure(error: BaseException, rank: int, step: int | None) -> Failure:
+    """Return the failure record of `error` on `rank` at `step`."""
     root = root_of(error)
     doing = f" (while {error.what})" if isinstance(error, PeerError) and root is not error else ""
     return Failure(
         rank=rank,
         step=step,
         kind=type(root).__name__,
-        message=f"{told(root)}{doing}",
+        message=f"{error_text(root)}{doing}",
         exit_code=exit_code_of(error),
         secondary=is_secondary(error),
         time=time.time(),
@@ -161,7 +202,7 @@ def write_failure(failure: Failure, error: BaseException, environ: Mapping[str, 
 
 
 def read_failure(path: Path) -> Failure | None:
-    """The record at `path`, or None if there is none that Instar wrote."""
+    """Read the failure record at `path`; None if there is none written by Instar."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         facts = record["instar"]
@@ -171,14 +212,14 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def point_to_log(log: Path, environ: Mapping[str, str]) -> None:
-    """Tell Instar's launcher where this rank's log is, so that a killed rank has last lines too."""
+    """Tell the launcher where this rank's log is, so that it can show its last lines."""
     record = environ.get(RECORD_VARIABLE)
     if record and LAUNCHER_VARIABLE in environ:
         _log_pointer(Path(record)).write_text(str(log.absolute()), encoding="utf-8")
 
 
 def log_of(record: Path) -> Path | None:
-    """The log of the rank whose failure record is, or would be, at `record`."""
+    """Return the log of the rank whose failure record is, or would be, at `record`."""
     try:
         return Path(_log_pointer(record).read_text(encoding="utf-8"))
     except OSError:

@@ -1,24 +1,29 @@
-"""Where each rank is, and what to conclude when one does not move. Plain data, without a clock.
+"""Heartbeats: the position of each rank, their exchange through the store, and the diagnosis of a hang.
 
-A rank that is stopped gives no sign of life at all; one that works, sleeps or loops still does,
-because a thread beside the main thread tells where that one is. The first is lost after a short
-silence, the second only when others have waited for it as long as they may.
+A stopped rank sends no heartbeats; one that works, sleeps or loops still does, because a thread
+beside its main thread sends them. The first is lost after `silence_s`, the second only when others
+have waited for it for `wait_s`.
 """
 
 from __future__ import annotations
 
 import json
+import queue
+import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
 
 
 class Position:
-    """Where this rank's main thread is. It writes; the watch, a thread beside it, reads.
+    """The position of this rank's main thread, which writes it; the watchdog's thread reads it.
 
-    Meetings are counted, because all ranks make the same exchanges in the same order: who has
-    come to fewer of them than another waits in is missing there. Only the thread that made the
-    position is followed; others may exchange what they like.
+    Collectives are counted, because all ranks enter the same ones in the same order: a rank that
+    has entered fewer than another one waits in is missing there. Only the thread that created the
+    position is tracked.
     """
 
     def __init__(self) -> None:
@@ -31,7 +36,7 @@ class Position:
         self.thread = threading.get_ident()
 
     def at(self, where: str, step: int | None = None) -> None:
-        """The main thread begins `where`, e.g. "evaluation at step 100"; it completes "in …"."""
+        """Set the current activity, e.g. "evaluation at step 100", which completes "in …"."""
         self.where = where
         if step is not None:
             self.step = step
@@ -39,7 +44,7 @@ class Position:
         self.moves += 1
 
     def arrive(self, what: str, number: int | None = None) -> None:
-        """It comes to an exchange of all ranks, or waits for the end of one it came to before."""
+        """Enter a collective, or wait for the end of collective `number`, entered earlier."""
         if threading.get_ident() != self.thread:
             return
         if number is None:
@@ -49,14 +54,14 @@ class Position:
         self.moves += 1
 
     def expect(self, what: str) -> None:
-        """It waits for something that another rank does on its way to the next exchange."""
+        """Wait for something that another rank does before the next collective."""
         if threading.get_ident() != self.thread:
             return
         self.waits_for, self.doing = self.arrived + 1, what
         self.moves += 1
 
     def go_on(self) -> None:
-        """The exchange is over, or under way without this thread."""
+        """Leave the collective, or continue without waiting for it."""
         if threading.get_ident() != self.thread:
             return
         self.waits_for = 0
@@ -65,12 +70,13 @@ class Position:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one rank tells the others.
+    """The state that one rank sends to the others.
 
-    `count` grows with every beat. `waits_for` is the number of the exchange that the main thread
-    waits in (0: none) and `doing` its purpose; `still_s` the seconds since it moved, `line` its
-    line of Python then, and `in_torch` whether that is torch's. `ended` is None in a living rank, "" in one that left, else its error;
-    `lost` says that the error is only another rank's absence.
+    `count` increases with every heartbeat. `waits_for` is the number of the collective in which the
+    main thread waits (0: none) and `doing` its purpose; `still_s` is the time in seconds since the
+    main thread last made progress, `line` the line of Python that it is at, and `in_torch` whether
+    that line belongs to torch. `ended` is None while the rank is alive, "" once it has left, or its
+    error; `lost` is set if that error only reports the loss of another rank.
     """
 
     count: int
@@ -100,16 +106,16 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A rank's newest heartbeat (None: there was none yet) and the seconds since it came."""
+class LastHeartbeat:
+    """A rank's newest heartbeat (None: none yet) and the seconds since it arrived."""
 
     beat: Heartbeat | None
     silent_s: float
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why no rank can go on, in one sentence, and the ranks that are to blame."""
+class Diagnosis:
+    """Why the ranks cannot continue, in one sentence, and the ranks at fault."""
 
     message: str
     ranks: tuple[int, ...]
@@ -118,20 +124,23 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, data: bytes) -> Verdict:
+    def decode(cls, data: bytes) -> Diagnosis:
         said = json.loads(data)
         return cls(said["message"], tuple(said["ranks"]))
 
 
-def judge(
-    seen: Mapping[int, Seen], silence_s: float, wait_s: float
-) -> tuple[Verdict | None, float]:
-    """What the heartbeats of all ranks mean, and in how many seconds they would mean more.
+def diagnose(
+    seen: Mapping[int, LastHeartbeat], silence_s: float, wait_s: float
+) -> tuple[Diagnosis | None, float]:
+    """Diagnose a hang from the heartbeats of all ranks.
 
     Args:
-        silence_s: a rank without a heartbeat for so long is lost.
-        wait_s: so long a rank may wait in an exchange for one that lives, and so long all ranks
-            may stand still: they wait then where nobody counts, in a backward pass.
+        silence_s: a rank that sends no heartbeat for this long is lost.
+        wait_s: how long a rank may wait in a collective for a rank that is alive, and how long all
+            ranks may make no progress (as in a backward pass, whose collectives are not counted).
+
+    Returns:
+        the diagnosis, if a rank hangs, and the seconds until the next check is due.
     """
     living = {rank: one for rank, one in seen.items() if one.beat is None or one.beat.ended is None}
     silent = [rank for rank, one in living.items() if one.silent_s >= silence_s]
@@ -150,22 +159,34 @@ def judge(
     return None, min(due)
 
 
-def _silent(seen: Mapping[int, Seen], ranks: Sequence[int], others: Sequence[int]) -> Verdict:
-    """All go in step, so where a living rank is tells more exactly how far the silent ones came."""
+def _silent(
+    seen: Mapping[int, LastHeartbeat], ranks: Sequence[int], others: Sequence[int]
+) -> Diagnosis:
+    """Name the silent ranks, and the position of a living one: ranks advance in lockstep, so it tells
+    how far the silent ones got."""
     told = []
     for rank in ranks:
         one = seen[rank]
-        last = f"last seen {one.beat.place}" if one.beat else "not seen since the ranks met"
-        told.append(f"rank {rank} has not moved for {one.silent_s:.0f} s: {last}")
+        last = f"last seen {one.beat.place}" if one.beat else "not seen since the rendezvous"
+        told.append(f"rank {rank} has sent no heartbeat for {one.silent_s:.0f} s: {last}")
+    told += [
+        f"no heartbeat arrives from host {host}: it is down or frozen, or the network to it is lost"
+        for host in sorted(_hosts(seen, ranks) - _hosts(seen, others))
+    ]
     witness = next((other for other in others if seen[other].beat), None)
     beat = seen[witness].beat if witness is not None else None
     if beat is not None:
         told.append(f"rank {witness} is {beat.place}")
-    return Verdict("; ".join(told), tuple(ranks))
+    return Diagnosis("; ".join(told), tuple(ranks))
 
 
-def _late(seen: Mapping[int, Seen], patient: int) -> Verdict:
-    """Of those who waited as long as they may, `patient` waits in the earliest exchange."""
+def _hosts(seen: Mapping[int, LastHeartbeat], ranks: Sequence[int]) -> set[str]:
+    beats = [seen[rank].beat for rank in ranks]
+    return {beat.host.partition(" ")[0] for beat in beats if beat}
+
+
+def _late(seen: Mapping[int, LastHeartbeat], patient: int) -> Diagnosis:
+    """Name the ranks missing in the collective in which rank `patient` waits."""
     beats = {rank: one.beat for rank, one in seen.items() if one.beat is not None}
     host = beats[patient]
     missing = [
@@ -176,26 +197,124 @@ def _late(seen: Mapping[int, Seen], patient: int) -> Verdict:
     if not missing:
         return _stuck(seen, host.still_s)
     told = [
-        f"rank {rank} has not come for {host.still_s:.0f} s to where others wait ({host.doing}): "
+        f"rank {rank} has not entered a collective ({host.doing}) for {host.still_s:.0f} s: "
         f"{_state(beats[rank])}"
         for rank in missing
     ]
-    return Verdict("; ".join(told), tuple(missing))
+    return Diagnosis("; ".join(told), tuple(missing))
 
 
-def _stuck(seen: Mapping[int, Seen], wait_s: float) -> Verdict:
-    """All have come as far: to blame is who is not in a wait, as far as its line tells."""
+def _stuck(seen: Mapping[int, LastHeartbeat], wait_s: float) -> Diagnosis:
+    """All ranks are equally far: the one at fault is the one that does not wait, judging by its line."""
     beats = {rank: one.beat for rank, one in seen.items() if one.beat is not None}
     busy = [rank for rank, beat in beats.items() if not (beat.in_torch or beat.waits_for)]
     if 0 < len(busy) < len(beats):
-        told = [f"rank {rank} keeps all others waiting: {_state(beats[rank])}" for rank in busy]
-        return Verdict("; ".join(told), tuple(busy))
+        told = [f"all other ranks wait for rank {rank}: {_state(beats[rank])}" for rank in busy]
+        return Diagnosis("; ".join(told), tuple(busy))
     told = [f"rank {rank} is {beat.place}" for rank, beat in beats.items()]
-    return Verdict(f"no rank has moved for {wait_s:.0f} s: {'; '.join(told)}", ())
+    return Diagnosis(f"no rank has made progress for {wait_s:.0f} s: {'; '.join(told)}", ())
 
 
 def _state(beat: Heartbeat) -> str:
     if beat.ended is not None:
         return f"it has left: {beat.ended}" if beat.ended else "it has left"
-    still = f", unmoved for {beat.still_s:.0f} s" if beat.still_s >= 1 else ""
+    still = f", without progress for {beat.still_s:.0f} s" if beat.still_s >= 1 else ""
     return f"it is {beat.place}{still}"
+
+
+T = TypeVar("T")
+
+_VERDICT = "verdict"
+
+
+class HeartbeatStore(Protocol):
+    """The methods used of a torch.distributed store, by one thread only."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Heartbeats:
+    """The newest heartbeats of the other ranks that have sent one, and the verdict, if there is one."""
+
+    beats: dict[int, Heartbeat]
+    verdict: Diagnosis | None
+
+
+class StoreClient:
+    """Accesses the store from its own thread, because a store whose process is stopped never answers."""
+
+    def __init__(self, store: HeartbeatStore, rank: int, size: int) -> None:
+        self._store, self._rank = store, rank
+        self._absent = [other for other in range(size) if other != rank]
+        self._present: list[int] = []
+        self._begun = False
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="heartbeat").start()
+
+    def exchange(self, mine: Heartbeat) -> Future[Heartbeats]:
+        return self._do(lambda: self._exchange(mine))
+
+    def decide(self, verdict: Diagnosis) -> Future[Diagnosis]:
+        return self._do(
+            lambda: Diagnosis.decode(self._store.compare_set(_VERDICT, "", verdict.encode()))
+        )
+
+    def close(self) -> None:
+        self._tasks.put(None)
+
+    def _exchange(self, mine: Heartbeat) -> Heartbeats:
+        if not self._begun:
+            # Reading a key that does not exist would block.
+            self._store.compare_set(_VERDICT, "", "")
+            self._begun = True
+        self._store.set(_key(self._rank), mine.encode())
+        for rank in [rank for rank in self._absent if self._store.check([_key(rank)])]:
+            self._absent.remove(rank)
+            self._present.append(rank)
+        verdict, *beats = self._store.multi_get([_VERDICT, *map(_key, self._present)])
+        return Heartbeats(
+            {rank: Heartbeat.decode(b) for rank, b in zip(self._present, beats, strict=True)},
+            Diagnosis.decode(verdict) if verdict else None,
+        )
+
+    def _do(self, task: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._tasks.put(answer)
+        return future
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def probe_host(address: str, limit_s: float) -> threading.Event:
+    """Connect to "host:port" for at most `limit_s` seconds; set the returned event if the host answers.
+
+    The kernel answers even if the process that listens there is stopped, or no process listens.
+    """
+    host, _, port = address.rpartition(":")
+    answered = threading.Event()
+
+    def connect() -> None:
+        with suppress(OSError):
+            with suppress(ConnectionRefusedError):
+                socket.create_connection((host, int(port)), timeout=limit_s).close()
+            answered.set()
+
+    threading.Thread(target=connect, daemon=True, name="probe").start()
+    return answered

@@ -1,4 +1,4 @@
-"""Ranks on this host under torch's elastic agent, in this process: `instar train --nproc N`."""
+"""Launches and supervises ranks on this machine: `instar train --nproc N`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,30 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from instar.config import CONFIG_VARIABLE
 from instar.config.errors import ConfigError
-from instar.distributed.cores import cores
-from instar.distributed.failure import LAUNCHER_VARIABLE, NOTHING_STARTED, Interrupted, RunFailed
-from instar.distributed.placement import DEVICES_VARIABLE, Placement
-from instar.distributed.signals import StopSignal
+from instar.distributed.failure import (
+    LAUNCHER_VARIABLE,
+    NOTHING_STARTED,
+    STOPPED,
+    Interrupted,
+    RunFailed,
+    StoppedUnsaved,
+    stopped_before_start,
+)
+from instar.distributed.placement import DEVICES_VARIABLE, Placement, usable_cores
+from instar.distributed.signals import STOP_SIGNALS, StopSignal
+from instar.processes.child import exit_text
 
 if TYPE_CHECKING:
-    from instar.distributed.agent import Ended
+    from instar.distributed.supervisor import RankExit
 
 LAST_LINES = 15
 
 
 @dataclass(frozen=True)
-class Conclusion:
-    """How ranks ended: the exit code of the whole, why if badly ("": it was said), rank 0's log."""
+class LaunchResult:
+    """The exit code of a launch, its error text ("": already printed or none), and rank 0's log."""
 
     code: int
     text: str = ""
@@ -46,11 +55,13 @@ def launch(
     host: str = "127.0.0.1",
     port: int = 0,
     max_restarts: int = 0,
+    resumable: bool = False,
+    config: str = "",
 ) -> int:
-    """`run_ranks`, its text said on stderr; returns the exit code.
+    """Call `run_ranks`, print its error text to stderr and return the exit code.
 
-    End the process with `signals.leave(code)`: while the interpreter tidies up, a late Ctrl-C would
-    get Python's own handler.
+    Exit with `signals.exit_now(code)`: while the interpreter shuts down, a late Ctrl-C would reach
+    Python's own handler.
     """
     conclusion = run_ranks(
         argv,
@@ -61,6 +72,9 @@ def launch(
         host=host,
         port=port,
         max_restarts=max_restarts,
+        resumable=resumable,
+        config=config,
+        last=True,
     )
     if conclusion.text:
         say(conclusion.text)
@@ -79,25 +93,30 @@ def run_ranks(
     max_restarts: int = 0,
     stop_timeout_s: float = 60.0,
     grace_s: float = 1.0,
-) -> Conclusion:
-    """Run `python -m <module> <argv>` in `nproc` ranks to their end.
+    resumable: bool = False,
+    config: str = "",
+    last: bool = False,
+) -> LaunchResult:
+    """Run `python -m <module> <argv>` in `nproc` ranks until they exit. Call from the main thread.
 
-    SIGINT or SIGTERM asks every rank once to stop, and gives them `stop_timeout_s` seconds; a
-    second one ends them at once; either gives code 75. If a rank fails, the others have `grace_s`
-    seconds to notice, then they are ended; the text names the failing rank with its step, cause
-    and last lines.
+    A stop signal is passed on to every rank once, which then has `stop_timeout_s` seconds; a repeated
+    one (see `StopSignal`) kills them. Either gives code 75 if the run can be resumed, else 130. If a
+    rank fails, the others have `grace_s` seconds to notice before they are killed; the text names
+    the failed rank with its step, cause and last lines of output.
 
     Args:
-        device: what the ranks will be told to work on; its GPUs must be there.
-        host: an address of this machine, at whose `port` (0: a free one) they meet.
+        resumable: the same command resumes the run, or starts again in its folder.
+        config: the loaded config (`Loaded.packed`), which the ranks then do not read again.
+        last: the process exits with the result (see `StopSignal`).
+        device: the device type of the ranks; its GPUs must exist.
+        host: an address of this machine; the ranks meet there at `port` (0: any free one).
 
-    Raises ConfigError, before a rank is started, if there are fewer `devices` than ranks, one is not
-    there, or the port is in use.
-
-    Call from the main thread.
+    Raises:
+        ConfigError: before any rank is started, if there are fewer `devices` than ranks, a device
+            does not exist, or the port is in use.
     """
     if nproc < 1:
-        raise ConfigError.one(f"{nproc} ranks cannot run", where="--nproc", hint="give 1 or more")
+        raise ConfigError.one(f"number of ranks must be at least 1, got {nproc}", where="--nproc")
     if devices is not None and len(devices) < nproc:
         raise ConfigError.one(
             f"{nproc} ranks, but {len(devices)} devices", where="--devices", hint="one per rank"
@@ -105,44 +124,42 @@ def run_ranks(
     extra = {
         LAUNCHER_VARIABLE: str(os.getpid()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(nproc))),
-        # Empty: the agent shall not put its own handlers in the place of ours.
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",
     }
     if devices is not None:
         extra[DEVICES_VARIABLE] = ",".join(map(str, devices))
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     with (
-        StopSignal(again=lambda: None, signals=asking) as stop,
+        StopSignal(again=lambda: None, signals=(*STOP_SIGNALS, signal.SIGQUIT), last=last) as stop,
         tempfile.TemporaryDirectory(prefix="instar-") as scratch,
-        environment(extra),
     ):
-        # Importing torch takes a second or two; a signal in that time is already heard.
-        from instar.distributed.agent import Agent, StoppedBeforeStartError, silence_elastic
-        from instar.distributed.devices import device_of
+        if config:
+            handed = Path(scratch) / "config.json"
+            handed.write_text(config, encoding="utf-8")
+            extra[CONFIG_VARIABLE] = str(handed)
+        # Importing torch takes a second or two; signals are already handled by then.
+        from instar.distributed.supervisor import Supervisor
+        from instar.distributed.world import device_of
 
-        silence_elastic()
         device_of(device, Placement(size=nproc, local_size=nproc), devices or ())
-        agent = Agent(
+        exits = Supervisor(
             module,
             argv,
             nproc,
             Path(scratch),
             stop,
-            say,
-            lambda ended: say(f"{_told(ended)}\nstarting all ranks again"),
+            extra,
+            say=say,
+            on_restart=lambda exits: say(f"{_failure_text(exits)}\nrestarting all ranks"),
             max_restarts=max_restarts,
             stop_timeout_s=stop_timeout_s,
             grace_s=grace_s,
             host=host,
             port=port,
-        )
-        try:
-            agent.run()
-        except StoppedBeforeStartError:
-            return Conclusion(Interrupted.exit_code, NOTHING_STARTED)
-        ended = agent.ended()
-        code, text = _conclude(ended, stop)
-        return Conclusion(code, text, next((end.log for end in ended if end.rank == 0), None))
+        ).run()
+        if not exits:
+            code = stopped_before_start(resumable=resumable).exit_code
+            return LaunchResult(code, NOTHING_STARTED)
+        code, text = _conclude(exits, stop, resumable=resumable)
+        return LaunchResult(code, text, next((end.log for end in exits if end.rank == 0), None))
 
 
 def torchrun_line(
@@ -153,7 +170,7 @@ def torchrun_line(
     max_restarts: int = 0,
     port: int = 0,
 ) -> str:
-    """The torchrun command that does the same as `launch` with these arguments."""
+    """Return the torchrun command equivalent to `launch` with these arguments."""
     variables = {}
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(threads_per_rank(nproc))
@@ -168,72 +185,76 @@ def torchrun_line(
 
 
 def threads_per_rank(nproc: int) -> int:
-    """Cores this process may use, divided among the ranks; at least 1."""
-    usable = cores()
+    """Return the cores this process may use divided by the number of ranks; at least 1."""
+    usable = usable_cores()
     # Two threads of one core share its arithmetic units.
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable) // nproc)
 
 
-def _conclude(ended: Sequence[Ended], stop: StopSignal) -> tuple[int, str]:
-    """The exit code of the whole, and how the ranks ended, if badly."""
-    late = [str(end.rank) for end in ended if end.by_agent and end.failure is None]
-    cause = _blamed(ended)
+def _conclude(exits: Sequence[RankExit], stop: StopSignal, *, resumable: bool) -> tuple[int, str]:
+    """Return the exit code of the launch, and the error text."""
+    late = [str(end.rank) for end in exits if end.killed and end.failure is None]
+    cause = _blamed(exits)
     if stop.requested and (cause is None or cause.failure is None or cause.failure.secondary):
-        text = f"ended, because it did not stop in time: rank {', '.join(late)}"
-        code = Interrupted.exit_code if any(end.status for end in ended) else 0
+        text = f"killed, because it did not stop in time: rank {', '.join(late)}"
+        saved = resumable or any(_has_checkpoint(end.log) for end in exits)
+        stopped = Interrupted.exit_code if saved else StoppedUnsaved.exit_code
+        if any(end.status in STOPPED for end in exits) and not late:
+            stopped = min(end.status for end in exits if end.status in STOPPED)
+        code = stopped if any(end.status for end in exits) else 0
         return code, text if late and not stop.insisted else ""
     if cause is None:
-        interrupted = any(end.status == Interrupted.exit_code for end in ended)
-        return Interrupted.exit_code if interrupted else 0, ""
+        return min((end.status for end in exits if end.status in STOPPED), default=0), ""
     code = _code(cause)
-    if code == ConfigError.exit_code and any(e.rank == 0 and e.status == code for e in ended):
+    if code == ConfigError.exit_code and any(e.rank == 0 and e.status == code for e in exits):
         # Rank 0 has printed it.
         return code, ""
-    return code, _told(ended)
+    return code, _failure_text(exits)
 
 
-def _blamed(ended: Sequence[Ended]) -> Ended | None:
-    """The rank whose end was the cause of the others', or None if none ended badly."""
+def _has_checkpoint(log: Path | None) -> bool:
+    """Whether the run that this log belongs to has a checkpoint."""
+    return log is not None and any((log.parents[1] / "checkpoints").glob("step-*"))
+
+
+def _blamed(exits: Sequence[RankExit]) -> RankExit | None:
+    """Return the rank whose failure caused the others'; None if none failed."""
     bad = [
-        end
-        for end in ended
-        if end.failure or (end.status not in (0, Interrupted.exit_code) and not end.by_agent)
+        end for end in exits if end.failure or (end.status not in (0, *STOPPED) and not end.killed)
     ]
     return min(bad, key=_suspicion, default=None)
 
 
-def _suspicion(end: Ended) -> tuple[int, float]:
-    # A killed rank leaves no record, and the peers it took along leave secondary ones. An abort
-    # is how a transport's watchdog ends a process that has lost its peers.
+def _suspicion(end: RankExit) -> tuple[int, float]:
+    # A killed rank leaves no record, and the peers that fail because of it leave secondary ones.
+    # SIGABRT is how NCCL's watchdog ends a process that has lost its peers.
     if end.failure is None:
         killed = end.status < 0 and end.status != -signal.SIGABRT
         return (0 if killed else 2, 0.0)
     return (3 if end.failure.secondary else 1, end.failure.time)
 
 
-def _code(end: Ended) -> int:
+def _code(end: RankExit) -> int:
     if end.failure is not None:
         return end.failure.exit_code
     known = (ConfigError.exit_code, 3, RunFailed.exit_code)
     return end.status if end.status in known else RunFailed.exit_code
 
 
-def _told(ended: Sequence[Ended]) -> str:
-    end = _blamed(ended)
+def _failure_text(exits: Sequence[RankExit]) -> str:
+    end = _blamed(exits)
     if end is None:
-        return "ranks ended without saying why"
+        return "the ranks ended without an error message"
     if end.failure is not None:
         text = end.failure.sentence()
-    elif end.status < 0:
-        steps = [peer.failure.step for peer in ended if peer.failure and peer.failure.step]
-        around = f" around step {max(steps)}" if steps else ""
-        text = f"rank {end.rank} was killed by {signal.Signals(-end.status).name}{around}"
-        if end.status == -signal.SIGKILL:
-            text += " (the system does so when memory runs out)"
     else:
-        text = f"rank {end.rank} ended with exit code {end.status}"
-    blamed = [other for other in ended if end.failure and other.rank in end.failure.ranks]
-    return "\n".join([text, *_last_lines((blamed or [end])[0].said)])
+        steps = [peer.failure.step for peer in exits if peer.failure and peer.failure.step]
+        around = f" around step {max(steps)}" if steps and end.status < 0 else ""
+        text = f"rank {end.rank} {exit_text(end.status)}{around}"
+        if end.status == -signal.SIGKILL:
+            text += " (the kernel does so when memory runs out)"
+    blamed = [other for other in exits if end.failure and other.rank in end.failure.ranks]
+    return "\n".join([text, *_last_lines((blamed or [end])[0].output)])
 
 
 def _last_lines(files: Sequence[Path]) -> Iterator[str]:
@@ -246,15 +267,15 @@ def _last_lines(files: Sequence[Path]) -> Iterator[str]:
 
 
 def say(text: str) -> None:
-    """Print a line on stderr."""
-    # The terminal may be gone: SIGHUP is one of the ways to be asked to stop.
+    """Print a line to stderr."""
+    # The terminal may be gone: SIGHUP is one of the stop signals.
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def environment(extra: dict[str, str]) -> Iterator[None]:
-    """With these variables in this process's environment."""
+    """Set these environment variables inside the context."""
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:

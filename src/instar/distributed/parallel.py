@@ -1,4 +1,4 @@
-"""The model on all ranks: DDP around it, off it, and proof that replicas are equal."""
+"""The model on all ranks: DDP, broadcasts from rank 0, and the check that replicas are equal."""
 
 from __future__ import annotations
 
@@ -8,30 +8,37 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instar.config.schema import DDPConfig
-from instar.distributed.agree import gather
+from instar.distributed.agree import Json, agree, collective, gather, raise_on_all_ranks
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
 
-# torch 2.13 has given `broadcast_buffers` this name, and warns at the old one
+# torch 2.13 renamed `broadcast_buffers` to this, and warns at the old name
 _NEW_NAME = "forward_sync_buffers"
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 _FORWARD_SYNC = _NEW_NAME if _NEW_NAME in _KNOWN else "broadcast_buffers"
+_REDUCTIONS_UNTIL_SETTLED = 4
+"""DDP broadcasts a new layout of its buckets in the first forward pass after the first backward pass
+that reduced; with `static_graph` up to two steps later. From then on only buffers are sent."""
 
 
 def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
-    """`model` under DDP if there is more than one rank; it must already be on its device.
+    """Wrap `model`, already on its device, in DDP if there is more than one rank.
 
-    Raises ValueError naming a parameter that is elsewhere.
+    Does not communicate: replicas must be equal already (`copy_from_rank_0`).
+
+    Raises:
+        ValueError: a parameter is on another device.
     """
     for name, parameter in model.named_parameters():
         if parameter.device != world.device:
             raise ValueError(
-                f"{name} is on {parameter.device}, but rank {world.rank} works on {world.device}: "
+                f"{name} is on {parameter.device}, but rank {world.rank} uses {world.device}: "
                 "move the model before it is wrapped"
             )
     if world.size == 1:
@@ -44,12 +51,70 @@ def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
         find_unused_parameters=ddp.find_unused_parameters,
         static_graph=ddp.static_graph,
         gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+        # init_sync is a collective: a rank that fails before it would leave the others waiting
+        init_sync=False,
         **forward_sync,
     )
 
 
+def copy_from_rank_0(world: World, model: nn.Module) -> None:
+    """Overwrite the parameters and buffers of all ranks with those of rank 0. A collective.
+
+    Raises:
+        RunFailed: on all ranks, if names, shapes or types differ.
+    """
+    if world.size == 1:
+        return
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    layout = [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
+    digests = gather(world, xxhash.xxh3_128_hexdigest("\n".join(layout).encode()))
+    if any(digest != digests[0] for digest in digests):
+        everyones = [set(cast(list[str], theirs)) for theirs in gather(world, layout)]
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        differing = sorted(everyones[0] ^ everyones[other]) or ["their order"]
+        raise RunFailed(
+            f"rank {other} has built a different model than rank 0: {'; '.join(differing[:8])}"
+        )
+    for name, received in broadcast_from_rank_0(world, tensors, "receiving the weights").items():
+        if not world.is_main and received.data_ptr() != tensors[name].data_ptr():
+            tensors[name].detach().copy_(received)
+
+
+def broadcast_from_rank_0(
+    world: World, tensors: Mapping[str, Tensor], what: str
+) -> Mapping[str, Tensor]:
+    """Broadcast rank 0's tensors to every rank. A collective.
+
+    A rank's own tensor of the same name, shape and type is overwritten; otherwise a new one is
+    allocated. Names and shapes may differ between ranks.
+    """
+    if world.size == 1:
+        return tensors
+    mine: dict[str, Json] = {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()}
+    layout = cast(dict[str, tuple[str, list[int]]], agree(world, mine))
+    found: dict[str, Tensor] = {}
+    for name, (dtype, shape) in layout.items():
+        if world.is_main:
+            found[name] = tensors[name].detach().contiguous()
+        elif mine.get(name) == [dtype, shape] and tensors[name].is_contiguous():
+            found[name] = tensors[name].detach()
+        else:
+            kind = getattr(torch, dtype.partition(".")[2])
+            found[name] = torch.empty(shape, dtype=kind, device=world.device)
+    with collective(world, what):
+        works = [
+            # as bytes: gloo does not support every dtype
+            dist.broadcast(_bytes(tensor), 0, group=world.group, async_op=True)
+            for tensor in found.values()
+            if tensor.numel()
+        ]
+        for work in works:
+            work.wait()
+    return found
+
+
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, without DDP and torch.compile around it."""
+    """Return the module inside DDP and torch.compile wrappers."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -59,32 +124,50 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def meets_in_forward(model: nn.Module) -> bool:
-    """Whether DDP's next forward pass is a collective already, so that leaving it hangs the others.
+class ForwardCollectives:
+    """Tracks whether the next forward pass of a wrapped model may be a collective.
 
-    It is where buffers are sent along, and once where DDP lays out its buckets anew, after the
-    first backward pass.
+    Computed from the number of reductions so far, because DDP's own flags are private and differ
+    between versions of torch.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return False
-    return bool(model.forward_sync_buffers) or not model._has_rebuilt_buckets
+
+    def __init__(self, model: nn.Module, ddp: DDPConfig) -> None:
+        """`model`: as returned by `wrap`, before its first forward pass."""
+        bare = unwrap(model)
+        self._wrapped = isinstance(model, DistributedDataParallel)
+        # DDP broadcasts buffers in the first forward pass of every step, also inside no_sync
+        broadcasts = ddp.broadcast_buffers and next(bare.buffers(), None) is not None
+        statistics = any(isinstance(module, nn.SyncBatchNorm) for module in bare.modules())
+        self._always = broadcasts or statistics
+        self._reduced = 0
+
+    def next_may_communicate(self) -> bool:
+        """Whether a rank that skips the next forward pass may leave the others waiting in it."""
+        return self._wrapped and (self._always or self._reduced < _REDUCTIONS_UNTIL_SETTLED)
+
+    def reduced(self) -> None:
+        """Record that the gradients of a step were reduced."""
+        self._reduced += 1
 
 
 def sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-    """Around forward *and* backward of a micro-batch: reduce gradients only where `enabled`."""
+    """Context for forward *and* backward of a micro-batch: reduces gradients only if `enabled`."""
     if enabled or not isinstance(model, DistributedDataParallel):
         return nullcontext()
     return cast(AbstractContextManager[None], model.no_sync())
 
 
-def same_everywhere(world: World, tensors: Mapping[str, Tensor]) -> None:
-    """Raise RunFailed on all ranks, naming tensors and ranks, unless all bytes are equal.
+def check_replicas_equal(world: World, tensors: Mapping[str, Tensor]) -> None:
+    """Check that all replicas are equal in dtype, shape and every byte. A collective, and a short one
+    if nothing differs.
 
-    Type and shape count too. One short exchange if nothing differs.
+    Raises:
+        RunFailed: on all ranks, naming tensors and ranks that differ.
     """
     if world.size == 1:
         return
-    hashes = {name: _hash(tensor) for name, tensor in sorted(tensors.items())}
+    with raise_on_all_ranks(world, "hashing the replicas"):
+        hashes = {name: _hash(tensor) for name, tensor in sorted(tensors.items())}
     whole = xxhash.xxh3_128_hexdigest("\n".join(f"{n}\t{h}" for n, h in hashes.items()).encode())
     if len(set(cast(list[str], gather(world, whole)))) == 1:
         return
@@ -105,7 +188,11 @@ def same_everywhere(world: World, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _hash(tensor: Tensor) -> str:
-    plain = tensor.detach().to("cpu").contiguous()
-    digest = xxhash.xxh3_128(f"{plain.dtype} {tuple(plain.shape)}".encode())
-    digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(_bytes(tensor.to("cpu")).numpy().data)
     return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """View a tensor as bytes, without a copy if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from instar.config.errors import ConfigError
 if TYPE_CHECKING:
     from instar.config.schema import ParallelConfig
 
+
 DEVICES_VARIABLE = "INSTAR_DEVICES"
 LAUNCH_VARIABLE = "INSTAR_LAUNCH"
 _PORT_KEY = "parallel.master_port"
@@ -20,7 +22,7 @@ _PORT_KEY = "parallel.master_port"
 
 @dataclass(frozen=True)
 class Placement:
-    """One process's place: global and local rank, sizes, and where the ranks meet."""
+    """The rank of one process: global and local rank and sizes, and the rendezvous address."""
 
     rank: int = 0
     local_rank: int = 0
@@ -29,13 +31,13 @@ class Placement:
     host: str = "127.0.0.1"
     port: int = 0
     port_key: str = ""
-    """the variable, or key of the config, that the port is from"""
+    """the environment variable or config key that gave the port"""
     launch: str = ""
-    """what tells this launch from another one that might meet at the same port"""
+    """identifies this launch among others that might use the same port"""
     told: bool = False
-    """whether the environment says which rank this is; else it is the only one by default"""
+    """whether the environment gives the rank; otherwise it is the only one by default"""
     own_gpu: bool = False
-    """whether each rank sees one GPU, its own"""
+    """whether each rank sees exactly one GPU"""
 
     @property
     def one_host(self) -> bool:
@@ -43,13 +45,14 @@ class Placement:
 
 
 def placement(environ: Mapping[str, str], parallel: ParallelConfig | None = None) -> Placement:
-    """Read torchrun's variables, or SLURM's where torchrun's are absent, or be the only process.
+    """Read the placement from torchrun's variables, else from SLURM's, else a single process.
 
     Args:
-        parallel: where the ranks meet, if the environment does not say it; None: who does not
-            want to meet them may leave it open.
+        parallel: gives the rendezvous address if the environment does not; None: the address is
+            not needed.
 
-    Raises ConfigError if variables are missing, not numbers, or contradict each other.
+    Raises:
+        ConfigError: variables are missing, not numbers, or contradict each other.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         found = _from_torchrun(environ, parallel)
@@ -69,11 +72,10 @@ def placement(environ: Mapping[str, str], parallel: ParallelConfig | None = None
 
 
 def share_cores(environ: MutableMapping[str, str]) -> None:
-    """Let threads that wait for each other sleep soon instead of spinning for milliseconds.
+    """Let waiting OpenMP threads sleep soon instead of spinning for milliseconds.
 
-    On a machine with nothing else to do it costs nothing; with one other busy process on two
-    cores, training is several times as fast. To be called before torch is imported; what the user
-    has set stays.
+    Costs nothing on an idle machine; with one other busy process on two cores, training is several
+    times as fast. Call it before torch is imported; a value set by the user stays.
     """
     if "OMP_WAIT_POLICY" not in environ:
         environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -92,7 +94,7 @@ def _from_torchrun(environ: Mapping[str, str], parallel: ParallelConfig | None) 
     size = _number(environ, "WORLD_SIZE")
     rank = _number(environ, "RANK")
     if size == 1:
-        # Operators of clusters set RANK and WORLD_SIZE for machines, and no LOCAL_RANK.
+        # Cluster operators set RANK and WORLD_SIZE per machine, without LOCAL_RANK.
         return Placement(rank, told="LOCAL_RANK" in environ)
     local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
     host = environ.get("MASTER_ADDR") or (parallel.master_address if parallel else "")
@@ -147,7 +149,7 @@ def _from_slurm(environ: Mapping[str, str], parallel: ParallelConfig | None) -> 
 
 
 def _port(environ: Mapping[str, str], parallel: ParallelConfig | None) -> tuple[int, str]:
-    """The port that somebody has named, and where; 0 and "" if nobody has."""
+    """Return the configured port and where it was set; 0 and "" if it is not set."""
     if environ.get("MASTER_PORT"):
         return _number(environ, "MASTER_PORT"), "MASTER_PORT"
     if parallel and parallel.master_port:
@@ -156,15 +158,15 @@ def _port(environ: Mapping[str, str], parallel: ParallelConfig | None) -> tuple[
 
 
 def _slurm_port(job: int, step: int) -> int:
-    """The same on every node, below those that systems give out by themselves.
+    """Derive a port, the same on every node, below the ephemeral range.
 
-    Jobs that follow each other, and a job's first 13 steps, have ports of their own.
+    Consecutive jobs, and the first 13 steps of a job, get different ports.
     """
     return 20000 + (job * 13 + step) % 12000
 
 
 def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
-    """SLURM's run-length form, e.g. "2(x3),1", written out."""
+    """Expand SLURM's run-length form, e.g. "2(x3),1"."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     return [
         int(count)
@@ -174,7 +176,7 @@ def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """The first name of a SLURM node list, e.g. node07 of "node[07-12,15],gpu1"."""
+    """Return the first name of a SLURM node list, e.g. node07 of "node[07-12,15],gpu1"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
 
@@ -183,7 +185,7 @@ def _not_set(variable: str, size: int, key: str) -> ConfigError:
     return ConfigError.one(
         f"{variable} is not set, but WORLD_SIZE is {size}",
         where="environment",
-        hint=f"start the ranks with `instar train --nproc N` or torchrun, or give {key}",
+        hint=f"start the ranks with `instar train --nproc N` or torchrun, or set {key}",
     )
 
 
@@ -195,3 +197,65 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         got = "not set" if text is None else f"{text!r}"
         raise ConfigError.one(f"{name} must be a number, but is {got}", where="environment")
     return int(text)
+
+
+@dataclass(frozen=True)
+class RankCount:
+    """`ranks` on all machines; `devices` for the ranks of this machine, () for 0, 1, 2 …"""
+
+    ranks: int
+    devices: tuple[int, ...] = ()
+
+
+def resolve_ranks(
+    parallel: ParallelConfig,
+    place: Placement,
+    nproc: int | None = None,
+    devices: Sequence[int] | None = None,
+) -> RankCount:
+    """Resolve ranks and devices from the environment, else the arguments, else the config, else 1.
+
+    Args:
+        nproc: ranks requested on the command line; None: not given.
+        devices: GPUs requested on the command line, one per rank unless `nproc` is given too.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    chosen = tuple(parallel.devices if devices is None else devices)
+    if place.told:
+        ranks = place.size
+        if nproc not in (None, ranks):
+            raise ConfigError.one(
+                f"--nproc {nproc}, but the environment already sets {ranks} "
+                f"rank{'' if ranks == 1 else 's'}",
+                where="--nproc",
+                hint="leave it out: the ranks have already been started",
+            )
+    elif devices is not None:
+        ranks = nproc or len(devices)
+    else:
+        ranks = nproc or parallel.world_size or len(chosen) or 1
+    here = place.local_size if place.told else ranks
+    most = max(256, 32 * (os.cpu_count() or 1))
+    if not place.told and here > most:
+        raise ConfigError.one(
+            f"{here:,} ranks on this machine, which has {os.cpu_count()} processors; at most {most:,} "
+            "are started",
+            where="parallel.world_size" if nproc is None and devices is None else "--nproc",
+            hint="on several machines, each starts its own ranks with torchrun or srun",
+        )
+    if chosen and len(chosen) < here:
+        raise ConfigError.one(
+            f"{here} ranks on this machine, but devices {','.join(map(str, chosen))} only",
+            where="parallel.devices" if devices is None else "--devices",
+            hint="one per rank",
+        )
+    return RankCount(ranks, chosen[:here])
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may use; 1 if unknown."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,36 +1,54 @@
-"""Signals ask; they never act. A first one sets a flag, a second one leaves at once.
+"""Stop signals set a flag; a repeated one ends the process at once.
 
-Python runs a signal handler only between two instructions of the main thread, which may be
-waiting inside a collective for minutes. So the signal's number is written to a socket by the
-interpreter's C code, and a thread that waits there counts.
+Python runs signal handlers only between two instructions of the main thread, which may wait inside
+a collective for minutes. So the interpreter's C code writes the signal's number to a socket
+(`signal.set_wakeup_fd`), which a second thread reads.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
+import math
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from instar.distributed.failure import LAUNCHER_VARIABLE, Interrupted
+from instar.distributed.failure import LAUNCHER_VARIABLE, Interrupted, StoppedUnsaved
+from instar.processes.child import die_with_parent
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,  # the terminal was closed
+    signal.SIGUSR1,  # batch systems' warnings: SLURM's --signal, SGE's, LSF's
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+_INTERACTIVE = (signal.SIGINT, signal.SIGQUIT)
+_training = threading.Event()
+SAVE_S = 5.0
+"""how long after the first signal a second SIGTERM still lets the run save"""
 
 
 class StopSignal:
-    """While open, SIGINT and SIGTERM set `requested` to the signal's name and do nothing else.
+    """While open, a stop signal only sets `requested` to its name; the first one counts.
 
-    A second signal sets `insisted` and calls `again`, from a thread of its own; by default that
-    leaves with code 75.
-    The same Ctrl-C may come twice, from the terminal and from a launcher: whatever follows within
-    `moment_s` seconds of the first counts with it.
+    A repeated signal sets `insisted` and calls `again` from another thread; by default that exits
+    with code 75 if `resumable` is set, else 130. A second SIGINT or SIGQUIT, which a person sends,
+    counts as repeated; of SIGTERM, which schedulers send several times, a third one, or a second
+    one `SAVE_S` seconds after the first signal. Other signals never do. The same signal may arrive
+    twice, from the terminal and from a launcher: signals within `moment_s` seconds count as one.
+
+    A signal that was ignored before stays ignored (SIGHUP under nohup), and existing handlers of
+    SIGUSR1, SIGUSR2 and SIGXCPU stay.
     """
 
     def __init__(
@@ -39,32 +57,34 @@ class StopSignal:
         *,
         signals: tuple[signal.Signals, ...] = STOP_SIGNALS,
         moment_s: float | None = None,
+        last: bool = False,
     ) -> None:
+        """`last`: the process exits afterwards; after a stop, ignore further signals at the end."""
+        self.resumable = False
+        """whether the run could be resumed if this process ended now"""
         self.requested: str | None = None
         self.insisted = False
-        self._again = again or leave_interrupted
+        self._again = again or self._leave
         self._signals = signals
+        self._last = last
         self._moment_s = _usual_moment_s(os.environ) if moment_s is None else moment_s
         self._asked = threading.Event()
         self._open = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until a stop is asked for; False if `timeout_s` seconds pass before."""
+        """Wait for a stop signal; return False after `timeout_s` seconds without one."""
         return self._asked.wait(timeout_s)
 
     def __enter__(self) -> StopSignal:
-        # Unblocking on the writing side only: the C code must never wait for the thread.
-        self._listening, self._telling = socket.socketpair()
-        self._telling.setblocking(False)
+        # Only the writing side is non-blocking: the C code must never wait for the thread.
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
         self._before: dict[signal.Signals, Any] = {}
         for number in self._signals:
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                # Under nohup the run shall outlive its terminal.
+            if _is_taken(number):
                 continue
             self._before[number] = signal.signal(number, self._on_signal)
-        self._wakeup_before = signal.set_wakeup_fd(
-            self._telling.fileno(), warn_on_full_buffer=False
-        )
+        self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._open = True
         os.register_at_fork(after_in_child=self._forget)
         self._counter = threading.Thread(target=self._count, daemon=True, name="signals")
@@ -80,12 +100,12 @@ class StopSignal:
         self._open = False
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
-        # Not close alone: a forked child may hold the other end of this socket too.
-        self._telling.shutdown(socket.SHUT_RDWR)
+            signal.signal(number, signal.SIG_IGN if self._last and self.requested else handler)
+        # close() is not enough: a forked child may hold this end of the socket too.
+        self._sender.shutdown(socket.SHUT_RDWR)
         self._counter.join()
-        self._telling.close()
-        self._listening.close()
+        self._sender.close()
+        self._receiver.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._request(number)
@@ -95,21 +115,31 @@ class StopSignal:
         self._asked.set()
 
     def _count(self) -> None:
-        first: float | None = None
-        while numbers := self._listening.recv(64):
+        first = last = -math.inf
+        terms = 0
+        while numbers := self._receiver.recv(64):
             for number in numbers:
-                if number not in self._signals:
+                if number not in self._before:
                     continue
+                if number == signal.SIGHUP:
+                    detach_closed_streams()
                 now = time.monotonic()
-                if first is None:
-                    first = now
+                if first == -math.inf:
+                    first = last = now
                     self._request(number)
-                elif now - first > self._moment_s:
-                    self.insisted = True
-                    self._again()
+                elif now - last > self._moment_s:
+                    last = now
+                    terms += number == signal.SIGTERM
+                    again = number == signal.SIGTERM and (terms > 1 or now - first > SAVE_S)
+                    if again or number in _INTERACTIVE:
+                        self.insisted = True
+                        self._again()
+
+    def _leave(self) -> NoReturn:
+        exit_now((Interrupted if self.resumable else StoppedUnsaved).exit_code)
 
     def _forget(self) -> None:
-        # A forked child would write its own signals into the parent's socket.
+        # A forked child would write its signals into the parent's socket.
         if self._open:
             self._open = False
             signal.set_wakeup_fd(-1)
@@ -117,39 +147,81 @@ class StopSignal:
                 signal.signal(number, handler)
 
 
-def leave_interrupted() -> NoReturn:
-    """End this process at once with code 75: interrupted, resumable."""
-    leave(Interrupted.exit_code)
+def ignore_stop_signals() -> None:
+    """Ignore stop signals from now on; call it when the work is done."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process at once with `code`, after what it said is written.
+def exit_now(code: int) -> NoReturn:
+    """Flush logs and streams and exit with `code`, without running finalizers.
 
-    No finalizers run: those of a process group may wait for a rank that is gone.
+    Those of a process group may wait for a lost rank.
     """
-    # A lock of a log may be held by the thread that is stuck; so flush aside, and not for long.
+    # The stuck thread may hold the lock of a log handler: flush in another thread, with a limit.
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(0.3)
     os._exit(code)
 
 
-def follow_launcher(environ: Mapping[str, str]) -> None:
-    """Ask the kernel for SIGTERM when Instar's launcher dies, so that no rank is orphaned (Linux)."""
+def exit_with_parent(environ: Mapping[str, str]) -> None:
+    """Exit when the launcher dies, so that no rank is orphaned.
+
+    Until training starts (`training_started`) there is nothing to save, and the process may be
+    waiting for ranks that will not come: it exits at once. Afterwards the kernel sends SIGTERM when
+    Instar's launcher dies (Linux), and the ranks stop and save together.
+    """
     launcher = environ.get(LAUNCHER_VARIABLE)
-    if launcher is None or sys.platform != "linux":
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != int(launcher):
-        os.kill(os.getpid(), signal.SIGTERM)
+    if launcher is not None:
+        die_with_parent(signal.SIGTERM)
+    if launcher is not None or "TORCHELASTIC_RUN_ID" in environ:
+        parent = os.getppid() if launcher is None else int(launcher)
+        threading.Thread(target=_leave_without, args=[parent], daemon=True, name="launcher").start()
+
+
+def training_started() -> None:
+    """From now on a stop is agreed on by all ranks, also if the launcher dies."""
+    _training.set()
+
+
+def _leave_without(parent: int) -> None:
+    while not _training.is_set():
+        if os.getppid() != parent:
+            exit_now(StoppedUnsaved.exit_code)
+        _training.wait(0.1)
+
+
+def detach_closed_streams() -> None:
+    """Redirect stdout and stderr to /dev/null if their reader is gone (a closed terminal or pipe),
+    so that the next print does not fail."""
+    for stream, number in ((sys.__stdout__, 1), (sys.__stderr__, 2)):
+        if stream is None:
+            continue
+        with suppress(OSError):
+            polled = select.poll()
+            polled.register(number, 0)
+            if any(found & (select.POLLHUP | select.POLLERR) for _, found in polled.poll(0)):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, number)
+                os.close(nothing)
+
+
+def _is_taken(number: signal.Signals) -> bool:
+    """Whether this process already uses the signal for something else."""
+    before = signal.getsignal(number)
+    if number in (signal.SIGINT, signal.SIGTERM):
+        return False
+    if number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+        return before is not signal.SIG_DFL
+    return before is signal.SIG_IGN
 
 
 def _flush() -> None:
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    for stream in (*logging.getLogger().handlers, sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):
+                stream.flush()
 
 
 def _usual_moment_s(environ: Mapping[str, str]) -> float:

@@ -1,4 +1,4 @@
-"""The ranks of a run: who I am, on which device, and the group in which all meet."""
+"""The process group: this rank, its device, joining and leaving the group."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from instar.config.errors import ConfigError
 from instar.config.schema import ParallelConfig
-from instar.distributed.devices import chosen_devices, device_of
 from instar.distributed.failure import (
     Interrupted,
     PeerLost,
@@ -28,21 +28,26 @@ from instar.distributed.failure import (
     is_secondary,
 )
 from instar.distributed.heartbeat import Position
-from instar.distributed.listener import listen, port_in_use
-from instar.distributed.placement import Placement, is_loopback, placement
-from instar.distributed.rounds import roll_call
-from instar.distributed.watch import Limits, Served, watching
+from instar.distributed.placement import DEVICES_VARIABLE, Placement, is_loopback, placement
+from instar.distributed.rendezvous import listen, listen_to_hosts, port_in_use, wait_for_all_ranks
+from instar.distributed.watchdog import StoreAddress, WatchdogLimits, watch_ranks
 
 __all__ = ["Interrupted", "RunFailed", "World", "join", "recall", "remember"]
 
 logger = logging.getLogger(__name__)
 
-# The watch ends a wait at its limit. The transport also counts time in which the whole group was
-# stopped, as by Ctrl-Z or SLURM, and must not end a run for that.
+
+# The watchdog enforces the time limits. The transport's own timeout would also count time in which
+# the whole group was stopped (Ctrl-Z, SLURM), and must not end a run for that.
 _TRANSPORT_LIMIT = timedelta(days=1)
 _AGENT_ANSWERS_S = 10.0
 _LAUNCH_KEY = "instar/launch"
-_GLANCE_S = 0.05
+_serving: dict[tuple[int, str, int], TCPStore] = {}
+"""The stores that this process serves until it exits: a script that trains in a loop meets there
+again. Its port would not be free otherwise, because a deleted DDP keeps its group and its store."""
+_POLL_S = 0.05
+_OUTSIDE = "203.0.113.1"
+"""an address reserved for documentation, assigned to no host (RFC 5737)"""
 
 
 @dataclass(frozen=True)
@@ -56,33 +61,32 @@ class World:
     backend: str
     position: Position = field(default_factory=Position, compare=False, repr=False)
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """in which agreements are made; None: the one that all ranks met in"""
+    """the group for control messages; None: the default group"""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def at(self, where: str, step: int | None = None) -> None:
-        """Say what this rank begins, e.g. "evaluation at step 100": others name it if it hangs."""
+        """Set the current activity, e.g. "evaluation at step 100", which is reported if this rank hangs."""
         self.position.at(where, step)
 
     def moved(self) -> None:
-        """Say that this rank is at work, in a loop that may take longer than `timeout_s`."""
+        """Report progress from a loop that may take longer than `timeout_s`."""
         self.position.moves += 1
 
 
 @contextmanager
 def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
-    """Meet the other ranks named by torchrun's or SLURM's environment; part from them at the end.
+    """Join the process group given by torchrun's or SLURM's environment; leave it at the end.
 
-    Control traffic goes through CPU tensors over gloo, whatever carries the gradients. MASTER_*
-    is read, never written. A rank that hangs inside ends all, each process at once with code 4
-    (see `watching`).
+    Control messages are CPU tensors over gloo, whatever carries the gradients. MASTER_* is read,
+    never written. If a rank hangs inside, every process exits with code 4 (see `watch_ranks`).
 
     Raises:
-        ConfigError: a device, port or environment that cannot be.
-        RankMissing: some ranks did not come within `config.timeout_s` seconds, or were lost.
-        PeerLost: another rank is gone; names it where that can be known.
+        ConfigError: the device, port or environment is invalid.
+        RankMissing: some ranks did not join within `config.timeout_s` seconds, or were lost.
+        PeerLost: another rank is gone; it is named if known.
         RunFailed: the ranks cannot reach each other.
     """
     place = placement(os.environ, config)
@@ -94,7 +98,7 @@ def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
         return
     backend = _backend(config.backend, chosen)
     excepthook = sys.excepthook
-    with _loopback_for_gloo(place):
+    with _interface_for_gloo(place):
         store = _meet(place, config.timeout_s)
         try:
             with _watching(store, place, config) as position:
@@ -105,11 +109,8 @@ def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
             _part()
 
 
-def beside(world: World) -> World:
-    """The same ranks in a group of their own, for a thread that must not disturb the first.
-
-    All ranks must ask for it together.
-    """
+def with_own_group(world: World) -> World:
+    """Return `world` with a new process group, for collectives in another thread. A collective."""
     if world.size == 1:
         return world
     group = dist.new_group(backend="gloo", timeout=_TRANSPORT_LIMIT)
@@ -117,17 +118,14 @@ def beside(world: World) -> World:
 
 
 def remember(key: str, value: str) -> None:
-    """Keep `value` for the ranks that this launcher starts again; nothing where none would."""
+    """Store `value` in the launcher for the ranks that it restarts; without a launcher, do nothing."""
     store = _kept()
     if store is not None:
         store.set(key, value)
 
 
 def recall(key: str) -> str | None:
-    """What an earlier start of this launch has remembered, or None.
-
-    The launcher's store keeps it: it lives as long as the launcher does.
-    """
+    """Return the value stored by `remember` in an earlier start of this launch, or None."""
     store = _kept()
     if store is None or not store.check([key]):
         return None
@@ -135,14 +133,14 @@ def recall(key: str) -> str | None:
 
 
 def _meet(place: Placement, timeout_s: float) -> PrefixStore:
-    """The store, under a name of this start's own, when all ranks have come to it."""
+    """Wait for all ranks and return the store with a prefix unique to this start."""
     try:
         store = _store(place, timeout_s)
-        name = roll_call(store, place.rank, place.size, timeout_s)
+        name = wait_for_all_ranks(store, place.rank, place.size, timeout_s)
     except (RuntimeError, OSError) as error:
         if place.rank != 0 and not _agent_serves() and isinstance(error, RuntimeError):
             raise RankMissing(
-                f"rank 0 of {place.size} did not come to the start, or has left it: nothing "
+                f"rank 0 of {place.size} did not join the rendezvous, or has left it: nothing "
                 f"answers at {place.host}:{place.port}, where it serves the store",
                 [0],
             ) from error
@@ -167,7 +165,7 @@ def _connect(store: PrefixStore, place: Placement, backend: str, device: torch.d
 def _not_met(place: Placement, error: Exception) -> RunFailed:
     kind = PeerLost if is_secondary(error) else RunFailed
     return kind(
-        f"rank {place.rank} of {place.size} could not meet the others at "
+        f"rank {place.rank} of {place.size} could not join the process group at "
         f"{place.host}:{place.port}: {error}"
     )
 
@@ -175,11 +173,13 @@ def _not_met(place: Placement, error: Exception) -> RunFailed:
 def _watching(
     store: PrefixStore, place: Placement, config: ParallelConfig
 ) -> AbstractContextManager[Position]:
-    # One connection serves one thread at a time, and the main thread may wait on its own.
+    # A connection serves one thread at a time, and the main thread may block on its own.
     own = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
-    served = Served(f"{place.host}:{place.port}", None if _agent_serves() else 0)
-    limits = Limits.of(config.silence_s, config.timeout_s, place.size)
-    return watching(own, served, place.rank, place.size, limits)
+    # The watchdog measures its waits itself, and a stopped launcher must not end the run.
+    own.set_timeout(_TRANSPORT_LIMIT)
+    served = StoreAddress(f"{place.host}:{place.port}", None if _agent_serves() else 0)
+    limits = WatchdogLimits.of(config.silence_s, config.timeout_s, place.size)
+    return watch_ranks(own, served, place.rank, place.size, limits)
 
 
 def _agent_serves() -> bool:
@@ -188,9 +188,10 @@ def _agent_serves() -> bool:
 
 def _store(place: Placement, timeout_s: float) -> TCPStore:
     serves = place.rank == 0 and not _agent_serves()
-    # A store asks for no password, so one that serves this host alone listens on loopback alone.
-    local = serves and is_loopback(place.host)
-    listener = listen(place.port, place.host, place.port_key)[0] if local else None
+    served = (os.getpid(), place.host, place.port)
+    if serves and served in _serving:
+        return _serving[served]
+    listener = _listener(place) if serves else None
     if not serves:
         _await_server(place, timeout_s)
     try:
@@ -209,11 +210,28 @@ def _store(place: Placement, timeout_s: float) -> TCPStore:
         raise
     if not _agent_serves():
         _one_launch(store, place)
+    if serves:
+        _serving[served] = store
     return store
 
 
+def _listener(place: Placement) -> int | None:
+    """Bind the store to its own address only, because it has no authentication."""
+    if is_loopback(place.host):
+        return listen(place.port, place.host, place.port_key)[0]
+    descriptor = listen_to_hosts(place.port, place.host, place.port_key)
+    if descriptor is None:
+        logger.warning(
+            "the rendezvous store listens on port %d of every interface, without authentication: "
+            "%s is not an address of an interface of this host; set MASTER_ADDR to one",
+            place.port,
+            place.host,
+        )
+    return descriptor
+
+
 def _one_launch(store: TCPStore, place: Placement) -> None:
-    """Raise ConfigError where another launch's rank 0 serves at this port: its own was refused it."""
+    """Raise ConfigError if rank 0 of another launch serves at this port."""
     if place.rank == 0:
         store.set(_LAUNCH_KEY, place.launch)
     elif store.get(_LAUNCH_KEY).decode() != place.launch:
@@ -221,11 +239,12 @@ def _one_launch(store: TCPStore, place: Placement) -> None:
 
 
 def _await_server(place: Placement, timeout_s: float) -> None:
-    """Wait until somebody listens where the store shall be.
+    """Wait until the store's address accepts connections.
 
-    TCPStore waits by itself, but with pauses that grow, up to twice as long as it was told.
+    TCPStore waits too, but with growing pauses, for up to twice its timeout.
 
-    Raises RuntimeError if nobody does within `timeout_s` seconds.
+    Raises:
+        RuntimeError: nothing listens there after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -235,11 +254,11 @@ def _await_server(place: Placement, timeout_s: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{place.host}:{place.port}: {error}") from error
-        time.sleep(_GLANCE_S)
+        time.sleep(_POLL_S)
 
 
 def _kept() -> PrefixStore | None:
-    """Where values outlive the ranks: in the store of the launcher that would start them again."""
+    """Connect to the store of the launcher that would restart the ranks; it outlives them."""
     address = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
     if not _agent_serves() or not all(address):
         return None
@@ -258,31 +277,58 @@ def _kept() -> PrefixStore | None:
 
 
 def _part(limit_s: float = 2.0) -> None:
-    """Destroy the group, but not wait for ever for an operation that a dead peer will not join."""
+    """Destroy the group without waiting for ever for a collective that a dead peer will not join."""
     if not dist.is_initialized():
         return
     parting = threading.Thread(target=dist.destroy_process_group, daemon=True, name="part")
     parting.start()
     parting.join(limit_s)
     if parting.is_alive():
-        logger.warning("left without the other ranks: an exchange with them is still open")
+        logger.warning("left the process group while a collective was still pending")
 
 
 @contextmanager
-def _loopback_for_gloo(place: Placement) -> Iterator[None]:
-    if not place.one_host or "GLOO_SOCKET_IFNAME" in os.environ:
+def _interface_for_gloo(place: Placement) -> Iterator[None]:
+    """Set GLOO_SOCKET_IFNAME to the interface that routes to rank 0's host, unless the user has set it.
+
+    By default gloo takes the interface of this host's own name, which Debian resolves to 127.0.1.1.
+    """
+    interface = None if "GLOO_SOCKET_IFNAME" in os.environ else _interface_to(place)
+    if interface is None:
         yield
         return
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is None:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         yield
     finally:
         del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _interface_to(place: Placement) -> str | None:
+    """Return the name of the network interface; None if unknown."""
+    if place.one_host:
+        names = [name for _, name in socket.if_nameindex()]
+        return next((name for name in ("lo", "lo0") if name in names), None)
+    # rank 0's own name may resolve to a loopback on its host: then take the default route
+    for host in (place.host, _OUTSIDE):
+        own = _address_towards(host)
+        if own is not None and not is_loopback(own):
+            for name, addresses in psutil.net_if_addrs().items():
+                if any(own == one.address.partition("%")[0] for one in addresses):
+                    return name
+    return None
+
+
+def _address_towards(host: str) -> str | None:
+    """Return this host's address on the route to `host`; None if there is no route."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # connecting UDP sends nothing; the kernel only chooses a route
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def _backend(wanted: str, device: torch.device) -> str:
@@ -295,3 +341,69 @@ def _backend(wanted: str, device: torch.device) -> str:
             )
         return "gloo"
     return "gloo" if wanted == "gloo" else "cpu:gloo,cuda:nccl"
+
+
+def chosen_devices(environ: Mapping[str, str], given: Sequence[int]) -> tuple[int, ...]:
+    """Return the GPU indices for the ranks of this machine: from the environment, else `given`.
+
+    Raises:
+        ConfigError: they are not indices.
+    """
+    text = environ.get(DEVICES_VARIABLE, "")
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() for part in parts):
+        raise _no_device(f"devices must be indices such as 0,1, not {text!r}")
+    return tuple(map(int, parts)) or tuple(given)
+
+
+def device_of(wanted: str, place: Placement, devices: Sequence[int]) -> torch.device:
+    """Return the device of a rank, chosen by its *local* rank among `devices` (empty: 0, 1, 2 …).
+
+    Indices count the GPUs visible under CUDA_VISIBLE_DEVICES. The devices of all local ranks are
+    checked, so that all of them fail alike.
+
+    Raises:
+        ConfigError: a device does not exist; names it.
+    """
+    told = ",".join(map(str, devices))
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if devices:
+            raise _no_device(
+                f"devices {told} were requested, but "
+                + ("this host has no GPU" if wanted == "auto" else "the device is cpu")
+            )
+        return torch.device("cpu")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name, _, index = wanted.partition(":")
+    if name not in ("auto", "cuda"):
+        raise _no_device(f"unknown device {wanted!r}")
+    if index and place.local_size > 1:
+        raise _no_device(
+            f"{wanted} is one device, but {place.local_size} ranks run on this host",
+            hint="use cuda, and choose devices with --devices",
+        )
+    if place.own_gpu and there == 1 and not devices:
+        return torch.device("cuda", 0)
+    indices = [int(index)] if index else list(devices) or list(range(place.local_size))
+    if len(indices) < place.local_size:
+        raise _no_device(f"{place.local_size} ranks on this host, but only devices {told}")
+    absent = [index for index in indices[: place.local_size] if index >= there]
+    if absent:
+        raise _no_device(
+            f"cuda:{absent[0]} does not exist: {_visible(there)}",
+            hint="use fewer ranks or other devices" if there else "use cpu",
+        )
+    return torch.device("cuda", indices[place.local_rank])
+
+
+def _visible(there: int) -> str:
+    gpus = f"{there} GPU{'' if there == 1 else 's'}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return f"this host has {gpus}"
+    numbers = f", counted from 0 to {there - 1}" if there > 1 else ", cuda:0" if there else ""
+    return f"CUDA_VISIBLE_DEVICES={visible} leaves {gpus}{numbers}"
+
+
+def _no_device(message: str, hint: str = "") -> ConfigError:
+    return ConfigError.one(message, where="device", hint=hint)

@@ -1,7 +1,7 @@
-"""What a model makes of the room it has: ranks, attention, change; and where it may be short of it.
+"""Weight analysis: effective ranks of matrices, entropy of attention, relative change of weights.
 
-Everything here only reads. A rank is *effective at an energy* e: the least number of singular values
-whose squares add up to the share e of all of them.
+The *effective rank at energy* e of a matrix is the smallest number of its singular values whose
+squares add up to the fraction e of the sum of all squares. The model is not modified.
 """
 
 from __future__ import annotations
@@ -9,132 +9,138 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from instar.models.architecture import Architecture
-from instar.models.gpt import GPT
-from instar.models.shape import layer_of
+from instar.models.shape import Parameter, layer_of
 
 ENERGIES = (0.9, 0.99)
+TOKEN_TABLE = "token_embedding.weight"
+NO_ATTENTION = "the model has no causal attention"
 
 
 @dataclass(frozen=True)
-class Rank:
+class MatrixRank:
     """Effective ranks of a matrix, or of an adapter's product B A."""
 
     name: str
     shape: tuple[int, int]
     full: int
-    """the most it could be: the smaller dimension, or the adapter's rank"""
+    """largest possible rank: the smaller dimension, or the adapter's rank"""
     effective: tuple[int, ...]
-    """one for each energy; 0 where all is zero"""
+    """one for each energy; 0 for a matrix of zeros"""
     adapter: bool = False
 
 
 @dataclass(frozen=True)
-class Head:
-    """How widely a head attends, over held-out tokens."""
+class HeadEntropy:
+    """Entropy of a head's attention over held-out tokens."""
 
     layer: int
     head: int
     entropy_nats: float
     """mean over positions"""
     share: float
-    """of the most that is possible at each position: 0 looks at one token, 1 at all alike"""
+    """fraction of the largest possible entropy: 0 attends to one token, 1 to all alike"""
 
 
 @dataclass(frozen=True)
-class Change:
-    """A parameter against an earlier one of the same shape."""
+class WeightChange:
+    """Change of a parameter since an earlier checkpoint."""
 
     name: str
     relative: float
     """‖new − old‖ / ‖old‖"""
     relative_per_step: float | None
-    """that over the steps between: how large an update is beside its weight"""
+    """`relative` over the steps between: the relative size of an update"""
 
 
 @dataclass(frozen=True)
-class Drift:
-    """The token table against an earlier one, row by row."""
+class TableChange:
+    """Change of the rows of the token table since an earlier checkpoint."""
 
     rows: int
     cosine: float
-    """mean of the rows' similarity to what they were"""
+    """mean cosine similarity of the rows to the earlier ones"""
     still: int
-    """rows that moved by less than `STILL` of their length"""
+    """rows whose relative change is at most `UNCHANGED`"""
 
 
 @dataclass(frozen=True)
-class Analysis:
-    """All that was found, and what is left out, with the reason."""
+class WeightAnalysis:
+    """The results, and what was left out, with reasons."""
 
     energies: tuple[float, ...]
-    ranks: tuple[Rank, ...]
-    heads: tuple[Head, ...]
-    changes: tuple[Change, ...]
-    drift: Drift | None
+    ranks: tuple[MatrixRank, ...]
+    heads: tuple[HeadEntropy, ...]
+    changes: tuple[WeightChange, ...]
+    drift: TableChange | None
     left_out: tuple[str, ...]
     suggestions: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """The fields as JSON values."""
         return asdict(self)
 
 
-STILL = 1e-3
+UNCHANGED = 1e-3
 COLLAPSED = 0.05
-"""share of the possible entropy below which a head looks at one token only"""
+"""fraction of the possible entropy below which a head attends to one token only"""
 FULL = 0.95
-"""share of all directions that a matrix has to use to count as full"""
+"""fraction of its directions that a matrix of full rank uses at least"""
 
 
 @torch.no_grad()
 def analyze(
-    model: GPT,
+    weights: Mapping[str, Tensor],
+    parameters: Mapping[str, Parameter],
     *,
-    tokens_BT: Tensor | None = None,
+    heads: Sequence[HeadEntropy] = (),
+    no_heads: str = NO_ATTENTION,
     before: Mapping[str, Tensor] | None = None,
     steps: int | None = None,
     energies: Sequence[float] = ENERGIES,
-    no_tokens: str = "no held-out tokens were given",
-) -> Analysis:
-    """Look at a model.
+) -> WeightAnalysis:
+    """Analyzes the weights of a model of any task.
 
     Args:
-        tokens_BT: held-out samples to attend over; None: attention is left out.
-        before: parameters of an earlier state, by name; None: change is left out.
-        steps: between that state and this one.
-        no_tokens: why there are none.
+        weights: parameters by name.
+        parameters: the model's table of parameters; only weights in it are analyzed.
+        heads: the result of `attention_entropy`.
+        no_heads: the reason why `heads` is empty.
+        before: weights of an earlier checkpoint; None: no change is reported.
+        steps: between that checkpoint and this one.
     """
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    ranks = tuple(matrix_ranks(model.arch, weights, energies))
-    heads = () if tokens_BT is None else attention_entropy(model, tokens_BT)
-    changes: tuple[Change, ...] = ()
+    weights = {name: weights[name].detach() for name in parameters}
+    layers = 1 + max(
+        (layer for name in weights if (layer := layer_of(name)) is not None), default=0
+    )
+    ranks = tuple(matrix_ranks(parameters, weights, energies))
+    changes: tuple[WeightChange, ...] = ()
     drift = None
     left_out = []
-    if tokens_BT is None:
-        left_out.append(f"attention: {no_tokens}")
+    if not heads:
+        left_out.append(f"attention: {no_heads}")
     if before is None:
         left_out.append("change: there is no earlier state to compare with")
     else:
-        alike = _named_alike(before, model.arch.n_layer)
+        alike = _named_alike(before, layers)
         if len(alike) < len(before):
-            left_out.append("change of the blocks: their number is another, and so are their names")
+            left_out.append("change of the blocks: their number and so their names differ")
         changes = tuple(relative_changes(weights, alike, steps))
-        drift = table_drift(weights["token_embedding.weight"], before.get("token_embedding.weight"))
+        if TOKEN_TABLE in weights:
+            drift = table_change(weights[TOKEN_TABLE], before.get(TOKEN_TABLE))
         unlike = {name for name in weights if name in alike or len(alike) == len(before)}
         if unlike := unlike - {change.name for change in changes}:
             left_out.append(
-                f"change of {len(unlike)} tensors: zero then, not there, or of another shape"
+                f"change of {len(unlike)} tensors: they were zero, missing, or of another shape"
             )
-    return Analysis(
+    return WeightAnalysis(
         tuple(energies),
         ranks,
-        heads,
+        tuple(heads),
         changes,
         drift,
         tuple(left_out),
@@ -143,84 +149,84 @@ def analyze(
 
 
 def _named_alike(before: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
-    """Without the blocks where their number was another: a block put in shifts the names of others."""
+    """Drops the blocks if their number has changed: inserting a block renames others."""
     if 1 + max((layer_of(name) or 0 for name in before), default=0) == layers:
         return before
     return {name: tensor for name, tensor in before.items() if layer_of(name) is None}
 
 
 def matrix_ranks(
-    arch: Architecture, weights: Mapping[str, Tensor], energies: Sequence[float] = ENERGIES
-) -> Iterator[Rank]:
-    """Of every matrix in the blocks, and of every adapter."""
-    for name, entry in arch.parameters().items():
+    parameters: Mapping[str, Parameter],
+    weights: Mapping[str, Tensor],
+    energies: Sequence[float] = ENERGIES,
+) -> Iterator[MatrixRank]:
+    """Yields the ranks of every matrix and adapter; a convolution's kernel is flattened to
+    (outputs, all else)."""
+    for name, entry in parameters.items():
         weight, _, kind = name.rpartition(".")
         if kind == "lora_a":
             a, b = weights[name], weights[f"{weight}.lora_b"]
             found = effective_ranks(product_spectrum(a, b), energies)
-            yield Rank(weight, (b.shape[0], a.shape[1]), a.shape[0], found, adapter=True)
-        elif kind == "weight" and entry.kind == "matrix":
-            outputs, inputs = entry.shape
-            found = effective_ranks(spectrum(weights[name]), energies)
-            yield Rank(weight, (outputs, inputs), min(outputs, inputs), found)
+            yield MatrixRank(weight, (b.shape[0], a.shape[1]), a.shape[0], found, adapter=True)
+        elif kind != "lora_b" and entry.kind == "matrix" and weights[name].numel():
+            matrix = weights[name].flatten(1)
+            outputs, inputs = matrix.shape
+            found = effective_ranks(spectrum(matrix), energies)
+            yield MatrixRank(
+                name.removesuffix(".weight"), (outputs, inputs), min(outputs, inputs), found
+            )
 
 
 def spectrum(matrix: Tensor) -> Tensor:
-    """Squares of the singular values of a matrix, the largest first, in float64."""
+    """Returns the squared singular values of a matrix in descending order, float64."""
     matrix = matrix.to(torch.float64)
     small = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    # a tenth of the time of a decomposition; what is lost is below 1e-16 of the largest
+    # takes a tenth of the time of svdvals; the error is below 1e-16 of the largest value
     squares: Tensor = torch.linalg.eigvalsh(small @ small.T)
     return squares.flip(0).clamp(min=0.0)
 
 
 def product_spectrum(a: Tensor, b: Tensor) -> Tensor:
-    """`spectrum` of b @ a, (o, rank) and (rank, i), without making the product."""
+    """Returns the `spectrum` of b (o, rank) @ a (rank, i) without computing the product."""
     _, inner_a = torch.linalg.qr(a.to(torch.float64).T)
     _, inner_b = torch.linalg.qr(b.to(torch.float64))
     return spectrum(inner_b @ inner_a.T)
 
 
 def effective_ranks(squares: Tensor, energies: Sequence[float]) -> tuple[int, ...]:
-    """How many of the squared singular values, the largest first, make each share of their sum."""
+    """Returns the effective rank at each energy, of squared singular values in descending order."""
     total = squares.sum()
     if total == 0:
         return (0,) * len(energies)
     shares = squares.cumsum(0) / total
-    # rounding must not ask for a value more
+    # the tolerance keeps rounding from adding a value
     return tuple(int((shares < energy - 1e-12).sum()) + 1 for energy in energies)
 
 
-def attention_entropy(model: GPT, tokens_BT: Tensor) -> tuple[Head, ...]:
-    """Entropy of every head's attention, of a model in evaluation mode.
+@runtime_checkable
+class CausalAttention(Protocol):
+    """A model with causal attention that exposes its queries and keys, such as `GPT`."""
 
-    The first position, which can look at itself only, does not count.
+    def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields queries (B, T, H, C) and keys (B, T, K, C) of each layer."""
+        ...
+
+
+def attention_entropy(model: CausalAttention, tokens_BT: Tensor) -> tuple[HeadEntropy, ...]:
+    """Returns the attention entropy of every head of a model in evaluation mode.
+
+    The first position is excluded: it can only attend to itself.
     """
-    found: list[Head] = []
-
-    def watch(layer: int, heads: Any, inputs: tuple[Any, ...]) -> None:
-        q_BTHC, k_BTKC, _ = heads(inputs[0], inputs[1])
+    found: list[HeadEntropy] = []
+    for layer, (q_BTHC, k_BTKC) in enumerate(model.queries_and_keys(tokens_BT)):
         nats_H, share_H = _entropies(q_BTHC, k_BTKC)
         pairs = zip(nats_H.tolist(), share_H.tolist(), strict=True)
-        found.extend(Head(layer, head, *pair) for head, pair in enumerate(pairs))
-
-    handles = [
-        model.get_submodule(f"blocks.{layer}.attn").register_forward_pre_hook(
-            lambda module, inputs, layer=layer: watch(layer, module.heads, inputs)
-        )
-        for layer in range(model.arch.n_layer)
-    ]
-    try:
-        with torch.no_grad():
-            model(tokens_BT)
-    finally:
-        for handle in handles:
-            handle.remove()
+        found.extend(HeadEntropy(layer, head, *pair) for head, pair in enumerate(pairs))
     return tuple(found)
 
 
 def _entropies(q_BTHC: Tensor, k_BTKC: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean entropy in nats, and as a share of log(position), per head."""
+    """Returns the mean entropy per head, in nats and as a fraction of log(position)."""
     T, H, C = q_BTHC.shape[1:]
     k_BTHC = k_BTKC.repeat_interleave(H // k_BTKC.shape[2], 2)
     scores_BHTT = torch.einsum("bthc,bshc->bhts", q_BTHC.float(), k_BTHC.float()) / math.sqrt(C)
@@ -233,38 +239,38 @@ def _entropies(q_BTHC: Tensor, k_BTKC: Tensor) -> tuple[Tensor, Tensor]:
 
 def relative_changes(
     now: Mapping[str, Tensor], before: Mapping[str, Tensor], steps: int | None
-) -> Iterator[Change]:
-    """Of every parameter that had the same shape before."""
+) -> Iterator[WeightChange]:
+    """Yields the change of every parameter whose shape is the same."""
     for name, new in now.items():
         old = before.get(name)
         if old is None or old.shape != new.shape or not old.any():
             continue
         old = old.to(new.device, torch.float64)
         relative = ((new.to(torch.float64) - old).norm() / old.norm()).item()
-        yield Change(name, relative, relative / steps if steps else None)
+        yield WeightChange(name, relative, relative / steps if steps else None)
 
 
-def table_drift(now_VD: Tensor, before_VD: Tensor | None) -> Drift | None:
-    """Of the rows that were there before; None where their width is another."""
+def table_change(now_VD: Tensor, before_VD: Tensor | None) -> TableChange | None:
+    """Returns the change of the rows that both tables have; None if their widths differ."""
     if before_VD is None or before_VD.shape[1] != now_VD.shape[1]:
         return None
     rows = min(len(now_VD), len(before_VD))
     old_VD = before_VD[:rows].to(now_VD.device, torch.float64)
     new_VD = now_VD[:rows].to(torch.float64)
     moved_V = (new_VD - old_VD).norm(dim=1)
-    return Drift(
+    return TableChange(
         rows,
         torch.cosine_similarity(new_VD, old_VD).mean().item(),
-        int((moved_V <= STILL * old_VD.norm(dim=1)).sum()),
+        int((moved_V <= UNCHANGED * old_VD.norm(dim=1)).sum()),
     )
 
 
-def suggestions(ranks: Sequence[Rank], heads: Sequence[Head]) -> Iterator[str]:
-    """What the figures may mean, in words. None of it is certain: the loss decides."""
+def suggestions(ranks: Sequence[MatrixRank], heads: Sequence[HeadEntropy]) -> Iterator[str]:
+    """Yields possible conclusions from the results, as text."""
     for rank in ranks:
         if rank.adapter:
             yield from _of_adapter(rank)
-    mlps: dict[str, list[Rank]] = {}
+    mlps: dict[str, list[MatrixRank]] = {}
     for rank in ranks:
         block, _, part = rank.name.rpartition(".mlp.")
         if part and not rank.adapter:
@@ -282,12 +288,12 @@ def suggestions(ranks: Sequence[Rank], heads: Sequence[Head]) -> Iterator[str]:
     for head in heads:
         if head.share < COLLAPSED:
             yield (
-                f"layer {head.layer}, head {head.head} looks at one token only (entropy "
-                f"{head.entropy_nats:.2f} nats): before add_heads, see whether it comes back"
+                f"layer {head.layer}, head {head.head} attends to one token only (entropy "
+                f"{head.entropy_nats:.2f} nats): before add_heads, see whether it recovers"
             )
 
 
-def _of_adapter(rank: Rank) -> Iterator[str]:
+def _of_adapter(rank: MatrixRank) -> Iterator[str]:
     used = rank.effective[-1]
     if used == 0:
         yield f"{rank.name}: its adapter is still zero"

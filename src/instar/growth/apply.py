@@ -1,30 +1,51 @@
-"""Plans carried out: new tensors from old ones, for parameters and what is kept beside them."""
+"""Applies growth plans to parameters, buffers and optimizer states.
+
+A parameter times s has a gradient times 1 / s: its first moment is divided by s, its second by s².
+A plan gives the factor of the gradient of every old slice, which is not always the inverse of the
+factor of its value: where a reader's weight is divided among copies, each share is smaller and its
+gradient is the old one. torch counts the steps of a tensor as a whole, so new slices of an old
+tensor begin with a mean second moment, and wholly new tensors with no state.
+
+A model in memory is grown plan by plan (`apply`). A checkpoint that may be larger than memory is
+grown one tensor at a time: `grow_parameters` and `grow_states` compose plans, and read what a
+tensor is made of when it is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from instar.checkpoint.tensor_file import Outline
+from instar.config.sections import Operation
 from instar.growth.plan import (
     Edit,
     Fresh,
     Grown,
+    GrowthError,
     GrowthPlan,
     Merged,
     New,
     Old,
     TensorPlan,
     Truncated,
+    check_buffers,
+    source_of,
 )
-from instar.models.initial import named_generator
+from instar.models.gpt import named_generator
+from instar.models.module import empty_buffers, persistent_buffers
+from instar.models.shape import Parameter
 
 
 class Role(Enum):
-    """What tensors are to the model. A moving average of parameters is PARAMETER, a momentum
+    """The role of a tensor. A moving average of parameters is a PARAMETER, a momentum buffer is a
     FIRST_MOMENT."""
 
     PARAMETER = auto()
@@ -33,13 +54,26 @@ class Role(Enum):
 
 
 Key = tuple[int, ...]
-"""(the run's seed, number of the operation in its history): what new values are drawn from."""
+"""The key of the random generator of new values: (seed of the run, index of the operation in its
+history)."""
 
 Read = Callable[[str], Tensor]
+"""Returns an old tensor by its name."""
 
 Copies = Literal["asymmetric", "mapped"]
-"""Moments of copies: m = 0 and the source's v, so that they part; or both as the source's, by which
-copies remain copies for ever."""
+"""Moments of copied slices. `asymmetric`: m = 0 and the source's v, which breaks the symmetry;
+`mapped`: both are the source's, so that copies stay equal for ever."""
+
+Mode = Literal["asymmetric", "mapped", "reset"]
+"""How optimizer states grow: as `Copies`, or all states are dropped."""
+
+STATES: Mapping[str, Role | None] = {
+    "exp_avg": Role.FIRST_MOMENT,
+    "exp_avg_sq": Role.SECOND_MOMENT,
+    "momentum_buffer": Role.FIRST_MOMENT,
+    "step": None,
+}
+"""Role of each optimizer state of AdamW and Muon; None: a number that is kept as it is."""
 
 
 def apply(
@@ -49,10 +83,13 @@ def apply(
     key: Key,
     copies: Copies = "asymmetric",
 ) -> dict[str, Tensor]:
-    """The new model's tensors, in its order.
+    """Returns the tensors of the grown model, in its order.
 
-    A tensor that stays as it is is handed on, not copied. Moments may be missing: where a tensor
-    had none, or is wholly new, there are none afterwards. Raises KeyError for a missing parameter.
+    An unchanged tensor is returned itself, not a copy. Moments may be missing: a tensor that had
+    none, or is wholly new, has none afterwards.
+
+    Raises:
+        KeyError: a parameter is missing.
     """
     like = next(iter(tensors.values()), None)
     made = {}
@@ -65,6 +102,70 @@ def apply(
 
 
 @torch.no_grad()
+def grow_buffers(
+    plan: GrowthPlan, buffers: Mapping[str, Tensor], model: Module
+) -> dict[str, Tensor]:
+    """Returns the persistent buffers to load into a new module of the grown shape.
+
+    Args:
+        buffers: buffers of the old model.
+        model: the new module; new elements keep its values.
+
+    Raises:
+        GrowthError: a buffer's shape would change and the plan does not say how, or the new module
+            does not have it.
+    """
+    initial = persistent_buffers(model)
+    # None in a new module, filled by now in the old one
+    later = {name: plan.buffer(name) for name in empty_buffers(model)}
+    filled = {
+        name: buffers[made.source]
+        for name, made in later.items()
+        if made is not None and not made.edits and made.source in buffers
+    }
+    plans = (plan.buffer(name) for name in (*initial, *filled))
+    if lost := buffers.keys() - {made.source for made in plans if made is not None}:
+        raise GrowthError(
+            f"the buffer {min(lost)} would be lost: a new module does not have it; register it when "
+            "the module is made, as None if need be"
+        )
+    shapes = ({name: tuple(t.shape) for name, t in each.items()} for each in (buffers, initial))
+    check_buffers(plan, *shapes)
+    grown = {}
+    for name, begun in initial.items():
+        made = plan.buffer(name)
+        old = None if made is None else buffers.get(made.source)
+        grown[name] = begun if made is None or old is None else _grown_buffer(made, old, begun)
+    return {**grown, **filled}
+
+
+def _grown_buffer(made: Grown, old: Tensor, begun: Tensor) -> Tensor:
+    """Returns `begun` with the old values where the plan keeps or copies them."""
+    if not made.edits:
+        return old.to(begun, copy=True)
+    sources = [list(range(size)) for size in old.shape]
+    for edit in made.edits:
+        along = sources[edit.dim]
+        sources[edit.dim] = [
+            index
+            for piece in edit.pieces
+            for index in (
+                along[piece.start : piece.stop] if isinstance(piece, Old) else [-1] * len(piece)
+            )
+        ]
+    kept = [[at for at, source in enumerate(each) if source >= 0] for each in sources]
+    taken = [[source for source in each if source >= 0] for each in sources]
+    grown = begun.clone()
+    grown[_grid(kept, begun)] = old.to(begun)[_grid(taken, begun)]
+    return grown
+
+
+def _grid(indices: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, ...]:
+    lines = [torch.tensor(each, dtype=torch.int64, device=like.device) for each in indices]
+    return torch.meshgrid(*lines, indexing="ij")
+
+
+@torch.no_grad()
 def apply_one(
     plan: GrowthPlan,
     name: str,
@@ -74,23 +175,27 @@ def apply_one(
     copies: Copies = "asymmetric",
     like: Tensor | None = None,
 ) -> Tensor | None:
-    """One tensor of the new model; None for the moments of one that is wholly new.
+    """Returns one tensor of the grown model; None for the moments of a wholly new parameter.
 
     Args:
-        read: gives an old tensor by its name; asked for none but those that are needed.
-        like: has the type and the device of a wholly new parameter; default float32, CPU.
+        read: called only for the tensors that this one is made of.
+        like: has the dtype and the device of a wholly new parameter; default float32, CPU.
     """
     made = plan.tensors[name]
     if isinstance(made, Grown):
         return _Growing(role, copies, name, key).grow(made, read(made.source))
     if role is not Role.PARAMETER:
-        # merging leaves the gradient of the matrix as it was
+        # merging an adapter does not change the gradient of the matrix
         return read(made.source) if isinstance(made, Merged) else None
     if isinstance(made, Merged):
         weight, a, b = read(made.source), read(made.a), read(made.b)
         return torch.addmm(weight, b, a, alpha=made.scale)
     if isinstance(made, Truncated):
-        return _truncated(made, read(made.a), read(made.b))
+        factor, unused = _truncated(made, read(made.a), read(made.b))
+        rows = torch.zeros_like(factor)
+        if made.side == "a":
+            _fill(rows, New(1, "normal", made.std), named_generator(*key, name, 0))
+        return torch.where(unused[:, None] if made.side == "a" else unused, rows, factor)
     assert isinstance(made, Fresh)
     fresh = torch.empty(made.shape)
     if like is not None:
@@ -99,13 +204,8 @@ def apply_one(
     return fresh
 
 
-def source_of(made: TensorPlan) -> str | None:
-    """The old tensor whose moments the new one goes on with."""
-    return made.source if isinstance(made, Grown | Merged) else None
-
-
 class _Growing:
-    """How one tensor's old slices are scaled and its new ones filled, in one role."""
+    """Scales the old slices of one tensor and fills its new ones, in one role."""
 
     def __init__(self, role: Role, copies: Copies, name: str, key: Key) -> None:
         self.role, self.copies, self.name, self.key = role, copies, name, key
@@ -119,7 +219,6 @@ class _Growing:
         return tensor.clone() if made.copied and not made.edits else tensor
 
     def _factor(self, made: Old | Grown) -> float:
-        """A parameter times s has a gradient times 1 / s, and so have the moments (its square)."""
         if self.role is Role.PARAMETER:
             return made.value
         if self.role is Role.SECOND_MOMENT:
@@ -153,15 +252,15 @@ class _Growing:
         return out
 
     def _takes_mean(self, piece: New) -> bool:
-        """A second moment of zero beside a large step count would make the first updates of new
-        slices about 3 learning rates long (β₂ = 0.999)."""
+        # a second moment of 0 with a large step count would make the first updates of new slices
+        # about 3 learning rates long (β₂ = 0.999)
         return self.role is Role.SECOND_MOMENT or (
             self.role is Role.PARAMETER and piece.fill == "mean"
         )
 
 
 def _mean(views: list[Tensor], dim: int) -> Tensor:
-    """Of all slices along a dimension, in float64: nearly always the same on every device."""
+    """Mean of all slices along a dimension; in float64, so that devices nearly always agree."""
     sums = [view.sum(dim, keepdim=True, dtype=torch.float64) for view in views]
     count = sum(view.shape[dim] for view in views)
     return torch.stack(sums).sum(0).div_(count)
@@ -169,16 +268,21 @@ def _mean(views: list[Tensor], dim: int) -> Tensor:
 
 def _fill(view: Tensor, new: New, generator: torch.Generator) -> None:
     if new.fill == "normal":
-        # drawn where every device draws the same
+        # on the CPU, so that every device has the same values
         values = torch.empty(view.shape, dtype=torch.float32, device="cpu")
         view.copy_(values.normal_(0.0, new.std, generator=generator))
     else:
         view.fill_(1.0 if new.fill == "one" else 0.0)
 
 
-def _truncated(made: Truncated, a: Tensor, b: Tensor) -> Tensor:
-    """The best product of a lower rank (Eckart and Young), of the small matrix between the
-    orthogonal parts of both factors: b @ a itself is never made."""
+def _truncated(made: Truncated, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns one factor of the best approximation of b @ a by a lower rank (Eckart and Young), and
+    the mask of its ranks whose singular value is 0 up to rounding, as in
+    `torch.linalg.matrix_rank`.
+
+    The decomposition is that of the small matrix between the orthogonal parts of both factors; b @
+    a itself is never computed.
+    """
     q_b, r_b = torch.linalg.qr(b.double())
     q_a, r_a = torch.linalg.qr(a.double().mT)
     u, s, v_h = torch.linalg.svd(r_b @ r_a.mT)
@@ -186,4 +290,119 @@ def _truncated(made: Truncated, a: Tensor, b: Tensor) -> Tensor:
     factor: Tensor = (
         root[:, None] * v_h[:rank] @ q_a.mT if made.side == "a" else q_b @ u[:, :rank] * root
     )
-    return factor.to(a.dtype)
+    rounding = max(a.shape[1], b.shape[0]) * torch.finfo(a.dtype).eps
+    return factor.to(a.dtype), s[:rank] <= s.amax() * rounding
+
+
+def moments_mode(operation: Operation) -> Mode:
+    """Returns how an operation grows optimizer states."""
+    mode: Mode = operation.options.get("moments", "asymmetric")
+    return mode
+
+
+def grow_optimizer(
+    plan: GrowthPlan, tensors: Mapping[str, Tensor], key: Key, mode: Mode = "asymmetric"
+) -> dict[str, Tensor]:
+    """Returns the optimizer states of the grown model, named ``<parameter>/<state>`` as `tensors`.
+
+    Raises:
+        ValueError: a state is not in `STATES`.
+    """
+    names = grown_states(plan, tensors, mode)
+    return {name: grow_state(plan, name, tensors.__getitem__, key, mode) for name in names}
+
+
+def grown_states(plan: GrowthPlan, states: Iterable[str], mode: Mode = "asymmetric") -> list[str]:
+    """Returns the names of the states that `grow_optimizer` makes of states with these names."""
+    if mode == "reset":
+        return []
+    of: dict[str | None, list[str]] = {}
+    for name in states:
+        parameter, _, state = name.rpartition("/")
+        if state not in STATES:
+            raise ValueError(f"{name}: cannot grow this state; known are {', '.join(STATES)}")
+        of.setdefault(parameter, []).append(state)
+    return [
+        f"{name}/{state}"
+        for name, made in plan.tensors.items()
+        for state in of.get(source_of(made), ())
+    ]
+
+
+def grow_state(
+    plan: GrowthPlan, name: str, read: Read, key: Key, mode: Mode = "asymmetric"
+) -> Tensor:
+    """Returns one of `grown_states`."""
+    parameter, _, state = name.rpartition("/")
+    role, made = STATES[state], plan.tensors[parameter]
+    if role is None:
+        count = read(f"{source_of(made)}/{state}")
+        return count.clone() if isinstance(made, Grown) and made.copied else count
+    copies: Copies = "mapped" if mode == "mapped" else "asymmetric"
+    grown = apply_one(plan, parameter, lambda source: read(f"{source}/{state}"), role, key, copies)
+    assert grown is not None
+    return grown
+
+
+@dataclass(frozen=True)
+class GrowthStep:
+    """One growth of a checkpoint: its plan, the parameter table of the grown model, the key of new
+    values, and how optimizer states grow."""
+
+    plan: GrowthPlan
+    parameters: Mapping[str, Parameter]
+    key: Key
+    mode: Mode = "asymmetric"
+
+
+@dataclass(frozen=True)
+class TensorReader:
+    """Tensors known by name, dtype and shape, which are read one at a time."""
+
+    outlines: Mapping[str, Outline]
+    read: Read
+
+
+def grow_parameters(steps: Iterable[GrowthStep], tensors: TensorReader) -> TensorReader:
+    """Returns a reader of the parameters, or of their moving average, after all growth steps."""
+    for step in steps:
+        like = torch.empty(0, dtype=next(iter(tensors.outlines.values())).dtype)
+        outlines = {
+            name: Outline(_dtype(step.plan.tensors[name], tensors.outlines, like), entry.shape)
+            for name, entry in step.parameters.items()
+        }
+        tensors = TensorReader(outlines, partial(_read_parameter, step, tensors.read, like))
+    return tensors
+
+
+def grow_states(steps: Iterable[GrowthStep], tensors: TensorReader) -> TensorReader:
+    """Returns a reader of the optimizer states, named ``<parameter>/<state>``, after all steps."""
+    for step in steps:
+        outlines = {
+            name: _state_outline(step, name, tensors.outlines)
+            for name in grown_states(step.plan, tensors.outlines, step.mode)
+        }
+        tensors = TensorReader(outlines, partial(_read_state, step, tensors.read))
+    return tensors
+
+
+def _read_parameter(step: GrowthStep, read: Read, like: Tensor, name: str) -> Tensor:
+    made = apply_one(step.plan, name, read, Role.PARAMETER, step.key, like=like)
+    assert made is not None
+    return made
+
+
+def _read_state(step: GrowthStep, read: Read, name: str) -> Tensor:
+    return grow_state(step.plan, name, read, step.key, step.mode)
+
+
+def _dtype(made: TensorPlan, outlines: Mapping[str, Outline], like: Tensor) -> torch.dtype:
+    source = made.a if isinstance(made, Truncated) else source_of(made)
+    return like.dtype if source is None else outlines[source].dtype
+
+
+def _state_outline(step: GrowthStep, name: str, outlines: Mapping[str, Outline]) -> Outline:
+    parameter, _, state = name.rpartition("/")
+    before = outlines[f"{source_of(step.plan.tensors[parameter])}/{state}"]
+    # a state without dimensions is one number for the whole parameter
+    return Outline(before.dtype, step.parameters[parameter].shape if before.shape else ())

@@ -1,7 +1,7 @@
-"""Named axes: from what becomes of an axis to what becomes of every tensor along it.
+"""Named axes: from the new layout of an axis to the plans of all tensors along it.
 
-What changes with an axis is told once for each thing that a tensor may do with it (`Relation`);
-the model's own table says which tensor does what. No operator knows a module or a class.
+An operator gives the layout of an axis once for each `Relation` that a tensor may have to it; the
+model's parameter table says which tensor has which relation. No operator depends on a module class.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from instar.growth.plan import Edit, Grown, New, Old, Piece, TensorPlan
+from instar.growth.plan import Edit, Grown, New, Old, Piece
 from instar.models.shape import Growable, Parameter
 
 Relation = Literal["writes", "reads", "scales", "lists"]
-"""What a tensor does with an axis along one of its dimensions: produce it, consume it, multiply or
-shift each channel of it, have a row for each of its indices."""
+"""What a tensor does with an axis along one of its dimensions: it produces it, consumes it,
+multiplies or shifts each of its channels, or has a row for each of its indices."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """Dimension `dim` of a parameter of the new model, seen from an axis along it."""
+    """Dimension `dim` of a parameter of the grown model."""
 
     name: str
     entry: Parameter
@@ -30,7 +30,7 @@ class Use:
     @property
     def relation(self) -> Relation:
         axis = self.entry.axes[self.dim]
-        if self.entry.kind == "norm":
+        if self.entry.kind in ("norm", "channel", "buffer"):
             return "scales"
         both = self.entry.writes == self.entry.reads
         if axis == self.entry.writes and not (both and self.dim):
@@ -39,40 +39,44 @@ class Use:
 
     @property
     def is_gain(self) -> bool:
-        """Multiplies channels; what else scales shifts them."""
-        return self.entry.kind == "norm" and self.name.endswith(".weight")
+        """Whether it multiplies channels; other tensors that scale shift them."""
+        return self.entry.kind in ("norm", "channel") and self.name.endswith(".weight")
 
 
 Layout = Callable[[Use], tuple[Piece, ...]]
-"""The pieces of which a simple axis is made, in a tensor that uses it so."""
+"""Returns the pieces of a simple axis in a tensor that uses it so."""
 
 NewSlices = Callable[[Use, int], New]
 
 
-def born(use: Use, count: int) -> New:
-    """New slices like those of a model that begins at this size."""
+def initial_slices(use: Use, count: int) -> New:
+    """Returns new slices with the initial values of a model of this size."""
     if use.entry.std:
         return New(count, "normal", use.entry.std)
     return New(count, "one" if use.is_gain else "zero")
 
 
-def zero_read(use: Use, count: int) -> New:
-    """The master rule, that exactly one factor of a new product is zero, for what is written
-    inside a block: readers begin at zero, so that the writers' first values do not matter and
-    the readers' gradients do not vanish."""
-    return New(count, "zero") if use.relation == "reads" else born(use, count)
+def zero_in_readers(use: Use, count: int) -> New:
+    """Returns new slices that are 0 in tensors that read the axis and initial values in all others.
+
+    Exactly one factor of each new product is then 0: the function stays as it is, and the readers
+    receive gradients.
+    """
+    return New(count, "zero") if use.relation == "reads" else initial_slices(use, count)
 
 
-def laid_out(parts: Sequence[Old | int], new: NewSlices) -> Layout:
-    """Old ranges, and counts of what comes between them, filled as `new` says."""
+def layout_of(parts: Sequence[Old | int], new: NewSlices) -> Layout:
+    """Returns the layout of old ranges and counts of new slices, which `new` fills."""
     return lambda use: tuple(part if isinstance(part, Old) else new(use, part) for part in parts)
 
 
-def relaid(arch: Growable, grown: Growable, layouts: Mapping[str, Layout]) -> dict[str, TensorPlan]:
-    """Every tensor of `grown`, a resized `arch`, with the given simple axes laid out anew."""
-    sizes = arch.sizes()
-    tensors: dict[str, TensorPlan] = {}
-    for name, entry in grown.parameters().items():
+def plan_tensors(
+    arch: Growable, table: Mapping[str, Parameter], layouts: Mapping[str, Layout]
+) -> dict[str, Grown]:
+    """Returns the plans of the parameters or buffers in the table of a resized `arch`, for new
+    layouts of simple axes."""
+    sizes, tensors = arch.sizes(), dict[str, Grown]()
+    for name, entry in table.items():
         edits = [
             Edit(dim, _along(axis, factor, sizes, layouts[factor](Use(name, entry, dim))))
             for dim, axis in enumerate(entry.axes)
@@ -84,7 +88,7 @@ def relaid(arch: Growable, grown: Growable, layouts: Mapping[str, Layout]) -> di
 
 
 def uses(arch: Growable, axis: str) -> list[Use]:
-    """Every dimension along a simple axis, alone or as a factor."""
+    """Returns every dimension along a simple axis, alone or as a factor of a composite axis."""
     return [
         Use(name, entry, dim)
         for name, entry in arch.parameters().items()
@@ -96,7 +100,7 @@ def uses(arch: Growable, axis: str) -> list[Use]:
 def _along(
     axis: str, factor: str, sizes: Mapping[str, int], pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
-    """Pieces of one factor of a composite axis as pieces of the whole."""
+    """Returns the pieces of one factor of a composite axis as pieces of the composite axis."""
     factors = axis.split("*")
     at = factors.index(factor)
     outer = math.prod(sizes[name] for name in factors[:at])

@@ -1,4 +1,4 @@
-"""Deeper: blocks put in between, and whole copies of the model on top of each other."""
+"""Operations that add blocks: inserted between others, or stacked copies of the whole model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
-from instar.growth.axes import Use, born
-from instar.growth.lora import relayered
-from instar.growth.masks import enter
+from instar.growth.axes import Use, initial_slices
+from instar.growth.lora import adapters_of_blocks
+from instar.growth.masks import with_mask
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, TensorPlan
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import Architecture
-from instar.models.shape import Growable, Parameter, layer_of, streams_of
+from instar.models.shape import Growable, Parameter, in_block, layer_of, streams_of
 
 G = TypeVar("G", bound=Growable)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of the new model: the old one that it is, or that it is made from."""
+    """A block of the grown model, and the old block that it is or is made from."""
 
     source: int
     inserted: bool = False
@@ -29,8 +29,8 @@ class _Block:
 def stack_layers(
     arch: G, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
-    """The whole stack of blocks again and again (G_stack, arXiv 2405.15319), or a map of each new
-    block to the old one that it is a copy of; lossy."""
+    """Stacks copies of all blocks (G_stack, arXiv 2405.15319), or copies the old block that a list
+    names for each new one; lossy."""
     del options, step
     layers = _layers(arch)
     grown_size(len(value) if isinstance(value, list | tuple) else value * layers, layers, "layers")
@@ -41,14 +41,15 @@ def stack_layers(
         raise GrowthError(f"layer {listed(lost)} would be lost: the map must have every layer")
     blocks = [_Block(layer) for layer in order]
     grown = _deeper(arch, blocks, "neighbour")
-    return grown, GrowthPlan(_tensors(grown, blocks, (), "neighbour"), "lossy")
+    tensors = _tensors(grown, blocks, (), "neighbour")
+    return grown, GrowthPlan(tensors, "lossy", blocks=tuple(order))
 
 
 def insert_layers(
     arch: G, value: int, options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
-    """So many new blocks, which write nothing to the stream yet (LLaMA Pro, arXiv
-    2401.02415); exact. All else in them is copied from the block below, or drawn."""
+    """Inserts `value` blocks that write zeros to the residual stream (LLaMA Pro, arXiv 2401.02415);
+    exact. Their other tensors are copies of the block below, or drawn."""
     layers = _layers(arch)
     grown_size(layers + value, layers, "layers")
     streams = streams_of(arch)
@@ -70,7 +71,9 @@ def insert_layers(
         grown = _masked(grown, _ranges(new), step, steps)
         streams = ()  # the mask is the zero factor
     tensors = _tensors(grown, blocks, streams, origin)
-    return grown, GrowthPlan(tensors, "exact", notes=(f"new: {listed(new)}",))
+    drawn = origin == "normal"
+    sources = tuple(None if block.inserted and drawn else block.source for block in blocks)
+    return grown, GrowthPlan(tensors, "exact", notes=(f"new: {listed(new)}",), blocks=sources)
 
 
 def _layers(arch: Growable) -> int:
@@ -81,7 +84,7 @@ def _layers(arch: Growable) -> int:
 
 
 def _positions(where: Any, count: int, layers: int) -> list[int]:
-    """Old layers before which the new ones come, `layers` for the end."""
+    """Returns the old layers before which the new ones are inserted; `layers` is the end."""
     if where == "even":
         return [(number + 1) * layers // count for number in range(count)]
     if isinstance(where, str):
@@ -96,24 +99,24 @@ def _positions(where: Any, count: int, layers: int) -> list[int]:
 
 
 def _deeper(arch: Any, blocks: Sequence[_Block], origin: str) -> Any:
-    """The architecture with these blocks; adapters go with their blocks, whatever their number."""
+    """Returns the architecture with these blocks; adapters move with their blocks."""
     if not (isinstance(arch, Architecture) and arch.lora):
         return arch.resized(layers=len(blocks))
     drawn = origin == "normal"
     sources = [None if block.inserted and drawn else block.source for block in blocks]
-    return replace(arch, n_layer=len(blocks), lora=relayered(arch, sources))
+    return replace(arch, n_layer=len(blocks), lora=adapters_of_blocks(arch, sources))
 
 
 def _masked(grown: Any, ranges: list[tuple[int, int]], step: int, steps: int) -> Any:
     if not isinstance(grown, Architecture):
         raise GrowthError("only a GPT has masks; new blocks of this model begin at zero")
-    return enter(grown, "layers", ranges, step, steps)
+    return with_mask(grown, "layers", ranges, step, steps)
 
 
 def _tensors(
     grown: Growable, blocks: Sequence[_Block], streams: tuple[str, ...], origin: str
 ) -> dict[str, TensorPlan]:
-    """Each old block stands where it is named first; every other mention is a copy."""
+    """Returns all plans; the first mention of an old block keeps it, further ones copy it."""
     named_first = {
         block.source: at for at, block in reversed([*enumerate(blocks)]) if not block.inserted
     }
@@ -133,20 +136,17 @@ def _tensors(
 
 
 def _drawn(name: str, entry: Parameter) -> Fresh:
-    new = born(Use(name, entry, 0), entry.shape[0])
+    new = initial_slices(Use(name, entry, 0), entry.shape[0])
     return Fresh(entry.shape, new.fill, new.std)
 
 
 def _in_old(name: str, blocks: Sequence[_Block]) -> str:
-    """What the old model calls the tensor that a new one's is made from."""
+    """Returns the old model's name of the tensor that a new tensor is made from."""
     layer = layer_of(name)
-    if layer is None:
-        return name
-    first, _, rest = name.split(".", 2)
-    return f"{first}.{blocks[layer].source}.{rest}"
+    return name if layer is None else in_block(name, blocks[layer].source)
 
 
 def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of neighbouring indices as start … stop-1."""
+    """Returns runs of consecutive indices as (start, stop)."""
     runs = groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
     return [(run[0], run[-1] + 1) for run in ([index for _, index in g] for _, g in runs)]

@@ -1,7 +1,7 @@
-"""More of attention: query heads, key and value heads, channels of a head.
+"""Operations that grow attention: query heads, key and value heads, channels of a head.
 
-Query head h reads key and value head ``h // (n_head / n_kv_head)``: heads that are put in the
-wrong place silently read another one.
+Query head h reads key and value head ``h // (n_head / n_kv_head)``, so the position of new heads
+decides what they read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from instar.growth.axes import Use, born, laid_out, relaid, zero_read
-from instar.growth.masks import enter
+from instar.growth.axes import Use, initial_slices, layout_of, plan_tensors, zero_in_readers
+from instar.growth.masks import with_mask
 from instar.growth.plan import GrowthError, GrowthPlan, New, Old, Piece
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import Architecture
@@ -21,10 +21,10 @@ from instar.models.architecture import Architecture
 def add_heads(
     arch: Architecture, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """So many more query heads, which `attn.output` does not read yet; exact.
+    """Adds `value` query heads, whose columns of `attn.output` are 0; exact.
 
-    Whole groups, with key and value heads of their own, come at the end; or every group gets the
-    same number of query heads, at its own end.
+    `where: groups` appends whole groups with their own key and value heads; `inside` adds the same
+    number of query heads at the end of every group.
     """
     per_group = arch.n_head // arch.n_kv_head
     grown_size(arch.n_head + value, arch.n_head, "heads")
@@ -47,22 +47,24 @@ def add_heads(
         heads = [part for start in starts for part in (Old(start, start + per_group), more)]
         note = f"{more} more in each of {arch.n_kv_head} groups"
     grown = arch.resized(heads=_length(heads), kv_heads=_length(kv_heads))
-    fill = zero_read
+    fill = zero_in_readers
     if steps := options.get("mask"):
-        fill = born
-        grown = enter(grown, "heads", _new_ranges(heads), step, steps)
-    layouts = {"heads": laid_out(heads, fill), "kv_heads": laid_out(kv_heads, fill)}
-    return grown, GrowthPlan(relaid(arch, grown, layouts), "exact", notes=(note,))
+        fill = initial_slices
+        grown = with_mask(grown, "heads", _new_ranges(heads), step, steps)
+    layouts = {"heads": layout_of(heads, fill), "kv_heads": layout_of(kv_heads, fill)}
+    return grown, GrowthPlan(
+        plan_tensors(arch, grown.parameters(), layouts), "exact", notes=(note,)
+    )
 
 
 def split_kv_heads(
     arch: Architecture, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """So many copies of every key and value head, each for its part of the group; exact.
+    """Makes `value` copies of every key and value head, each for its part of the group; exact.
 
-    A copy's gradient is that of its own query heads: their sum is the old one, so each counts
-    with an equal share of it. Its mean square comes out too small, by about 2 (measured: four copies
-    in a GPT of 3 × 64 at four ages).
+    The gradients of the copies add up to the old one, so each is given an equal share of it. This
+    underestimates their mean square by a factor of about 2 (measured with four copies in a GPT of
+    3 layers of width 64).
     """
     del options, step
     per_group = arch.n_head // arch.n_kv_head
@@ -78,17 +80,20 @@ def split_kv_heads(
         for head in range(arch.n_kv_head)
         for copy in range(value)
     )
-    return grown, GrowthPlan(relaid(arch, grown, {"kv_heads": lambda _: copies}), "exact")
+    return grown, GrowthPlan(
+        plan_tensors(arch, grown.parameters(), {"kv_heads": lambda _: copies}), "exact"
+    )
 
 
 def grow_head_dim(
     arch: Architecture, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """More channels in every head; exact.
+    """Adds channels to every head; exact.
 
-    New channels of keys are zero and those of values are not read yet; queries times √(d′ / d)
-    make up for the scores' division by √d′. RoPE pairs channel i with i + d / 2, so new pairs come
-    at the end of each half, and ``rope_base ** (d′ / d)`` leaves the old pairs their frequencies.
+    New channels of keys are 0, and those of values are not read; queries are multiplied by √(d′ /
+    d), because scores are divided by √d′. RoPE pairs channel i with i + d / 2, so new pairs are
+    added at the end of each half, and ``rope_base ** (d′ / d)`` keeps the frequencies of the old
+    pairs.
     """
     del options, step
     now = arch.head_dim
@@ -111,12 +116,12 @@ def grow_head_dim(
 
     def pieces(use: Use) -> tuple[Piece, ...]:
         if ".attn.query." in use.name:
-            return laid_out(scaled, born)(use)
+            return layout_of(scaled, initial_slices)(use)
         if ".attn.key." in use.name:
-            return laid_out(parts, lambda _, count: New(count, "zero"))(use)
-        return laid_out(parts, zero_read)(use)
+            return layout_of(parts, lambda _, count: New(count, "zero"))(use)
+        return layout_of(parts, zero_in_readers)(use)
 
-    return grown, GrowthPlan(relaid(arch, grown, {"head_dim": pieces}), "exact")
+    return grown, GrowthPlan(plan_tensors(arch, grown.parameters(), {"head_dim": pieces}), "exact")
 
 
 def _length(parts: list[Old | int]) -> int:

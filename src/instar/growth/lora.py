@@ -1,8 +1,9 @@
-"""Adapters as growth: their rank, their scale, and folding them into their weights.
+"""Operations on low-rank adapters: their rank, their scale, and merging them into their weights.
 
-An adapter that grows gets new rows of A at random and new columns of B at zero, and keeps its
-scale α / r: the product B A, and so the function, is the same. One that shrinks keeps the best
-approximation of its product (Eckart and Young), which is another one unless the rank was not used.
+Growing an adapter adds random rows to A and zero columns to B and keeps the scale α / r, so the
+product B A and the function stay the same. Shrinking keeps the best approximation of the product
+(Eckart and Young), which changes the function unless the rank was not used. Ranks that do not
+contribute to that product get random rows of A and zero columns of B.
 """
 
 from __future__ import annotations
@@ -31,30 +32,27 @@ from instar.models.lora import POSSIBLE, Lora, adapter_of, covering, matches
 from instar.models.shape import Parameter
 
 Adapters = Mapping[str, Lora | None]
-"""The adapter of every weight that could have one, by the weight's name without ``.weight``."""
-
-
-def is_rank(value: Any) -> None:
-    """Raises GrowthError, without the operation's name, for what is no rank to set."""
-    if type(value) is not int or value < 0:
-        raise GrowthError(f"needs a whole number, 0 to take adapters away, not {value!r}")
+"""The adapter, or None, of every adaptable weight, by the weight's name without ``.weight``."""
 
 
 def set_lora_rank(
     arch: Architecture, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """Adapters of this rank on all of a target's weights; 0 takes them away.
+    """Gives all weights of a target adapters of this rank; 0 removes them.
 
-    `hold` (default: true) keeps the scale of those that are there; `alpha` (default: twice the
-    rank) and `rank_stabilized` (default: false) are of those that are new. Raises
-    ArchitectureError where a weight cannot have that rank, GrowthError for what changes nothing.
+    `hold` (default: true) keeps the scale of existing adapters; `alpha` (default: twice the rank)
+    and `rank_stabilized` (default: false) apply to new ones.
+
+    Raises:
+        ArchitectureError: a weight cannot have that rank.
+        GrowthError: nothing would change.
     """
     del step
     target, rank = value["target"], value["rank"]
     old = _adapters(arch)
     if rank == 0:
-        return _change(arch, target, dict.fromkeys(_adapted(old, target)))
-    names = _named(old, target)
+        return _change(arch, target, dict.fromkeys(_target_adapters(old, target)))
+    names = _target_weights(old, target)
     of_new = [option for option in ("alpha", "rank_stabilized") if option in options]
     if of_new and all(old[name] for name in names):
         raise GrowthError(
@@ -64,21 +62,21 @@ def set_lora_rank(
     alpha = float(options.get("alpha", 2 * rank))
     new = Lora(target, rank, alpha, options.get("rank_stabilized", False))
     hold = options.get("hold", True)
-    return _change(arch, target, {name: _ranked(old[name], rank, hold) or new for name in names})
+    return _change(arch, target, {name: _with_rank(old[name], rank, hold) or new for name in names})
 
 
 def change_lora_rank(
     arch: Architecture, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """A target's adapters with their ranks times a factor, rounded, 1 at least. Option `hold`."""
+    """Multiplies the ranks of a target's adapters by a factor; rounded, at least 1."""
     del step
     made = {
-        name: _ranked(
+        name: _with_rank(
             adapter,
             max(1, math.floor(adapter.rank * value["factor"] + 0.5)),
             options.get("hold", True),
         )
-        for name, adapter in _adapted(_adapters(arch), value["target"]).items()
+        for name, adapter in _target_adapters(_adapters(arch), value["target"]).items()
     }
     return _change(arch, value["target"], made)
 
@@ -86,9 +84,9 @@ def change_lora_rank(
 def set_lora_alpha(
     arch: Architecture, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """A target's adapters with another α, and so at another scale."""
+    """Sets α of a target's adapters, which changes their scale."""
     del options, step
-    adapted = _adapted(_adapters(arch), value["target"])
+    adapted = _target_adapters(_adapters(arch), value["target"])
     alpha = float(value["alpha"])
     made = {name: replace(adapter, alpha=alpha) for name, adapter in adapted.items()}
     return _change(arch, value["target"], made)
@@ -97,12 +95,12 @@ def set_lora_alpha(
 def merge_lora(
     arch: Architecture, value: str | None, options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """A target's adapters (None: all) added to their weights, and begun anew.
+    """Adds a target's adapters (None: all) to their weights, and resets the adapters.
 
-    The head that reads a tied table goes on reading the same: it saw the adapter too.
+    A tied head stays the same, because it reads the adapted table.
     """
     del options, step
-    merged = _adapted(_adapters(arch), "all" if value is None else value)
+    merged = _target_adapters(_adapters(arch), "all" if value is None else value)
     tensors: dict[str, TensorPlan] = {}
     for name, entry in arch.parameters().items():
         weight, _, part = name.rpartition(".")
@@ -112,19 +110,20 @@ def merge_lora(
         elif part == "weight":
             tensors[name] = Merged(name, f"{weight}.lora_a", f"{weight}.lora_b", adapter.scale)
         else:
-            tensors[name] = _fresh(entry)
+            tensors[name] = _fresh_factor(entry)
     return arch, GrowthPlan(tensors, "exact", notes=(f"{len(merged)} adapters merged",))
 
 
-def relayered(arch: Architecture, blocks: Sequence[int | None]) -> tuple[Lora, ...]:
-    """The entries for a model whose block j is made of block ``blocks[j]``, so that each takes its
-    adapters along, whatever patterns said so; None: of no block, with the adapters all blocks share."""
+def adapters_of_blocks(arch: Architecture, blocks: Sequence[int | None]) -> tuple[Lora, ...]:
+    """Returns the adapter entries of a model whose block j is made from block ``blocks[j]``, so
+    that adapters move with their blocks; a new block (None) has the adapters that all blocks
+    share."""
     old = _adapters(arch)
     parts = [name.removeprefix("blocks.0.") for name in old if name.startswith("blocks.0.")]
     wanted = {name: adapter for name, adapter in old.items() if not name.startswith("blocks.")}
     for part in parts:
         each = [old[f"blocks.{layer}.{part}"] for layer in range(arch.n_layer)]
-        shared = each[0] if all(_alike(each[0], other) for other in each) else None
+        shared = each[0] if all(_same_adapter(each[0], other) for other in each) else None
         for layer, source in enumerate(blocks):
             wanted[f"blocks.{layer}.{part}"] = shared if source is None else each[source]
     return covering(wanted, [entry.target for entry in arch.lora])
@@ -134,40 +133,40 @@ def _adapters(arch: Architecture) -> Adapters:
     return {name: adapter_of(arch.lora, name) for name in arch.adaptable()}
 
 
-def _named(adapters: Adapters, target: str) -> list[str]:
-    """The weights that a target names."""
+def _target_weights(adapters: Adapters, target: str) -> list[str]:
+    """Returns the weights that a target names."""
     if names := [name for name in adapters if matches(target, name)]:
         return names
     tied = "; the head is tied: its table is the embedding" if target == "head" else ""
     raise GrowthError(f"{target!r} names no weight of this model{tied}; possible: {POSSIBLE}")
 
 
-def _adapted(adapters: Adapters, target: str) -> dict[str, Lora]:
-    """The adapters of a target's weights, of which there must be one."""
-    found = {name: adapters[name] for name in _named(adapters, target)}
+def _target_adapters(adapters: Adapters, target: str) -> dict[str, Lora]:
+    """Returns the adapters of a target's weights; at least one."""
+    found = {name: adapters[name] for name in _target_weights(adapters, target)}
     if adapted := {name: adapter for name, adapter in found.items() if adapter}:
         return adapted
     raise GrowthError(f"{target!r} has no adapters; set_lora_rank makes them")
 
 
-def _ranked(adapter: Lora | None, rank: int, hold: bool) -> Lora | None:
+def _with_rank(adapter: Lora | None, rank: int, hold: bool) -> Lora | None:
     if adapter is None:
         return None
     return adapter.held(rank) if hold else replace(adapter, rank=rank)
 
 
-def _alike(one: Lora | None, other: Lora | None) -> bool:
-    """Whether two adapters are of one rank and scale, whoever named them."""
+def _same_adapter(one: Lora | None, other: Lora | None) -> bool:
+    """Whether two adapters have the same rank and scale, regardless of their targets."""
     if one is None or other is None:
         return one is other
     return replace(one, target="") == replace(other, target="")
 
 
 def _change(arch: Architecture, target: str, made: Adapters) -> tuple[Architecture, GrowthPlan]:
-    """Other adapters for some of the weights, which `target` names, and what becomes of them."""
+    """Returns the architecture and plan for new adapters of some of the weights of `target`."""
     old = _adapters(arch)
-    if all(_alike(old[name], adapter) for name, adapter in made.items()):
-        raise GrowthError(f"the adapters of {target!r} are so already")
+    if all(_same_adapter(old[name], adapter) for name, adapter in made.items()):
+        raise GrowthError(f"the adapters of {target!r} already are as requested")
     wanted = {**old, **made}
     targets = (target, *(entry.target for entry in arch.lora))
     changed = replace(arch, lora=covering(wanted, targets))
@@ -175,40 +174,42 @@ def _change(arch: Architecture, target: str, made: Adapters) -> tuple[Architectu
     for name, entry in changed.parameters().items():
         weight, _, part = name.rpartition(".")
         if part in ("lora_a", "lora_b"):
-            tensors[name] = _factor(name, entry, old[weight], wanted[weight])
+            tensors[name] = _factor_plan(name, entry, old[weight], wanted[weight])
         else:
             tensors[name] = Grown(name)
-    label: Label = "exact" if all(map(_keeps, map(old.get, made), made.values())) else "lossy"
+    label: Label = (
+        "exact" if all(map(_keeps_product, map(old.get, made), made.values())) else "lossy"
+    )
     return changed, GrowthPlan(tensors, label, notes=tuple(_notes(old, made)))
 
 
-def _factor(name: str, entry: Parameter, old: Lora | None, new: Lora | None) -> TensorPlan:
-    """A or B of an adapter that was `old` and is to be `new`."""
+def _factor_plan(name: str, entry: Parameter, old: Lora | None, new: Lora | None) -> TensorPlan:
+    """Returns the plan of A or B of an adapter that changes from `old` to `new`."""
     weight, _, part = name.rpartition(".")
     if old is None or new is None:
-        return _fresh(entry)
+        return _fresh_factor(entry)
     gradient = 1.0 if math.isclose(new.scale, old.scale) else new.scale / old.scale
     if new.rank == old.rank:
         return Grown(name, gradient=gradient)
     is_a = part == "lora_a"
     if new.rank < old.rank:
         side: Literal["a", "b"] = "a" if is_a else "b"
-        return Truncated(f"{weight}.lora_a", f"{weight}.lora_b", new.rank, side)
+        return Truncated(f"{weight}.lora_a", f"{weight}.lora_b", new.rank, side, entry.std)
     more = New(new.rank - old.rank, "normal" if is_a else "zero", entry.std)
     return Grown(name, (Edit(0 if is_a else 1, (Old(0, old.rank), more)),), gradient=gradient)
 
 
-def _keeps(old: Lora | None, new: Lora | None) -> bool:
-    """Whether the product stays as it is."""
+def _keeps_product(old: Lora | None, new: Lora | None) -> bool:
+    """Whether the product B A stays the same."""
     if old is None or new is None:
         return old is None
     return new.rank >= old.rank and math.isclose(new.scale, old.scale)
 
 
 def _notes(old: Adapters, made: Adapters) -> Iterator[str]:
-    """Each kind of change once."""
+    """Yields a note for each kind of change."""
     counted = Counter(
-        (_said(before), _said(after))
+        (_adapter_text(before), _adapter_text(after))
         for before, after in ((old[name], adapter) for name, adapter in made.items())
     )
     for (before, after), number in counted.items():
@@ -217,9 +218,9 @@ def _notes(old: Adapters, made: Adapters) -> Iterator[str]:
         yield "merge_lora beforehand keeps what adapters have learnt"
 
 
-def _said(adapter: Lora | None) -> str:
+def _adapter_text(adapter: Lora | None) -> str:
     return f"rank {adapter.rank}, scale {adapter.scale:g}" if adapter else "no adapter"
 
 
-def _fresh(entry: Parameter) -> Fresh:
+def _fresh_factor(entry: Parameter) -> Fresh:
     return Fresh(entry.shape, "normal" if entry.std else "zero", entry.std)

@@ -1,7 +1,7 @@
-"""Every operation that changes a model's shape, in one table; and the two things done with it.
+"""The table of growth operations, and `check` and `plan`, which use it.
 
-A planner is a pure function of a shape and an operation; it makes the shape grown and the plan for
-its tensors. What it says of mistakes has no operation's name in it: that is put before it here.
+A planner is a pure function from a shape and an operation to the grown shape and the plan of its
+tensors. Its error messages do not name the operation; `check` and `plan` prefix the name.
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from instar.config.explain import nearest
-from instar.config.operation import Operation
+from instar.config.sections import Operation
+from instar.config.suggestions import nearest
 from instar.growth import values
 from instar.growth.depth import insert_layers, stack_layers
 from instar.growth.heads import add_heads, grow_head_dim, split_kv_heads
 from instar.growth.lora import (
     change_lora_rank,
-    is_rank,
     merge_lora,
     set_lora_alpha,
     set_lora_rank,
 )
-from instar.growth.masks import fold_masks, refuse_open
+from instar.growth.masks import fold_masks, refuse_if_masked
 from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.values import Check
-from instar.growth.vocab import extend_context, resize_vocab
-from instar.growth.width import widen, widen_hidden, widen_mlp
+from instar.growth.width import extend_context, resize_vocab, widen, widen_hidden, widen_mlp
 from instar.models.architecture import Architecture
 from instar.models.shape import ArchitectureError, Growable
 
@@ -39,39 +37,40 @@ Planner = Callable[[Any, Any, Mapping[str, Any], int], tuple[Any, GrowthPlan]]
 
 @dataclass(frozen=True)
 class Operator:
-    """One operation: how it is planned, and the form of its value and of its own options."""
+    """One operation: its planner, and the checks of its value and of its own options."""
 
     plan: Planner
     value: Check
     options: Mapping[str, Check] = field(default_factory=dict)
     any_model: bool = False
-    """made of everything `Growable`; otherwise of a GPT"""
+    """applies to every `Growable` model; otherwise to a GPT only"""
 
 
 def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan]:
-    """The grown shape, and what becomes of every tensor.
+    """Returns the grown shape and the plan of every tensor.
 
     Args:
-        step: of the run, from which masks count.
+        step: step of the run, at which masks begin.
 
     Raises:
-        GrowthError: the operation cannot be made of this model; says what would be possible.
+        GrowthError: the operation is not possible for this model; the message says what would be.
     """
     check(operation)
     operator = OPERATORS[operation.name]
     with _named(operation.name):
         if not (operator.any_model or isinstance(arch, Architecture)):
             every = ", ".join(name for name, other in OPERATORS.items() if other.any_model)
-            raise GrowthError(f"is made of a GPT only; of every model that names its axes: {every}")
+            raise GrowthError(
+                f"applies to a GPT only; for every model that names its axes: {every}"
+            )
         if isinstance(arch, Architecture) and operator.plan is not fold_masks:
-            refuse_open(arch)
+            refuse_if_masked(arch)
         grown, made = operator.plan(arch, operation.value, operation.options, step)
     return grown, made
 
 
 def check(operation: Operation) -> None:
-    """Raises GrowthError unless the operation is known and its value and options have the form
-    that it wants."""
+    """Raises GrowthError unless the operation is known and its value and options are valid."""
     if operation.name not in OPERATORS:
         meant = nearest(operation.name, OPERATORS)
         hint = f"did you mean {meant!r}?" if meant else f"there are {', '.join(OPERATORS)}"
@@ -94,14 +93,14 @@ def _named(operation: str) -> Iterator[None]:
     except GrowthError as error:
         raise GrowthError(f"{operation}: {error}") from None
     except ArchitectureError as error:
-        told = (f"{m.message}; {m.hint}" if m.hint else m.message for m in error.mistakes)
+        told = (f"{m.message}; {m.hint}" if m.hint else m.message for m in error.problems)
         raise GrowthError(f"{operation}: {'. '.join(told)}") from None
 
 
 def _widen(
     arch: Any, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[Any, GrowthPlan]:
-    """A GPT's axes grow by the operations that know its norms, groups and pairs."""
+    """Widens an axis; those of a GPT by the operations that account for norms, groups and RoPE."""
     if not isinstance(arch, Architecture):
         return widen(arch, value, options, step)
     axis = value["axis"]
@@ -125,7 +124,7 @@ _EVERYWHERE: Mapping[str, Check] = {
     "lr": values.is_lr,
     "moments": values.one_of("asymmetric", "mapped", "reset"),
 }
-"""Options of every operation here: what follows it, and what of the optimizer's memory is kept."""
+"""Options of every operation: the learning rate afterwards, and how optimizer states grow."""
 
 _MASK: Mapping[str, Check] = {"mask": values.is_count}
 
@@ -161,7 +160,7 @@ OPERATORS: Mapping[str, Operator] = {
     "resize_vocab": Operator(resize_vocab, values.is_size),
     "extend_context": Operator(extend_context, values.is_size),
     "set_lora_rank": Operator(
-        set_lora_rank, values.has(target=values.is_text, rank=is_rank), _ADAPTER
+        set_lora_rank, values.has(target=values.is_text, rank=values.is_rank), _ADAPTER
     ),
     "change_lora_rank": Operator(
         change_lora_rank,

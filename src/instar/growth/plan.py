@@ -1,34 +1,35 @@
-"""Plans: what becomes of every tensor when a model grows, as data that knows no tensor library.
+"""Growth plans: how each tensor of a grown model is made from the old model's tensors, as data.
 
-A plan says for each tensor of the new model how it is made from those of the old one. The same
-plan grows parameters, what an optimizer remembers of them, and a moving average: `apply.py`
-reads it in the role that fits.
+Plans do not depend on torch. `apply.py` applies the same plan to parameters, to their moving
+average and to optimizer states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from instar.models.shape import in_block, layer_of
+
 Label = Literal["exact", "bounded", "lossy"]
-"""How much of the function is preserved: all of it up to rounding; up to a stated bound; not all."""
+"""How well growth preserves the function: up to rounding, up to a bound of the loss, or not."""
 
 Fill = Literal["zero", "one", "normal", "mean"]
-"""Values of what is new: `normal` draws with mean 0 and the standard deviation `std`; `mean` is the
-mean of the old slices along the dimension that grows, as they are laid out."""
+"""Values of new elements: `normal` draws with mean 0 and standard deviation `std`; `mean` is the
+mean of the old slices along the dimension that grows, after scaling."""
 
 
 class GrowthError(ValueError):
-    """An operation that cannot be made of this model; says what would be possible."""
+    """An operation is not possible for this model; the message says what would be."""
 
 
 @dataclass(frozen=True)
 class Old:
     """Old slices start … stop-1 along a dimension.
 
-    Their values are multiplied by `value`; the gradients that they will get are `gradient` times
-    those they got. `copied` marks another copy of slices that are there already.
+    Values are multiplied by `value`; their gradients after growth are `gradient` times those
+    before. `copied` marks a further copy of slices that are kept elsewhere.
     """
 
     start: int
@@ -43,7 +44,7 @@ class Old:
 
 @dataclass(frozen=True)
 class New:
-    """So many slices that were not there."""
+    """`count` new slices along a dimension."""
 
     count: int
     fill: Fill
@@ -58,7 +59,7 @@ Piece = Old | New
 
 @dataclass(frozen=True)
 class Edit:
-    """A dimension laid out anew, from pieces one after the other."""
+    """A new layout of one dimension: its pieces in order."""
 
     dim: int
     pieces: tuple[Piece, ...]
@@ -66,9 +67,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class Grown:
-    """The old tensor `source`, its dimensions edited in turn; as a whole times `value`.
+    """The old tensor `source` with its dimensions edited in order, times `value`.
 
-    `copied`: a copy of a tensor that lives on elsewhere, as in a stacked layer.
+    `copied` marks a copy of a tensor that is also kept elsewhere, as in a stacked layer.
     """
 
     source: str
@@ -80,7 +81,7 @@ class Grown:
 
 @dataclass(frozen=True)
 class Fresh:
-    """A tensor that was not there."""
+    """A wholly new tensor."""
 
     shape: tuple[int, ...]
     fill: Fill
@@ -89,7 +90,7 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Merged:
-    """`source` + `scale` · `b` @ `a`: an adapter folded into its matrix."""
+    """`source` + `scale` · `b` @ `a`: an adapter merged into its matrix."""
 
     source: str
     a: str
@@ -99,13 +100,15 @@ class Merged:
 
 @dataclass(frozen=True)
 class Truncated:
-    """One factor, `side`, of the best product of `rank` to `b` @ `a`; singular values are shared
-    evenly by both."""
+    """Factor `side` of the best approximation of `b` @ `a` by `rank`; both factors have the square
+    roots of the singular values. Where these are 0, rows of `a` are drawn with standard deviation
+    `std` and columns of `b` are 0: if both were 0, neither would ever receive a gradient."""
 
     a: str
     b: str
     rank: int
     side: Literal["a", "b"]
+    std: float = 0.0
 
 
 TensorPlan = Grown | Fresh | Merged | Truncated
@@ -113,23 +116,86 @@ TensorPlan = Grown | Fresh | Merged | Truncated
 
 @dataclass(frozen=True)
 class GrowthPlan:
-    """Every tensor of the new model by name, in the new model's order."""
+    """How every tensor of the grown model is made, in the grown model's order."""
 
     tensors: Mapping[str, TensorPlan]
     label: Label
     bound_nats: float | None = None
-    """of a bounded one: the most that the mean loss may rise"""
+    """bound of the rise of the mean loss, if the label is `bounded`"""
     notes: tuple[str, ...] = ()
-    """what a person should know of how it was made, in a few words each"""
+    """short remarks for the user"""
+    buffers: Mapping[str, Grown] = field(default_factory=dict)
+    """buffers of the grown model whose axes it names"""
+    blocks: tuple[int | None, ...] = ()
+    """the old block, or None, that each new block is made from; empty: all are in place"""
+
+    def buffer(self, name: str) -> Grown | None:
+        """Returns how a buffer of the grown model is made; None if it is new.
+
+        A buffer whose axes are not named keeps its shape and moves with its block.
+        """
+        if name in self.buffers:
+            return self.buffers[name]
+        layer = layer_of(name) if self.blocks else None
+        if layer is None:
+            return Grown(name)
+        source = self.blocks[layer]
+        return None if source is None else Grown(in_block(name, source))
+
+    def source(self, name: str) -> str | None:
+        """Returns the old parameter that a parameter continues; None for a new one or a copy."""
+        made = self.tensors[name]
+        if isinstance(made, Truncated):
+            return made.a if made.side == "a" else made.b
+        if isinstance(made, Fresh) or (isinstance(made, Grown) and made.copied):
+            return None
+        return made.source
 
     @property
     def makes_new(self) -> bool:
-        """Whether any element of any tensor was not there before."""
+        """Whether any element of any tensor is new or a copy."""
         return any(
             not isinstance(made, Grown | Merged)
             or (isinstance(made, Grown) and (made.copied or any(map(_has_new, made.edits))))
             for made in self.tensors.values()
         )
+
+
+def source_of(made: TensorPlan) -> str | None:
+    """Returns the old tensor whose moments a new tensor continues."""
+    return made.source if isinstance(made, Grown | Merged) else None
+
+
+def grown_shape(made: Grown, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape that the plan of a tensor gives to an old tensor of `shape`."""
+    sizes = list(shape)
+    for edit in made.edits:
+        sizes[edit.dim] = sum(map(len, edit.pieces))
+    return tuple(sizes)
+
+
+def check_buffers(
+    plan: GrowthPlan, old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check that every buffer whose shape changes has a plan.
+
+    Args:
+        old, new: shapes of the buffers of both modules.
+
+    Raises:
+        GrowthError: a buffer has none.
+    """
+    for name, shape in new.items():
+        made = plan.buffer(name)
+        if made is None or made.source not in old:
+            continue
+        was = old[made.source]
+        if len(was) != len(shape) or grown_shape(made, was) != shape:
+            raise GrowthError(
+                f"the buffer {name} would change from {list(was)} to {list(shape)}, and the shape's "
+                "table does not say along which axis: name it there with table.batch_norm(…) or "
+                f"table.buffer({name!r}, …)"
+            )
 
 
 def _has_new(edit: Edit) -> bool:

@@ -1,16 +1,26 @@
-"""What an operation did to the function, measured on a probe batch before and after."""
+"""Measures how far growth changed the function, on a probe batch before and after."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instar.growth.plan import Fresh, Grown, GrowthPlan, Label, Merged, Old, Truncated
+from instar.growth.plan import (
+    Edit,
+    Fresh,
+    Grown,
+    GrowthPlan,
+    Label,
+    Merged,
+    Old,
+    TensorPlan,
+    Truncated,
+)
 
 TOLERANCE = {
     torch.float64: 1e-10,
@@ -18,13 +28,13 @@ TOLERANCE = {
     torch.bfloat16: 5e-2,
     torch.float16: 1e-2,
 }
-"""The most that rounding may move the logits, relative to the largest, where a model computes in
-this type; and the loss, in nats."""
+"""The largest change of the logits, relative to the largest logit, and of the loss in nats, that
+rounding explains in a model of this dtype."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A model's answer to a batch: logits (…, V), and the mean loss in nats."""
+    """A model's output for a batch: logits (…, V), and the mean loss in nats."""
 
     logits: Tensor
     loss: float
@@ -32,29 +42,29 @@ class Probe:
 
 @dataclass(frozen=True)
 class Proof:
-    """How far the function moved, and whether that is within what the label says."""
+    """How far the function changed, and whether that is within the bounds of the label."""
 
     label: Label
     max_logit_diff: float
     max_logit_diff_relative: float
-    """to the largest logit before"""
+    """relative to the largest logit before"""
     delta_loss: float
     holds: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """The fields as JSON values."""
         return asdict(self)
 
 
 def compare(
     plan: GrowthPlan, before: Probe, after: Probe, dtype: torch.dtype = torch.float32
 ) -> Proof:
-    """Hold two answers to the same batch against what a plan promises.
+    """Compares outputs for the same batch before and after growth with the label of the plan.
+
+    Logits of new tokens are not compared. Non-finite outputs never hold.
 
     Args:
         dtype: in which the models computed.
-
-    New tokens' logits have nothing to be compared with. What is not finite never holds.
     """
     columns = min(before.logits.shape[-1], after.logits.shape[-1])
     old, new = (probe.logits[..., :columns].double() for probe in (before, after))
@@ -70,37 +80,55 @@ def compare(
     return Proof(plan.label, apart, relative, delta, holds)
 
 
-def split_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
-    """Norms of the gradients of what the plan kept, and of what it made.
+def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Returns the gradient norms of kept elements and of new ones.
 
-    Copies are made, and so is every element in a new slice along any dimension. A norm of zero
-    of what was made means that it cannot learn.
+    Copies count as new, and so does every element of a new slice along any dimension. A norm of 0
+    over the new elements means that they cannot learn.
     """
     kept = made = 0.0
     for name, gradient in gradients.items():
-        of_kept, of_all = _squares(plan, name, gradient)
+        of_kept, of_all = _squared_norms(plan, name, gradient)
         kept += of_kept
         made += of_all
     return math.sqrt(kept), math.sqrt(made)
 
 
-def _squares(plan: GrowthPlan, name: str, gradient: Tensor) -> tuple[float, float]:
-    """Sums of squares over the kept elements and over the others."""
-    how = plan.tensors[name]
-    squares = gradient.double().square()
-    if isinstance(how, Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
-        return 0.0, squares.sum().item()
-    if isinstance(how, Merged):
-        return squares.sum().item(), 0.0
-    kept = torch.ones((1,) * gradient.ndim, dtype=torch.bool)
-    for edit in how.edits:
-        flags = [
+def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]]:
+    """Returns (dimension, mask of its new slices) for each dimension with new slices or copies.
+
+    All slices of a wholly new tensor are new. A vector has none: its slices are single numbers.
+    """
+    if len(shape) < 2 or isinstance(how, Merged):
+        return []
+    if not isinstance(how, Grown) or how.copied:
+        return [(dim, torch.ones(size, dtype=torch.bool)) for dim, size in enumerate(shape)]
+    found = [(edit.dim, ~_kept(edit)) for edit in how.edits]
+    return [(dim, new) for dim, new in found if new.any()]
+
+
+def _kept(edit: Edit) -> Tensor:
+    """Returns the mask of kept slices along an edited dimension."""
+    return torch.cat(
+        [
             torch.full((len(piece),), isinstance(piece, Old) and not piece.copied)
             for piece in edit.pieces
         ]
-        along = [1] * gradient.ndim
-        along[edit.dim] = -1
-        kept = kept & torch.cat(flags).view(along)
+    )
+
+
+def _squared_norms(plan: GrowthPlan, name: str, gradient: Tensor) -> tuple[float, float]:
+    """Returns the sums of squares over the kept elements and over the new ones."""
+    how = plan.tensors[name]
+    kept = torch.ones((1,) * gradient.ndim, dtype=torch.bool)
+    if isinstance(how, Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
+        kept = ~kept
+    elif isinstance(how, Grown):
+        for edit in how.edits:
+            along = [1] * gradient.ndim
+            along[edit.dim] = -1
+            kept = kept & _kept(edit).view(along)
     kept = kept.to(gradient.device)
-    # apart, so that what is zero sums to zero and not to a difference of roundings
+    squares = gradient.double().square()
+    # summed separately: a difference of sums would not be exactly 0
     return (squares * kept).sum().item(), (squares * ~kept).sum().item()

@@ -1,4 +1,4 @@
-"""Values and options of growth operations: their form, and the sizes that they mean."""
+"""Checks of the values and options of growth operations, and the sizes that they request."""
 
 from __future__ import annotations
 
@@ -10,65 +10,58 @@ from typing import Any
 
 from instar.growth.plan import GrowthError
 
-MOST_TIMES = 1024
-"""Beyond, a plan would be larger than its tensors; nobody means it."""
+MAX_FACTOR = 1024
+"""Largest factor by which an axis may grow at once."""
 
-Check = Callable[[Any], object]
-"""Raises GrowthError, without the operation's name, for a value of another form."""
+Check = Callable[[Any], None]
+"""Raises GrowthError, without the name of the operation, for an invalid value."""
 
-_FACTOR = re.compile(r"x(\d+(?:\.\d+)?)")
+
+def checked(valid: Callable[[Any], bool], wanted: str) -> Check:
+    """Returns a check of a condition; `wanted` completes the sentence of its error."""
+
+    def check(value: Any) -> None:
+        if not valid(value):
+            raise GrowthError(f"{wanted}, not {value!r}")
+
+    return check
 
 
 def _factor(value: Any) -> Fraction | None:
-    """2 of `x2`, 3/2 of `x1.5`; None for anything else."""
-    found = _FACTOR.fullmatch(value) if isinstance(value, str) else None
+    """2 for `x2`, 3/2 for `x1.5`; None for anything else."""
+    found = re.fullmatch(r"x(\d+(?:\.\d+)?)", value) if isinstance(value, str) else None
     return Fraction(found[1]) if found else None
 
 
+def _is_count(value: Any, least: int = 1) -> bool:
+    return type(value) is int and value >= least
+
+
 def is_size(value: Any) -> None:
-    """A whole number above 0, or a factor above 1 as text."""
+    """A whole number above 0, or a factor above 1 such as `x2`."""
     factor = _factor(value)
-    if factor is None:
-        is_count(value, "a whole number above 0 or a factor such as 'x2'")
-    elif factor <= 1:
-        raise GrowthError(f"a model only grows, and {value!r} is no factor above 1")
-
-
-def is_count(value: Any, wanted: str = "a whole number above 0") -> None:
-    if type(value) is not int or value < 1:
-        raise GrowthError(f"needs {wanted}, not {value!r}")
-
-
-def is_multiple(value: Any) -> None:
-    if type(value) is not int or value < 2:
-        raise GrowthError(f"needs a whole factor of at least 2, not {value!r}")
+    if factor is None and not _is_count(value):
+        raise GrowthError(f"needs a whole number above 0 or a factor such as 'x2', not {value!r}")
+    if factor is not None and factor <= 1:
+        raise GrowthError(f"a model only grows, and {value!r} is not a factor above 1")
 
 
 def is_layer_map(value: Any) -> None:
-    """How often the whole, or the old layer of each new one."""
+    """How many copies of the whole stack, or the old layer of each new one."""
     if not isinstance(value, list | tuple):
         is_multiple(value)
-    elif not value or any(type(layer) is not int or layer < 0 for layer in value):
+    elif not value or not all(_is_count(layer, 0) for layer in value):
         raise GrowthError(f"a layer map lists old layers, such as [0, 0, 1, 1], not {value!r}")
 
 
-def is_positions(value: Any) -> None:
+def _are_positions(value: Any) -> bool:
     if isinstance(value, list | tuple) and value:
-        if all(type(position) is int and position >= 0 for position in value):
-            return
-    elif value in ("end", "start", "even"):
-        return
-    raise GrowthError(
-        f"must be end, start, even, or a list of the old layers before which they come, not {value!r}"
-    )
-
-
-def is_share(value: Any) -> None:
-    if type(value) is not float or not 0 < value < 1:
-        raise GrowthError(f"must be a number between 0 and 1, not {value!r}")
+        return all(_is_count(position, 0) for position in value)
+    return value in ("end", "start", "even")
 
 
 def is_lr(value: Any) -> None:
+    """`keep`, `reset`, or `{rewarm: steps}`."""
     if value in ("keep", "reset"):
         return
     if not (isinstance(value, Mapping) and value.keys() == {"rewarm"}):
@@ -76,41 +69,35 @@ def is_lr(value: Any) -> None:
     is_count(value["rewarm"])
 
 
-def is_flag(value: Any) -> None:
-    if type(value) is not bool:
-        raise GrowthError(f"must be true or false, not {value!r}")
-
-
-def is_positive(value: Any) -> None:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise GrowthError(f"must be a number above 0, not {value!r}")
-
-
-def is_text(value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise GrowthError(f"needs a name, not {value!r}")
-
-
-def is_text_or_nothing(value: Any) -> None:
-    if value is not None:
-        is_text(value)
-
-
-def is_nothing(value: Any) -> None:
-    if value is not None:
-        raise GrowthError(f"takes no value, not {value!r}")
+is_count = checked(_is_count, "needs a whole number above 0")
+is_multiple = checked(lambda value: _is_count(value, 2), "needs a whole factor of at least 2")
+is_rank = checked(
+    lambda value: _is_count(value, 0), "needs a whole number, 0 to take adapters away"
+)
+is_positions = checked(
+    _are_positions, "must be end, start, even, or a list of the old layers before which they come"
+)
+is_share = checked(
+    lambda value: type(value) is float and 0 < value < 1, "must be a number between 0 and 1"
+)
+is_flag = checked(lambda value: type(value) is bool, "must be true or false")
+is_positive = checked(
+    lambda value: type(value) in (int, float) and 0 < value < math.inf, "must be a number above 0"
+)
+is_text = checked(lambda value: isinstance(value, str) and value != "", "needs a name")
+is_text_or_nothing = checked(
+    lambda value: value is None or (isinstance(value, str) and value != ""), "needs a name"
+)
+is_nothing = checked(lambda value: value is None, "takes no value")
 
 
 def one_of(*words: str) -> Check:
-    def check(value: Any) -> None:
-        if value not in words:
-            raise GrowthError(f"must be {' or '.join(words)}, not {value!r}")
-
-    return check
+    """A check for one of these words."""
+    return checked(lambda value: value in words, f"must be {' or '.join(words)}")
 
 
 def has(**keys: Check) -> Check:
-    """A mapping with just these keys."""
+    """A check for a mapping with exactly these keys."""
 
     def check(value: Any) -> None:
         if not isinstance(value, Mapping) or value.keys() != keys.keys():
@@ -121,7 +108,7 @@ def has(**keys: Check) -> Check:
 
 
 def check_each(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Check values by name. Raises GrowthError for an unknown name too."""
+    """Checks values by name. Raises GrowthError for an unknown name too."""
     for key, value in values.items():
         if key not in checks:
             raise GrowthError(f"has no option {key!r}; there are {', '.join(sorted(checks))}")
@@ -132,20 +119,20 @@ def check_each(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
 
 
 def grown_size(value: Any, now: int, axis: str) -> int:
-    """The size that a value means for an axis of size `now`; halves are rounded up."""
+    """Returns the size that `value` requests for an axis of size `now`; halves are rounded up."""
     is_size(value)
     factor = _factor(value)
     size: int = value if factor is None else math.floor(now * factor + Fraction(1, 2))
     if size <= now:
         raise GrowthError(f"{axis} is {now:,} already and only grows; choose more, or 'x2'")
-    if size > MOST_TIMES * now:
+    if size > MAX_FACTOR * now:
         raise GrowthError(
-            f"{axis} is {now:,}, and {size:,} is more than {MOST_TIMES:,} times that; growing by "
+            f"{axis} is {now:,}, and {size:,} is more than {MAX_FACTOR:,} times that; growing by "
             "about 2 at once is the safest"
         )
     return size
 
 
 def listed(parts: Iterable[int | str]) -> str:
-    """In a sentence."""
+    """The parts as text, separated by commas."""
     return ", ".join(map(str, parts))

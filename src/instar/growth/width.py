@@ -1,19 +1,26 @@
-"""Wider: more units inside blocks, more channels of the stream, more of any axis."""
+"""Operations that widen axes: MLP units, channels of the residual stream, vocabulary, context."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from instar.growth.axes import Layout, Use, born, laid_out, relaid, uses, zero_read
-from instar.growth.masks import enter
+from instar.growth.axes import (
+    Layout,
+    Use,
+    initial_slices,
+    layout_of,
+    plan_tensors,
+    uses,
+    zero_in_readers,
+)
+from instar.growth.masks import with_mask
 from instar.growth.plan import Fill, GrowthError, GrowthPlan, New, Old, Piece
 from instar.growth.values import grown_size, listed
-from instar.models.architecture import Architecture, Norm
-from instar.models.mask import MaskedAxis
-from instar.models.shape import Growable
+from instar.models.architecture import Architecture, MaskedAxis, Norm
+from instar.models.shape import Growable, buffers_of
 
 G = TypeVar("G", bound=Growable)
 
@@ -21,7 +28,7 @@ G = TypeVar("G", bound=Growable)
 def widen(
     arch: G, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
-    """More of an axis that the model both writes and reads; exact."""
+    """Widens an axis that the model both writes and reads; exact."""
     del step
     axis, now = value["axis"], arch.sizes().get(value["axis"])
     if "mask" in options:
@@ -35,12 +42,12 @@ def widen(
             f"{axis} is where something enters or leaves the model: only what its own tensors both "
             f"write and read can be widened, which is {listed(inner)}"
         )
-    relations = {use.relation for use in along}
+    normalised = any(use.entry.kind == "norm" for use in along)
     size = grown_size(value["size"], now, axis)
-    how = options.get("how", "split" if "scales" in relations else "zero")
+    how = options.get("how", "split" if normalised else "zero")
     if how not in ("zero", "split"):
         raise GrowthError(f"how must be zero or split, not {how!r}")
-    if "scales" in relations and (how == "zero" or size % now):
+    if normalised and (how == "zero" or size % now):
         raise GrowthError(
             f"a norm takes its statistics over {axis}, and only whole copies leave them as they "
             f"are: choose a multiple of {now}, with how: split"
@@ -52,43 +59,52 @@ def widen(
         )
     grown = arch.resized(**{axis: size})
     layout, note = _units(now, size, how, options)
-    return grown, GrowthPlan(relaid(arch, grown, {axis: layout}), "exact", notes=(note,))
+    layouts = {axis: layout}
+    tensors, buffers = (
+        plan_tensors(arch, table, layouts) for table in (grown.parameters(), buffers_of(grown))
+    )
+    return grown, GrowthPlan(tensors, "exact", notes=(note,), buffers=buffers)
 
 
 def widen_mlp(
     arch: Architecture, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """More units between the two matrices of every MLP; exact.
+    """Adds units to every MLP; exact.
 
-    Zero: the new units are drawn and nobody reads them yet. Split: they are copies of the first
-    ones, and what reads a unit shares out its weight over the copies (Net2Net, arXiv
-    1511.05641).
+    `zero`: new units have initial values, and the weights that read them are 0. `split`: new units
+    are copies of the first ones, and the weight that reads a unit is divided among its copies
+    (Net2Net, arXiv 1511.05641).
     """
     now = arch.n_mlp
     size = grown_size(value, now, "mlp")
     grown = arch.resized(mlp=size)
     if steps := options.get("mask"):
-        return _entering(arch, enter(grown, "mlp", [(now, size)], step, steps), "mlp", options)
+        return _with_masked_growth(
+            arch, with_mask(grown, "mlp", [(now, size)], step, steps), "mlp", options
+        )
     layout, note = _units(now, size, options.get("how", "zero"), options)
-    return grown, GrowthPlan(relaid(arch, grown, {"mlp": layout}), "exact", notes=(note,))
+    return grown, GrowthPlan(
+        plan_tensors(arch, grown.parameters(), {"mlp": layout}), "exact", notes=(note,)
+    )
 
 
 def widen_hidden(
     arch: Architecture, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """More channels of the residual stream; exact. Every norm over it keeps its statistics.
+    """Adds channels to the residual stream; exact. The output of every norm over it stays the same.
 
-    Zero (RMSNorm): nothing is written to the new channels, so the mean square falls by d / d′.
-    Average (LayerNorm): they carry the mean of the old ones, which leaves the mean as it is and
-    lets the variance fall by d / d′ (LEMON, arXiv 2310.07999). In both, gains times
-    √(d / d′) and eps times d / d′ make up for it. Duplicate: whole copies leave mean and variance
-    as they are, and readers share them out.
+    `zero` (RMSNorm): new channels are 0, so the mean square falls by d / d′. `average` (LayerNorm):
+    new channels are the mean of the old ones, so the mean stays and the variance falls by d / d′
+    (LEMON, arXiv 2310.07999). Both are compensated by gains times √(d / d′) and eps times d / d′.
+    `duplicate`: whole copies keep mean and variance, and readers divide their weights among them.
     """
     now = arch.n_embd
     size = grown_size(value, now, "embed")
     grown = arch.resized(embed=size)
     if steps := options.get("mask"):
-        return _entering(arch, enter(grown, "embed", [(now, size)], step, steps), "embed", options)
+        return _with_masked_growth(
+            arch, with_mask(grown, "embed", [(now, size)], step, steps), "embed", options
+        )
     fitting = "zero" if arch.norm == "rmsnorm" else "average"
     how = options.get("how", fitting)
     if how == "duplicate":
@@ -103,7 +119,39 @@ def widen_hidden(
             f"how: {how} would change the statistics of {arch.norm}; for it there is {fitting}, "
             f"or duplicate with a multiple of {now:,}"
         )
-    return grown, GrowthPlan(relaid(arch, grown, {"embed": layout}), "exact", notes=(note,))
+    return grown, GrowthPlan(
+        plan_tensors(arch, grown.parameters(), {"embed": layout}), "exact", notes=(note,)
+    )
+
+
+def resize_vocab(
+    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[Architecture, GrowthPlan]:
+    """Adds rows to the token table and the head; each is the mean of the old rows. Bounded.
+
+    A new logit is the mean of the V old logits, and its exponential at most the mean of theirs: n
+    new rows raise the loss by at most log(1 + n / V) nats.
+    """
+    del options, step
+    now = arch.vocab_size
+    size = grown_size(value, now, "vocab")
+    grown = arch.resized(vocab=size)
+    layout = layout_of([Old(0, now), size - now], lambda _, count: New(count, "mean"))
+    tensors = plan_tensors(arch, grown.parameters(), {"vocab": layout})
+    return grown, GrowthPlan(tensors, "bounded", bound_nats=math.log1p((size - now) / now))
+
+
+def extend_context(
+    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[Architecture, GrowthPlan]:
+    """Makes the context longer; exact for up to the old number of tokens. RoPE has no table of
+    positions; a learned table gets rows with initial values."""
+    del options, step
+    now = arch.context
+    size = grown_size(value, now, "context")
+    grown = arch.resized(context=size)
+    layout = layout_of([Old(0, now), size - now], initial_slices)
+    return grown, GrowthPlan(plan_tensors(arch, grown.parameters(), {"context": layout}), "exact")
 
 
 def _is_inner(arch: Growable, axis: str) -> bool:
@@ -112,21 +160,23 @@ def _is_inner(arch: Growable, axis: str) -> bool:
 
 
 _PADDING: Mapping[Norm, Fill] = {"rmsnorm": "zero", "layernorm": "mean"}
-"""What new channels of the stream carry, for the norms to forgive it."""
+"""Values of new channels of the stream with which the norms can be compensated."""
 
 
-def _entering(
+def _with_masked_growth(
     arch: Architecture, grown: Architecture, axis: MaskedAxis, options: Mapping[str, Any]
 ) -> tuple[Architecture, GrowthPlan]:
-    """What is under a mask is filled as in a model that began at this size."""
+    """Fills what a mask covers with initial values."""
     if beside := options.keys() & {"how", "share"}:
         raise GrowthError(
             f"{listed(sorted(beside))} and mask cannot go together: what is under a mask needs no zeros"
         )
     now, size = arch.sizes()[axis], grown.sizes()[axis]
-    layout = laid_out((Old(0, now), size - now), born)
+    layout = layout_of((Old(0, now), size - now), initial_slices)
     note = f"entering over {options['mask']:,} steps"
-    return grown, GrowthPlan(relaid(arch, grown, {axis: layout}), "exact", notes=(note,))
+    return grown, GrowthPlan(
+        plan_tensors(arch, grown.parameters(), {axis: layout}), "exact", notes=(note,)
+    )
 
 
 def _padded_stream(arch: Architecture, size: int) -> Layout:
@@ -137,9 +187,9 @@ def _padded_stream(arch: Architecture, size: int) -> Layout:
         if use.relation == "writes":
             return Old(0, now), New(count, _PADDING[arch.norm])
         if use.is_gain:
-            # the new ones stand before channels that are zero so far
+            # new gains multiply channels that are still 0
             return Old(0, now, s, 1 / s), New(count, "mean")
-        return Old(0, now), born(use, count)
+        return Old(0, now), initial_slices(use, count)
 
     return pieces
 
@@ -149,7 +199,7 @@ def _copied_stream(arch: Architecture, times: int) -> Layout:
 
     def pieces(use: Use) -> tuple[Piece, ...]:
         if arch.tied and use.name.startswith("final_norm."):
-            # the table reads all copies once more and, as a writer, cannot share them out
+            # the tied table reads all copies too; as a writer it cannot divide its weights
             return tuple(Old(0, arch.n_embd, 1 / times, 1.0, copy > 0) for copy in range(times))
         return copies(use)
 
@@ -157,47 +207,35 @@ def _copied_stream(arch: Architecture, times: int) -> Layout:
 
 
 def _units(now: int, size: int, how: str, options: Mapping[str, Any]) -> tuple[Layout, str]:
-    """The layout of an axis inside blocks, and what to say of it."""
+    """Returns the layout of an axis inside blocks, and a note for the plan."""
     if how == "split":
         whole = size % now == 0
         share = options.get("share", now / size if whole else 0.5)
         return _split(now, size, share), f"split, {share:g} stays with the source"
     if "share" in options:
         raise GrowthError("share is of how: split")
-    return laid_out((Old(0, now), size - now), zero_read), "not read yet"
+    return layout_of((Old(0, now), size - now), zero_in_readers), "not read yet"
 
 
 def _split(now: int, size: int, share: float) -> Layout:
-    """Copies, with of each reader's weight this share for the unit that is copied. A channel's
-    gradient follows its reader's weight; a reader's gradient follows the channel, which is a copy."""
-    ranges = list(_copies(now, size - now, share))
+    """Returns a layout of copies, where the copied unit keeps this share of each reader's weight.
 
-    def pieces(use: Use) -> tuple[Piece, ...]:
-        if use.relation == "reads":
-            return tuple(Old(r.start, r.stop, r.share, 1.0, r.copied) for r in ranges)
-        return tuple(Old(r.start, r.stop, 1.0, r.share, r.copied) for r in ranges)
-
-    return pieces
+    A unit's gradient is proportional to its reader's weight, a reader's to the value of its unit.
+    """
+    read = list(_copies(now, size - now, share))
+    written = [replace(piece, value=1.0, gradient=piece.value) for piece in read]
+    return lambda use: tuple(read if use.relation == "reads" else written)
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Old units, or a copy of them; a reader of all copies gives this one its `share`."""
-
-    start: int
-    stop: int
-    share: float
-    copied: bool
-
-
-def _copies(now: int, extra: int, share: float) -> Iterator[_Range]:
-    """All old units, then so many copies, taken from the first on as often as it needs."""
+def _copies(now: int, extra: int, share: float) -> Iterator[Old]:
+    """Yields all old units, then `extra` copies of them, cyclically from the first, as a tensor
+    reads them: the copies of a unit divide the rest of its weight."""
     rounds, rest = divmod(extra, now)
     parts = [(0, rest, rounds + 1), (rest, now, rounds)]
     for start, stop, copies in parts:
         if start < stop:
-            yield _Range(start, stop, share if copies else 1.0, False)
+            yield Old(start, stop, share if copies else 1.0)
     for number in range(rounds + 1):
         for start, stop, copies in parts:
             if start < stop and number < copies:
-                yield _Range(start, stop, (1.0 - share) / copies, True)
+                yield Old(start, stop, (1.0 - share) / copies, copied=True)

@@ -1,39 +1,79 @@
-"""The model's shape, and the one table of its parameters with named axes.
+"""The architecture of a GPT: its shape, its parameter table with named axes, its FLOPs and memory.
 
-Growing an architecture is changing a field of `Architecture` (`models/shape.py` says what axes are).
-Head h reads key and value head
-``h // (n_head / n_kv_head)``.
+Growing an architecture changes fields of `Architecture`; `models/shape.py` defines axes. Query head
+h reads key and value head ``h // (n_head / n_kv_head)``.
 
-An adapter's factors (see `lora`) are of the kind of their weight, with an axis of their own
-between them, ``<weight>.rank``: of a linear map, ``lora_a`` writes what ``lora_b`` reads; of the
-token table, ``lora_b`` has a row for each token and ``lora_a`` writes the stream.
+The residual stream is the axis ``embed``. Embeddings, ``attn.output`` and ``mlp.down`` (with their
+biases) write it; queries, keys, values, ``mlp.up``, ``mlp.gate`` and the head read it, each through
+a norm. A tied head is the token table and has no entry of its own. The layer is part of the name,
+``blocks.<layer>.…``; see `layer_of`.
 
-The residual stream is ``embed``: embeddings, ``attn.output`` and ``mlp.down`` (with their
-biases) write it; queries, keys, values, ``mlp.up``, ``mlp.gate`` and the head read it, each
-through a norm. A tied head is the token table read once more: it has no entry of its own.
-The layer is part of the name, ``blocks.<layer>.…``; see `layer_of`.
+The factors of an adapter (see `lora`) have the kind of their weight and share an axis,
+``<weight>.rank``: for a linear map, ``lora_a`` writes what ``lora_b`` reads; for the token table,
+``lora_b`` has a row for each token and ``lora_a`` writes the stream.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 from instar.config.language import ModelConfig
+from instar.config.sections import (
+    MOST_CONTEXT,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_MLP,
+    MOST_VOCABULARY,
+    MOST_WIDTH,
+)
 from instar.models import lora as adapters
-from instar.models import mask as masks
 from instar.models.lora import Lora
-from instar.models.mask import Mask
 from instar.models.shape import (
     ArchitectureError,
     Kind,
-    Mistake,
     Parameter,
     axis_size,
+    check_fields,
     count_parameters,
+    problem,
+    size_problems,
 )
+
+MaskedAxis = Literal["layers", "mlp", "heads", "embed"]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask over new indices of an axis, ranges start … stop-1, which opens linearly."""
+
+    axis: MaskedAxis
+    new: tuple[tuple[int, int], ...]
+    begin: int
+    """last step at which the mask is 0"""
+    steps: int
+
+    @property
+    def end(self) -> int:
+        """First step at which the mask is 1."""
+        return self.begin + self.steps
+
+    def opening(self, step: int) -> float:
+        """Value of the mask at a step of the run, 0 to 1."""
+        return min(1.0, max(0.0, (step - self.begin) / self.steps))
+
+    def has(self, axis: MaskedAxis, index: int) -> bool:
+        """Whether an index of an axis is masked."""
+        return axis == self.axis and any(start <= index < stop for start, stop in self.new)
+
+
+def mask_of(arch: object) -> Mask | None:
+    """Returns the mask of an architecture; None if it has none, or does not support masks."""
+    mask: Mask | None = getattr(arch, "mask", None)
+    return mask
+
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu"]
@@ -52,14 +92,30 @@ AXES = {
 """Field of `Architecture` that holds the size of each simple axis."""
 
 
+MOST = {
+    "n_layer": MOST_LAYERS,
+    "n_head": MOST_HEADS,
+    "n_kv_head": MOST_HEADS,
+    "head_dim": MOST_WIDTH,
+    "n_embd": MOST_WIDTH,
+    "n_mlp": MOST_MLP,
+    "context": MOST_CONTEXT,
+    "vocab_size": MOST_VOCABULARY,
+}
+"""Limits that protect readers of untrusted files."""
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """The shape in force. Raises ArchitectureError when no model can have it.
+    """The shape of a GPT.
 
-    `head_dim` and `n_embd` are free of each other: growth may change either. Pair i of RoPE turns
-    by ``rope_base ** (-2 i / head_dim)`` per position, so a head_dim grown by a factor k keeps its
-    old frequencies with ``rope_base ** k``. `qk_norm_eps` is apart from `norm_eps` because widening
-    the stream scales the one and must leave the other.
+    `head_dim` and `n_embd` are independent: growth may change either. RoPE rotates pair i by
+    ``rope_base ** (-2 i / head_dim)`` per position, so a head_dim grown by a factor k keeps its old
+    frequencies with ``rope_base ** k``. `qk_norm_eps` is separate from `norm_eps` because widening
+    the stream scales only the latter.
+
+    Raises:
+        ArchitectureError: no model can have this shape.
     """
 
     n_layer: int
@@ -81,54 +137,48 @@ class Architecture:
     qk_norm_eps: float
     dropout: float
     lora: tuple[Lora, ...] = ()
-    """adapters; a weight is matched by one entry at most"""
+    """adapters; at most one entry matches a weight"""
     mask: Mask | None = None
-    """what of it is still entering"""
+    """mask over what is new"""
 
     def __post_init__(self) -> None:
-        mistakes = [
-            Mistake(f"model.{field}", f"must be a whole number above 0, not {size!r}")
-            for field, size in ((field, getattr(self, field)) for field in AXES.values())
-            if type(size) is not int or size < 1
-        ]
+        problems = size_problems(self, AXES.values(), MOST)
         choices = {"norm": Norm, "activation": Activation, "positions": Positions}
         for field, choice in choices.items():
             if getattr(self, field) not in get_args(choice):
                 wanted = ", ".join(get_args(choice))
-                mistakes.append(
-                    Mistake(
-                        f"model.{field}", f"must be one of {wanted}, not {getattr(self, field)!r}"
-                    )
+                problems.append(
+                    problem(field, f"must be one of {wanted}, not {getattr(self, field)!r}")
                 )
-        if not mistakes and self.n_head % self.n_kv_head:
-            mistakes.append(
-                Mistake(
-                    "model.n_kv_head",
+        if not problems and self.n_head % self.n_kv_head:
+            problems.append(
+                problem(
+                    "n_kv_head",
                     f"{self.n_head} query heads cannot share {self.n_kv_head} key and value heads evenly",
                     f"choose one of {_divisors(self.n_head)}",
                 )
             )
-        if not mistakes and self.positions == "rope" and self.head_dim % 2:
-            mistakes.append(
-                Mistake(
-                    "model.n_head",
+        if not problems and self.positions == "rope" and self.head_dim % 2:
+            problems.append(
+                problem(
+                    "n_head",
                     f"RoPE turns pairs of channels, and a head of {self.head_dim} channels is odd",
                     "make n_embd / n_head even, or use positions: learned",
                 )
             )
-        if self.lora and not mistakes:
+        if self.lora and not problems:
             weights = replace(self, lora=()).adaptable()
-            mistakes = [
-                Mistake(f"model.lora[{number}]", message, hint)
+            problems = [
+                problem(f"lora[{number}]", message, hint)
                 for number, message, hint in adapters.problems(self.lora, weights)
             ]
-        if self.mask and not mistakes:
-            mistakes = [
-                Mistake("model.mask", message, hint)
-                for message, hint in masks.problems(self.mask, self.sizes())
+        if self.mask and not problems:
+            problems = [
+                problem("mask", message, hint)
+                for message, hint in _mask_problems(self.mask, self.sizes())
             ]
-        if mistakes:
-            raise ArchitectureError(*mistakes)
+        if problems:
+            raise ArchitectureError(*problems)
 
     def sizes(self) -> dict[str, int]:
         """Size of each simple axis."""
@@ -140,17 +190,21 @@ class Architecture:
         return ("embed",)
 
     def resized(self, **sizes: int) -> Self:
-        """With other sizes of simple axes, all else as it was. Raises ArchitectureError when no
-        model can have them, KeyError for an axis that is none."""
+        """Returns a copy with other sizes of simple axes.
+
+        Raises:
+            ArchitectureError: no model can have these sizes.
+            KeyError: an axis does not exist.
+        """
         changes: dict[str, Any] = {AXES[axis]: size for axis, size in sizes.items()}
         return replace(self, **changes)
 
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter by name, in the order of the forward pass."""
+        """Returns every parameter by name, in the order of the forward pass."""
         return _table(self)
 
     def adaptable(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights that may have an adapter, by name without ``.weight``."""
+        """Returns shapes of the weights that may have an adapter, by name without ``.weight``."""
         return {
             name.removesuffix(".weight"): entry.shape
             for name, entry in self.parameters().items()
@@ -158,7 +212,7 @@ class Architecture:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values. No adapters and no mask are left out: files of before say so."""
+        """Returns the fields as JSON values, without `lora` and `mask` if there are none."""
         values = asdict(self)
         values["lora"] = list(values["lora"])
         if self.mask is not None:
@@ -167,22 +221,18 @@ class Architecture:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
-        names = {field.name for field in fields(cls)}
-        missing = names - values.keys() - {"lora", "mask"}
-        mistakes = [Mistake(f"model.{name}", "is missing") for name in sorted(missing)]
-        mistakes += [
-            Mistake(f"model.{name}", "is unknown") for name in sorted(values.keys() - names)
-        ]
+        """Inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
+        check_fields(cls, values, optional=("lora", "mask"))
+        problems = []
         read = dict(values)
-        for name, from_json in (("lora", adapters.from_json), ("mask", masks.from_json)):
+        for name, from_json in (("lora", adapters.from_json), ("mask", _mask_from_json)):
             try:
                 if read.get(name) is not None:
                     read[name] = from_json(read[name])
             except (TypeError, ValueError, KeyError) as error:
-                mistakes.append(Mistake(f"model.{name}", f"cannot be read: {error}"))
-        if mistakes:
-            raise ArchitectureError(*mistakes)
+                problems.append(problem(name, f"cannot be read: {error}"))
+        if problems:
+            raise ArchitectureError(*problems)
         return cls(**read)
 
 
@@ -191,24 +241,27 @@ def _divisors(n: int) -> str:
 
 
 def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
-    """The shape that a config asks for, with everything left out derived.
+    """Returns the architecture that a config describes, with missing values derived.
 
-    `vocab_size` is the tokenizer's; the config may ask for more rows, never for fewer.
-    Raises ArchitectureError with every mistake found.
+    Args:
+        vocab_size: the tokenizer's; the config may ask for more rows, not for fewer.
+
+    Raises:
+        ArchitectureError: lists every problem.
     """
-    mistakes = []
+    problems = []
     if model.vocab_size is not None and model.vocab_size < vocab_size:
-        mistakes.append(
-            Mistake(
-                "model.vocab_size",
+        problems.append(
+            problem(
+                "vocab_size",
                 f"{model.vocab_size} rows are too few for a tokenizer of {vocab_size} tokens",
                 "leave it out to take the tokenizer's size",
             )
         )
     if model.n_embd % model.n_head:
-        mistakes.append(
-            Mistake(
-                "model.n_embd",
+        problems.append(
+            problem(
+                "n_embd",
                 f"a width of {model.n_embd} cannot be divided into {model.n_head} heads",
                 f"choose a multiple of {model.n_head}, such as "
                 f"{math.ceil(model.n_embd / model.n_head) * model.n_head}",
@@ -227,17 +280,20 @@ def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
     try:
         architecture = Architecture.from_dict(values)
     except ArchitectureError as error:
-        raise ArchitectureError(*mistakes, *error.mistakes) from None
-    if mistakes:
-        raise ArchitectureError(*mistakes)
+        raise ArchitectureError(*problems, *error.problems) from None
+    if problems:
+        raise ArchitectureError(*problems)
     return architecture
 
 
 def _table(arch: Architecture) -> dict[str, Parameter]:
-    """First values are GPT-2's: a standard deviation of 0.02, and that over √(2 n_layer) for the
-    matrices that write the residual stream. At width 128 too, short AdamW runs learned faster from
-    it than from variances that follow the fan-in. Adapters start as LoRA's authors' own: B at zero,
-    A with a variance of 1 / (3 · inputs) (loralib's Kaiming initialisation with a = √5)."""
+    """Returns the parameter table with initial standard deviations.
+
+    They are GPT-2's: 0.02, divided by √(2 n_layer) for matrices that write the residual stream.
+    Short AdamW runs learned faster from it than from fan-in scaling, also at width 128. Adapters
+    start as in loralib: B is 0, A has a variance of 1 / (3 · inputs) (Kaiming initialization,
+    a = √5).
+    """
     table: dict[str, Parameter] = {}
     sizes = arch.sizes()
     into_stream = 0.02 / math.sqrt(2 * arch.n_layer)
@@ -295,12 +351,183 @@ def _table(arch: Architecture) -> dict[str, Parameter]:
 
 
 def flops_per_token(arch: Architecture, context: int | None = None) -> int:
-    """Floating-point operations of one token's forward and backward pass.
+    """Returns floating-point operations per token of a forward and backward pass.
 
     6 N_matmul + 12 n_layer · context · (n_head · head_dim) (PaLM, arXiv 2204.02311, appendix B),
-    in samples of `context` tokens (default: all of it). Attention is counted in full, not halved
-    for causality, and nothing is added for what gradient checkpointing computes twice.
+    for samples of `context` tokens (default: the architecture's). Attention is not halved for
+    causality, and the recomputation of gradient checkpointing is not counted.
     """
     length = arch.context if context is None else context
     attention = 12 * arch.n_layer * length * arch.n_head * arch.head_dim
     return 6 * count_parameters(arch).matmul + attention
+
+
+def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yields (problem, hint) for an invalid mask of a model of these sizes."""
+    if mask.axis not in get_args(MaskedAxis):
+        yield f"{mask.axis!r} cannot be masked", f"one of {', '.join(get_args(MaskedAxis))}"
+        return
+    whole = [mask.begin, mask.steps, *(bound for part in mask.new for bound in part)]
+    if any(type(number) is not int for number in whole) or mask.begin < 0 or mask.steps < 1:
+        yield f"begin, steps and ranges must be whole numbers, steps above 0, not {mask}", ""
+        return
+    size, last = sizes[mask.axis], 0
+    for start, stop in mask.new:
+        if not last <= start < stop <= size:
+            yield f"{start} … {stop - 1} is not a range of {size} {mask.axis} after {last}", ""
+        last = stop
+    if not mask.new or sum(stop - start for start, stop in mask.new) >= size:
+        yield f"some of the {size} {mask.axis} must be new, and some old", ""
+
+
+def _mask_from_json(values: Mapping[str, Any]) -> Mask:
+    """Inverse of `dataclasses.asdict` for a mask. Raises TypeError or ValueError."""
+    return Mask(**{**values, "new": tuple((start, stop) for start, stop in values["new"])})
+
+
+_WIDE = 4
+"""Bytes of a float32: weights, gradients, moments, the residual stream, log-softmax."""
+
+MATERIALIZED_UP_TO = 512
+"""Longest context for which bfloat16 attention on a CPU materializes its scores: the backward pass
+of torch's fused kernel is slower there (8.0 against 1.1 ms at 12 × 4 heads × 64 tokens, 94 against
+80 ms at 512)."""
+
+_CHUNKED_FROM_LOGITS = {"cpu": 2**20, "cuda": 2**28}
+_CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
+_CHUNK_ROWS = {"cpu": (128, 512), "cuda": (1024, 8192)}
+
+
+@dataclass(frozen=True)
+class FrozenParameters:
+    """Names of parameters that do not train."""
+
+    now: frozenset[str] = frozenset()
+    """have no gradient"""
+    ever: frozenset[str] = frozenset()
+    """have never trained, so they have no optimizer state either"""
+
+
+NONE_FROZEN = FrozenParameters()
+
+
+def chunk_rows(tokens: int, vocab_size: int, device: str = "cpu") -> int | None:
+    """Returns the number of tokens per chunk of the loss; None if the loss is not chunked.
+
+    On a CPU chunks are faster as soon as the logits exceed the cache; on a GPU they only save
+    memory, so they are used for logits of 1 GiB and more.
+    """
+    device = device if device == "cpu" else "cuda"
+    if tokens * vocab_size < _CHUNKED_FROM_LOGITS[device]:
+        return None
+    least, most = _CHUNK_ROWS[device]
+    return max(least, min(most, _CHUNK_LOGITS[device] // vocab_size))
+
+
+def materializes_scores(context: int, low_precision: bool, device: str) -> bool:
+    """Whether attention materializes a context × context matrix of scores per head."""
+    return low_precision and device == "cpu" and context <= MATERIALIZED_UP_TO
+
+
+def state_bytes(
+    parameters: Mapping[str, Parameter],
+    frozen: FrozenParameters = NONE_FROZEN,
+    *,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    ema: bool = False,
+) -> dict[str, int]:
+    """Returns the bytes of weights, gradients, optimizer states and EMA of a rank."""
+    sizes = {name: _WIDE * math.prod(entry.shape) for name, entry in parameters.items()}
+    one_moment = {
+        name
+        for name, entry in parameters.items()
+        if optimizer == "muon" and entry.kind == "matrix" and not adapters.is_adapter(name)
+    }
+    total = sum(sizes.values())
+    return {
+        "weights": total,
+        "gradients": sum(size for name, size in sizes.items() if name not in frozen.now),
+        "optimizer": sum(
+            size * (1 if name in one_moment else 2)
+            for name, size in sizes.items()
+            if name not in frozen.ever
+        ),
+        "ema": total if ema else 0,
+    }
+
+
+def memory_estimate(
+    arch: Architecture,
+    frozen: FrozenParameters = NONE_FROZEN,
+    *,
+    batch_size: int,
+    context: int | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    ema: bool = False,
+    gradient_checkpointing: bool = False,
+    device: str = "cpu",
+) -> dict[str, int]:
+    """Returns the bytes of each part at the peak of a step on one rank, for a micro-batch of
+    `batch_size` samples.
+
+    Their sum is the peak of live tensors, without allocator overhead, kernel workspaces and Python
+    itself. Not counted are attention dropout (on a CPU a context × context matrix per head) and
+    masks; activations are those of a model that trains as a whole.
+    """
+    context = arch.context if context is None else context
+    tokens = batch_size * context
+    count = count_parameters(arch)
+    low = _WIDE if precision == "fp32" else 2
+    return {
+        **state_bytes(arch.parameters(), frozen, optimizer=optimizer, ema=ema),
+        "activations": _activation_bytes(
+            arch,
+            tokens,
+            low,
+            gradient_checkpointing,
+            context if materializes_scores(context, low < _WIDE, device) else 0,
+        )
+        + _adapter_bytes(arch, tokens, low, gradient_checkpointing)
+        + (low * count.matmul if low < _WIDE else 0),
+        "logits": _logit_bytes(arch, tokens, low, device),
+    }
+
+
+def _activation_bytes(
+    arch: Architecture, tokens: int, low: int, checkpointing: bool, scores: int
+) -> int:
+    """Returns the bytes saved for the backward pass, without logits; `scores` is the number of
+    materialized scores per token and head."""
+    stream = _WIDE * arch.n_embd
+    norm = stream + low * arch.n_embd
+    queries, keys = arch.n_head * arch.head_dim, arch.n_kv_head * arch.head_dim
+    attention = low * (2 * queries + 2 * (queries if scores else keys))
+    attention += arch.n_head * (low * scores if scores else _WIDE)
+    if arch.qk_norm:
+        attention += _WIDE * (queries + keys)
+    mlp = low * arch.n_mlp * (4 if arch.activation == "swiglu" else 2)
+    masks = 2 * low * arch.n_embd if arch.dropout else 0
+    block = 2 * norm + attention + mlp + masks
+    blocks = arch.n_layer * stream + block if checkpointing else arch.n_layer * block
+    targets_and_inputs = 2 * 8
+    return tokens * (blocks + norm + targets_and_inputs)
+
+
+def _adapter_bytes(arch: Architecture, tokens: int, low: int, checkpointing: bool) -> int:
+    """Returns the bytes that adapters save for the backward pass: x Aᵀ, and an adapted head."""
+    table = arch.parameters()
+    ranks = sum(entry.shape[0] for name, entry in table.items() if name.endswith(".lora_a"))
+    head = "token_embedding" if arch.tied else "head"
+    effective = _WIDE * arch.vocab_size * arch.n_embd if f"{head}.lora_a" in table else 0
+    return tokens * low * (ranks // arch.n_layer if checkpointing else ranks) + effective
+
+
+def _logit_bytes(arch: Architecture, tokens: int, low: int, device: str) -> int:
+    """Returns the peak bytes of the loss: logits, softmax and its gradient, and the gradients that
+    the chunked loss computes in the forward pass."""
+    rows = chunk_rows(tokens, arch.vocab_size, device)
+    held = min(tokens, rows or tokens) * arch.vocab_size * (3 * _WIDE + (low if low < _WIDE else 0))
+    if rows is None:
+        return held
+    return held + _WIDE * arch.n_embd * (2 * tokens + arch.vocab_size)

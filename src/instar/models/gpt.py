@@ -1,38 +1,44 @@
-"""A GPT from GPT-2 to Llama style, each switch free of the others; shapes from `architecture`.
+"""A GPT decoder, from GPT-2 to Llama style; all options are independent of each other.
 
-Letters in names of tensors: B samples, T tokens, D embed, M mlp, V vocab, H query heads,
-K key and value heads, C channels of a head.
+The file follows the forward pass: the model, its blocks, attention, RoPE, the MLP, norms, linear
+maps and embeddings with their low-rank adapters; then initial values, loading from a checkpoint,
+and sampling. Shapes are in `instar.models.architecture`.
+
+Suffixes of tensor names are their dimensions: B samples, T tokens, D embed, M mlp, V vocab, H query
+heads, K key and value heads, C channels of a head, N flattened leading dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from instar.models.adapted import Linear, Table
-from instar.models.architecture import Architecture
-from instar.models.attention import causal_attention
-from instar.models.initial import set_parameters
+from instar.checkpoint.inspect import read_header
+from instar.checkpoint.manifest import COMPONENTS, CheckpointError
+from instar.checkpoint.store import load
+from instar.models.architecture import Architecture, MaskedAxis, materializes_scores
 from instar.models.lora import Lora, adapter_of
-from instar.models.loss import head_cross_entropy
-from instar.models.mask import MaskedAxis
-from instar.models.norm import masked_norm, rms_norm
-from instar.models.shape import Parameter
+from instar.models.loss import at_least_float32, each_cross_entropy, head_cross_entropy
+from instar.models.module import evaluating
+from instar.models.shape import ArchitectureError, Parameter
 
 
 class GPT(nn.Module):
     """Pre-norm transformer decoder.
 
-    Values are not set here: `init_weights` draws them, a checkpoint loads them. On the meta
-    device it is all shape and no memory; after `to_empty`, `init_weights` or `reset_buffers`
-    makes it whole.
+    The constructor does not initialize parameters: call `init_weights`, or load a checkpoint. A
+    model made on the meta device needs `to_empty`, and then `init_weights` or `reset_buffers`.
 
-    Where the architecture has a mask, `set_step` opens it; `openings` is what each index of the
-    masked axis is multiplied by, 1 for what is old. A buffer, so that compiled graphs hold.
+    If the architecture has a mask, `set_step` opens it. `openings` has the factor of each index of
+    the masked axis, 1 for old indices; as a buffer it may change without recompiling.
     """
 
     rope_cos: Tensor
@@ -45,9 +51,9 @@ class GPT(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         table = arch.parameters()
         adapter = adapter_of(arch.lora, "token_embedding")
-        self.token_embedding = _table(table, "token_embedding", adapter)
+        self.token_embedding = _embedding(table, "token_embedding", adapter)
         if arch.positions == "learned":
-            self.position_embedding = _table(table, "position_embedding", None)
+            self.position_embedding = _embedding(table, "position_embedding", None)
         else:
             self.register_buffer("rope_cos", torch.empty(arch.context, 1, arch.head_dim), False)
             self.register_buffer("rope_sin", torch.empty(arch.context, 1, arch.head_dim), False)
@@ -59,9 +65,23 @@ class GPT(nn.Module):
             self.register_buffer("openings", torch.empty(arch.sizes()[arch.mask.axis]), False)
         self.reset_buffers()
 
-    def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V); with targets the sum, in nats, of the cross entropies where they are
-        not −1, as a float32 scalar. Raises ValueError for more tokens than the context."""
+    def forward(
+        self, inputs_BT: Tensor, targets_BT: Tensor | None = None, *, each: bool = False
+    ) -> Tensor:
+        """Computes logits or the loss.
+
+        Args:
+            inputs_BT: token ids, at most `context` of them per sample.
+            targets_BT: token ids; −1 marks positions without loss.
+            each: return the loss of each sample, without gradients.
+
+        Returns:
+            logits (B, T, V); with targets the sum of the cross entropies in nats, a float32 scalar,
+            or with `each` their sums per sample (B,), float64.
+
+        Raises:
+            ValueError: there are more tokens than the context has.
+        """
         T = inputs_BT.shape[1]
         if self.arch.context < T:
             raise ValueError(f"{T} tokens do not fit into a context of {self.arch.context}")
@@ -89,11 +109,32 @@ class GPT(nn.Module):
         weight_VD = (self.token_embedding if self.arch.tied else self.head).effective()
         if targets_BT is None:
             return F.linear(x_BTD, weight_VD)
+        if each:
+            losses_N = each_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+            return losses_N.view_as(targets_BT).sum(1, dtype=torch.float64)
         return head_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
 
+    @torch.no_grad()
+    def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields queries (B, T, H, C) and keys (B, T, K, C) of each layer, for analysis."""
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def record(attention: nn.Module, inputs: tuple[Any, ...]) -> None:
+            assert isinstance(attention, _Attention)
+            found.append(attention.heads(inputs[0], inputs[1])[:2])
+
+        hooks = [
+            block.get_submodule("attn").register_forward_pre_hook(record) for block in self.blocks
+        ]
+        try:
+            self(tokens_BT)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        yield from found
+
     def reset_buffers(self) -> None:
-        """Computes what follows from the architecture alone: RoPE's cosines and sines, a mask that
-        is closed."""
+        """Computes the non-persistent buffers: RoPE tables, and a closed mask."""
         if self.arch.positions == "rope" and not self.rope_cos.is_meta:
             cos, sin = rope_table(self.arch)
             self.rope_cos.copy_(cos)
@@ -102,7 +143,7 @@ class GPT(nn.Module):
             self.set_step(self.arch.mask.begin)
 
     def set_step(self, step: int) -> None:
-        """Opens a mask as far as it is after so many steps of the run; without one does nothing."""
+        """Sets the mask to its value at a step of the run; does nothing without a mask."""
         mask = self.arch.mask
         if mask is not None and not self.openings.is_meta:
             self.openings.fill_(1.0)
@@ -110,25 +151,9 @@ class GPT(nn.Module):
                 self.openings[start:stop] = mask.opening(step)
 
     def init_weights(self, seed: int) -> None:
-        """Sets every parameter (see `set_parameters`), and the buffers."""
+        """Initializes every parameter (see `set_parameters`) and the buffers."""
         self.reset_buffers()
         set_parameters(self, self.arch.parameters(), seed)
-
-
-def rope_table(arch: Architecture) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (context, 1, head_dim), in float64, of rotary positions
-    (arXiv 2104.09864) for `rotate`: channel i is paired with channel i + head_dim / 2."""
-    half = torch.arange(0, arch.head_dim, 2, dtype=torch.float64) / arch.head_dim
-    angle = torch.arange(arch.context, dtype=torch.float64)[:, None] * arch.rope_base**-half
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-
-def rotate(x_BTHC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns each pair (x[i], x[i + C/2]) by its position's angle; float32 at least."""
-    cos_T1C, sin_T1C = rotation
-    swapped = x_BTHC.roll(x_BTHC.shape[-1] // 2, -1)
-    return torch.addcmul(x_BTHC * cos_T1C, swapped, sin_T1C)
 
 
 class _Block(nn.Module):
@@ -171,7 +196,7 @@ class _Attention(nn.Module):
     def heads(
         self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, T, H, C), keys and values (B, T, K, C), as attention takes them."""
+        """Returns queries (B, T, H, C), keys and values (B, T, K, C), normalized and rotated."""
         q_BTHC = self.query(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKC = self.key(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.value(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -198,6 +223,42 @@ class _Attention(nn.Module):
             y_BHTC = y_BHTC * openings_H[:, None, None].to(y_BHTC.dtype)
         out: Tensor = self.output(y_BHTC.transpose(1, 2).flatten(2))
         return out
+
+
+def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: float) -> Tensor:
+    """softmax(q kᵀ / √C + causal mask) v, (B, H, T, C); K divides H (arXiv 2305.13245)."""
+    grouped = k_BKTC.shape[1] < q_BHTC.shape[1]
+    low = q_BHTC.dtype == torch.bfloat16
+    scores_held = materializes_scores(q_BHTC.shape[-2], low, q_BHTC.device.type)
+    if not scores_held or torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(
+            q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+    if grouped:
+        times = q_BHTC.shape[1] // k_BKTC.shape[1]
+        k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
+    q_NTC, k_NTC, v_NTC = (x.flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
+    T, C = q_NTC.shape[-2:]
+    mask_TT = torch.full((T, T), -torch.inf, dtype=q_NTC.dtype).triu(1)
+    scores_NTT = torch.baddbmm(mask_TT, q_NTC, k_NTC.mT, alpha=C**-0.5)
+    shares_NTT = F.dropout(scores_NTT.softmax(-1), dropout) if dropout else scores_NTT.softmax(-1)
+    return torch.bmm(shares_NTT, v_NTC).view(q_BHTC.shape)
+
+
+def rope_table(arch: Architecture) -> tuple[Tensor, Tensor]:
+    """Returns cosines and signed sines (context, 1, head_dim), float64, of rotary positions for
+    `rotate` (arXiv 2104.09864); channel i is paired with channel i + head_dim / 2."""
+    half = torch.arange(0, arch.head_dim, 2, dtype=torch.float64) / arch.head_dim
+    angle = torch.arange(arch.context, dtype=torch.float64)[:, None] * arch.rope_base**-half
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+def rotate(x_BTHC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates each pair (x[i], x[i + C/2]) by the angle of its position; at least float32."""
+    cos_T1C, sin_T1C = rotation
+    swapped = x_BTHC.roll(x_BTHC.shape[-1] // 2, -1)
+    return torch.addcmul(x_BTHC * cos_T1C, swapped, sin_T1C)
 
 
 class _MLP(nn.Module):
@@ -230,7 +291,7 @@ class _MLP(nn.Module):
 
 
 class _Norm(nn.Module):
-    """LayerNorm, with or without shift, or RMSNorm, over the stream."""
+    """LayerNorm, with or without bias, or RMSNorm, over the residual stream."""
 
     def __init__(self, arch: Architecture, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()
@@ -243,17 +304,17 @@ class _Norm(nn.Module):
     def forward(self, x: Tensor, openings_D: Tensor | None) -> Tensor:
         kind = x.device.type
         if self.masked and openings_D is not None:
-            x = masked_norm(x, openings_D, self.weight, self.bias, self.eps, centred=not self.rms)
+            x = masked_norm(x, openings_D, self.weight, self.bias, self.eps, centered=not self.rms)
         elif self.rms:
             x = rms_norm(x, self.weight, self.eps)
         else:
             x = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        # autocast would make and keep a copy for each of the linears that read this
+        # autocast would cast and save a copy for each linear layer that reads this
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class _HeadNorm(nn.Module):
-    """RMSNorm of each head's queries or keys (arXiv 2302.05442, section 2.1)."""
+    """RMSNorm of the queries or keys of each head (arXiv 2302.05442, section 2.1)."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
@@ -264,9 +325,67 @@ class _HeadNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def _table(table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> Table:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / √(mean(x²) + eps) · weight over the last axis (arXiv 1910.07467, equation 4).
+
+    Computed in float32 at least. Not twice differentiable on a CPU.
+    """
+    x = at_least_float32(x)
+    if x.is_cpu and not torch.compiler.is_compiling():
+        # torch has no fused kernel here, and its composite takes three times as long
+        normed: Tensor = _CpuRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    else:
+        normed = F.rms_norm(x, weight.shape, weight, eps)
+    return normed
+
+
+def masked_norm(
+    x: Tensor,
+    openings_D: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centered: bool,
+) -> Tensor:
+    """LayerNorm (`centered`) or RMSNorm in which channel d has weight `openings_D[d]` in the mean,
+    the variance and the output (arXiv 2305.02869, section 3.2).
+
+    With weights 0 and 1 it is the norm over the channels with weight 1. At least in float32.
+    """
+    x = at_least_float32(x)
+    share_D = openings_D / openings_D.sum()
+    if centered:
+        x = x - (x * share_D).sum(-1, keepdim=True)
+    normed = x * ((x * x * share_D).sum(-1, keepdim=True) + eps).rsqrt() * weight
+    return (normed if bias is None else normed + bias) * openings_D
+
+
+class _CpuRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, weight)
+        normed: Tensor = unit * weight
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        unit, scale, weight = ctx.saved_tensors
+        (grad,) = grad_outputs
+        grad_weight = (grad * unit).flatten(0, -2).sum(0)
+        grad_unit = grad * weight
+        along = torch.linalg.vecdot(grad_unit, unit).div_(unit.shape[-1]).unsqueeze(-1)
+        grad_x = torch.addcmul(grad_unit, unit, along, value=-1).mul_(scale)
+        return grad_x, grad_weight, None
+
+
+def _embedding(table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> Embedding:
     rows, width = table[f"{name}.weight"].shape
-    made = Table(rows, width)
+    made = Embedding(rows, width)
     made.adapt(table, name, adapter)
     return made
 
@@ -284,3 +403,176 @@ def _masks(arch: Architecture, axis: MaskedAxis) -> bool:
 
 def _dropout(x: Tensor, probability: float, training: bool) -> Tensor:
     return F.dropout(x, probability) if training and probability else x
+
+
+class _Adapted(nn.Module):
+    """A weight with an optional adapter."""
+
+    weight: Tensor
+    lora_a: nn.Parameter | None
+    lora_b: nn.Parameter | None
+    scale: float
+
+    def reset_parameters(self) -> None:
+        """Does nothing: `GPT.init_weights` sets the values."""
+
+    def adapt(self, table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> None:
+        """Adds the factors of an adapter."""
+        self.lora_a = self.lora_b = None
+        if adapter is not None:
+            self.lora_a = nn.Parameter(torch.empty(table[f"{name}.lora_a"].shape))
+            self.lora_b = nn.Parameter(torch.empty(table[f"{name}.lora_b"].shape))
+            self.scale = adapter.scale
+
+    def effective(self) -> Tensor:
+        """Returns W + scale · B A in the dtype of W."""
+        if self.lora_a is None or self.lora_b is None:
+            return self.weight
+        return self.weight + self.lora_b @ (self.scale * self.lora_a)
+
+
+class Linear(_Adapted, nn.Linear):
+    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        return y + F.linear(self.scale * F.linear(x, self.lora_a), self.lora_b)
+
+
+class Embedding(_Adapted, nn.Embedding):
+    """Rows of W + scale · B A."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = F.embedding(rows, self.weight)
+        if self.lora_a is None or self.lora_b is None:
+            return x
+        return x + F.embedding(rows, self.lora_b) @ (self.scale * self.lora_a)
+
+
+@torch.no_grad()
+def set_parameters(model: nn.Module, table: Mapping[str, Parameter], seed: int) -> None:
+    """Initializes every parameter of the table.
+
+    Values depend on (seed, name, table) only, not on the device, the order of construction or other
+    parameters. Norm weights are 1, biases and adapters' B are 0, everything else is normal with the
+    standard deviation of the table.
+    """
+    for name, entry in table.items():
+        tensor = model.get_parameter(name)
+        if entry.std:
+            values = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
+            values.normal_(0.0, entry.std, generator=named_generator(seed, name))
+            tensor.copy_(values)
+        else:
+            gain = entry.kind == "norm" and name.endswith(".weight")
+            tensor.fill_(1.0 if gain else 0.0)
+
+
+def named_generator(*key: int | str) -> torch.Generator:
+    """Returns a CPU generator seeded by the key, such as (seed, parameter name)."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def load_gpt(path: Path, device: str = "cpu") -> GPT:
+    """Returns the model of a checkpoint in evaluation mode; its moving average if there is one.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or not one of a GPT that this version supports.
+    """
+    checkpoint = load(path)
+    try:
+        architecture = Architecture.from_dict(checkpoint.manifest.architecture)
+    except ArchitectureError as error:
+        raise CheckpointError(f"{path}: not a GPT that this Instar knows:\n{error}") from error
+    component = "ema" if "ema" in checkpoint.components else "model"
+    # a manifest may claim any size: allocate nothing before the header of the file agrees
+    there = read_header(path / COMPONENTS[component].file())
+    for name, entry in architecture.parameters().items():
+        if name not in there or there[name].shape != entry.shape:
+            found = there[name].shape if name in there else "missing"
+            raise CheckpointError(
+                f"{path}: the tensors do not fit the architecture: {name} must have the shape "
+                f"{entry.shape}, and is {found}"
+            )
+    with torch.device("meta"):
+        model = GPT(architecture)
+    model = model.to_empty(device=device)
+    model.reset_buffers()
+    try:
+        model.load_state_dict(checkpoint.tensors(component, device))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path}: the tensors do not fit the architecture: {error}"
+        ) from error
+    broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
+    if broken:
+        raise CheckpointError(
+            f"{path}: {len(broken)} tensors, the first {broken[0]}, hold values that are not finite "
+            "(NaN or infinite); use an earlier checkpoint"
+        )
+    model.set_step(checkpoint.manifest.step)
+    return model.eval()
+
+
+_MIN_TEMPERATURE = 1e-6
+"""Lower temperatures count as 0: logits divided by them would overflow."""
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    tokens_BT: Tensor,
+    n_new: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    vocab_size: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Returns `tokens_BT` followed by `n_new` tokens, each sampled given the last `context` tokens.
+
+    The modes of the model are restored afterwards.
+
+    Args:
+        tokens_BT: prompts, B ≥ 1, T ≥ 1.
+        temperature: 0 takes the most likely token.
+        top_k: sample among the k most likely tokens only.
+        vocab_size: sample ids below it only; a table may have more rows than the tokenizer.
+        generator: its device draws the numbers; with one on the CPU all devices sample alike.
+
+    Raises:
+        ValueError: an argument is out of range.
+        FloatingPointError: the logits are not finite.
+    """
+    if tokens_BT.shape[-1] < 1:
+        raise ValueError("a prompt needs at least one token")
+    if temperature < 0:
+        raise ValueError(f"temperature must be 0 or more, not {temperature:g}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be 1 or more, not {top_k}")
+    with evaluating(model):
+        for _ in range(n_new):
+            logits_BV = model(tokens_BT[:, -model.arch.context :])[:, -1].float()
+            if not logits_BV.isfinite().all():
+                raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
+            logits_BV = logits_BV[:, :vocab_size]
+            next_B1 = _sample(logits_BV, temperature, top_k, generator)
+            tokens_BT = torch.cat((tokens_BT, next_B1), 1)
+    return tokens_BT
+
+
+def _sample(
+    logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    if temperature < _MIN_TEMPERATURE:
+        return logits_BV.argmax(-1, keepdim=True)
+    if top_k is not None and top_k < logits_BV.shape[-1]:
+        least_B1 = logits_BV.topk(top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+    probabilities_BV = F.softmax(logits_BV / temperature, -1)
+    if generator is not None:
+        probabilities_BV = probabilities_BV.to(generator.device)
+    return torch.multinomial(probabilities_BV, 1, generator=generator).to(logits_BV.device)

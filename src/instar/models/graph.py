@@ -1,7 +1,7 @@
-"""A graph network: pre-norm residual blocks of message passing; shapes from `graph_shape`.
+"""A graph network of pre-norm residual message-passing blocks; shapes are in `graph_shape`.
 
-Letters in names of tensors: N nodes of all graphs of a batch, E edges, G graphs, D width, H
-attention heads, C channels of a head, S what is spoken of, nodes or graphs.
+Suffixes of tensor names are their dimensions: N nodes of all graphs of a batch, E edges, G graphs,
+D width, H attention heads, C channels of a head, S samples (nodes or graphs).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch_geometric.nn import aggr
 from torch_geometric.utils import index_sort, scatter, softmax
 
 from instar.config.graph import Activation, Layer, Pooling
+from instar.models.gpt import rms_norm, set_parameters
 from instar.models.graph_shape import GraphShape
-from instar.models.initial import set_parameters
-from instar.models.norm import rms_norm
+from instar.models.loss import at_least_float32
 from instar.models.shape import Parameter
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -34,7 +34,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 class GraphNetwork(nn.Module):
     """Encoder, blocks, pooling, readout, heads.
 
-    Values are not set here: `init_weights` draws them, a checkpoint loads them.
+    The constructor does not initialize parameters: call `init_weights`, or load a checkpoint.
     """
 
     def __init__(self, shape: GraphShape, *, gradient_checkpointing: bool = False) -> None:
@@ -58,16 +58,15 @@ class GraphNetwork(nn.Module):
     def forward(
         self, x_NF: Tensor, edges_E2: Tensor, offsets: Tensor, graph_GF: Tensor | None = None
     ) -> Tensor:
-        """What all heads say, side by side in their order: (G, outputs), or (N, outputs) of heads
-        for nodes.
+        """Returns the concatenated outputs of all heads: (G, outputs), or (N, outputs) per node.
 
         Args:
-            edges_E2: pairs of nodes of the whole batch, int64; may be none.
-            offsets: graph g has the nodes offsets[g] … offsets[g + 1] - 1, one at least.
-            graph_GF: features of whole graphs, where the shape has any.
+            edges_E2: pairs of node indices in the batch, int64; may be empty.
+            offsets: graph g has the nodes offsets[g] … offsets[g + 1] - 1, at least one.
+            graph_GF: features of graphs, if the shape has any.
         """
         flows = _flows(self.shape, edges_E2, len(x_NF), self.encoder.weight.dtype)
-        x_ND = _wide(self.encoder(x_NF.to(self.encoder.weight.dtype)))
+        x_ND = at_least_float32(self.encoder(x_NF.to(self.encoder.weight.dtype)))
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x_ND = checkpoint(
@@ -93,12 +92,12 @@ class GraphNetwork(nn.Module):
         return torch.cat(said, dim=-1)
 
     def init_weights(self, seed: int) -> None:
-        """Sets every parameter (see `set_parameters`)."""
+        """Initializes every parameter (see `set_parameters`)."""
         set_parameters(self, self.shape.parameters(), seed)
 
 
 class _Block(nn.Module):
-    """x ← x + down(act(own h + what is heard of h)), h = norm(x)."""
+    """x ← x + down(act(own h + aggregated h)), h = norm(x)."""
 
     def __init__(self, shape: GraphShape, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ class _Block(nn.Module):
         self.norm = _Norm(shape)
         self.own = _linear(table, f"{name}.own")
         for flow in shape.flows:
-            self.add_module(flow, _Heard(shape, table, f"{name}.{flow}"))
+            self.add_module(flow, _Aggregation(shape, table, f"{name}.{flow}"))
         self.down = _linear(table, f"{name}.down")
 
     def forward(self, x_ND: Tensor, flows: _Flows) -> Tensor:
@@ -119,8 +118,8 @@ class _Block(nn.Module):
         return x_ND + F.dropout(made, self.dropout, self.training)
 
 
-class _Heard(nn.Module):
-    """What every node hears along one flow of edges."""
+class _Aggregation(nn.Module):
+    """Aggregates the neighbors of every node along one flow of edges."""
 
     def __init__(self, shape: GraphShape, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()
@@ -137,11 +136,11 @@ class _Heard(nn.Module):
         return heard
 
     def _attended(self, h_ND: Tensor, edges: _Edges) -> Tensor:
-        """GATv2 (arXiv 2105.14491, equation 7): Σ_j α_ij s_j with α a softmax over what i hears of
-        score · LeakyReLU(s_j + r_i)."""
+        """GATv2 (arXiv 2105.14491, equation 7): Σ_j α_ij s_j, where α is the softmax over the
+        senders j of score · LeakyReLU(s_j + r_i)."""
         nodes = len(h_ND)
-        sent_NHC = _wide(self.sent(h_ND)).view(nodes, self.heads, -1)
-        received_NHC = _wide(self.received(h_ND)).view(nodes, self.heads, -1)
+        sent_NHC = at_least_float32(self.sent(h_ND)).view(nodes, self.heads, -1)
+        received_NHC = at_least_float32(self.received(h_ND)).view(nodes, self.heads, -1)
         sent_EHC = sent_NHC[edges.sender]
         met_EHC = F.leaky_relu(sent_EHC + received_NHC[edges.receiver], 0.2)
         score_EH = (met_EHC * self.score.weight).sum(-1)
@@ -151,37 +150,39 @@ class _Heard(nn.Module):
 
 
 class _Edges:
-    """One flow of edges: node receiver[e] hears node sender[e]. What sums need is made once for all
-    blocks."""
+    """One flow of edges from node sender[e] to node receiver[e]; its sparse matrices are made once
+    for all blocks."""
 
-    def __init__(self, heard: _Sorted, sent: _Sorted, layer: Layer, dtype: torch.dtype) -> None:
-        """`heard`, `sent`: the same edges by their receivers and by their senders."""
+    def __init__(
+        self, heard: _SortedEdges, sent: _SortedEdges, layer: Layer, dtype: torch.dtype
+    ) -> None:
+        """`heard`, `sent`: the same edges sorted by receivers and by senders."""
         self.sender, self.receiver = sent.ends, heard.ends
         if layer != "gat":
             weight_E = _weights(heard, sent, layer, dtype)
             self.of_receivers, self.of_senders = heard.rows(weight_E), sent.rows(weight_E)
 
     def sum(self, h_ND: Tensor) -> Tensor:
-        """Over what each node hears, weighted as the layer says."""
+        """Sums over the senders of each node, weighted by the layer type."""
         with torch.autocast(h_ND.device.type, enabled=False):
-            summed: Tensor = _Sum.apply(h_ND, self.of_receivers, self.of_senders)  # type: ignore[no-untyped-call]
+            summed: Tensor = _SparseProduct.apply(h_ND, self.of_receivers, self.of_senders)  # type: ignore[no-untyped-call]
         return summed
 
 
 _Flows = Mapping[str, _Edges]
-"""By the names that `graph_shape.FLOWS` gives them."""
+"""Edges by flow; see `graph_shape.FLOWS`."""
 
 
 class _Rows(NamedTuple):
-    """A sparse matrix by rows: row n has columns[begins[n] : begins[n + 1]] and their weights."""
+    """A sparse CSR matrix: row n has columns[begins[n] : begins[n + 1]] and their weights."""
 
     begins: Tensor
     columns: Tensor
     weights: Tensor
 
 
-class _Sorted:
-    """Edges with one of their `ends`, by which rows of a matrix are made."""
+class _SortedEdges:
+    """Edges sorted by one of their ends, which are the rows of a sparse matrix."""
 
     def __init__(self, ends: Tensor, others: Tensor, nodes: int) -> None:
         self.ends = ends
@@ -192,14 +193,15 @@ class _Sorted:
         return _Rows(self.begins, self.columns, weight_E[self.order])
 
     def degrees(self, dtype: torch.dtype) -> Tensor:
-        """Of each edge's end, (E,)."""
+        """Returns the degree of each edge's end, (E,)."""
         degrees: Tensor = self.begins.diff().to(dtype)[self.ends]
         return degrees
 
 
-def _weights(heard: _Sorted, sent: _Sorted, layer: Layer, dtype: torch.dtype) -> Tensor:
-    """What each edge counts, (E,): 1 in a sum, one over its receiver's degree in a mean, one over
-    the roots of both degrees in a GCN (arXiv 1609.02907; both ways as in arXiv 2305.10498)."""
+def _weights(heard: _SortedEdges, sent: _SortedEdges, layer: Layer, dtype: torch.dtype) -> Tensor:
+    """Returns the weight of each edge (E,): 1 for a sum (GIN), 1 / degree of the receiver for a
+    mean (SAGE), 1 / √(product of both degrees) for a GCN (arXiv 1609.02907; both directions as in
+    arXiv 2305.10498)."""
     if layer == "gin":
         return torch.ones(len(heard.ends), dtype=dtype, device=heard.ends.device)
     if layer == "sage":
@@ -207,11 +209,11 @@ def _weights(heard: _Sorted, sent: _Sorted, layer: Layer, dtype: torch.dtype) ->
     return (heard.degrees(dtype) * sent.degrees(dtype)).rsqrt_()
 
 
-class _Sum(torch.autograd.Function):
-    """A sparse matrix times a dense one, with the transposed matrix at hand for the gradient.
+class _SparseProduct(torch.autograd.Function):
+    """A sparse matrix times a dense one; the gradient uses the transposed matrix.
 
-    A bag of embeddings is such a product: the same on every run, and without a row for every edge,
-    which gathering and scattering make.
+    `embedding_bag` computes such a product deterministically, and without a row per edge, which
+    gather and scatter need.
     """
 
     @staticmethod
@@ -237,7 +239,7 @@ def _product(matrix: _Rows, x: Tensor) -> Tensor:
 
 
 class _Pool(nn.Module):
-    """Nodes to graphs, in one or several ways side by side: (N, D) → (G, ways · D)."""
+    """Pools nodes to graphs by one or more aggregations: (N, D) → (G, ways · D)."""
 
     def __init__(self, shape: GraphShape, table: Mapping[str, Parameter]) -> None:
         super().__init__()
@@ -265,7 +267,7 @@ def _aggregation(way: Pooling, table: Mapping[str, Parameter]) -> nn.Module:
 
 
 class _Norm(nn.Module):
-    """LayerNorm or RMSNorm of each node for itself."""
+    """LayerNorm or RMSNorm of each node."""
 
     def __init__(self, shape: GraphShape) -> None:
         super().__init__()
@@ -283,7 +285,7 @@ def _flows(shape: GraphShape, edges_E2: Tensor, nodes: int, dtype: torch.dtype) 
     source, target = edges_E2.unbind(1)
     if shape.flow == "symmetric":
         source, target = torch.cat((source, target)), torch.cat((target, source))
-    by_source, by_target = _Sorted(source, target, nodes), _Sorted(target, source, nodes)
+    by_source, by_target = _SortedEdges(source, target, nodes), _SortedEdges(target, source, nodes)
     ways = [(by_target, by_source), (by_source, by_target)]
     return {
         flow: _Edges(heard, sent, shape.layer, dtype)
@@ -294,7 +296,3 @@ def _flows(shape: GraphShape, edges_E2: Tensor, nodes: int, dtype: torch.dtype) 
 def _linear(table: Mapping[str, Parameter], name: str) -> nn.Linear:
     outputs, inputs = table[f"{name}.weight"].shape
     return nn.Linear(inputs, outputs, bias=f"{name}.bias" in table)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -1,21 +1,21 @@
-"""The shape of the graph network, and the table of its parameters; torch-free.
+"""The shape of the graph network and its parameter table; torch-free.
 
-Blocks add to one stream, `width`. Inside block n, what a node is and what it hears of its
-neighbours meet on the axis `mlp`::
+Blocks add to one residual stream, `width`. A block adds a node's own features and the aggregated
+features of its neighbors on the axis `mlp`::
 
     h = norm(x);  x ← x + down(act(own h + Σ_f heard_f (aggregate_f h)))
 
-Where the papers of GIN and GCN have (1 + ε) h and self-loops, a node has a matrix of its own. f runs
-over the flows of edges: ``from_sources`` (what edges come from) and ``from_targets`` (what
-they lead to), or ``from_any``. Attention (GATv2, arXiv 2105.14491) aggregates on the axis
-``heads*channels``, all else on the stream itself; so either way a matrix lies between what is
-aggregated and what reads it, and every axis can grow.
+A separate matrix for the node itself replaces (1 + ε) h of GIN and the self-loops of GCN. f runs
+over the flows of edges: ``from_sources`` (the nodes that edges come from) and ``from_targets`` (the
+nodes that they lead to), or ``from_any``. Attention (GATv2, arXiv 2105.14491) aggregates on the
+axis ``heads*channels``, all other layers on the stream itself. In both cases a matrix follows the
+aggregation, so every axis can grow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from instar.config.graph import (
@@ -27,13 +27,15 @@ from instar.config.graph import (
     Norm,
     Pooling,
 )
+from instar.config.sections import MOST_HEADS, MOST_LAYERS, MOST_MLP, MOST_WIDTH
 from instar.models.shape import (
     ArchitectureError,
-    Mistake,
     Shape,
     Table,
     axis_size,
+    check_fields,
     layer_of,
+    size_problems,
 )
 
 FLOWS: Mapping[Flow, tuple[str, ...]] = {
@@ -41,16 +43,32 @@ FLOWS: Mapping[Flow, tuple[str, ...]] = {
     "forward": ("from_sources",),
     "symmetric": ("from_any",),
 }
-"""What a node hears of, each with weights of its own."""
+"""Flows along which neighbors are aggregated; each has its own weights."""
+
+
+MOST = {
+    "features": MOST_MLP,
+    "graph_features": MOST_MLP,
+    "width": MOST_WIDTH,
+    "mlp": MOST_MLP,
+    "layers": MOST_LAYERS,
+    "heads": MOST_HEADS,
+    "channels": MOST_WIDTH,
+    "readout": MOST_MLP,
+}
+"""Limits that protect readers of untrusted files."""
 
 
 @dataclass(frozen=True)
 class GraphShape(Shape):
-    """The shape in force.
+    """The shape of a graph network.
 
-    `features` and `graph_features` are columns of a node and of a whole graph (0: none); `heads`
-    and `channels` are of attention, 0 without; `outputs` names each head and says how many numbers
-    it gives. Raises ArchitectureError when no model can have it.
+    `features` and `graph_features` are the numbers of features of a node and of a whole graph (0:
+    none); `heads` and `channels` are those of attention, 0 without it; `outputs` has the name and
+    the number of outputs of each head.
+
+    Raises:
+        ArchitectureError: no model can have this shape.
     """
 
     features: int
@@ -76,13 +94,9 @@ class GraphShape(Shape):
     def __post_init__(self) -> None:
         needed = ["features", "width", "mlp", "layers", "readout"]
         needed += ["heads", "channels"] if self.layer == "gat" else []
-        mistakes = [
-            Mistake(f"model.{name}", f"must be a whole number above 0, not {size!r}")
-            for name, size in ((name, getattr(self, name)) for name in needed)
-            if type(size) is not int or size < 1
-        ]
-        if mistakes:
-            raise ArchitectureError(*mistakes)
+        problems = size_problems(self, needed, MOST)
+        if problems:
+            raise ArchitectureError(*problems)
 
     @property
     def flows(self) -> tuple[str, ...]:
@@ -90,7 +104,7 @@ class GraphShape(Shape):
 
     @property
     def heard(self) -> str:
-        """The axis on which neighbours are aggregated."""
+        """The axis on which neighbors are aggregated."""
         return "heads*channels" if self.layer == "gat" else "width"
 
     def sizes(self) -> dict[str, int]:
@@ -98,7 +112,7 @@ class GraphShape(Shape):
         return {**super().sizes(), "poolings": len(self.pooling), "one": 1, **of_heads}
 
     def table(self, table: Table) -> None:
-        # a node whose features are all zero must not be zero where it is normalised
+        # with a zero bias, a node whose features are all 0 would be 0 at the norm
         table.linear("encoder", "width", "features", drawn=True)
         for layer in range(self.layers):
             self._block(table, f"blocks.{layer}")
@@ -133,21 +147,18 @@ class GraphShape(Shape):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
-        names = [field.name for field in fields(cls)]
-        mistakes = [Mistake(f"model.{name}", "is missing") for name in names if name not in values]
-        mistakes += [Mistake(f"model.{name}", "is unknown") for name in values if name not in names]
-        if mistakes:
-            raise ArchitectureError(*mistakes)
+        """Inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
+        check_fields(cls, values)
         outputs = tuple((name, size) for name, size in values["outputs"])
         return cls(**{**values, "pooling": tuple(values["pooling"]), "outputs": outputs})
 
 
 def resolve_graph(model: GraphModelConfig, features: int, graph_features: int = 0) -> GraphShape:
-    """The shape that a config asks for, for graphs whose nodes have so many features.
+    """Returns the shape that a config describes.
 
     Args:
-        graph_features: of a whole graph, which count where the config asks for them.
+        features: number of features of a node.
+        graph_features: number of features of a graph; used if the config asks for them.
     """
     attention = model.layer == "gat"
     return GraphShape(
@@ -172,11 +183,11 @@ def resolve_graph(model: GraphModelConfig, features: int, graph_features: int = 
 
 
 def flops_per_graph(shape: GraphShape, nodes: float, edges: float) -> float:
-    """Floating-point operations of one graph's forward and backward pass, of matrix products and
-    sums over neighbours.
+    """Returns floating-point operations per graph of a forward and backward pass, for matrix
+    products and sums over neighbors.
 
-    Six for each weight of a matrix and each node (or graph) that it is applied to; six for each
-    edge, flow and channel that is summed; with attention as much again for the scores.
+    It counts 6 per matrix weight and node (or graph) that it is applied to, 6 per edge, flow and
+    summed channel, and the latter once more for attention scores.
     """
     sizes = shape.sizes()
     once = nodes if shape.level == "node" else 1.0

@@ -1,7 +1,7 @@
-"""Low-rank adapters as data: which weights have one, of which rank, at which scale; torch-free.
+"""Configuration of low-rank adapters: which weights have one, its rank and its scale; torch-free.
 
 An adapted weight W (o, i), ``x.weight``, has beside it A (rank, i), ``x.lora_a``, and B (o, rank),
-``x.lora_b``, and acts as W + scale · B A (LoRA, arXiv 2106.09685, equation 3).
+``x.lora_b``, and is used as W + scale · B A (LoRA, arXiv 2106.09685, equation 3).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ TARGETS = {
     "embedding": "token_embedding",
     "head": "head",
 }
-"""Pattern of each target that has a name of its own."""
+"""Patterns of the named targets."""
 
 POSSIBLE = f"{', '.join(TARGETS)}, or a pattern of names such as blocks.*.attn.query"
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of all weights that `target` matches: a name of `TARGETS`, or a pattern (fnmatch)
-    of weights' names without ``.weight``."""
+    """Adapters of all weights that `target` matches: a name in `TARGETS`, or an fnmatch pattern of
+    weight names without ``.weight``."""
 
     target: str
     rank: int
@@ -40,7 +40,7 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def held(self, rank: int) -> Lora:
-        """Of another rank at the same scale."""
+        """Returns the adapter with another rank and the same scale."""
         grown = rank / self.rank
         return replace(
             self,
@@ -49,38 +49,38 @@ class Lora:
         )
 
     def matches(self, name: str) -> bool:
-        """Whether the weight of this name is one of the target's."""
+        """Whether the target names a weight."""
         return matches(self.target, name)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is a factor of an adapter."""
+    """Whether a parameter is a factor of an adapter."""
     return name.endswith((".lora_a", ".lora_b"))
 
 
 def matches(target: str, name: str) -> bool:
-    """Whether `target` names the weight `name`, which has no ``.weight`` at its end."""
+    """Whether `target` names the weight `name` (without ``.weight``)."""
     return fnmatchcase(name, TARGETS.get(target, target))
 
 
 def adapter_of(lora: Iterable[Lora], name: str) -> Lora | None:
-    """The entry that adapts a weight."""
+    """Returns the entry that adapts a weight; None if there is none."""
     return next((entry for entry in lora if entry.matches(name)), None)
 
 
 def problems(
     lora: tuple[Lora, ...], weights: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[int, str, str]]:
-    """What is wrong with entries, for weights of these shapes: (which, what, what instead)."""
+    """Yields (index, problem, hint) for invalid entries, for weights of these shapes."""
     taken: dict[str, str] = {}
     for number, entry in enumerate(lora):
-        if wrong := _malformed(entry):
+        if wrong := _field_problem(entry):
             yield number, *wrong
             continue
         found = [name for name in weights if entry.matches(name)]
         if not found:
             there = "" if "head" in weights else "; the head is tied, so it is the embedding"
-            yield number, f"{entry.target!r} is no weight of this model", POSSIBLE + there
+            yield number, f"{entry.target!r} names no weight of this model", POSSIBLE + there
         for name in found:
             if name in taken:
                 yield (
@@ -98,8 +98,8 @@ def problems(
             )
 
 
-def _malformed(entry: Lora) -> tuple[str, str] | None:
-    """What a file may have put into the fields."""
+def _field_problem(entry: Lora) -> tuple[str, str] | None:
+    """Returns (problem, hint) if a field has an invalid value, as a file may."""
     target, rank, alpha, stabilized = (getattr(entry, field.name) for field in fields(entry))
     if not isinstance(target, str):
         return f"target must be text, not {target!r}", POSSIBLE
@@ -113,10 +113,11 @@ def _malformed(entry: Lora) -> tuple[str, str] | None:
 
 
 def covering(wanted: Mapping[str, Lora | None], targets: Iterable[str] = ()) -> tuple[Lora, ...]:
-    """The entries that give every weight its wanted adapter, each weight matched by one at most.
+    """Returns entries that give every weight its wanted adapter; at most one matches a weight.
 
-    `wanted` has all weights that could be adapted; of its values the target does not count.
-    `targets` are tried before the named ones, one pattern for all blocks, and single names.
+    Args:
+        wanted: the adapter of every adaptable weight; its target is ignored.
+        targets: tried before named targets, patterns for all blocks, and single names.
     """
     groups: dict[Lora, set[str]] = {}
     for name, adapter in wanted.items():
@@ -136,5 +137,5 @@ def covering(wanted: Mapping[str, Lora | None], targets: Iterable[str] = ()) -> 
 
 
 def from_json(entries: Iterable[Mapping[str, Any]]) -> tuple[Lora, ...]:
-    """Entries of what `dataclasses.asdict` made of them. Raises TypeError for other fields."""
+    """Inverse of `dataclasses.asdict` for entries. Raises TypeError for unknown fields."""
     return tuple(Lora(**entry) for entry in entries)

@@ -1,12 +1,12 @@
-"""What any model says of its shape: every parameter by name, with named axes.
+"""Shapes of models: every parameter by name, with named axes.
 
-Every axis of every parameter has a name, and a name fixes a size: a model grows when the size of an
-axis does, and `parameters` then says what each tensor must become.
+Every axis of every parameter has a name, and a name determines a size. A model grows when the size
+of an axis does.
 
 A composite axis such as ``heads*head_dim`` is a product, the first factor outermost: index
 ``h * head_dim + d`` of a query's output is channel d of head h.
 
-Who writes and who reads an axis follows from a parameter's kind:
+The kind of a parameter determines which axis it writes and which it reads:
 
 ============ ======================= ============== ============ ========================
 kind         axes                    writes         reads        what it is
@@ -14,7 +14,11 @@ kind         axes                    writes         reads        what it is
 embedding    (rows, channels)        channels       –            a table of rows
 matrix, head (output, input)         output         input        a linear map
 bias         (output,)               output         –            added to a matrix's output
-norm         (axis,)                 –              –            gain or shift of each channel
+norm         (axis,)                 –              –            gain or shift of each channel,
+                                                                 normalized over all of them
+channel      (axis,)                 –              –            gain or shift of each channel on
+                                                                 its own, as in BatchNorm
+buffer       any                     –              –            a persistent buffer
 ============ ======================= ============== ============ ========================
 """
 
@@ -22,110 +26,162 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self
 
-Kind = Literal["embedding", "matrix", "norm", "bias", "head"]
+from instar.config.errors import ConfigProblem
+
+Kind = Literal["embedding", "matrix", "norm", "channel", "bias", "head", "buffer"]
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """One thing wrong with a shape: the dotted config key, what is wrong, what to do instead."""
-
-    key: str
-    message: str
-    hint: str = ""
+def problem(field: str, message: str, hint: str = "") -> ConfigProblem:
+    """Returns a problem of one field of a shape, under its config key ``model.<field>``."""
+    return ConfigProblem((f"model.{field}",), message, hint)
 
 
 class ArchitectureError(ValueError):
-    """A shape no model can have; `mistakes` holds everything found, in the fields' order."""
+    """No model can have this shape; `problems` lists all reasons in the order of the fields."""
 
-    def __init__(self, *mistakes: Mistake) -> None:
-        self.mistakes = mistakes
+    def __init__(self, *problems: ConfigProblem) -> None:
+        self.problems = problems
         super().__init__(
             "\n".join(
-                f"{m.key}: {m.message}" + (f" ({m.hint})" if m.hint else "") for m in mistakes
+                f"{p.keys[0]}: {p.message}" + (f" ({p.hint})" if p.hint else "") for p in problems
             )
         )
 
 
+def size_problems(
+    shape: object, fields: Iterable[str], limits: Mapping[str, int]
+) -> list[ConfigProblem]:
+    """Returns a problem for each of the fields that is not a positive integer, and for each that
+    exceeds its limit."""
+    sizes = {name: getattr(shape, name) for name in dict.fromkeys((*fields, *limits))}
+    found = [
+        problem(name, f"must be a whole number above 0, not {sizes[name]!r}")
+        for name in fields
+        if type(sizes[name]) is not int or sizes[name] < 1
+    ]
+    return found + [
+        problem(name, f"must be at most {limit:,}, not {sizes[name]:,}")
+        for name, limit in limits.items()
+        if type(sizes[name]) is int and sizes[name] > limit
+    ]
+
+
+def check_fields(shape: type, values: Mapping[str, Any], optional: Iterable[str] = ()) -> None:
+    """Raises ArchitectureError if JSON values lack fields of a shape, or have unknown ones."""
+    names = [field.name for field in dataclasses.fields(shape)]
+    wrong = [problem(name, "is missing") for name in names if name not in {*values, *optional}]
+    wrong += [problem(name, "is unknown") for name in values if name not in names]
+    if wrong:
+        raise ArchitectureError(*wrong)
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor: its named axes, its shape, and what it does with them (see the module's table)."""
+    """One tensor: its named axes, its shape and its kind (see the table of the module)."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     kind: Kind
     std: float = 0.0
-    """of its first values, which are normal; 0: they are ones for a gain, zeros for all else"""
+    """standard deviation of normal initial values; 0: a gain is 1, everything else 0"""
 
     @property
     def writes(self) -> str | None:
-        """The axis it produces."""
-        if self.kind == "norm":
+        """The axis that it produces."""
+        if self.kind in ("norm", "channel", "buffer"):
             return None
         return self.axes[1] if self.kind == "embedding" else self.axes[0]
 
     @property
     def reads(self) -> str | None:
-        """The axis it consumes."""
+        """The axis that it consumes."""
         return self.axes[1] if self.kind in ("matrix", "head") else None
 
 
 class Growable(Protocol):
-    """What growth asks of a model's shape: a frozen dataclass that can say this much grows.
+    """A shape that can grow: a frozen dataclass with these methods.
 
-    Axes are named freely, under three conditions: two dimensions have the same name only where an
-    index means the same in both; between a tensor that writes an axis and one that reads it there
-    are only functions of each channel for itself; a tensor inside block number n is called
-    ``blocks.<n>.…``, and there are as many as the size of the axis ``layers``.
+    Axes may have any names under three conditions: two dimensions share a name only if an index
+    means the same in both; between a tensor that writes an axis and one that reads it there are
+    only channelwise functions; a tensor inside block n is called ``blocks.<n>.…``, and the number
+    of blocks is the size of the axis ``layers``.
     """
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """Every parameter by name, in the model's order."""
+        """Returns every parameter by name, in the model's order."""
         ...
 
     def sizes(self) -> Mapping[str, int]:
-        """Size of each simple axis."""
+        """Returns the size of each simple axis."""
         ...
 
     def resized(self, **sizes: int) -> Self:
-        """The same with other sizes of some axes."""
+        """Returns a copy with other sizes of some axes."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        ...
-
-
-@runtime_checkable
-class Residual(Protocol):
-    """A model whose blocks add to what passes by: only such a one can get a block that does nothing."""
-
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """The axes that blocks add to: one for a GPT, perhaps nodes and edges for a graph network."""
+        """Returns the shape as JSON values."""
         ...
 
 
 def streams_of(arch: Growable) -> tuple[str, ...]:
-    """The axes that blocks add to; none if the model names none."""
-    return arch.streams if isinstance(arch, Residual) else ()
+    """Returns `arch.streams`, the axes that blocks add to, such as ``embed`` of a GPT.
+
+    It is empty for a shape without the attribute. Only a model with residual streams can get a block
+    that leaves its function as it is.
+    """
+    streams: tuple[str, ...] = getattr(arch, "streams", ())
+    return streams
+
+
+def buffers_of(arch: Growable) -> Mapping[str, Parameter]:
+    """Returns `arch.buffers()`, the buffers with named axes; none without the method."""
+    buffers: Mapping[str, Parameter] = getattr(arch, "buffers", dict)()
+    return buffers
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """Properties of a module that only the constructed module has."""
+
+    frozen: frozenset[str] = frozenset()
+    """parameters that do not train"""
+    buffers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """shapes of its persistent buffers"""
+
+
+Facts = Callable[[Any], ModuleFacts]
+"""Returns the facts of the module of a shape."""
+
+
+def no_facts(shape: object) -> ModuleFacts:  # noqa: ARG001
+    """Facts of a module that trains as a whole and has no persistent buffers."""
+    return ModuleFacts()
+
+
+def facts_of(task: object) -> Facts:
+    """Returns the method `facts(shape)` of a task or of a spec; `no_facts` if it has none."""
+    facts: Facts = getattr(task, "facts", no_facts)
+    return facts
 
 
 class Table:
-    """Collects the parameters of a model as its modules are called, for axes of these sizes."""
+    """Builds the parameter table of a model from its modules, for axes of given sizes."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes, self.entries = dict(sizes), dict[str, Parameter]()
+        self.buffers = dict[str, Parameter]()
 
     def linear(
         self, name: str, output: str, source: str, *, bias: bool = True, drawn: bool = False
     ) -> None:
-        """An `nn.Linear`: `source` is the axis of its inputs. First values of the matrix, and of a
-        bias that is `drawn`, have the variance of torch's own, 1 / (3 · inputs)."""
-        shape = axis_size(self.sizes, output), axis_size(self.sizes, source)
+        """Adds an `nn.Linear` from axis `source` to axis `output`. Initial values of the matrix,
+        and of a `drawn` bias, have the variance of torch's defaults, 1 / (3 · inputs)."""
+        shape = self._size(name, output), self._size(name, source)
         std = (3 * shape[1]) ** -0.5
         self.entries[f"{name}.weight"] = Parameter((output, source), shape, "matrix", std)
         if bias:
@@ -133,53 +189,110 @@ class Table:
             self.entries[f"{name}.bias"] = Parameter((output,), shape[:1], "bias", of_bias)
 
     def norm(self, name: str, axis: str, *, bias: bool = True) -> None:
-        """An `nn.LayerNorm`, `nn.RMSNorm` (`bias=False`): a gain and a shift of each channel."""
+        """Adds an `nn.LayerNorm`, or an `nn.RMSNorm` (`bias=False`)."""
         for part in ("weight", "bias") if bias else ("weight",):
-            shape = (axis_size(self.sizes, axis),)
+            shape = (self._size(name, axis),)
             self.entries[f"{name}.{part}"] = Parameter((axis,), shape, "norm")
 
+    def batch_norm(self, name: str, axis: str) -> None:
+        """Adds an `nn.BatchNorm1d`, `2d` or `3d` with its running statistics."""
+        shape = (axis_size(self.sizes, axis),)
+        for part in ("weight", "bias"):
+            self.entries[f"{name}.{part}"] = Parameter((axis,), shape, "channel")
+        for part in ("running_mean", "running_var"):
+            self.buffer(f"{name}.{part}", axis)
+
+    def buffer(self, name: str, *axes: str) -> None:
+        """Adds a persistent buffer that grows with these axes; new elements have the values of a
+        new module of that shape."""
+        shape = tuple(axis_size(self.sizes, axis) for axis in axes)
+        self.buffers[name] = Parameter(axes, shape, "buffer")
+
     def embedding(self, name: str, rows: str, axis: str) -> None:
-        """An `nn.Embedding` of `rows` rows."""
-        shape = axis_size(self.sizes, rows), axis_size(self.sizes, axis)
+        """Adds an `nn.Embedding` with an axis of rows."""
+        shape = self._size(name, rows), self._size(name, axis)
         self.entries[f"{name}.weight"] = Parameter((rows, axis), shape, "embedding", 0.02)
+
+    def _size(self, name: str, axis: str) -> int:
+        missing = [factor for factor in axis.split("*") if factor not in self.sizes]
+        if missing:
+            raise ValueError(
+                f"{name} has an axis {missing[0]!r}, which is not a whole-number field of the shape; "
+                f"there are {', '.join(self.sizes) or 'none'}"
+            )
+        return axis_size(self.sizes, axis)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A base for shapes whose fields are the sizes of their axes: a frozen dataclass, one field an
-    axis, and `table`, which calls every module that has parameters."""
+    """Base class of shapes whose fields are the sizes of their axes: a frozen dataclass with one
+    field per axis, and `table`, which names every module with parameters."""
 
     def table(self, table: Table) -> None:
-        """Name every module and its axes, in the model's order."""
+        """Names every module and its axes, in the model's order."""
         raise NotImplementedError
 
     def sizes(self) -> dict[str, int]:
         return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if type(getattr(self, field.name)) is int
+            each.name: getattr(self, each.name)
+            for each in dataclasses.fields(self)
+            if type(getattr(self, each.name)) is int
         }
 
     def resized(self, **sizes: int) -> Self:
         return replace(self, **sizes)
 
     def parameters(self) -> dict[str, Parameter]:
+        return self._filled().entries
+
+    def buffers(self) -> dict[str, Parameter]:
+        return self._filled().buffers
+
+    def _filled(self) -> Table:
         table = Table(self.sizes())
         self.table(table)
-        return table.entries
+        return table
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Returns the fields as JSON values."""
         return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The shape of a model without named axes: nothing can grow."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {
+            name: Parameter(
+                tuple(f"{name}.{dim}" for dim in range(len(shape))),
+                shape,
+                "matrix" if len(shape) > 1 else "bias",
+            )
+            for name, shape in self.tensors
+        }
+
+    def sizes(self) -> dict[str, int]:
+        return {}
+
+    def resized(self, **sizes: int) -> Fixed:
+        raise ValueError(
+            f"the task names no axes, so {', '.join(sizes)} cannot grow: give it shape()"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: list(shape) for name, shape in self.tensors}
 
 
 @dataclass(frozen=True)
 class ParameterCount:
     """Parameters of a model, each counted once.
 
-    `non_embedding` leaves out token and position tables and the head, tied or not (arXiv
-    2001.08361). `matmul` are those in matrix products: all matrices and the head, also where the
-    head is the token table. Adapters count as their weights do.
+    `non_embedding` excludes token and position tables and the head (arXiv 2001.08361). `matmul`
+    counts parameters of matrix products: all matrices and the head, also a tied one. Adapters count
+    like their weights.
     """
 
     total: int
@@ -188,7 +301,7 @@ class ParameterCount:
 
 
 def count_parameters(arch: Growable) -> ParameterCount:
-    """Counts from the table of a shape; where it is `tied`, the token table is the head too."""
+    """Counts the parameters of a shape; if it is `tied`, the token table counts as the head too."""
     by_kind: dict[str, int] = {}
     tied = 0
     for name, entry in arch.parameters().items():
@@ -205,11 +318,17 @@ def count_parameters(arch: Growable) -> ParameterCount:
 
 
 def axis_size(sizes: Mapping[str, int], axis: str) -> int:
-    """Elements along a simple or composite axis, e.g. ``embed`` or ``heads*head_dim``."""
+    """Returns the size of a simple or composite axis, e.g. ``embed`` or ``heads*head_dim``."""
     return math.prod(sizes[factor] for factor in axis.split("*"))
 
 
 def layer_of(name: str) -> int | None:
-    """The block a parameter belongs to; None outside the blocks."""
+    """Returns the index of the block of a parameter; None outside the blocks."""
     first, _, rest = name.partition(".")
     return int(rest.partition(".")[0]) if first == "blocks" else None
+
+
+def in_block(name: str, layer: int) -> str:
+    """Returns the name of the same tensor in another block."""
+    first, _, rest = name.split(".", 2)
+    return f"{first}.{layer}.{rest}"

@@ -1,27 +1,50 @@
-"""When a person should look at a run: pure rules over its events.
+"""Alerts: rules over the events of a run, and their delivery to a program or a web address.
 
-A rule tells once, and again only after what it told of was over. All of them begin anew where a run
-goes on from a checkpoint.
+A rule alerts once, and again only after its condition has ended. A resume resets all rules.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import queue
+import signal
+import tempfile
+import threading
+import time
+import urllib.request
 from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from statistics import median
+from typing import Any
 
-from instar.config.record import AlertsConfig
-from instar.record.events import Alert, Event, Operation, Placed, RunStarted, Skip, Train
+from instar.config.sections import AlertsConfig
+from instar.processes.child import Child, exit_text
+from instar.record.events import (
+    AXES,
+    Alert,
+    Event,
+    OperationEvent,
+    Placed,
+    RecordError,
+    RunStarted,
+    Skip,
+    Train,
+    Warn,
+    to_words,
+)
+from instar.record.recorder import Sink
+from instar.record.rundir import RunDir
 
 SMOOTHED_OVER = 5
-"""Records: two wild ones in a row never alert."""
+"""Records; two outliers in a row never alert."""
 NOISE_OVER = 100
 FEWEST = 10
-"""Records before which nothing is judged, at the start and after an operation."""
+"""Records without alerts at the start and after an operation."""
 NOISES = 10.0
-"""How far above its lowest noise alone never takes a smoothed loss."""
-OTHER_SAMPLES = frozenset({"set_context", "resize_vocab", "override"})
-"""Operations after which losses do not compare with those before."""
+"""Multiple of the noise by which a smoothed loss may exceed its minimum."""
 
 SPEEDS_OVER = 100
 SLOW_RECORDS = 5
@@ -29,39 +52,41 @@ FEWEST_SPEEDS = 5
 
 
 class Rules:
-    """All rules of a run; its only state is what it has seen."""
+    """All alert rules of a run."""
 
-    def __init__(self, config: AlertsConfig) -> None:
+    def __init__(self, config: AlertsConfig, incomparable: Collection[str] = ()) -> None:
+        """`incomparable`: operations after which losses are not comparable with earlier ones."""
         self._config = config
-        self._forget()
+        self._incomparable = incomparable
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         config = self._config
         self._divergence = Divergence(config.divergence) if config.divergence else None
         self._stall = Stall(config.stall) if config.stall else None
         self._skipping = False
 
-    def see(self, event: Event) -> list[Alert]:
-        """What is to be told now that this has happened."""
-        said: list[tuple[str, str]] = []
+    def update(self, event: Event) -> list[Alert]:
+        """Returns the alerts that an event raises."""
+        raised: list[tuple[str, str]] = []
         if isinstance(event, RunStarted):
-            self._forget()
+            self._reset()
         elif isinstance(event, Train):
-            if self._divergence and (message := self._divergence.see(event.loss)):
-                said.append(("divergence", message))
+            if self._divergence and (message := self._divergence.update(event.loss)):
+                raised.append(("divergence", message))
             speed = event.tokens_per_s
-            if self._stall and speed is not None and (message := self._stall.see(speed)):
-                said.append(("stall", message))
-        elif isinstance(event, Operation):
+            if self._stall and speed is not None and (message := self._stall.update(speed)):
+                raised.append(("stall", message))
+        elif isinstance(event, OperationEvent):
             if self._divergence:
-                self._divergence.changed(comparable=event.name not in OTHER_SAMPLES)
+                self._divergence.changed(comparable=event.name not in self._incomparable)
             if self._stall:
                 self._stall.changed()
         elif isinstance(event, Skip) and (message := self._skip(event.consecutive)):
-            said.append(("nan_skips", message))
+            raised.append(("nan_skips", message))
         if not isinstance(event, Placed):
             return []
-        return [_alert(event, name, f"step {event.step:,}: {text}") for name, text in said]
+        return [_alert(event, name, f"step {event.step:,}: {text}") for name, text in raised]
 
     def _skip(self, consecutive: int) -> str:
         most = self._config.nan_skips
@@ -72,33 +97,23 @@ class Rules:
 
 
 def _alert(event: Placed, name: str, message: str) -> Alert:
-    return Alert(
-        step=event.step,
-        samples=event.samples,
-        tokens=event.tokens,
-        epoch=event.epoch,
-        flops=event.flops,
-        wall_s=event.wall_s,
-        active_s=event.active_s,
-        name=name,
-        message=message,
-    )
+    where = {field: getattr(event, field) for field in ("step", *AXES)}
+    return Alert(**where, name=name, message=message)
 
 
 class Divergence:
-    """The training loss has given back a share of what it had fallen.
+    """Alerts when the training loss has lost a fraction of its decrease.
 
-    `smooth` is the median of the last 5 recorded losses, `highest` and `lowest` its first and its
-    smallest value, and `noise` the standard deviation of one record about its neighbours:
-    1.4826 / √2 × the median of |difference of successive records| over the last 100, which a drift
-    hardly moves. It diverges while
+    `smooth` is the median of the last 5 recorded losses, `highest` and `lowest` are its first and
+    its smallest value, and `noise` is the standard deviation of one record: 1.4826 / √2 × the
+    median of |difference of successive records| over the last 100, which is robust to drift. The
+    loss diverges while
 
         smooth > lowest + max(share × (highest − lowest), 10 × noise)
 
-    and is over when it is half as far above. No term asks how large the loss itself is, so it may
-    be near 0 or negative. A loss that is no number counts as infinitely high. Nothing is judged
-    in the first 10 records, and in the 10 after an operation; the lowest stays, unless the
-    operation changed what the loss is of.
+    and until it is less than half as far above. The loss may be near 0 or negative; NaN counts as
+    infinite. There are no alerts in the first 10 records and in the 10 after an operation; `lowest`
+    stays, unless the operation changed the samples.
     """
 
     def __init__(self, share: float) -> None:
@@ -114,14 +129,14 @@ class Divergence:
         self._records = 0
 
     def changed(self, *, comparable: bool) -> None:
-        """An operation was carried out."""
+        """Starts over after an operation; keeps the minimum if losses are still comparable."""
         lowest, highest = self._lowest, self._highest
         self._begin()
         if comparable:
             self._lowest, self._highest = lowest, highest
 
-    def see(self, loss: float) -> str:
-        """What to tell after one more recorded loss; empty: nothing."""
+    def update(self, loss: float) -> str:
+        """Returns the message of an alert after one more recorded loss, or an empty string."""
         loss = loss if math.isfinite(loss) else math.inf
         if self._recent and math.isfinite(step := loss - self._recent[-1]):
             self._steps.append(abs(step))
@@ -153,10 +168,10 @@ class Divergence:
 
 
 class Stall:
-    """Training runs at less than a share of its usual speed.
+    """Alerts when training is slower than a fraction of its usual speed.
 
-    The usual speed is the median of the last 100 records that were not slow, at least 5, since the
-    start or the last operation; 5 slow records in a row are a stall, one that is not ends it.
+    The usual speed is the median of the last 100 records that were not slow (at least 5) since the
+    start or the last operation. 5 slow records in a row are a stall, one that is not ends it.
     """
 
     def __init__(self, share: float) -> None:
@@ -165,11 +180,11 @@ class Stall:
         self.changed()
 
     def changed(self) -> None:
-        """What a step costs may be otherwise from here on."""
+        """Forgets the usual speed, because a step may take longer from here on."""
         self._speeds: deque[float] = deque(maxlen=SPEEDS_OVER)
 
-    def see(self, speed: float) -> str:
-        """What to tell after one more recorded speed, in tokens per second; empty: nothing."""
+    def update(self, speed: float) -> str:
+        """Returns the message of an alert after one more speed (tokens/s), or an empty string."""
         usual = median(self._speeds) if len(self._speeds) >= FEWEST_SPEEDS else None
         if usual is None or speed >= self._share * usual:
             self._slow = 0
@@ -183,3 +198,153 @@ class Stall:
             f"training has slowed down to {speed / usual:.0%} of its usual speed, for "
             f"{SLOW_RECORDS} records in a row"
         )
+
+
+QUEUE_ALERTS = 100
+TIMEOUT_S = 30.0
+"""for one program or one request"""
+CLOSE_WAIT_S = 5.0
+
+
+class Notifier:
+    """Delivers alerts to a program and to a web address in a separate thread.
+
+    `send` never blocks; `failures` returns failed deliveries.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        argv: Sequence[str] = (),
+        webhook: str | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._run = run
+        self._targets: list[Callable[[dict[str, Any]], None]] = []
+        if argv:
+            self._targets.append(lambda payload: run_command(argv, payload, timeout_s))
+        if webhook:
+            self._targets.append(lambda payload: post(webhook, payload, timeout_s))
+        self._queue: queue.Queue[Alert | None] = queue.Queue(QUEUE_ALERTS)
+        self._failures: deque[str] = deque()
+        self._thread: threading.Thread | None = None
+
+    def send(self, alert: Alert) -> None:
+        """Queues an alert; it is dropped if `QUEUE_ALERTS` are waiting."""
+        if not self._targets:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="alerts", daemon=True)
+            self._thread.start()
+        with suppress(queue.Full):
+            self._queue.put_nowait(alert)
+
+    def failures(self) -> list[str]:
+        """Returns the failed deliveries since the last call."""
+        return [self._failures.popleft() for _ in range(len(self._failures))]
+
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """Waits up to `wait_s` seconds for queued alerts."""
+        if self._thread is not None:
+            with suppress(queue.Full):
+                self._queue.put_nowait(None)
+            self._thread.join(wait_s)
+            if self._thread.is_alive():
+                self._failures.append(f"an alert was not yet delivered after {wait_s:g} s")
+
+    def _work(self) -> None:
+        while (alert := self._queue.get()) is not None:
+            payload = as_json(self._run, alert)
+            for deliver in self._targets:
+                try:
+                    deliver(payload)
+                except Exception as error:
+                    self._failures.append(f"an alert could not be delivered: {error}")
+
+
+def as_json(run: RunDir, alert: Alert) -> dict[str, Any]:
+    """Returns the payload of an alert; `text` is a sentence, as chat webhooks expect."""
+    return {
+        "text": f"{run.path.name}: {alert.message}",
+        "run": run.id,
+        "folder": str(run.path.absolute()),
+        **{
+            name: to_words(getattr(alert, name))
+            for name in ("name", "message", "step", "tokens", "flops", "wall_s", "active_s")
+        },
+    }
+
+
+def run_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) -> None:
+    """Runs a program without a shell, with `payload` as JSON on its stdin and in its environment.
+
+    Raises:
+        OSError: it cannot be started.
+        RuntimeError: it failed, or was killed after `timeout_s` seconds.
+    """
+    text = json.dumps(payload)
+    variables = {
+        f"INSTAR_ALERT_{key.upper()}": str(payload[key]) for key in ("run", "name", "step")
+    }
+    begun = time.monotonic()
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(text.encode())
+        stdin.seek(0)
+        environment = os.environ | variables | {"INSTAR_ALERT": text}
+        child = Child(argv, env=environment, stdin=stdin.fileno(), silent=True, new_session=True)
+    status = child.wait(timeout_s)
+    if status == -signal.SIGKILL and time.monotonic() - begun >= timeout_s:
+        raise RuntimeError(f"{argv[0]} took longer than {timeout_s:g} s and was killed")
+    if status:
+        raise RuntimeError(f"{argv[0]} {exit_text(status)}")
+
+
+def post(address: str, payload: dict[str, Any], timeout_s: float) -> None:
+    """Sends `payload` as JSON by POST.
+
+    Raises:
+        OSError: there was no response in time, or it was an error.
+    """
+    request = urllib.request.Request(
+        address,
+        data=json.dumps(payload).encode(),
+        headers={"Content-Type": "application/json", "User-Agent": "instar"},
+        method="POST",
+    )
+    with urllib.request.urlopen(request, timeout=timeout_s):
+        pass
+
+
+class AlertSink:
+    """Writes events to another sink; alerts go to that sink, to `tell` and to the notifier."""
+
+    def __init__(
+        self, sink: Sink, rules: Rules, notifier: Notifier, tell: Callable[[str], None]
+    ) -> None:
+        self._sink, self._rules, self._notifier, self._tell = sink, rules, notifier, tell
+
+    def write(self, event: Event) -> None:
+        self._sink.write(event)
+        for alert in self._rules.update(event):
+            self._sink.write(alert)
+            self._tell(alert.message)
+            self._notifier.send(alert)
+        self._report_failures()
+
+    def sync(self) -> None:
+        self._sink.sync()
+
+    def close(self) -> None:
+        """Waits for queued alerts and closes the other sink."""
+        try:
+            self._notifier.close()
+            with suppress(RecordError):
+                self._report_failures()
+        finally:
+            self._sink.close()
+
+    def _report_failures(self) -> None:
+        for failure in self._notifier.failures():
+            self._sink.write(Warn(message=failure))
+            self._tell(failure)

@@ -1,7 +1,6 @@
-"""What a person sees of a run: a live line on a terminal, plain lines everywhere else.
+"""Progress output of a run: a live line on a terminal, plain lines elsewhere.
 
-Everything goes to stderr: progress is a message, not data. A stream that is gone, or that cannot
-say a character, never stops a run.
+Output goes to stderr. A closed stream, or one that cannot encode a character, never stops a run.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from instar.record.events import Eval, Operation, RunFinished, RunStarted, Saved, Train
-from instar.record.lines import (
+from instar.config.errors import unfiltered
+from instar.distributed.signals import detach_closed_streams
+from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, Train
+from instar.record.format import (
     TOK,
     eval_line,
     finished_lines,
@@ -32,43 +33,19 @@ if TYPE_CHECKING:
 
 REPAINT_EVERY_S = 0.1
 REPAINT_SHARE = 0.01
-"""Of the time, the most that repainting may take: a slow terminal is painted less often."""
-
-
-class Screen(Protocol):
-    """Where lines go."""
-
-    @property
-    def due(self) -> bool:
-        """Whether `update` would paint now."""
-        ...
-
-    @property
-    def width(self) -> int | None:
-        """Columns; None where lines may have any length."""
-        ...
-
-    def show(self, text: str, style: str = "") -> None:
-        """Show a line that stays."""
-        ...
-
-    def update(self, text: str) -> None:
-        """Show the line that changes in place; nothing where there cannot be one."""
-        ...
-
-    def close(self) -> None: ...
+"""Largest fraction of the time spent on repainting: a slow terminal is repainted less often."""
 
 
 class Console:
-    """One run's voice. No method raises because of its stream."""
+    """Prints progress and events of a run. Errors of the stream are never raised."""
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: PlainScreen | LiveScreen) -> None:
         self._screen = screen
         self._unit = TOK
 
     @property
     def due(self) -> bool:
-        """Whether `progress` would be painted now: asking costs nothing, a loss may."""
+        """Whether `progress` would be shown now, so that the caller can skip computing it."""
         return self._screen.due
 
     def header(self, event: RunStarted, where: Path) -> None:
@@ -76,20 +53,21 @@ class Console:
         self._screen.show(header_line(event, where), "bold")
 
     def progress(self, event: Train, eta_s: float | None = None) -> None:
-        """The current step, in place, at most ten times a second."""
+        """Shows the current step in place, at most ten times per second."""
         if self._screen.due:
-            self._screen.update(
-                train_line(event, eta_s=eta_s, width=self._screen.width, unit=self._unit)
-            )
+            self._screen.update(self._train_line(event, eta_s))
 
     def train(self, event: Train, eta_s: float | None = None) -> None:
-        """A step whose line stays."""
-        self._screen.show(train_line(event, eta_s=eta_s, width=self._screen.width, unit=self._unit))
+        """Prints a line for a step."""
+        self._screen.show(self._train_line(event, eta_s))
+
+    def _train_line(self, event: Train, eta_s: float | None) -> str:
+        return train_line(event, eta_s=eta_s, width=self._screen.width, unit=self._unit)
 
     def evaluated(self, event: Eval) -> None:
         self._screen.show(eval_line(event, width=self._screen.width, unit=self._unit), "cyan")
 
-    def operated(self, event: Operation) -> None:
+    def operated(self, event: OperationEvent) -> None:
         for line in operation_lines(event):
             self._screen.show(line, "magenta")
 
@@ -105,23 +83,23 @@ class Console:
     def finished(
         self, event: RunFinished, where: Path, *, stopped: str = "", go_on: str = ""
     ) -> None:
-        """The summary; `stopped` says why it ended early, `go_on` is the command that resumes."""
+        """Prints the summary; `stopped` is why it ended early, `go_on` the command that resumes."""
         self._screen.update("")
         for line in finished_lines(event, where, stopped, go_on, self._unit):
             self._screen.show(line, "bold")
 
     def close(self) -> None:
-        """Leave the terminal as it was; closing twice does nothing."""
+        """Restores the terminal; closing twice does nothing."""
         self._screen.close()
 
 
 def open_console(
     stream: TextIO | None = None, environment: Mapping[str, str] | None = None
 ) -> Console:
-    """The console on `stream` (stderr): live on a terminal that can move its cursor, else plain."""
+    """Returns the console of `stream` (default: stderr), live if it is a terminal with a cursor."""
     stream = stream or sys.stderr
     environment = os.environ if environment is None else environment
-    if stream is None:  # Python's way of saying that there is no stderr
+    if stream is None:  # Python has no stderr if it was closed
         return silent_console()
     encoding = _encoding(stream, environment)
     if not _is_terminal(stream) or environment.get("TERM", "") in ("", "dumb", "unknown"):
@@ -130,8 +108,8 @@ def open_console(
 
 
 def silent_console() -> Console:
-    """For every rank but 0."""
-    return Console(NoScreen())
+    """Returns a console that prints nothing, for all ranks but 0."""
+    return Console(PlainScreen(None, "ascii"))
 
 
 def _is_terminal(stream: TextIO) -> bool:
@@ -143,27 +121,18 @@ def _is_terminal(stream: TextIO) -> bool:
 
 def _encoding(stream: TextIO, environment: Mapping[str, str]) -> str:
     if environment.get("LC_ALL") in ("C", "POSIX"):
-        return "ascii"  # Python itself speaks UTF-8 even then, which such a terminal garbles
+        return "ascii"  # Python writes UTF-8 even then, which such a terminal garbles
     return getattr(stream, "encoding", None) or "ascii"
 
 
-class NoScreen:
-    due = False
-    width = None
-
-    def show(self, text: str, style: str = "") -> None: ...
-    def update(self, text: str) -> None: ...
-    def close(self) -> None: ...
-
-
 class PlainScreen:
-    """Lines and nothing else: for pipes, files and terminals without a cursor."""
+    """Prints lines to pipes, files and terminals without a cursor; nothing without a stream."""
 
     due = False
-    width = None
+    width: int | None = None
 
-    def __init__(self, stream: TextIO, encoding: str) -> None:
-        self._stream: TextIO | None = stream
+    def __init__(self, stream: TextIO | None, encoding: str) -> None:
+        self._stream = stream
         self._encoding = encoding
 
     def show(self, text: str, style: str = "") -> None:
@@ -174,7 +143,7 @@ class PlainScreen:
             self._stream.write(printable(text, self._encoding) + "\n")
             self._stream.flush()
         except (OSError, ValueError):
-            _let_go(self._stream)
+            _redirect_to_null(self._stream)
             self._stream = None
 
     def update(self, text: str) -> None: ...
@@ -182,9 +151,9 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """A terminal: the current line in place at the bottom, lines that stay scroll above it.
+    """Shows the current line in place at the bottom of a terminal; other lines scroll above it.
 
-    Repainting takes no thread, and no more than `REPAINT_SHARE` of the time on average.
+    Repainting needs no thread, and at most `REPAINT_SHARE` of the time on average.
     """
 
     def __init__(
@@ -199,6 +168,8 @@ class LiveScreen:
         from rich.live import Live
 
         self._stream = stream
+        self._own_escapes = ExitStack()
+        self._own_escapes.enter_context(unfiltered(stream))
         self._encoding = encoding
         self._clock = clock
         self._terminal = RichConsole(
@@ -218,19 +189,23 @@ class LiveScreen:
 
     @property
     def due(self) -> bool:
+        """Whether `update` should be called now."""
         return self._live.is_started and self._clock() >= self._next_paint
 
     @property
     def width(self) -> int | None:
+        """Columns of the terminal."""
         return self._terminal.width
 
     def show(self, text: str, style: str = "") -> None:
+        """Prints a line above the current one."""
         line, nothing = self._line(text, style), self._line("", "")
-        # a line that stays is newer than the one in place
+        # the current line is older than the printed one
         self._attempt(lambda: self._live.update(nothing))
         self._attempt(lambda: self._terminal.print(line, soft_wrap=True))
 
     def update(self, text: str) -> None:
+        """Replaces the current line."""
         line, start = self._line(text, "dim"), self._clock()
         self._attempt(lambda: self._live.update(line, refresh=True))
         end = self._clock()
@@ -238,10 +213,11 @@ class LiveScreen:
 
     def close(self) -> None:
         self._attempt(self._live.stop)
+        self._own_escapes.close()
 
     def _start(self) -> None:
         self._live.start()
-        self._terminal.show_cursor(True)  # Live hides it, and a killed run never brings it back
+        self._terminal.show_cursor(True)  # Live hides it, and a killed run would not restore it
 
     def _line(self, text: str, style: str) -> Text:
         from rich.text import Text
@@ -255,14 +231,15 @@ class LiveScreen:
             paint()
         except (OSError, ValueError):
             self._gone = True
-            _let_go(self._stream)
+            _redirect_to_null(self._stream)
             with suppress(OSError, ValueError):
-                self._live.stop()  # gives sys.stderr back
+                self._live.stop()  # restores sys.stderr
 
 
-def _let_go(stream: TextIO) -> None:
-    """Point a stream whose reader is gone at nothing, lest Python fail when it flushes it at exit."""
+def _redirect_to_null(stream: TextIO) -> None:
+    """Redirects a broken stream to the null device, so that flushing it at exit does not fail."""
     with suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, stream.fileno())
         os.close(nothing)
+    detach_closed_streams()

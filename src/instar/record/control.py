@@ -1,83 +1,123 @@
-"""Requests to a run that is under way, through files in its folder: no port is open.
+"""Requests to a running run, as files in its folder instead of an open port.
 
-`instar control` puts a request there; rank 0 looks between steps, and takes it away when it has
-done what was asked.
+`instar control` creates a request; rank 0 checks for requests between steps and removes them when
+they are done.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import secrets
+import stat
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+logger = logging.getLogger(__name__)
+
 Command = Literal["save", "stop"]
+ASKED_FOR = "asked for"
+"""the reason of a checkpoint that was requested"""
 COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Something asked of a run."""
+    """A request to a run."""
 
     command: Command
     path: Path
 
     def answered(self) -> bool:
-        """Whether the run has done it."""
+        """Whether the run has carried it out."""
         return not self.path.exists()
 
     def withdraw(self) -> None:
-        """Ask no more."""
+        """Removes the request."""
         self.path.unlink(missing_ok=True)
 
 
 def ask(folder: Path, command: Command) -> Request:
-    """Put a request into a run's control folder.
+    """Creates a request in a run's control folder.
 
     Raises:
         OSError: it cannot be written.
     """
-    folder.mkdir(exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir()
+        # all who may write to the run's folder may remove requests, whoever creates them
+        with suppress(OSError):
+            os.chown(folder, -1, folder.parent.stat().st_gid)
+            folder.chmod(folder.parent.stat().st_mode & 0o777)
     path = folder / f"{secrets.token_hex(6)}.{command}"
-    aside = path.with_suffix(".tmp")
-    aside.touch()
-    aside.rename(path)
+    path.touch()
     return Request(command, path)
 
 
 class Inbox:
-    """What is asked of this run."""
+    """The requests to this run. Files that cannot be read or removed are logged, not raised."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._seen = -1
         self._requests: list[Request] = []
+        self._noted: set[Request] = set()
+        self._left: set[Path] = set()
+        """answered requests that cannot be removed"""
 
     def requests(self) -> list[Request]:
-        """What is asked and not yet answered; one look at the folder's date if there is nothing new."""
+        """Returns the pending requests; costs one `lstat` if the folder has not changed."""
         try:
-            changed = self.folder.stat().st_mtime_ns
-        except OSError:
+            status = self.folder.lstat()
+            if stat.S_ISLNK(status.st_mode):  # it could lead to other files
+                raise OSError(errno.ELOOP, "a symbolic link, which is not followed", self.folder)
+            changed = status.st_mtime_ns
+            if changed != self._seen:
+                found = [path for path in sorted(self.folder.iterdir()) if path not in self._left]
+                self._requests = [
+                    Request(_command(path), path) for path in found if path.suffix[1:] in COMMANDS
+                ]
+                # a later request within the resolution of the clock would not change the time
+                self._seen = changed if time.time_ns() - changed > 1e9 else -1
+        except FileNotFoundError:
             return []
-        if changed != self._seen:
-            found = (path for path in sorted(self.folder.iterdir()) if path.suffix[1:] in COMMANDS)
-            self._requests = [Request(_command(path), path) for path in found]
-            # another request within the grain of the disk's clock would leave the date as it is
-            self._seen = changed if time.time_ns() - changed > 1e9 else -1
+        except OSError as error:
+            if self.folder not in self._left:
+                self._left.add(self.folder)
+                logger.warning("requests cannot be read: %s", error)
+            return []
         return self._requests
 
+    def asked(self, command: Command) -> bool:
+        """Whether a command is requested; its requests are noted for the next `answer`."""
+        found = [request for request in self.requests() if request.command == command]
+        self._noted.update(found)
+        return bool(found)
+
     def clear(self) -> None:
-        """What was asked of an earlier start came too late."""
-        for request in self.requests():
-            request.withdraw()
-        self._seen = -1
+        """Removes all requests, which were made to an earlier start."""
+        self._remove(self.requests())
 
     def answer(self, command: Command) -> None:
-        """All requests of this kind have been done."""
-        for request in self.requests():
-            if request.command == command:
+        """Removes the noted requests of a command after it was carried out.
+
+        Later requests stay, because the command may have begun before they were made.
+        """
+        self._remove([request for request in self._noted if request.command == command])
+
+    def _remove(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._noted.discard(request)
+            try:
                 request.withdraw()
+            except OSError as error:
+                self._left.add(request.path)
+                logger.warning("the request was answered, but cannot be removed: %s", error)
         self._seen = -1
 
 

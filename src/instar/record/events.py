@@ -1,9 +1,9 @@
 """The record of a run: `events.jsonl`, append-only, one JSON object per line.
 
-A line is `{"v":1,"kind":"train","time":…,"segment":…,…}`. Within version 1 fields and kinds may
-be added: readers ignore fields they do not know and hand on kinds they do not know as
-`Unrecognised`. JSON has no NaN: a non-finite number is one of the words "NaN", "Infinity" and
-"-Infinity", and is a number again when read. Absent fields are at their defaults.
+A line is `{"v":1,"kind":"train","time":…,"segment":…,…}`. Fields and kinds may be added within
+version 1: readers ignore unknown fields and return unknown kinds as `Unrecognised`. JSON has no
+NaN: non-finite numbers are written as the words "NaN", "Infinity" and "-Infinity" and converted
+when read. Absent fields have their defaults.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from instar.config.errors import InstarError
+from instar.config.files import open_regular
 
 VERSION = 1
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -28,11 +29,11 @@ Moment = Annotated[float, msgspec.Meta(ge=0.0, lt=253_402_300_800.0)]
 
 
 class RecordError(InstarError):
-    """The record cannot be written, or what should be one is not."""
+    """The record cannot be written or read."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """One line of a run's record. The recorder sets `time` and `segment`, not the caller."""
+    """One line of a run's record. The recorder sets `time` and `segment`."""
 
     v: Literal[1] = 1
     time: Moment = 0.0
@@ -42,38 +43,44 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class Unrecognised(Event, tag="unrecognised", frozen=True, kw_only=True):
-    """A kind that a newer Instar wrote; only ever read, never written."""
+    """An event of a kind that only a newer Instar knows; never written."""
 
     name: str
     fields: dict[str, Any]
 
 
 class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
-    """A run starts, or goes on from `step`: whatever came after that step is superseded."""
+    """A run starts, or resumes from `step`: events after that step are superseded."""
 
     run_id: str
     step: Count = 0
     resumed_from: str | None = None
     fingerprint: str = ""
-    """Of the resolved config."""
+    """Fingerprint of the resolved config."""
     model: str = ""
     """The shape in short, e.g. `12L/768d`."""
     parameters: Count = 0
     devices: str = ""
-    """What it runs on in short, e.g. `4×H200 DDP`."""
+    """Devices in short, e.g. `4×H200 DDP`."""
     world_size: Count = 1
     unit: str = "token"
-    """What `tokens` and `tokens_per_s` count in this run."""
+    """Unit of `tokens` and `tokens_per_s`."""
+    better: dict[str, str] = {}
+    """`min` or `max` for each held-out metric, whichever is better; empty in older records."""
+    best_metric: str = "loss"
+    """The held-out metric that `checkpoints/best` follows."""
     architecture: dict[str, Any] = {}
     versions: dict[str, str] = {}
     machine: dict[str, str | int | float | None] = {}
+    launch: dict[str, Any] = {}
+    """Config keys that apply to this start only."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "architecture", from_words(self.architecture))
 
 
 class Placed(Event, frozen=True, kw_only=True):
-    """An event at a place in the run, which every x axis can be read from."""
+    """An event at a step of the run, with the values of all x axes."""
 
     step: Count
     samples: Count = 0
@@ -89,19 +96,26 @@ class Placed(Event, frozen=True, kw_only=True):
     """Spent on training steps alone, over all segments."""
 
 
+AXES = ("samples", "tokens", "epoch", "flops", "wall_s", "active_s")
+"""x axes other than the step and the time."""
+
+
 class Train(Placed, tag="train", frozen=True, kw_only=True, gc=False):
-    """One optimizer step."""
+    """An interval of steps up to this one. Intervals overlap only if a run was stopped inside one:
+    the part is recorded at the stop, and the whole interval after the resume."""
 
     loss: float
-    """Mean per token over the global batch, nats."""
+    """Mean per token over `steps` global batches, nats."""
+    steps: Count | None = None
+    """Number of steps that the loss is the mean of; None in older records."""
     grad_norm: float | None = None
     """Before clipping."""
     lr: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    """Model FLOPs per second as a share of the measured peak, 0 to 1."""
+    """Model FLOPs utilization: FLOPs per second as a fraction of the measured peak, 0 to 1."""
     data_wait: float | None = None
-    """Share of the time in which rank 0 waited for samples, 0 to 1."""
+    """Fraction of the time that rank 0 waited for samples, 0 to 1."""
     memory_bytes: Count | None = None
     extra: dict[str, float] = {}
 
@@ -113,18 +127,20 @@ class Eval(Placed, tag="eval", frozen=True, kw_only=True):
     loss: float
     """Mean per token, nats."""
     eval_tokens: Count = 0
-    """Evaluated now, unlike `tokens`."""
+    """Tokens of this evaluation."""
     standard_error: float | None = None
     seconds: float | None = None
     best: bool = False
-    """Of some metric whose best is kept, the best so far."""
+    """The best so far by the metric that `checkpoints/best` follows."""
+    best_of: tuple[str, ...] = ()
+    """All metrics of `checkpoint.best_of` that are the best so far; empty in older records."""
     extra: dict[str, float] = {}
     """The other metrics, by name."""
     errors: dict[str, float] = {}
-    """Their standard errors, as far as they are known."""
+    """Known standard errors of the other metrics."""
 
 
-class Operation(Placed, tag="operation", frozen=True, kw_only=True):
+class OperationEvent(Placed, tag="operation", frozen=True, kw_only=True):
     """A scheduled change was carried out."""
 
     name: str
@@ -137,12 +153,12 @@ class Operation(Placed, tag="operation", frozen=True, kw_only=True):
     """What made it fire, e.g. `val 3.41 < 3.50`."""
     notes: tuple[str, ...] = ()
     preserves: str = ""
-    """exact, bounded or lossy; empty where the function was not touched."""
+    """exact, bounded or lossy; empty if the architecture did not change."""
     proof: dict[str, float] = {}
-    """What was measured, e.g. val_before, val_after, max_logit_diff."""
+    """Measurements, e.g. val_before, val_after, max_logit_diff."""
     seconds: float | None = None
     architecture: dict[str, Any] = {}
-    """The shape from here on, if it changed."""
+    """The new architecture, if it changed."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "value", from_words(self.value))
@@ -154,17 +170,17 @@ class NewGradients(Placed, tag="new_gradients", frozen=True, kw_only=True):
 
     operation: str
     grad_norm_kept: float
-    """Of the parameters that were there before, before clipping."""
+    """Of kept elements, before clipping."""
     grad_norm_new: float
-    """Of those that the operation made; 0 in every step: they will never learn."""
+    """Of new elements; they cannot learn if it is 0 in every step."""
 
 
-class Analysis(Placed, tag="analysis", frozen=True, kw_only=True):
-    """What the model made of the room that it has, at `step`; written some steps later."""
+class AnalysisEvent(Placed, tag="analysis", frozen=True, kw_only=True):
+    """Weight analysis of the model at `step`; written some steps later."""
 
     findings: dict[str, Any]
     suggestions: tuple[str, ...] = ()
-    """Where rank or width is short, or idle."""
+    """Where rank or width is exhausted or unused."""
     seconds: float | None = None
 
 
@@ -176,12 +192,12 @@ class Saved(Placed, tag="checkpoint", frozen=True, kw_only=True):
     seconds: float | None = None
     """From the snapshot to the published folder."""
     stall_s: float | None = None
-    """That training stood still for it."""
+    """For which training paused."""
     size_bytes: Count | None = None
 
 
 class Skip(Placed, tag="skip", frozen=True, kw_only=True):
-    """A step whose update was left out on every rank."""
+    """A step whose update was skipped on every rank."""
 
     reason: str = "non-finite gradient"
     consecutive: Count = 1
@@ -193,30 +209,30 @@ class Warn(Event, tag="warning", frozen=True, kw_only=True):
 
 
 class Layers(Placed, tag="layers", frozen=True, kw_only=True):
-    """What one step did to each group of parameters: a block, the embeddings, the head."""
+    """Gradients and updates of one step by parameter group: a block, the embeddings, the head."""
 
     grad_norm: dict[str, float]
     """Before clipping."""
     update_ratio: dict[str, float]
-    """Norm of the change over norm of the parameters before it."""
+    """Norm of the update over norm of the parameters before it."""
 
 
 class Wrote(Placed, tag="sample", frozen=True, kw_only=True):
-    """What a language model wrote."""
+    """Text that a language model generated."""
 
     prompt: str
     text: str
 
 
 class Alert(Placed, tag="alert", frozen=True, kw_only=True):
-    """Something that a person should look at: `name` says which rule, `message` what was seen."""
+    """An alert of the rule `name`."""
 
     name: str
     message: str
 
 
 class Failed(Event, tag="failed", frozen=True, kw_only=True):
-    """The run ended because a rank failed; a killed process cannot say so itself."""
+    """The run ended because a rank failed. A killed process writes none."""
 
     message: str
     rank: Count
@@ -232,11 +248,15 @@ class Stop(Placed, tag="stop", frozen=True, kw_only=True):
 
 
 class RunFinished(Placed, tag="run_finished", frozen=True, kw_only=True):
-    """The last line of a segment that ended in order."""
+    """The last event of a segment that ended normally."""
 
     loss: float | None = None
     best_loss: float | None = None
     best_step: Count | None = None
+    best_metric: str = "loss"
+    """The held-out metric that `checkpoints/best` follows."""
+    best_value: float | None = None
+    best_value_step: Count | None = None
     tokens_per_s: float | None = None
     """Over the active time of this segment."""
 
@@ -249,9 +269,9 @@ AnyEvent = (
     RunStarted
     | Train
     | Eval
-    | Operation
+    | OperationEvent
     | NewGradients
-    | Analysis
+    | AnalysisEvent
     | Saved
     | Skip
     | Layers
@@ -264,15 +284,15 @@ AnyEvent = (
 )
 _KINDS = frozenset(_kind(kind) for kind in get_args(AnyEvent))
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(AnyEvent, strict=False)  # not strict: the words become floats
+_decoder = msgspec.json.Decoder(AnyEvent, strict=False)  # converts the words to floats
 
 
 def to_words(value: Any) -> Any:
-    """`value` in what JSON can say: non-finite numbers as words, NumPy and torch scalars as
-    numbers, tuples as lists, lone surrogates escaped.
+    """Converts a value for JSON: non-finite numbers to words, NumPy and torch scalars to numbers,
+    tuples to lists, lone surrogates to escapes.
 
     Raises:
-        TypeError: a key that is not a string, or a value that JSON has no form for.
+        TypeError: a key is not a string, or JSON cannot represent a value.
     """
     kind = type(value)
     if kind is float:
@@ -293,7 +313,7 @@ def to_words(value: Any) -> Any:
 
 
 def from_words(value: Any) -> Any:
-    """The inverse of `to_words` for free-form values: the three words are numbers again."""
+    """Inverse of `to_words` for free-form values: converts the three words to numbers."""
     if isinstance(value, str):
         return _WORDS.get(value, value)
     if isinstance(value, dict):
@@ -310,7 +330,7 @@ def _word(value: float) -> str:
 
 
 def encode(event: Event, now: float, segment: int) -> bytes:
-    """`event` as a line of the record, written `now` (Unix seconds) in `segment`."""
+    """Returns `event` as a line of the record, written at `now` (Unix seconds) in `segment`."""
     line: dict[str, Any] = {"v": VERSION, "kind": _kind(type(event))}
     line |= {"time": round(now, 3), "segment": segment}
     for name in event.__struct_fields__[3:]:
@@ -325,15 +345,15 @@ NOT_AN_EVENT = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a record in the order in which they were written, also while it is written.
+    """Yields the events of a record in order, also while it is written.
 
-    A torn last line is passed over in silence: its writer died, or is writing it now.
+    An incomplete last line is ignored: its writer died, or is writing it now.
 
     Raises:
-        RecordError: the file cannot be read, or a line is not an event; names file and line.
+        RecordError: the file cannot be read, or a line is not an event; has file and line.
     """
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from error
     with file:
@@ -348,21 +368,21 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def decode_lines(block: bytes) -> list[Event]:
-    """The events of whole lines, much faster than one by one; blank lines are passed over.
+    """Decodes complete lines, much faster than one by one; blank lines are ignored.
 
     Raises:
-        msgspec.MsgspecError, ValueError, RecursionError: some line is none, or of a kind that
-            only `decode` can hand on.
+        msgspec.MsgspecError, ValueError, RecursionError: a line is not an event, or of an unknown
+            kind, which only `decode` supports.
     """
     events: list[Event] = _decoder.decode_lines(block)
     return events
 
 
 def decode(line: bytes) -> Event:
-    """The event of one line.
+    """Decodes the event of one line.
 
     Raises:
-        msgspec.MsgspecError, ValueError, RecursionError: it is none.
+        msgspec.MsgspecError, ValueError, RecursionError: it is not an event.
     """
     try:
         event: Event = _decoder.decode(line)
@@ -376,3 +396,31 @@ def decode(line: bytes) -> Event:
         place = {key: fields.pop(key) for key in ("time", "segment") if key in fields}
         unrecognised = {"kind": "unrecognised", "name": kind, "fields": from_words(fields)}
         return msgspec.convert(unrecognised | place, Unrecognised)
+
+
+TRAIN_METRICS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait", "memory_bytes")
+"""Metrics that are fields of `Train`; others are in `extra`."""
+
+
+def metrics(event: Event) -> dict[str, float]:
+    """Returns `loss`, `lr`, … of a `train` event, `val/loss`, `val/loss:error`, … of `eval`, and
+    `grad_norm/<group>`, `update_ratio/<group>` of `layers`; empty for other events."""
+    if isinstance(event, Train):
+        values = ((name, getattr(event, name)) for name in TRAIN_METRICS)
+        return {name: value for name, value in values if value is not None} | extra(event)
+    if isinstance(event, Eval):
+        found = {"loss": event.loss}
+        if event.standard_error is not None:
+            found["loss:error"] = event.standard_error
+        found |= {name: value for name, value in event.extra.items() if name != "loss"}
+        found |= {f"{name}:error": value for name, value in event.errors.items()}
+        return {f"{event.split}/{name}": value for name, value in found.items()}
+    if isinstance(event, Layers):
+        norms = {f"grad_norm/{group}": value for group, value in event.grad_norm.items()}
+        return norms | {f"update_ratio/{group}": v for group, v in event.update_ratio.items()}
+    return {}
+
+
+def extra(event: Train) -> dict[str, float]:
+    """Returns the metrics of a step that are not fields of `Train`."""
+    return {name: value for name, value in event.extra.items() if name not in TRAIN_METRICS}

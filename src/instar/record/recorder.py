@@ -1,20 +1,19 @@
-"""Writing the record: one append per event, by rank 0 alone.
+"""Writes the record of a run: one append per event, on rank 0 only.
 
-A write that has returned survives the death of the process; one that was followed by `sync`
-survives the loss of power.
+An event survives the death of the process when `write` has returned, and a loss of power when
+`sync` has returned, unless the disk refuses writes.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, Self
 
+from instar.config.files import own_regular, sync_folder
+from instar.distributed.appender import Appender
 from instar.record.events import (
     RUN_STARTED_LINE,
     Event,
@@ -25,10 +24,16 @@ from instar.record.events import (
 )
 
 SYNC_EVERY_S = 10.0
+MOST_HELD_BYTES = 16 << 20
+"""of refused lines; a run with more should stop"""
+MOST_REFUSED_S = 600.0
+"""for which the disk may refuse writes before the run should stop"""
+CLOSE_WAIT_S = 5.0
+"""for which `close` waits for a disk that refuses writes"""
 
 
 class Sink(Protocol):
-    """Whatever takes events: the recorder, or `Silent` on every rank but 0."""
+    """Receives events: the recorder, or `Silent` on ranks other than 0."""
 
     def write(self, event: Event) -> None: ...
     def sync(self) -> None: ...
@@ -36,7 +41,7 @@ class Sink(Protocol):
 
 
 class Silent:
-    """Takes events and does nothing."""
+    """Discards events."""
 
     def write(self, event: Event) -> None: ...
     def sync(self) -> None: ...
@@ -44,14 +49,18 @@ class Silent:
 
 
 class Recorder:
-    """Appends events to a record, one `write(2)` each; the only writer of its file.
+    """Appends events to a record. The lock of the run (`record.rundir.hold`) ensures that there is
+    only one writer.
 
-    Opening an existing record goes on with it: earlier segments are counted, and a last line that
-    a crash tore is cut off (and a warning says so). Not to be shared between threads.
+    An existing record is continued: earlier segments are counted, and an incomplete last line is
+    cut off with a warning. Not thread-safe.
+
+    While the disk refuses writes (full, over quota, failing), lines are held in memory with one
+    warning, and written in order as soon as possible. `failure` returns why the run should not
+    continue like that.
 
     Raises:
-        RecordError: the file cannot be opened or written, or another process is writing it. A
-            record that failed to be written (disk full) leaves no trace of itself in the file.
+        RecordError: the file cannot be opened.
     """
 
     def __init__(
@@ -60,90 +69,111 @@ class Recorder:
         *,
         sync_every_s: float = SYNC_EVERY_S,
         clock: Callable[[], float] = time.time,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`tell`: shows a warning to the user."""
         self.path = path
         self.segment = 0
-        self.size = 0
-        """Bytes of the file: all of them survive the death of this process."""
         self.synced = 0
-        """Bytes of the file that survive the loss of power."""
+        """Bytes of the file that survive a loss of power."""
         self._clock = clock
+        self._tell = tell
         self._sync_every_s = sync_every_s
         self._last_sync = time.monotonic()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        self._held_since: float | None = None
         try:
-            self._descriptor = os.open(path, flags, 0o644)
+            descriptor = own_regular(path, mode=0o666, append=True)
         except OSError as error:
             raise RecordError(f"cannot open {path}: {error.strerror}") from error
         try:
-            self._lock()
-            self._go_on()
+            torn = self._continue(descriptor)
         except BaseException:
-            self.close()
+            os.close(descriptor)
             raise
+        self._file = Appender(descriptor, os.fstat(descriptor).st_size)
+        if torn:
+            self.write(Warn(message=f"cut off a torn last line of {torn} bytes"))
+        self.sync()
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno == errno.EWOULDBLOCK:  # other errors: a file system without locks
-                raise RecordError(
-                    f"{self.path} is being written by another process: is this run still going?"
-                ) from error
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._file.size
 
-    def _go_on(self) -> None:
-        line = b""
+    def failure(self) -> str | None:
+        """Returns why the run should stop: too many lines are held, or for too long; else None."""
+        since = self._file.refused_since
+        if since is None:
+            return None
+        refused_s = time.monotonic() - since
+        if self._file.held_bytes <= MOST_HELD_BYTES and refused_s <= MOST_REFUSED_S:
+            return None
+        return f"{self._refusal()}, for {refused_s:.0f} s; {len(self._file):,} lines are held in memory"
+
+    def _continue(self, descriptor: int) -> int:
+        """Counts the segments and cuts off an incomplete last line; returns its size."""
+        line, size = b"", 0
         with self.path.open("rb") as file:
             for line in file:
-                self.size += len(line)
+                size += len(line)
                 self.segment += line.startswith(RUN_STARTED_LINE)
-        if line and not line.endswith(b"\n"):
-            self.size -= len(line)
-            os.ftruncate(self._descriptor, self.size)
-            self.write(Warn(message=f"cut off a torn last line of {len(line)} bytes"))
-        self.sync()
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # without it a power cut may take the file's very name
-        finally:
-            os.close(folder)
+        torn = len(line) if line and not line.endswith(b"\n") else 0
+        if torn:
+            os.ftruncate(descriptor, size - torn)
+        sync_folder(self.path.parent)  # else a loss of power may remove the file's name
+        return torn
 
     def write(self, event: Event) -> None:
-        """Append one event; when this returns it outlives the process."""
+        """Appends one event.
+
+        Raises:
+            RecordError: the recorder is closed.
+        """
         segment = self.segment + isinstance(event, RunStarted)
-        line = encode(event, self._clock(), segment)
         try:
-            if os.write(self._descriptor, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._file.append(encode(event, self._clock(), segment))
         except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, self.size)
             raise RecordError(f"cannot write {self.path}: {error.strerror}") from error
         self.segment = segment
-        self.size += len(line)
+        self._report_refusal()
         if time.monotonic() - self._last_sync >= self._sync_every_s:
             self.sync()
 
     def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise RecordError(f"cannot sync {self.path}: {error.strerror}") from error
-        self.synced = self.size
+        """Waits until everything written is on disk; tries again later if the disk refuses."""
+        if self._file.sync():
+            self.synced = self.size
         self._last_sync = time.monotonic()
+        self._report_refusal()
 
     def close(self) -> None:
-        """Sync and let go of the file; closing twice does nothing."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
-            return
-        with suppress(OSError):
-            os.fsync(descriptor)
-        os.close(descriptor)
+        """Syncs and closes the file; closing twice does nothing."""
+        held = len(self._file)
+        lost = self._file.close(CLOSE_WAIT_S)
+        if held and lost:
+            self._tell(f"{self._refusal()}: the last {lost:,} lines of the record are lost")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _refusal(self) -> str:
+        error = self._file.error
+        return f"cannot write {self.path}: {error.strerror if error else 'unknown error'}"
+
+    def _report_refusal(self) -> None:
+        """Warns once when lines begin to be held, and records when they no longer are."""
+        since = self._file.refused_since
+        if since is not None and self._held_since is None:
+            self._held_since = since
+            self._tell(
+                f"{self._refusal()}; training goes on, and the lines of the record are held in "
+                "memory until they can be written"
+            )
+        elif since is None and self._held_since is not None:
+            seconds, self._held_since = time.monotonic() - self._held_since, None
+            message = f"{self._refusal()}, for up to {seconds:.1f} s; no line was lost"
+            self.write(Warn(message=message))
+            self._tell(f"{self.path} can be written again; no line was lost")

@@ -1,47 +1,60 @@
-"""The run's own folder: made, checked, found again."""
+"""The folder of a run: its files, its lock, its creation, and how runs are found."""
 
 from __future__ import annotations
 
 import difflib
+import errno
 import fcntl
 import os
+import platform
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from instar.config.errors import ConfigError, InstarError
+from instar.config.files import (
+    make_folder,
+    open_regular,
+    own_regular,
+    read_regular,
+    sync_name,
+)
 
 if TYPE_CHECKING:
-    from instar.config.record import RecordConfig
+    from instar.config.sections import RecordConfig
 
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
-"""What ids are made of: nothing that looks like something else (i, l, 1, o, 0)."""
+"""Characters of run ids, without those that look alike (i, l, 1, o, 0)."""
 LETTERS_AND_DIGITS = LETTERS + "23456789"
-ASKING_S = 0.1
-"""Whoever only asks who trains in a folder has its lock for a moment, but never so long."""
+LOCK_WAIT_S = 0.1
+"""How long to wait for a lock that another process may hold just to read who trains there."""
+SAME_PROCESS_S = 2.0
+"""Start times of one process may differ by this much if the clock was set meanwhile."""
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+"""Errors of `flock` on a file system without locks, or without its lock server."""
 _ID = re.compile(rf"[{LETTERS}][{LETTERS_AND_DIGITS}]{{4}}")
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Where a run keeps its things; nothing is said about whether they are there."""
+    """Paths of a run's files, whether or not they exist."""
 
     path: Path
 
     @property
     def id(self) -> str:
-        """`r7f3a` of `grow-r7f3a`; the whole name of a folder that was named by hand."""
+        """`r7f3a` of `grow-r7f3a`; the whole name if the user chose the folder."""
         last = self.path.name.rpartition("-")[2]
         return last if _ID.fullmatch(last) else self.path.name
 
     @property
     def name(self) -> str:
-        """`grow` of `grow-r7f3a`; the whole name of a folder that was named by hand."""
+        """`grow` of `grow-r7f3a`; the whole name if the user chose the folder."""
         return self.path.name.removesuffix(f"-{self.id}")
 
     @property
@@ -65,7 +78,7 @@ class RunDir:
 
     @property
     def control(self) -> Path:
-        """Where `instar control` puts its requests."""
+        """The folder of the requests of `instar control`."""
         return self.path / "control"
 
     @property
@@ -79,50 +92,119 @@ class RunDir:
     def holds_run(self) -> bool:
         return self.config.exists() or self.events.exists()
 
+    def holds_parts(self) -> bool:
+        """Whether there are files that only a run writes, more than its config."""
+        return any(path.exists() for path in (self.events, self.logs, self.checkpoints))
+
 
 class RunDirBusy(InstarError):  # noqa: N818
-    """Somebody else is training in this folder."""
+    """Another process is training in this folder."""
 
     exit_code = 3
 
 
 @contextmanager
-def hold(run: RunDir) -> Iterator[None]:
-    """Be the one process that writes into a run's folder; the kernel lets go when it dies.
+def hold(run: RunDir, warn: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+    """Holds the lock of a run's folder, which the kernel releases when the process ends.
+
+    On a file system without locks it calls `warn` and locks nothing.
 
     Raises:
-        RunDirBusy: another one is.
+        RunDirBusy: another process holds the lock.
     """
-    with run.lock.open("a+") as file:
-        deadline = time.monotonic() + ASKING_S
-        while not _lock(file, fcntl.LOCK_EX):
+    with _opened(run) as file:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while not _lock_or_warn(file, run, warn):
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise RunDirBusy(
                     f"{run.path}: process {file.read().strip() or '?'} is training there; wait for "
                     f"it, or end it with: instar control {run.path} stop"
                 )
-            time.sleep(ASKING_S / 20)
-        file.truncate(0)
+            time.sleep(LOCK_WAIT_S / 20)
+        file.seek(0)
+        file.truncate()
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
 
 
-def holder(run: RunDir) -> int | None:
-    """The process that is training in a run's folder, or None."""
+def lock_owner(run: RunDir) -> int | None:
+    """Returns the id of the process that holds the lock of a run, 0 if unknown; else None.
+
+    None also if this user may not read the lock; see `lock_readable`.
+    """
     try:
-        with run.lock.open() as file:
+        with open_regular(run.lock) as file:
             if not _lock(file, fcntl.LOCK_SH):
-                text = file.read().strip()
-                return int(text) if text.isdecimal() else 0
+                text = file.read(32).strip()
+                return int(text) if text.isdigit() else 0
     except OSError:
         pass
     return None
 
 
-def _lock(file: TextIO, kind: int) -> bool:
-    """Whether the lock could be had at once."""
+def lock_readable(run: RunDir) -> bool:
+    """Whether a `lock_owner` of None means that no process of this machine trains there."""
+    try:
+        with open_regular(run.lock) as file:
+            return _lock(file, fcntl.LOCK_SH)
+    except OSError:
+        return False
+
+
+def this_process() -> dict[str, str | int | float | None]:
+    """Returns the identity of this process for `running_process`; part of a record's `machine`."""
+    import psutil
+
+    return {"pid": os.getpid(), "pid_started": psutil.Process().create_time()}
+
+
+def running_process(machine: Mapping[str, object]) -> int | None:
+    """Returns the process in a record's `machine` if it runs on this machine; None if it does not,
+    or if processes of other users are hidden."""
+    import psutil
+
+    pid, started = machine.get("pid"), machine.get("pid_started")
+    if machine.get("host") != platform.node() or not isinstance(started, int | float):
+        return None
+    if not isinstance(pid, int) or not 0 < pid < 1 << 31:
+        return None
+    try:
+        apart = abs(psutil.Process(pid).create_time() - started)
+    except psutil.Error:
+        return None
+    return pid if apart < SAME_PROCESS_S else None
+
+
+def _opened(run: RunDir) -> TextIO:
+    """Opens the lock file.
+
+    Everyone who can open a file can lock it, so only those who may write to the folder may open it.
+    """
+    descriptor = own_regular(run.lock, mode=0o600)
+    lock, folder = os.fstat(descriptor), run.path.stat()
+    writers = folder.st_mode & (0o022 if lock.st_gid == folder.st_gid else 0o002)
+    with suppress(PermissionError):  # the file of another user who shares the folder
+        os.fchmod(descriptor, 0o600 | writers | writers << 1)
+    return os.fdopen(descriptor, "r+")
+
+
+def _lock_or_warn(file: IO[Any], run: RunDir, warn: Callable[[str], None]) -> bool:
+    try:
+        return _lock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        warn(
+            f"the file system of {run.path} has no locks ({error.strerror}): nothing keeps a second "
+            "process from training in this folder; start only one"
+        )
+        return True
+
+
+def _lock(file: IO[Any], kind: int) -> bool:
+    """Tries to take the lock; False if another process holds it."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -130,18 +212,22 @@ def _lock(file: TextIO, kind: int) -> bool:
     return True
 
 
-def create_run_dir(record: RecordConfig, name: str) -> RunDir:
-    """Make the folder of a new run, with `logs/` and `checkpoints/` in it.
+def create_run_dir(
+    record: RecordConfig, name: str, fill: Callable[[RunDir], None] = lambda _: None
+) -> RunDir:
+    """Creates the folder of a new run with `logs/` and `checkpoints/`, and calls `fill`.
 
-    It is `<out_dir>/<name>-<id>`, or `run_dir` where that is given. Of two processes that want
-    the same one, one gets it.
+    It is `<out_dir>/<name>-<id>`, or `run_dir` if given. If two processes request the same folder,
+    one of them succeeds.
 
     Raises:
-        ConfigError: it holds another run or foreign files, or cannot be made or written.
+        ConfigError: the folder has another run or other files, or cannot be created or written.
     """
     check_run_dir(record, name)
     try:
-        run = _claim(Path(record.run_dir)) if record.run_dir else _claim_new(record, name)
+        if record.run_dir:
+            return _claim(Path(record.run_dir), fill)
+        run = _claim_new(record, name)
         run.checkpoints.mkdir()
     except OSError as error:
         raise ConfigError.one(
@@ -149,11 +235,12 @@ def create_run_dir(record: RecordConfig, name: str) -> RunDir:
             where=_key(record),
             hint="choose a folder that can be written to",
         ) from error
+    fill(run)
     return run
 
 
 def check_run_dir(record: RecordConfig, name: str) -> None:
-    """Raise what `create_run_dir` would raise, and make nothing.
+    """Checks whether `create_run_dir` can create the folder, and creates nothing.
 
     Raises:
         ConfigError: see `create_run_dir`.
@@ -171,13 +258,13 @@ def check_run_dir(record: RecordConfig, name: str) -> None:
 
 
 def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
-    """The run that `text` means: its folder, its id, its name, or `latest`.
+    """Returns the run with a folder, id or name, or the `latest`, which was written to last.
 
-    A path comes first, then an id or a whole folder name under `out_dir`, then a name if only one
-    run bears it. `latest` is the run that was written to last.
+    A path has precedence over an id or a folder name in `out_dir`, and these over a name, which
+    must be unique.
 
     Raises:
-        ConfigError: there is none, or there are several; names them.
+        ConfigError: there is no such run, or there are several; the message lists them.
     """
     path = Path(text)
     if RunDir(path).holds_run():
@@ -204,16 +291,52 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     raise ConfigError.one(f"no run {text!r} in {out_dir}", hint=hint)
 
 
-def _claim(path: Path) -> RunDir:
-    path.mkdir(parents=True, exist_ok=True)
+def _claim(path: Path, fill: Callable[[RunDir], None]) -> RunDir:
+    """Makes an empty folder that of a run; if several processes try, one succeeds."""
+    make_folder(path)
     run = RunDir(path)
-    run.logs.mkdir()  # fails for all but one of those who found the folder empty
+    try:
+        with hold(run):
+            _check_unused(path)
+            run.logs.mkdir(exist_ok=True)
+            run.checkpoints.mkdir(exist_ok=True)
+            fill(run)
+    except RunDirBusy:
+        raise _taken(path, _starter(run)) from None
     return run
+
+
+def _starter(run: RunDir) -> int | None:
+    """Returns the process that trains in a folder or is about to; None if none is known."""
+    if (training := lock_owner(run)) is not None:
+        return training
+    if run.events.exists():
+        return None
+    try:
+        text = read_regular(run.lock, 32).strip()
+        pid = int(text) if text.isdigit() else 0
+        if pid in (0, os.getpid()):
+            return None
+        os.kill(pid, 0)
+    except PermissionError:
+        return pid  # a process of another user
+    except (OSError, OverflowError):
+        return None
+    return pid
+
+
+def _taken(path: Path, pid: int | None) -> ConfigError:
+    who = f"process {pid}" if pid else "another process"
+    return ConfigError.one(
+        f"{path}: {who} has started a run there",
+        where="record.run_dir",
+        hint="choose another folder, or wait for it and resume",
+    )
 
 
 def _claim_new(record: RecordConfig, name: str) -> RunDir:
     out_dir = Path(record.out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(out_dir)
     while True:
         letters = [secrets.choice(LETTERS), *(secrets.choice(LETTERS_AND_DIGITS) for _ in range(4))]
         run = RunDir(out_dir / f"{name}-{''.join(letters)}")
@@ -222,22 +345,40 @@ def _claim_new(record: RecordConfig, name: str) -> RunDir:
         except FileExistsError:
             continue
         run.logs.mkdir()
+        sync_name(run.path)
         return run
 
 
 def _check_empty(path: Path) -> None:
+    if (pid := _starter(RunDir(path))) is not None:
+        raise _taken(path, pid)
+    _check_unused(path)
+
+
+def _check_unused(path: Path) -> None:
+    # first, so that files which another start creates meanwhile are reported as its run
+    first = next(_foreign(path), None) if path.is_dir() else None
     if RunDir(path).holds_run():
         raise ConfigError.one(
             f"{path} holds another run",
             where="record.run_dir",
-            hint=f"choose another folder, or go on with that run: instar resume {path}",
+            hint=f"choose another folder, or resume that run: instar resume {path}",
         )
-    if path.is_dir() and (first := next(path.iterdir(), None)):
+    if first is not None:
         raise ConfigError.one(
             f"{path} is not empty: it holds {first.name}",
             where="record.run_dir",
             hint="choose a new folder",
         )
+
+
+def _foreign(path: Path) -> Iterator[Path]:
+    """Yields the files of a folder, except those of a start that failed before its config."""
+    run = RunDir(path)
+    for found in path.iterdir():
+        empty = found in (run.logs, run.checkpoints) and found.is_dir() and not any(found.iterdir())
+        if not empty and found != run.lock:
+            yield found
 
 
 def _check_writable(path: Path, key: str) -> None:
@@ -253,7 +394,7 @@ def _check_writable(path: Path, key: str) -> None:
 
 
 def runs_in(folder: Path) -> list[RunDir]:
-    """The runs in a folder, the one that was written to last at the end; none if it is no folder."""
+    """Returns the runs in a folder, sorted by the time of their last write."""
     try:
         found = [RunDir(path) for path in folder.iterdir()]
     except OSError:

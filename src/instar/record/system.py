@@ -1,4 +1,4 @@
-"""What a run runs on: versions, machine, memory, and the speed that can be had from it."""
+"""The system a run uses: versions, machine, memory, and its measured peak FLOPs per second."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING
 import psutil
 
 import instar
-from instar.distributed.cores import cores
+from instar.distributed.placement import usable_cores
 
 if TYPE_CHECKING:
     import torch
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "msgspec")
+CPUINFO = Path("/proc/cpuinfo")
+_BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
 _CPU_SIDES = (128, 256, 512, 1024)
 _CPU_BUDGET_S = 0.1
 _GPU_SIDES = (1024, 2048, 4096, 8192)
@@ -27,9 +30,8 @@ _GPU_BUDGET_S = 0.5
 
 
 def versions() -> dict[str, str]:
-    """Instar's, Python's and the libraries' versions, without importing any of them; and the git
-    commit of the working directory, where it has one. They are those of this process's beginning.
-    """
+    """Returns the versions of Instar, Python and libraries, without importing them, and the git
+    commit of the working directory, if any, as at the first call."""
     return dict(_versions())
 
 
@@ -47,7 +49,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit that is checked out in `folder`; None without a repository or without git."""
+    """Returns the commit that is checked out in `folder`; None without a repository or git."""
     try:
         found = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "HEAD"],
@@ -62,14 +64,13 @@ def git_commit(folder: Path) -> str | None:
 
 
 def machine(device: str = "cpu") -> dict[str, str | int | float | None]:
-    """Host, platform, CPU, cores (usable by this process, and all), memory in bytes; for a CUDA
-    device also its name, memory and the number of them.
-    """
+    """Returns host, platform, CPU, cores (usable by this process, and all) and memory in bytes; for
+    a CUDA device also its name, memory and the number of devices."""
     facts: dict[str, str | int | float | None] = {
         "host": platform.node(),
         "platform": platform.platform(),
         "cpu": cpu_model(),
-        "cores": cores(),
+        "cores": usable_cores(),
         "cores_total": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
     }
@@ -86,26 +87,51 @@ def machine(device: str = "cpu") -> dict[str, str | int | float | None]:
     return facts
 
 
+def host_bytes() -> int:
+    """Returns memory and swap space of this machine in bytes."""
+    return int(psutil.virtual_memory().total + psutil.swap_memory().total)
+
+
+def gpu_bytes(device: torch.device) -> int | None:
+    """Returns the memory of a GPU in bytes; None for other devices."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def cpu_model() -> str:
-    """As the kernel names it; the architecture where it does not."""
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                key, _, value = line.partition(":")
-                if key.strip() in ("model name", "Model"):
-                    return value.strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    """Returns the CPU model as the kernel names it, else the architecture."""
+    return _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
+
+
+def has_bf16_units() -> bool:
+    """Whether the CPU has bf16 matrix instructions (AVX-512 BF16 or AMX on x86, BF16 on ARM) and
+    ONEDNN_MAX_CPU_ISA allows oneDNN to use them."""
+    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    if not any(part in allowed for part in ("ALL", "DEFAULT", "BF16", "FP16", "AMX", "AVX10")):
+        return False
+    return not _BF16_UNITS.isdisjoint(_cpuinfo("flags", "Features").split())
+
+
+def _cpuinfo(*names: str) -> str:
+    """Returns the first value with one of these names in /proc/cpuinfo, or an empty string."""
+    with suppress(OSError), CPUINFO.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() in names:
+                return value.strip()
+    return ""
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds now."""
+    """Returns the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def memory_bytes(device: str = "cpu") -> int:
-    """What counts as a run's memory: the peak allocated on a CUDA device, else resident memory."""
+    """Returns the peak memory allocated on a CUDA device, else the resident memory, in bytes."""
     if device.startswith("cuda"):
         import torch
 
@@ -113,12 +139,12 @@ def memory_bytes(device: str = "cpu") -> int:
     return resident_bytes()
 
 
-def measure_peak_flops(device: str, dtype: torch.dtype) -> float:
-    """The most FLOPs per second that a matrix product reaches here and now, with the threads and
-    precision settings in force: a product of two n×n matrices counts 2n³.
+def measure_peak_flops(device: str, dtype: torch.dtype, limit_s: float | None = None) -> float:
+    """Measures the peak FLOPs per second of a matrix product with the current threads and precision
+    settings; a product of two n×n matrices counts 2n³.
 
-    Tries growing squares as long as the next one fits the budget: 0.1 s on a CPU, 0.5 s on a GPU.
-    Draws from a generator of its own.
+    Tries larger matrices until the next would exceed `limit_s` (default: 0.1 s on a CPU, 0.5 s on a
+    GPU). Global random generators are not used.
     """
     import torch
 
@@ -126,7 +152,7 @@ def measure_peak_flops(device: str, dtype: torch.dtype) -> float:
     on_gpu = where.type == "cuda"
     sides, budget_s = (_GPU_SIDES, _GPU_BUDGET_S) if on_gpu else (_CPU_SIDES, _CPU_BUDGET_S)
     generator = torch.Generator(where).manual_seed(0)
-    end = time.perf_counter() + budget_s
+    end = time.perf_counter() + (budget_s if limit_s is None else limit_s)
     best = 0.0
     with torch.inference_mode():
         for side in sides:

@@ -1,4 +1,4 @@
-"""What is wrong with a schedule, as far as it can be told without data and without a model."""
+"""Validation of a schedule, as far as it needs neither data nor a model."""
 
 from __future__ import annotations
 
@@ -7,40 +7,42 @@ from dataclasses import replace
 
 from instar.config.budget import parse_budget
 from instar.config.checks import cross_checks
-from instar.config.clash import Clash
-from instar.config.explain import nearest
+from instar.config.errors import ConfigProblem
 from instar.config.load import SCHEDULE, Loaded, load
-from instar.config.operation import Operation
-from instar.config.schedule import ScheduledOperation, When
 from instar.config.schema import RunConfig
-from instar.schedule.entries import operation, tokens
+from instar.config.sections import Operation, ScheduledOperation, When
+from instar.config.suggestions import nearest
 from instar.schedule.operations import OperationError, check, names
+from instar.schedule.triggers import operation, tokens
 
 _COUNTED = ("steps", "tokens", "samples", "epochs")
 
 
-def load_checked(path: str | None, overrides: Sequence[str] = ()) -> Loaded:
-    """`config.load.load`, the schedule's mistakes found with all the others.
+def load_checked(
+    path: str | None, overrides: Sequence[str] = (), *, import_task: bool = True
+) -> Loaded:
+    """Load a config with `config.load.load` and also check its schedule.
 
-    Raises ConfigError with all of them.
+    Raises:
+        ConfigError: with all problems of both.
     """
-    return load(path, overrides, (cross_checks, mistakes))
+    return load(path, overrides, (cross_checks, mistakes), import_task=import_task)
 
 
-def mistakes(config: RunConfig) -> Iterator[Clash]:
-    """Everything in the schedule that no run could carry out."""
+def mistakes(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield every problem of a schedule that no run could carry out."""
     for number, given in enumerate(config.schedule):
         place = f"{SCHEDULE}[{number}]"
         for key, message, hint in (*_operation(given), *_triggers(given, config)):
             said = f"{place}.{key} {message}" if key else f"{place}: {message}"
-            # looked at neither where the entry nor where the whole schedule could not be read
+            # skip what could not be parsed: the key, its entry, or the whole schedule
             keys = (f"{place}.{key}" if key else place, place, SCHEDULE)
-            yield Clash(keys, said, hint)
+            yield ConfigProblem(keys, said, hint)
     yield from _context(config)
 
 
 Finding = tuple[str, str, str]
-"""The key within the entry ("" for all of it), the message that follows it, a hint."""
+"""The key within the entry ("" for all of it), the rest of the message, and a hint."""
 
 
 def _operation(given: ScheduledOperation) -> Iterator[Finding]:
@@ -63,13 +65,13 @@ def _operation(given: ScheduledOperation) -> Iterator[Finding]:
 
 
 def _meant(option: str) -> str | None:
-    """The schedule's own key that was mistyped, where that is what looks like an option."""
+    """Return the schedule's own key that an unknown option is probably a misspelling of."""
     return nearest(option, ScheduledOperation.model_fields, 0.8)
 
 
 def _refused(whole: Operation, option: str | None) -> Finding | None:
-    """What is wrong with an operation that has this option alone, or none: so that what is refused
-    is wrong in itself."""
+    """Check an operation with only this option, or with none, so that a problem is attributed to
+    the option that causes it."""
     part = option or "value"
     options = {} if option is None else {option: whole.options[option]}
     try:
@@ -123,11 +125,11 @@ def _has_end(config: RunConfig) -> bool:
     try:
         return any(parse_budget(text).kind in _COUNTED for text in config.train.until)
     except ValueError:
-        return True  # what is no budget is told by itself
+        return True  # an invalid budget is reported elsewhere
 
 
-def _context(config: RunConfig) -> Iterator[Clash]:
-    """Samples longer than the model will look back on by then."""
+def _context(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield samples that would be longer than the model's context at that point."""
     longest: int | None = config.context
     before: tuple[str, ...] = (SCHEDULE,)
     for number, given in enumerate(config.schedule):
@@ -135,10 +137,10 @@ def _context(config: RunConfig) -> Iterator[Clash]:
         before = (place, *before)
         whole = given.value if type(given.value) is int else None
         if given.name == "extend_context":
-            # a factor is worked out where the architecture is known
+            # a factor is applied where the architecture is known
             longest = None if longest is None or whole is None else max(longest, whole)
         elif given.name == "set_context" and whole and longest and whole > longest:
-            yield Clash(
+            yield ConfigProblem(
                 (f"{place}.value", *before, "model.context"),
                 f"{place}.value ({whole}) is more than the {longest:,} tokens that the model "
                 "looks back on then",

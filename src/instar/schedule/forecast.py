@@ -1,67 +1,65 @@
-"""What a run will be before it starts: its stages, their shapes, steps, FLOPs and memory."""
+"""Forecast of a run: its stages with their shapes, steps, FLOPs and memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from instar.config.budget import parse_budget
-from instar.config.clash import Clash
-from instar.config.dump import in_yaml
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.load import Loaded
-from instar.config.operation import Operation
+from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
+from instar.config.sections import Operation
 from instar.growth.operators import is_growth
-from instar.models.memory import Still
-from instar.models.shape import Growable, ParameterCount, count_parameters
+from instar.growth.plan import GrowthPlan, source_of
+from instar.models.architecture import FrozenParameters
+from instar.models.shape import Growable, ParameterCount, count_parameters, facts_of
 from instar.schedule.checks import mistakes
-from instar.schedule.entries import Entry, entries, too_large
-from instar.schedule.operations import State, carried_out, fold, planned, when_due
-from instar.schedule.pace import Pace, Spot
+from instar.schedule.operations import State, carried_out, initial_state, planned, when_due
 from instar.schedule.settings import Settings, is_frozen
-from instar.schedule.timeline import Leg, Timeline, timeline
-from instar.schedule.triggers import words
-from instar.tasks.blueprint import Blueprint
+from instar.schedule.timeline import Clock, Leg, Pace, Timeline, timeline
+from instar.schedule.triggers import Entry, entries, evaluates_at_start, too_large, words
+from instar.tasks.task import TaskSpec
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The run from one operation to the next; the first begins with the run."""
+    """The run between two operations; the first stage begins with the run."""
 
     operation: str
-    """name and value; empty for the first"""
+    """The operation's name and value; empty for the first stage."""
     label: str
-    """how much of the function the operation keeps: exact, bounded, lossy; or nothing to keep"""
+    """How well the operation preserves the model's function: exact, bounded or lossy; or empty."""
     when: str
-    """its trigger in words"""
+    """The trigger as text."""
     first_step: int | None
-    """at the earliest; None: the run ends before"""
+    """The earliest step; None if the run ends before."""
     latest_step: int | None
-    """at the latest; None: it may never come"""
+    """The latest step; None if the operation may never fire."""
     skipped: str
-    """why the operation is passed over"""
+    """The reason for skipping the operation; empty if it is carried out."""
     settings: Settings
     architecture: Growable
     style: tuple[tuple[str, tuple[str, ...]], ...]
-    """the shape in words"""
+    """The model's shape as text."""
     parameters: ParameterCount
     flops_per_token: int
-    """or other unit of weight"""
+    """FLOPs per token, or per other unit of weight."""
     weight: int
-    """of a sample: its tokens"""
+    """The weight of a sample: its tokens."""
     memory_bytes: dict[str, int]
-    """by part, at the peak of a step on one rank"""
+    """Peak memory of a step on one rank in bytes, by part."""
     batch_size: int
-    """samples that a rank runs at once, at most"""
+    """The maximal number of samples that a rank runs at once."""
     steps_per_epoch: int | None
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What a run comes to."""
+    """Totals of a run."""
 
     steps: int
     samples: int
@@ -72,57 +70,57 @@ class Totals:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run's stages and their sums."""
+    """A run's stages and totals."""
 
     stages: tuple[Stage, ...]
     world_size: int
     unit: str
-    """what samples' weights count: tokens, graphs …"""
+    """The unit of samples' weights: tokens, graphs …"""
     dataset_tokens: int | None
-    """or other units; None: the data are not made yet"""
+    """The size of the training data in that unit; None if they are not prepared yet."""
     samples_per_epoch: int | None
     until: tuple[str, ...]
     early: Totals | None
-    """where every operation comes at its earliest; None: only time or the loss ends the run"""
+    """Totals if every operation fires at its earliest; None: only time or the loss ends it."""
     late: Totals | None
-    """where every operation comes at its latest"""
+    """Totals if every operation fires at its latest."""
 
     @property
     def steps(self) -> int | None:
-        """Steps after which the run has ended at the earliest."""
+        """The smallest number of steps after which the run ends."""
         ends = [each.steps for each in (self.early, self.late) if each is not None]
         return min(ends, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return all fields as JSON values."""
         return {**asdict(self), "steps": self.steps}
 
 
 class ScheduleError(ValueError):
-    """A schedule that this run could not carry out; `clashes` is what is wrong."""
+    """A schedule that the run cannot carry out, with its `problems`."""
 
-    def __init__(self, *clashes: Clash) -> None:
-        super().__init__("\n".join(clash.message for clash in clashes))
-        self.clashes = clashes
+    def __init__(self, *problems: ConfigProblem) -> None:
+        super().__init__("\n".join(problem.message for problem in problems))
+        self.problems = problems
 
 
-def forecast(config: RunConfig, blueprint: Blueprint, world_size: int) -> Forecast:
-    """The run that a config makes of a task on `world_size` ranks. No tensor is touched.
+def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
+    """Forecast the run of a config and a task on `world_size` ranks, without creating tensors.
 
     Raises:
         ScheduleError: operations cannot be carried out.
-        ValueError: text that is no budget.
+        ValueError: a budget cannot be parsed.
     """
     if found := list(mistakes(config)):
         raise ScheduleError(*found)
-    began = fold(config, blueprint.architecture, ())
-    legs = _legs(config, began, blueprint, world_size)
+    began = initial_state(config, spec.architecture, facts_of(spec))
+    legs = _legs(config, began, spec, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
     early, late = (
         timeline(
             legs,
             budgets,
-            evaluated_at_start=config.eval.at_start,
+            evaluated_at_start=evaluates_at_start(config),
             hopeful=hopeful,
             eval_epochs=config.eval.eval_epochs,
         )
@@ -132,18 +130,18 @@ def forecast(config: RunConfig, blueprint: Blueprint, world_size: int) -> Foreca
         stages=tuple(
             _stage(
                 config,
-                blueprint,
+                spec,
                 leg,
                 _at(early, number),
                 _at(late, number),
                 world_size,
-                _still(leg.state, [legs[n].state for n in range(number) if _lasts(late, n)]),
+                _still(legs, number, [n for n in range(number) if _lasts(late, n)]),
             )
             for number, leg in enumerate(legs)
         ),
         world_size=world_size,
-        unit=blueprint.unit,
-        dataset_tokens=blueprint.units(config.context),
+        unit=spec.unit,
+        dataset_tokens=spec.units(config.context),
         samples_per_epoch=legs[0].pace.samples_per_epoch,
         until=tuple(config.train.until),
         early=_totals(early),
@@ -151,61 +149,61 @@ def forecast(config: RunConfig, blueprint: Blueprint, world_size: int) -> Foreca
     )
 
 
-def checked_forecast(loaded: Loaded, blueprint: Blueprint, world_size: int) -> Forecast:
-    """`forecast`, its mistakes told with the places of what the user wrote.
+def checked_forecast(loaded: Loaded, spec: TaskSpec, world_size: int) -> Forecast:
+    """Forecast a loaded config; problems are reported with their places in the user's files.
 
     Raises:
-        ConfigError: the mistakes found.
+        ConfigError: with all problems.
     """
     try:
-        return forecast(loaded.config, blueprint, world_size)
+        return forecast(loaded.config, spec, world_size)
     except ScheduleError as error:
-        problems = [loaded.problem(c.keys[0], c.message, c.hint) for c in error.clashes]
+        problems = [loaded.problem(c.keys[0], c.message, c.hint) for c in error.problems]
     raise ConfigError(*problems)
 
 
-def _legs(config: RunConfig, began: State, blueprint: Blueprint, world_size: int) -> list[Leg]:
-    """The run's legs. What operations make of it does not depend on the steps at which they come.
+def _legs(config: RunConfig, began: State, spec: TaskSpec, world_size: int) -> list[Leg]:
+    """Return the legs of a run; the effects of operations do not depend on when they fire.
 
-    Raises ScheduleError with all that is wrong, up to the first growth that is impossible: what
-    follows it would stand on a model that there is not.
+    Raises ScheduleError with all problems up to the first impossible growth: later operations would
+    apply to a model that does not exist.
     """
-    legs = [Leg(None, began, _pace(began, blueprint))]
-    clashes: list[Clash] = []
+    legs = [Leg(None, began, _pace(began, spec))]
+    problems: list[ConfigProblem] = []
     for entry in entries(config):
         try:
-            legs.append(_leg(legs[-1].state, entry, blueprint, world_size))
+            legs.append(_leg(legs[-1].state, entry, spec, world_size))
         except ScheduleError as error:
-            clashes += error.clashes
+            problems += error.problems
             if is_growth(entry.operation.name):
                 break
-    if clashes:
-        raise ScheduleError(*clashes)
+    if problems:
+        raise ScheduleError(*problems)
     return legs
 
 
-def _leg(before: State, entry: Entry, blueprint: Blueprint, world_size: int) -> Leg:
-    after, label = _tried(before, entry)
+def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
+    after, plan = _tried(before, entry)
     skipped = _skipped(after, entry)
     if skipped:
-        return Leg(entry, before, _pace(before, blueprint), skipped=skipped)
-    _check_data(after, entry, blueprint, world_size)
-    return Leg(entry, after, _pace(after, blueprint), label)
+        return Leg(entry, before, _pace(before, spec), skipped=skipped)
+    _check_data(after, entry, spec, world_size)
+    return Leg(entry, after, _pace(after, spec), plan)
 
 
-def _tried(state: State, entry: Entry) -> tuple[State, str]:
-    """The state after an entry, and the label of what it does to the model."""
+def _tried(state: State, entry: Entry) -> tuple[State, GrowthPlan | None]:
+    """Return the state after an entry, and the growth plan if the model grows."""
     state = when_due(state, entry.operation)
     try:
         after, plan = planned(state, entry.operation, 0)
     except ValueError as error:
         part = _faulty(state, entry.operation)
         raise _refused(entry, part, f"is not possible here: {error}") from None
-    return after, "" if plan is None else plan.label
+    return after, plan
 
 
 def _faulty(state: State, operation: Operation) -> str:
-    """The part of an impossible operation that makes it so: an option without which it were not."""
+    """Return the part at fault: an option without which the operation is possible, or the value."""
     for option in operation.options:
         rest = {name: value for name, value in operation.options.items() if name != option}
         try:
@@ -217,7 +215,7 @@ def _faulty(state: State, operation: Operation) -> str:
 
 
 def _skipped(grown: State, entry: Entry) -> str:
-    """Why an entry that may be skipped is."""
+    """Return the reason for skipping an entry, or ""."""
     said = too_large(entry, grown.architecture)
     if said and entry.on_failure == "stop":
         hint = "on_failure: skip goes on without it"
@@ -225,8 +223,8 @@ def _skipped(grown: State, entry: Entry) -> str:
     return said
 
 
-def _check_data(state: State, entry: Entry, blueprint: Blueprint, world_size: int) -> None:
-    """Raise ScheduleError if ranks would be without samples."""
+def _check_data(state: State, entry: Entry, spec: TaskSpec, world_size: int) -> None:
+    """Raise ScheduleError if a rank would have no samples."""
     settings = state.settings
     if settings.global_batch < world_size:
         raise _refused(
@@ -236,8 +234,8 @@ def _check_data(state: State, entry: Entry, blueprint: Blueprint, world_size: in
             "every step",
             f"keep batch_size × gradient_accumulation_steps at {world_size} or more",
         )
-    tokens = blueprint.units(settings.context)
-    if blueprint.unit == "token" and tokens is not None and tokens <= settings.context:
+    tokens = spec.units(settings.context)
+    if spec.unit == "token" and tokens is not None and tokens <= settings.context:
         raise _refused(
             entry,
             "value",
@@ -247,16 +245,16 @@ def _check_data(state: State, entry: Entry, blueprint: Blueprint, world_size: in
 
 def _refused(entry: Entry, part: str, message: str, hint: str = "") -> ScheduleError:
     key = f"{entry.place}.{part}"
-    return ScheduleError(Clash((key, entry.place), f"{key} {message}", hint))
+    return ScheduleError(ConfigProblem((key, entry.place), f"{key} {message}", hint))
 
 
-def _pace(state: State, blueprint: Blueprint) -> Pace:
+def _pace(state: State, spec: TaskSpec) -> Pace:
     context = state.settings.context
     return Pace(
         state.settings.global_batch,
-        blueprint.weight(context),
-        blueprint.samples(context),
-        blueprint.flops(state.architecture, context),
+        spec.weight(context),
+        spec.samples(context),
+        spec.flops(state.architecture, context),
     )
 
 
@@ -266,12 +264,12 @@ def _at(told: Timeline, number: int) -> int | None:
 
 def _stage(
     config: RunConfig,
-    blueprint: Blueprint,
+    spec: TaskSpec,
     leg: Leg,
     early: int | None,
     late: int | None,
     world_size: int,
-    still: Still,
+    still: FrozenParameters,
 ) -> Stage:
     settings, architecture = leg.state.settings, leg.state.architecture
     elastic = config.reproducible == "elastic"
@@ -287,11 +285,11 @@ def _stage(
         skipped=leg.skipped,
         settings=settings,
         architecture=architecture,
-        style=tuple((label, tuple(lines)) for label, lines in blueprint.style(architecture)),
+        style=tuple((label, tuple(lines)) for label, lines in spec.style(architecture)),
         parameters=count_parameters(architecture),
         flops_per_token=leg.pace.flops_per_token,
         weight=leg.pace.weight,
-        memory_bytes=blueprint.memory(
+        memory_bytes=spec.memory(
             architecture,
             settings.context,
             batch_size,
@@ -309,17 +307,31 @@ def _lasts(told: Timeline, number: int) -> bool:
     return begins is None or ends is None or begins < ends
 
 
-def _still(state: State, before: Sequence[State]) -> Still:
-    """What does not train now, and of that, what did not in the legs before, by its name."""
-    frozen = frozenset(
-        name for name in state.architecture.parameters() if is_frozen(state.settings.frozen, name)
-    )
-    ever = (name for name in frozen if all(is_frozen(s.settings.frozen, name) for s in before))
-    return Still(frozen, frozenset(ever))
+def _still(legs: Sequence[Leg], number: int, lasting: Collection[int]) -> FrozenParameters:
+    """Return the frozen parameters of a leg, and those of them that were frozen in all `lasting`
+    legs before it, under whatever name."""
+    state = legs[number].state
+    frozen = [n for n in state.architecture.parameters() if is_frozen(state.settings.frozen, n)]
+    ever = {name for name in frozen if not _trained(legs[: number + 1], name, lasting)}
+    return FrozenParameters(frozenset(frozen), frozenset(ever))
+
+
+def _trained(legs: Sequence[Leg], name: str, lasting: Collection[int]) -> bool:
+    """Whether a parameter of the last leg, or its source, was trained in an earlier leg."""
+    for number in range(len(legs) - 1, 0, -1):
+        plan = legs[number].plan
+        source = name if plan is None else source_of(plan.tensors[name])
+        if source is None:
+            return False
+        name = source
+        before = legs[number - 1].state.settings
+        if number - 1 in lasting and not is_frozen(before.frozen, name):
+            return True
+    return False
 
 
 def described(operation: Operation) -> str:
-    """An operation in a line: "insert_layers 2, where start"."""
+    """Return an operation as one line: "insert_layers 2, where start"."""
     name = operation.name
     first = name if operation.value is None else f"{name} {in_yaml(operation.value)}"
     return ", ".join(
@@ -328,7 +340,7 @@ def described(operation: Operation) -> str:
 
 
 def _totals(told: Timeline) -> Totals | None:
-    end: Spot | None = told.end
+    end: Clock | None = told.end
     if end is None:
         return None
     known = told.end_pace.samples_per_epoch is not None

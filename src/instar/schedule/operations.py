@@ -1,86 +1,200 @@
-"""Operations, and the fold that makes a run its config plus its history."""
+"""Operations, and the fold: a run is its config plus its history of operations."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from instar.config.document import show
-from instar.config.explain import nearest
-from instar.config.operation import Operation
+from instar.config.fields import with_values
 from instar.config.schema import RunConfig
+from instar.config.sections import LARGEST, Operation
+from instar.config.suggestions import nearest
 from instar.growth import operators as growth
-from instar.growth.plan import GrowthPlan
-from instar.models.mask import mask_of
-from instar.models.shape import Growable
-from instar.schedule.settings import THAWED, Settings, initial_settings, is_frozen
+from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
+from instar.models.architecture import mask_of
+from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
+from instar.schedule.settings import THAWED, Settings, initial_settings, is_frozen, patterns_of
 
 
 @dataclass(frozen=True)
 class State:
-    """What is in force at a step: every hyperparameter, and the model's shape."""
+    """The state in force at a step: hyperparameters, architecture, and config."""
 
     settings: Settings
     architecture: Growable
+    config: RunConfig
+    """The config of the start of the run, with the overrides of its resumes."""
+    facts: Facts = field(default=no_facts, compare=False, repr=False)
+    """Facts about the modules of an architecture: buffers, and parameters that never train."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """An operation that was carried out, and where in the run."""
+    """An operation that was carried out, and its place in the run."""
 
     operation: Operation
     step: int
     cursor: int
     entry: int | None = None
-    """of the schedule, counted from 0; None: the run made it by itself"""
+    """The entry's index in the schedule; None if the run created the operation by itself."""
     skipped: str = ""
-    """why it was passed over; it then changed nothing"""
+    """The reason for skipping the operation, which then has no effect."""
     reason: str = ""
-    """what made it fire, e.g. `val 3.41 < 3.50`"""
+    """The reason for firing, e.g. `val 3.41 < 3.50`."""
 
 
 History = tuple[Change, ...]
 
-LARGEST = 10**12
-"""of any number in the settings: beyond are typing errors, and the end of floating point"""
-
 FOLD = Operation("fold_masks")
-"""what a run does by itself where a mask is open"""
+"""The operation that a run carries out by itself when a mask is open."""
+
+OVERRIDE = "override"
+"""The operation created by a resume: keys of the config with their new values."""
+
+LENGTHS = frozenset({"set_context", "extend_context"})
+"""Operations that change the length of samples: a stream restarts from its beginning."""
+
+INCOMPARABLE = frozenset({"set_context", "resize_vocab", OVERRIDE})
+"""Operations after which losses are not comparable with earlier ones."""
+
+SETTING_OF = {
+    "optimizer.lr": "lr",
+    "learning_rate.shape": "lr_shape",
+    "learning_rate.warmup_iters": "warmup_iters",
+    "learning_rate.lr_decay_iters": "lr_decay_iters",
+    "learning_rate.decay_fraction": "decay_fraction",
+    "learning_rate.decay_every": "decay_every",
+    "learning_rate.gamma": "gamma",
+    "learning_rate.min_lr_ratio": "min_lr_ratio",
+    "train.batch_size": "batch_size",
+    "train.gradient_accumulation_steps": "grad_accum",
+    "eval.eval_interval": "eval_interval",
+    "eval.eval_iters": "eval_iters",
+    "model.context": "context",
+}
+"""The config key that gives the initial value of each setting."""
 
 Effect = Callable[[Settings, Any, int], Settings]
 
 
-def fold(config: RunConfig, architecture: Growable, history: History) -> State:
-    """What is in force after `history`: law 1, a run is its config plus its history.
+def initial_state(config: RunConfig, architecture: Growable, facts: Facts = no_facts) -> State:
+    """Return the state at step 0; parameters that a custom task excludes are frozen."""
+    frozen = patterns_of(facts(architecture).frozen, architecture.parameters())
+    settings = dataclasses.replace(initial_settings(config), frozen=frozen)
+    return State(settings, architecture, config, facts)
 
-    Args:
-        architecture: the one that the run began with.
+
+def states(initial: State, history: History) -> Iterator[tuple[Change, State]]:
+    """Yield each change of `history` that was not skipped, with the state after it.
 
     Raises:
         ValueError: see `carried_out`.
     """
-    state = State(initial_settings(config), architecture)
+    state = initial
     for change in history:
         if not change.skipped:
             state = carried_out(state, change.operation, change.step)
+            yield change, state
+
+
+def fold(initial: State, history: History) -> State:
+    """Return the state after `history`: law 1, a run is its config plus its history.
+
+    Raises:
+        ValueError: see `carried_out`.
+    """
+    state = initial
+    for _, after in states(initial, history):
+        state = after
     return state
 
 
-def carried_out(state: State, operation: Operation, step: int) -> State:
-    """`state` after one operation at `step`; nothing is changed in place.
+def history_to_json(history: History) -> list[dict[str, Any]]:
+    """Serialize a history to JSON values."""
+    return [dataclasses.asdict(change) for change in history]
+
+
+def history_from_json(entries: Sequence[Mapping[str, Any]]) -> History:
+    """Deserialize a history, the inverse of `history_to_json`.
 
     Raises:
-        ValueError: the operation is unknown, its value or an option is not allowed, or the model
-            as it is does not allow it; says what would be.
+        ValueError: an entry is not a valid change.
+    """
+    try:
+        return tuple(
+            Change(**{**entry, "operation": Operation(**entry["operation"])}) for entry in entries
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the history is not readable: {error}") from error
+
+
+def override(values: Mapping[str, Any], origins: Mapping[str, str]) -> Operation:
+    """Return the operation that sets keys of the config to new absolute values from its step on.
+
+    Args:
+        origins: the origin of each value, as in `Loaded.origins`.
+    """
+    return Operation(OVERRIDE, dict(values), {"origins": dict(origins)})
+
+
+def overrides(history: History) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, value and origin of everything that was set at resumes, in order."""
+    for change in history:
+        if change.operation.name == OVERRIDE:
+            origins = change.operation.options.get("origins", {})
+            for key, value in change.operation.value.items():
+                yield key, value, origins.get(key, "")
+
+
+def number_of(history: History) -> int:
+    """Return the number of operations without overrides. It seeds new weights, so that a run
+    resumed with a later end grows exactly as one that had this end from the beginning."""
+    return sum(change.operation.name != OVERRIDE for change in history)
+
+
+def effective(config: RunConfig, history: History) -> tuple[RunConfig, Settings]:
+    """Return config and settings after `history`, without knowing the model's architecture.
+
+    `frozen` contains the patterns that operations gave: parameters may have been renamed since, and
+    what a custom task's module froze is unknown.
+
+    Raises:
+        ValueError: an operation is unknown, or its value or an option is invalid.
+    """
+    settings = initial_settings(config)
+    for change in history:
+        if not change.skipped:
+            config, settings = _effective(config, settings, change.operation, change.step)
+    return config, settings
+
+
+def _effective(
+    config: RunConfig, settings: Settings, operation: Operation, step: int
+) -> tuple[RunConfig, Settings]:
+    if operation.name == OVERRIDE:
+        return _overridden(config, settings, operation.value)
+    check(operation)
+    if growth.is_growth(operation.name):
+        return config, _after_growth(settings, operation, step)
+    return config, SETTINGS[operation.name](settings, operation.value, step)
+
+
+def carried_out(state: State, operation: Operation, step: int) -> State:
+    """Return `state` after one operation at `step`.
+
+    Raises:
+        ValueError: the operation is unknown, its value or an option is invalid, or the present
+            model does not allow it; the message says what would be allowed.
     """
     return planned(state, operation, step)[0]
 
 
 def when_due(state: State, operation: Operation) -> State:
-    """`state` as an operation will find it: growth waits until a mask is open and folded."""
+    """Return the state that an operation will apply to: growth waits until masks are folded."""
     mask = mask_of(state.architecture)
     if mask is None or not growth.is_growth(operation.name):
         return state
@@ -88,33 +202,44 @@ def when_due(state: State, operation: Operation) -> State:
 
 
 def planned(state: State, operation: Operation, step: int) -> tuple[State, GrowthPlan | None]:
-    """The same, and what becomes of the model's tensors; None where they stay as they are."""
-    check(operation)
+    """Return the state after one operation, and the growth plan; None if no tensor changes."""
+    config, settings = _effective(state.config, state.settings, operation, step)
+    if operation.name == OVERRIDE:
+        architecture = _switched(state.architecture, config, operation.value)
+        return State(settings, architecture, config, state.facts), None
     if growth.is_growth(operation.name):
         architecture, plan = growth.plan(state.architecture, operation, step=step)
-        return State(_after_growth(state.settings, operation, step), architecture), plan
-    settings = SETTINGS[operation.name](state.settings, operation.value, step)
+        now, then = state.facts(state.architecture), state.facts(architecture)
+        try:
+            check_buffers(plan, now.buffers, then.buffers)
+        except GrowthError as error:
+            raise GrowthError(f"{operation.name}: {error}") from None
+        frozen = _still_frozen(settings.frozen, plan, then)
+        settings = dataclasses.replace(settings, frozen=frozen)
+        return State(settings, architecture, config, state.facts), plan
     _fits(operation, settings, state.architecture)
     return dataclasses.replace(state, settings=settings), None
 
 
 class OperationError(ValueError):
-    """An operation in a form that it cannot have."""
+    """An operation with an invalid value or option."""
 
     def __init__(self, name: str, part: str, said: str) -> None:
-        """`part` is what is wrong in it: value or an option."""
+        """
+        Args:
+            part: the invalid part, "value" or an option.
+        """
         super().__init__(f"{name}: {part} {said}")
         self.part, self.said = part, said
 
 
 def names() -> list[str]:
-    """Every operation that there is."""
+    """Return the names of all operations."""
     return sorted([*SETTINGS, *growth.OPERATORS])
 
 
 def check(operation: Operation) -> None:
-    """Raise ValueError unless the operation is known, and its value and options have the form that
-    it wants."""
+    """Raise ValueError unless the operation is known and its value and options are valid."""
     name, value = operation.name, operation.value
     if growth.is_growth(name):
         growth.check(operation)
@@ -126,7 +251,7 @@ def check(operation: Operation) -> None:
     for option in operation.options:
         raise OperationError(name, option, f"is no option of {name}, which has none")
     if name == "reset_lr_schedule":
-        # schedules in which every operation has a value give it one that means nothing
+        # schedules in which every operation has a value also give one here; it has no effect
         if value is not None and not isinstance(value, int | float):
             raise OperationError(name, "value", f"must be left out, got {show(value)}")
     elif name in ("freeze", "unfreeze"):
@@ -158,7 +283,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _fits(operation: Operation, settings: Settings, architecture: Growable) -> None:
-    """Raise ValueError if settings after `operation` are no settings, or not this model's."""
+    """Raise ValueError if settings after `operation` are invalid, or invalid for this model."""
     if not 0 < settings.lr < math.inf or max(settings.counts()) > LARGEST:
         raise ValueError(f"{operation.name} {operation.value:g}: this is beyond any sense")
     longest = architecture.sizes().get("context", 1)
@@ -181,14 +306,52 @@ def _fits(operation: Operation, settings: Settings, architecture: Growable) -> N
         raise ValueError("freeze: nothing would be left to train")
 
 
+def _overridden(
+    config: RunConfig, settings: Settings, values: Mapping[str, Any]
+) -> tuple[RunConfig, Settings]:
+    """Set new values in config and settings, replacing the results of earlier operations."""
+    config = with_values(config, values)
+    fresh = initial_settings(config)
+    given = {SETTING_OF[key]: key for key in values if key in SETTING_OF}
+    return config, dataclasses.replace(settings, **{name: getattr(fresh, name) for name in given})
+
+
+def _switched(architecture: Any, config: RunConfig, values: Mapping[str, Any]) -> Growable:
+    """Return the architecture with the config's values of the fields that `model.*` keys name."""
+    names = [key.removeprefix("model.") for key in values if key.startswith("model.")]
+    known = {field.name for field in dataclasses.fields(architecture)}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"model.{unknown[0]} cannot change in a run: its model has no such field")
+    given = {name: getattr(config.model, name) for name in names}
+    switched: Growable = dataclasses.replace(architecture, **given)
+    return switched
+
+
 def _after_growth(settings: Settings, operation: Operation, step: int) -> Settings:
-    """The learning rate may begin anew, or rise again, for the sake of what is new."""
+    """Apply the growth option `lr`: restart the learning rate schedule, or rewarm it."""
     lr = operation.options.get("lr", "keep")
     if lr == "reset":
         return dataclasses.replace(settings, lr_start=step)
     if lr == "keep":
         return settings
     return dataclasses.replace(settings, rewarm_start=step, rewarm_iters=lr["rewarm"])
+
+
+def _still_frozen(frozen: tuple[str, ...], plan: GrowthPlan, facts: ModuleFacts) -> tuple[str, ...]:
+    """Return frozen patterns for the grown model: parameters stay frozen under their new names. New
+    parameters, copies too, are trained unless the task's own module leaves them out."""
+    if not frozen and not facts.frozen:
+        return frozen
+    found = set()
+    for name in plan.tensors:
+        source = plan.source(name)
+        if name in facts.frozen if source is None else is_frozen(frozen, source):
+            found.add(name)
+    new = [name for name in plan.tensors if is_frozen(frozen, name) and name not in found]
+    excepted = (*frozen, *(f"{THAWED}{each}" for each in patterns_of(new, plan.tensors)))
+    anew = patterns_of(found, plan.tensors)
+    right = all(is_frozen(excepted, name) == (name in found) for name in plan.tensors)
+    return excepted if right and (not new or len(excepted) < len(anew)) else anew
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -203,8 +366,8 @@ def _lr(settings: Settings, lr: float) -> Settings:
     return dataclasses.replace(settings, lr=lr)
 
 
-def _warmup(settings: Settings, warmup: int) -> Settings:
-    """New warm-up; the decay's end moves by the same factor, so the course keeps its shape."""
+def _set_warmup(settings: Settings, warmup: int) -> Settings:
+    """Set the warm-up; scale the decay by the same factor, so that the schedule keeps its shape."""
     end, every = settings.lr_decay_iters, settings.decay_every
     if settings.warmup_iters > 0:
         factor = warmup / settings.warmup_iters
@@ -213,13 +376,54 @@ def _warmup(settings: Settings, warmup: int) -> Settings:
     return dataclasses.replace(settings, warmup_iters=warmup, lr_decay_iters=end, decay_every=every)
 
 
+Course = tuple[int, int | None, int | None]
+"""(warmup_iters, lr_decay_iters, decay_every)"""
+
+
+def _change_warmup(settings: Settings, factor: float) -> Settings:
+    """Scale the warm-up and the decay by the product of all factors so far, rounded down.
+
+    The factor applies to the counts of the start of the run, or to those set explicitly since, so
+    that rounding errors do not accumulate.
+    """
+    now = (settings.warmup_iters, settings.lr_decay_iters, settings.decay_every)
+    unscaled, before = settings.course_unscaled, settings.course_factor
+    if unscaled is None or _scaled(unscaled, before) != now:
+        unscaled, before = now, 1.0
+    total = before * factor
+    if not 1 / LARGEST <= total <= LARGEST:
+        raise ValueError(
+            f"change_warmup_iters {factor:g}: the product of all factors would be {total:g}; it "
+            f"must be from {1 / LARGEST:g} to {LARGEST:g}"
+        )
+    warmup, end, every = _scaled(unscaled, total)
+    return dataclasses.replace(
+        settings,
+        warmup_iters=warmup,
+        lr_decay_iters=end,
+        decay_every=every,
+        course_factor=total,
+        course_unscaled=unscaled,
+    )
+
+
+def _scaled(course: Course, factor: float) -> Course:
+    warmup, end, every = int(course[0] * factor), course[1], course[2]
+    # the decay ends after the warm-up, and a decay interval is at least one step
+    return (
+        warmup,
+        None if end is None else max(warmup + 1, int(end * factor)),
+        None if every is None else max(1, int(every * factor)),
+    )
+
+
 def _eval_iters(settings: Settings, iters: float) -> Settings:
     return dataclasses.replace(settings, eval_iters=_whole(iters))
 
 
 def _change_eval_iters(settings: Settings, factor: float, _step: int) -> Settings:
     if settings.eval_iters is None:
-        return settings  # the whole validation set stays the whole
+        return settings  # the whole validation set
     return _eval_iters(settings, settings.eval_iters * factor)
 
 
@@ -228,14 +432,14 @@ def _freeze(settings: Settings, value: Any, _step: int) -> Settings:
 
 
 def _unfreeze(settings: Settings, value: Any, _step: int) -> Settings:
-    """What was frozen by the same words is forgotten; of other patterns these are exceptions."""
+    """Remove equal patterns from `frozen`; add exceptions to all other patterns."""
     kept = () if "*" in _patterns(value) else _without(settings, value)
     exceptions = [f"{THAWED}{pattern}" for pattern in _patterns(value)] if kept else []
     return dataclasses.replace(settings, frozen=(*kept, *exceptions))
 
 
 def _without(settings: Settings, value: Any) -> tuple[str, ...]:
-    """Frozen patterns that are not said anew."""
+    """Return the frozen patterns that `value` does not repeat."""
     new = _patterns(value)
     return tuple(each for each in settings.frozen if each.removeprefix(THAWED) not in new)
 
@@ -251,8 +455,8 @@ SETTINGS: Mapping[str, Effect] = {
         s, grad_accum=_whole(s.grad_accum * factor)
     ),
     "set_grad_accum": lambda s, value, _: dataclasses.replace(s, grad_accum=int(value)),
-    "change_warmup_iters": lambda s, factor, _: _warmup(s, _whole(s.warmup_iters * factor)),
-    "set_warmup_iters": lambda s, value, _: _warmup(s, int(value)),
+    "change_warmup_iters": lambda s, factor, _: _change_warmup(s, factor),
+    "set_warmup_iters": lambda s, value, _: _set_warmup(s, int(value)),
     "change_eval_iters": _change_eval_iters,
     "set_eval_iters": lambda s, value, _: _eval_iters(s, value),
     "change_eval_interval": lambda s, factor, _: dataclasses.replace(
@@ -264,5 +468,6 @@ SETTINGS: Mapping[str, Effect] = {
     "freeze": _freeze,
     "unfreeze": _unfreeze,
 }
-"""Every operation on settings: `change_*` multiplies, `set_*` is absolute; products of counts are
-rounded to the nearest, halves up, and are 1 at least."""
+"""Effects of all operations on settings. `change_*` multiplies, `set_*` is absolute. Products of
+counts are rounded to the nearest, halves up, and are at least 1, except `change_warmup_iters`,
+which rounds down."""

@@ -1,4 +1,4 @@
-"""A forecast as text: what each stage of a run is, and what changes from one to the next."""
+"""Forecast as text: the stages of a run, and what changes from one to the next."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 
-from instar.record.amounts import bytes_text, count_text, flops_text
+from instar.record.format import bytes_text, scientific, si
 from instar.schedule.forecast import Forecast, Stage, Totals
 from instar.schedule.settings import Settings
 
 _LABEL = 12
-"""columns of a row's label"""
+"""The width of a row's label in columns."""
 
 Row = tuple[str, Sequence[str]]
-"""a label and its lines"""
+"""A label and its lines."""
 
 
 def render(told: Forecast) -> str:
-    """The forecast as lines of at most 80 columns; what an operation leaves as it was is not
-    repeated."""
+    """Render a forecast in lines of at most 80 columns; rows that an operation does not change are
+    not repeated."""
     rows: list[Row] = []
     before: Stage | None = None
     for number, stage in enumerate(told.stages, 1):
@@ -77,7 +77,7 @@ _WORDS = {
 
 
 def _changed(before: Settings, after: Settings) -> list[str]:
-    """What an operation does to the settings."""
+    """Describe the settings that an operation changes."""
     found = [
         f"{_WORDS[name]} {_short(getattr(before, name))} → {_short(getattr(after, name))}"
         for name in (field.name for field in fields(Settings))
@@ -99,17 +99,17 @@ def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
     parts = [f"{name} {bytes_text(size)}" for name, size in memory.items() if size]
     settings = stage.settings
     weight = settings.global_batch * stage.weight
-    units = "" if unit == "sample" else f" {count_text(weight)} {unit}s,"
+    units = "" if unit == "sample" else f" {si(weight)} {unit}s,"
     ranks = f"{world_size} rank" + "s" * (world_size > 1)
     rows: list[Row] = [
         *stage.style,
         (
             "parameters",
-            [f"{count_text(count.total)}, {count_text(count.non_embedding)} without embeddings"],
+            [f"{si(count.total)}, {si(count.non_embedding)} without embeddings"],
         ),
         (
             "compute",
-            [f"{flops_text(stage.flops_per_token)} FLOPs per {unit}, forward and backward"],
+            [f"{scientific(stage.flops_per_token)} FLOPs per {unit}, forward and backward"],
         ),
         (
             "memory",
@@ -132,10 +132,10 @@ def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
 
 
 def _whole(told: Forecast) -> list[Row]:
-    """What is of the run as a whole."""
+    """Return the rows about the run as a whole."""
     data = "not prepared yet, or a stream: epochs are not known"
     if told.dataset_tokens is not None:
-        data = f"{count_text(told.dataset_tokens)} {told.unit}s, {told.samples_per_epoch:,} samples"
+        data = f"{si(told.dataset_tokens)} {told.unit}s, {told.samples_per_epoch:,} samples"
     rows: list[Row] = [("data", [data]), ("until", [" or ".join(told.until)])]
     if told.early is None or told.late is None:
         said = ["open: only the clock or the loss ends this run"]
@@ -154,6 +154,6 @@ def _whole(told: Forecast) -> list[Row]:
 def _total(totals: Totals, unit: str) -> str:
     epochs = "" if totals.epochs is None else f"{totals.epochs:.2f} epochs, "
     return (
-        f"{totals.steps:,} steps, {count_text(totals.tokens)} {unit}s, {epochs}"
-        f"{flops_text(totals.flops)} FLOPs"
+        f"{totals.steps:,} steps, {si(totals.tokens)} {unit}s, {epochs}"
+        f"{scientific(totals.flops)} FLOPs"
     )

@@ -1,16 +1,17 @@
-"""Settings in force at a step, and the learning rate they give.
+"""Settings in force at a step, and their learning rate.
 
-Where a learning rate comes from: `optimizer.lr` in the config, changed only by operations in
-the history (`schedule/operations.py`), turned into the number of one step by
-`learning_rate` below, written into the optimizer by `run/step.py`, recorded by `run/trainer.py`.
+The learning rate begins as `optimizer.lr` in the config and is changed only by operations in the
+history (`schedule/operations.py`). `learning_rate` below computes its value at one step,
+`run/loop/step.py` writes it into the optimizer, and `run/output/run_logger.py` records it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Literal
 
 from instar.config.schema import RunConfig
@@ -21,46 +22,51 @@ class Settings:
     """Every hyperparameter that an operation may change."""
 
     lr: float
-    """peak learning rate; Muon's and other groups' rates keep their ratio to it"""
+    """Peak learning rate; the rates of Muon and of other groups keep their ratio to it."""
     lr_shape: Literal["cosine", "linear", "wsd", "step", "exponential", "constant"]
     warmup_iters: int
     lr_decay_iters: int | None
-    """steps from `lr_start` to the end of the decay; None only when the shape has no end"""
+    """Steps from `lr_start` to the end of the decay; None only if the schedule has no end."""
     decay_fraction: float
     decay_every: int | None
-    """steps after which the rate is multiplied by gamma; None only where the shape has none"""
+    """Steps after which the rate is multiplied by gamma; None only if the schedule does not."""
     gamma: float
     min_lr_ratio: float
     lr_start: int
-    """step at which the learning rate's course began; `reset_lr_schedule` moves it"""
+    """Step at which the learning rate schedule began; `reset_lr_schedule` sets it."""
     batch_size: int
     grad_accum: int
     eval_interval: int
     eval_iters: int | None
-    """evaluation batches; None: the whole validation set"""
+    """Validation samples, in units of the initial batch size; None: all."""
     context: int
-    """tokens of a sample; at most what the architecture looks back on"""
+    """Tokens per sample; at most the architecture's context length."""
     frozen: tuple[str, ...] = ()
-    """parameter-name patterns, the last that matches decides: see `is_frozen`"""
+    """Patterns of parameter names; the last match decides, see `is_frozen`."""
     rewarm_start: int = 0
-    """step at which the rate began to rise from 0 again, on top of its course"""
+    """Step at which the latest rewarming began."""
     rewarm_iters: int = 0
-    """steps of that rise; 0: there is none"""
+    """Length of the rewarming in steps; 0: none."""
+    course_factor: float = 1.0
+    """Product of the factors of `change_warmup_iters`."""
+    course_unscaled: tuple[int, int | None, int | None] | None = None
+    """Values of warmup_iters, lr_decay_iters and decay_every without that factor; None: their
+    present values."""
 
     @property
     def global_batch(self) -> int:
-        """Samples one step consumes over all ranks."""
+        """Samples per step over all ranks."""
         return self.batch_size * self.grad_accum
 
     def counts(self) -> list[int]:
-        """Whatever counts something, as far as it is given."""
+        """All settings that are counts and not None."""
         given = (self.lr_decay_iters, self.decay_every, self.eval_iters)
         counts = [self.warmup_iters, self.global_batch, self.eval_interval, self.context]
         return [*counts, *(count for count in given if count is not None)]
 
 
 def initial_settings(config: RunConfig) -> Settings:
-    """The settings of step 0, straight from the config."""
+    """Return the settings of step 0 given by the config."""
     course = config.learning_rate
     return Settings(
         lr=config.optimizer.lr,
@@ -81,36 +87,55 @@ def initial_settings(config: RunConfig) -> Settings:
 
 
 THAWED = "!"
-"""before a pattern of `Settings.frozen`: what matches trains again"""
+"""Prefix of a pattern in `Settings.frozen` whose matches are trained again."""
 
 
 def is_frozen(patterns: Sequence[str], name: str) -> bool:
-    """Whether a parameter is left out of training: the last pattern that matches its name says so."""
+    """Whether a parameter is not trained: the last pattern that matches its name decides."""
     for pattern in reversed(patterns):
         if fnmatchcase(name, pattern.removeprefix(THAWED)):
             return not pattern.startswith(THAWED)
     return False
 
 
-def learning_rate(settings: Settings, step: int) -> float:
-    """The learning rate of the update that step `step` (counted from 0) makes.
+def patterns_of(chosen: Collection[str], names: Collection[str]) -> tuple[str, ...]:
+    """Return few patterns that match `chosen` and no other of `names`: whole modules, such as
+    `blocks.0.*`, parameters with the same last name, such as `*.bias`, and single names."""
+    others = [name for name in names if name not in chosen]
+    kept_apart = {name.rpartition(".")[2] for name in others}
+    by_end: dict[str, None] = {}
+    by_module: dict[str, None] = {}
+    for name in names:
+        if name in chosen:
+            end = name.rpartition(".")[2]
+            parts = name.split(".")
+            modules = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
+            whole = next((m for m in modules if not any(o.startswith(m) for o in others)), None)
+            module = escape(name) if whole is None else f"{escape(whole)}*"
+            by_module[module] = None
+            by_end[f"*.{escape(end)}" if "." in name and end not in kept_apart else module] = None
+    return tuple(by_module if len(by_module) <= len(by_end) else by_end)
 
-    The peak `lr` times a share. In the warm-up, of w = `warmup_iters` steps from `lr_start` on, the
-    share of step n (from 0) is (n + 1) / w. Then, with m = `min_lr_ratio`, e = `lr_decay_iters`,
-    and p = (n - w) / (e - w):
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Return the learning rate of the update in step `step` (counted from 0).
+
+    It is the peak `lr` times a share. In the warm-up, w = `warmup_iters` steps from `lr_start` on,
+    the share of step n (from 0) is (n + 1) / w. Then, with m = `min_lr_ratio`, e =
+    `lr_decay_iters`, and p = (n - w) / (e - w):
 
     - *cosine*: m + (1 - m) (1 + cos πp) / 2 (SGDR, arXiv 1608.03983, eq. 5, one cycle).
     - *linear*: 1 - (1 - m) p.
     - *wsd*: 1, and over the last `decay_fraction` of e steps linear from 1 to m (MiniCPM, arXiv
       2404.06395).
-    - *step*: `gamma` to the power of the whole part of (n - w) / `decay_every`, m at least.
-    - *exponential*: the same, but of (n - w) / `decay_every` as it is.
+    - *step*: `gamma` to the power of floor((n - w) / `decay_every`), at least m.
+    - *exponential*: `gamma` to the power of (n - w) / `decay_every`, at least m.
     - *constant*: 1.
 
-    From step e on, the first three stay at m; the others know no e.
+    From step e on, the first three stay at m; the others do not use e.
 
-    A re-warming multiplies this by a factor that rises from 0 to 1 over `rewarm_iters` steps, while
-    the course itself goes on (arXiv 2308.04014, which begins at 0 or the lowest rate; here 0).
+    Rewarming multiplies this by a factor that rises from 0 to 1 over `rewarm_iters` steps, while
+    the schedule continues (arXiv 2308.04014, which begins at 0 or the lowest rate; here 0).
     """
     done = step - settings.lr_start
     if done < settings.warmup_iters:
@@ -135,7 +160,7 @@ def _share_of_peak(settings: Settings, done: int) -> float:
 
 
 def _fallen(settings: Settings, done: int) -> float:
-    """By gamma every so many steps, without an end."""
+    """Step or exponential decay by gamma, without an end."""
     every = settings.decay_every
     if every is None:
         return 1.0
@@ -144,7 +169,7 @@ def _fallen(settings: Settings, done: int) -> float:
 
 
 def _falling(settings: Settings, done: int) -> float:
-    """To the lowest rate, which is met at the end."""
+    """Decay to the lowest rate, which is reached at the end."""
     if settings.lr_decay_iters is None:
         return 1.0
     end, lowest = settings.lr_decay_iters, settings.min_lr_ratio

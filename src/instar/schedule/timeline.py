@@ -1,35 +1,128 @@
-"""At which step each entry of a schedule fires: at the earliest, and at the latest.
+"""Simulation of a run through its schedule: the step at which each entry fires.
 
-What a loss will be nobody knows. At the earliest, every condition on it holds at the first
-evaluation that is asked; at the latest, none ever does.
+The clock counts steps, samples and tokens as a run does, and `due` decides whether an entry fires,
+as in a run. Losses are unknown, so there are two cases: at the earliest, every condition on the
+loss holds at the first evaluation; at the latest, none ever holds. In both, an entry that is due
+stays due, so its first step is found by bisection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 
 from instar.config.budget import Budget
-from instar.growth.operators import is_growth
-from instar.models.mask import mask_of
-from instar.schedule.entries import Entry
-from instar.schedule.operations import State
-from instar.schedule.pace import Pace, Spot
-from instar.schedule.triggers import (
-    AllOf,
-    AnyOf,
-    AtFraction,
-    AtStep,
-    AtTokens,
-    LossBelow,
-    Plateau,
-    Trigger,
-    Waited,
-    losses_needed,
-    needs_loss,
-)
+from instar.growth.plan import GrowthPlan
+from instar.models.architecture import mask_of
+from instar.schedule.operations import State, when_due
+from instar.schedule.triggers import Entry, Moment, due, losses_needed
+
+FAR = 1 << 62
+"""A step that no run reaches."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What every step consumes and costs."""
+
+    global_batch: int
+    """Samples per step; the last step of an epoch takes the rest."""
+    weight: int
+    """The weight of a sample: its tokens."""
+    samples_per_epoch: int | None
+    """None: unknown, assumed infinite."""
+    flops_per_token: int
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Progress of a simulated run."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    flops: int = 0
+    in_order: int = 0
+    """Samples consumed since the current order began; samples of another length begin a new one."""
+    epochs_before: Fraction = Fraction(0)
+    """Passes through the data in earlier orders."""
+
+    def after(self, pace: Pace, steps: int) -> Clock:
+        """Return the clock after a number of steps."""
+        samples = _taken(self.in_order, steps, pace.global_batch, pace.samples_per_epoch)
+        tokens = samples * pace.weight
+        return replace(
+            self,
+            step=self.step + steps,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            flops=self.flops + tokens * pace.flops_per_token,
+            in_order=self.in_order + samples,
+        )
+
+    def epochs(self, pace: Pace) -> Fraction:
+        """Return the passes through the data so far."""
+        if pace.samples_per_epoch is None:
+            return self.epochs_before
+        return self.epochs_before + Fraction(self.in_order, pace.samples_per_epoch)
+
+    def new_order(self, pace: Pace) -> Clock:
+        """Return the clock when samples of another length begin; `pace` is the one before."""
+        return replace(self, in_order=0, epochs_before=self.epochs(pace))
+
+    def used(self, pace: Pace, budgets: Sequence[Budget]) -> Fraction | None:
+        """Return the largest used share of the counted budgets; None without one."""
+        counts: dict[str, int | Fraction] = {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "epochs": self.epochs(pace),
+        }
+        # 0.1 epochs of 30 samples are 3, not 3.0000000000000004
+        shares = [counts[b.kind] / Fraction(str(b.amount)) for b in budgets if b.kind in counts]
+        return max(shares, default=None)
+
+    def end(self, pace: Pace, budgets: Sequence[Budget]) -> int | None:
+        """Return the first step, this one at the earliest, after which a budget is used up; None if
+        there is none, or epochs have unknown length."""
+
+        def over(step: int) -> bool:
+            used = self.after(pace, step - self.step).used(pace, budgets)
+            return used is not None and used >= 1
+
+        return _first(over, self.step)
+
+
+def _taken(begin: int, steps: int, batch: int, size: int | None) -> int:
+    """Return the samples consumed by `steps` steps from position `begin`, with epochs of `size`."""
+    if size is None:
+        return steps * batch
+    left = size - begin % size
+    to_end = -(-left // batch)
+    if steps < to_end:
+        return steps * batch
+    epochs, rest = divmod(steps - to_end, -(-size // batch))
+    return left + epochs * size + rest * batch
+
+
+def _first(holds: Callable[[int], bool], begin: int) -> int | None:
+    """Return the first number from `begin` on for which a monotone predicate holds."""
+    if holds(begin):
+        return begin
+    if not holds(FAR):
+        return None
+    low, stride = begin, 1
+    while not holds(low + stride):
+        low, stride = low + stride, 2 * stride
+    high = low + stride
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 @dataclass(frozen=True)
@@ -37,75 +130,88 @@ class Leg:
     """The run between two operations."""
 
     entry: Entry | None
-    """what begins it; None: the run itself"""
+    """The entry at its beginning; None for the first leg."""
     state: State
     pace: Pace
-    label: str = ""
-    """exact, bounded or lossy, where the model changed"""
+    plan: GrowthPlan | None = None
+    """The growth of the model at its beginning, if any."""
     skipped: str = ""
-    """why the operation is passed over"""
+    """The reason for skipping the operation."""
+
+    @property
+    def label(self) -> str:
+        """exact, bounded or lossy if the model grows, otherwise empty"""
+        return "" if self.plan is None else self.plan.label
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run through its legs."""
+    """The result of simulating a run through its legs."""
 
     steps: tuple[int, ...]
-    """first step of each leg, as far as they are reached"""
-    end: Spot | None
-    """where the budgets end it; None: only the clock or the loss does"""
+    """First step of each leg that is reached."""
+    end: Clock | None
+    """The end by budgets; None: only the wall clock or the loss ends the run."""
     end_pace: Pace
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Where the schedule is asked, and what it is told beside its state."""
+class _Leaving:
+    """A leg, from its first step on, and the entry that ends it."""
 
-    spot: Spot
-    pace: Pace
+    leg: Leg
+    entry: Entry
+    clock: Clock
     budgets: Sequence[Budget]
-    last: int
-    """step of the last operation"""
-    evaluated: bool
-    """there is a validation loss here"""
     interval: int
+    """Steps between evaluations."""
+    evaluated: bool
+    """Whether there is an evaluation at the first step."""
+    masked_until: int
     hopeful: bool
+    """Whether conditions on the loss hold at once, instead of never."""
 
-    def evaluation(self, step: int) -> int:
-        """The first evaluation at or after `step`, and not before here."""
-        here = self.spot.step
-        if step <= here and self.evaluated:
-            return here
-        return -(-max(step, here + 1) // self.interval) * self.interval
+    def step(self) -> int | None:
+        """Return the first step at which the entry fires; None: never."""
+        begin = self.clock.step
+        if self.is_due(begin):
+            return begin
+        if not self.entry.at_evaluations:
+            return _first(self.is_due, begin + 1)
+        number = _first(lambda n: self.is_due(n * self.interval), begin // self.interval + 1)
+        return None if number is None else number * self.interval
 
-    def first(self, trigger: Trigger) -> int | None:
-        """The first step at which the trigger would fire if it were asked there; None: never."""
-        match trigger:
-            case LossBelow():
-                return self.spot.step if self.hopeful else None
-            case Plateau():
-                return self._plateau(losses_needed(trigger)) if self.hopeful else None
-            case Waited(steps):
-                return self.last + steps
-            case AtStep(step):
-                return step
-            case AtTokens(tokens):
-                return self.spot.step_of_tokens(self.pace, tokens)
-            case AtFraction(fraction):
-                return self.spot.step_of_first(self.pace, self.budgets, Fraction(str(fraction)))
-            case AnyOf(triggers):
-                return min(self._known(triggers), default=None)
-            case AllOf(triggers):
-                known = self._known(triggers)
-                return max(known) if len(known) == len(triggers) else None
+    @cached_property
+    def folded(self) -> State:
+        """The state when all masks are folded."""
+        return when_due(self.leg.state, self.entry.operation)
 
-    def _known(self, triggers: Sequence[Trigger]) -> list[int]:
-        return [step for each in triggers if (step := self.first(each)) is not None]
+    def is_evaluated(self, step: int) -> bool:
+        return self.evaluated if step == self.clock.step else step % self.interval == 0
 
-    def _plateau(self, evaluations: int) -> int:
-        """The step of so many evaluations since the last operation."""
-        begin = self.last // self.interval * self.interval
-        return begin + evaluations * self.interval
+    def is_due(self, step: int) -> bool:
+        begin, state = self.clock.step, self.leg.state
+        clock = self.clock.after(self.leg.pace, step - begin)
+        used, evaluated = clock.used(self.leg.pace, self.budgets), self.is_evaluated(step)
+        moment = Moment(
+            step=step,
+            tokens=clock.tokens,
+            fraction=None if used is None else float(used),
+            since_last=step - begin,
+            loss=(-math.inf if self.hopeful else math.inf) if evaluated else None,
+            losses=self._losses(step),
+            operated=self.leg.entry is not None and step == begin,
+        )
+        if step >= self.masked_until:
+            state = self.folded
+        return due(self.entry, moment, state) is not None
+
+    def _losses(self, step: int) -> tuple[tuple[int, float], ...]:
+        """Return losses for a plateau trigger that never fall, or that never stop falling."""
+        last, slope = step // self.interval, 1e30 if self.hopeful else -1e30
+        first = max(self.clock.step // self.interval, last - losses_needed(self.entry.trigger))
+        steps = (number * self.interval for number in range(first + 1, last + 1))
+        return tuple((each, slope * each) for each in steps)
 
 
 def timeline(
@@ -116,61 +222,45 @@ def timeline(
     hopeful: bool,
     eval_epochs: int | None = None,
 ) -> Timeline:
-    """The run through `legs`, whose first has no entry.
+    """Simulate the run through `legs`, the first of which has no entry.
 
     Args:
-        evaluated_at_start: there is a validation loss before the first step.
-        eval_epochs: evaluations come after so many epochs each, in place of an interval of steps.
-        hopeful: every condition on the loss holds as soon as it is asked, instead of never.
+        evaluated_at_start: whether there is a validation loss before the first step.
+        hopeful: whether conditions on the loss hold at once, instead of never.
+        eval_epochs: the epochs between evaluations, instead of an interval of steps.
     """
-    spot, last, masked_until, evaluated = Spot(), 0, 0, evaluated_at_start
-    steps = [0]
+    clock, masked_until, evaluated, steps = Clock(), 0, evaluated_at_start, [0]
     for before, leg in pairwise(legs):
         assert leg.entry is not None
-        asked = _Asked(
-            spot,
-            before.pace,
+        leaving = _Leaving(
+            before,
+            leg.entry,
+            clock,
             budgets,
-            last,
-            evaluated=evaluated,
-            interval=_interval(before, eval_epochs),
-            hopeful=hopeful,
+            _interval(before, eval_epochs),
+            evaluated,
+            masked_until,
+            hopeful,
         )
-        step = _fires(asked, leg.entry, masked_until)
-        end = spot.step_of_first(before.pace, budgets)
+        step, end = leaving.step(), clock.end(before.pace, budgets)
         if step is None or (end is not None and step >= end):
             break
-        at_evaluation = (evaluated and step == spot.step) or (step and step % asked.interval == 0)
-        spot = spot.after(before.pace, step - spot.step)
+        clock = clock.after(before.pace, step - clock.step)
         if leg.pace.weight != before.pace.weight:
-            spot = spot.new_order(before.pace)
-        evaluated = bool(at_evaluation) or leg.entry.reevaluate
+            clock = clock.new_order(before.pace)
+        evaluated = leaving.is_evaluated(step) or leg.entry.reevaluate
         mask = mask_of(leg.state.architecture)
         if mask is not None and mask is not mask_of(before.state.architecture):
             masked_until = step + mask.steps
-        last = step
         steps.append(step)
     pace = legs[len(steps) - 1].pace
-    end = spot.step_of_first(pace, budgets)
-    reached = None if end is None else spot.after(pace, end - spot.step)
+    end = clock.end(pace, budgets)
+    reached = None if end is None else clock.after(pace, end - clock.step)
     return Timeline(tuple(steps), reached, pace)
 
 
-def _fires(asked: _Asked, entry: Entry, masked_until: int) -> int | None:
-    """The first step at which the entry is carried out; None: never."""
-    first = asked.first(entry.trigger)
-    if first is None:
-        return None
-    step = max(asked.spot.step, first)
-    if entry.min_steps:
-        step = max(step, asked.last + entry.min_steps)
-    if is_growth(entry.operation.name):
-        step = max(step, masked_until)
-    return asked.evaluation(step) if needs_loss(entry.trigger) else step
-
-
 def _interval(leg: Leg, epochs: int | None) -> int:
-    """Steps between evaluations; of epochs that are cut by a change of the batch, about so many."""
+    """Return the steps between evaluations; approximate if a changed batch size cuts an epoch."""
     if epochs is None or leg.pace.samples_per_epoch is None:
         return leg.state.settings.eval_interval
     return epochs * -(-leg.pace.samples_per_epoch // leg.pace.global_batch)

@@ -1,71 +1,83 @@
-"""What makes an operation fire, as data, and whether it does at a moment of the run."""
+"""Triggers: conditions under which operations fire, as data, and their evaluation."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from instar.record.amounts import count_text
+from instar.config.budget import parse_budget
+from instar.config.schema import RunConfig
+from instar.config.sections import Operation, ScheduledOperation, When
+from instar.growth.operators import is_growth
+from instar.models.architecture import mask_of
+from instar.models.shape import Growable, count_parameters
+from instar.record.format import si
+from instar.schedule.operations import History, State
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A place between two steps at which the schedule is asked."""
+    """A point between two steps at which triggers are evaluated."""
 
     step: int
-    """updates made since the run began"""
+    """Updates since the run began."""
     tokens: int
-    """trained on since the run began"""
+    """Tokens trained on since the run began."""
     fraction: float | None
-    """share used up of the counted budget that is nearest to its end; None: there is none"""
+    """The largest used share of the counted budgets; None without one."""
     since_last: int
-    """steps since the last operation of the schedule, or since the run began"""
+    """Steps since the last operation of the schedule, or since the run began."""
     loss: float | None
-    """validation loss, nats, of an evaluation made at this very step, else None"""
+    """Validation loss in nats of an evaluation at this very step, else None."""
     losses: tuple[tuple[int, float], ...] = ()
-    """(step, validation loss) of the evaluations so far, this one's too; only the last that
-    `losses_needed` asks for need be there"""
+    """(step, validation loss) of the evaluations so far, this one included; at least the last
+    `losses_needed`."""
+    operated: bool = False
+    """Whether an operation of the schedule was carried out, or skipped, at this very step."""
 
 
 @dataclass(frozen=True)
 class LossBelow:
-    """The validation loss is less than `loss`, nats."""
+    """Fires when the validation loss is less than `loss`, in nats."""
 
     loss: float
 
 
 @dataclass(frozen=True)
 class Waited:
-    """So many steps have passed since the last operation."""
+    """Fires a number of steps after the last operation."""
 
     steps: int
 
 
 @dataclass(frozen=True)
 class AtStep:
-    """So many steps have been made."""
+    """Fires after a number of steps."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class AtTokens:
-    """So many tokens have been trained on."""
+    """Fires after a number of training tokens."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class AtFraction:
-    """A share of the run's budget is used up."""
+    """Fires when a share of the run's budget is used up."""
 
     fraction: float
 
 
 @dataclass(frozen=True)
 class Plateau:
-    """The validation loss fell by at most `slope` nats per 1,000 steps, by the least-squares line
-    through `window` evaluations, at each of the last `patience`; all since the last operation."""
+    """Fires when the validation loss fell by at most `slope` nats per 1,000 steps, by the
+    least-squares line through `window` evaluations, at each of the last `patience`; all since the
+    last operation."""
 
     window: int
     slope: float
@@ -74,14 +86,14 @@ class Plateau:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """One of these fires."""
+    """Fires when any of its triggers fires."""
 
     triggers: tuple[Trigger, ...]
 
 
 @dataclass(frozen=True)
 class AllOf:
-    """All of these fire."""
+    """Fires when all of its triggers fire."""
 
     triggers: tuple[Trigger, ...]
 
@@ -90,9 +102,9 @@ Trigger = LossBelow | Waited | AtStep | AtTokens | AtFraction | Plateau | AnyOf 
 
 
 def fires(trigger: Trigger, moment: Moment) -> str | None:
-    """Why the trigger fires now, in a few words such as "val 3.41 < 3.50"; None: it does not.
+    """Return why the trigger fires now, e.g. "val 3.41 < 3.50"; None if it does not.
 
-    A trigger that `needs_loss` fires only where there is one.
+    A trigger that `needs_loss` fires only if the moment has a loss.
     """
     if needs_loss(trigger) and moment.loss is None:
         return None
@@ -105,7 +117,7 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
         case AtStep(step):
             return f"step {step:,}" if moment.step >= step else None
         case AtTokens(tokens):
-            return f"{count_text(tokens)} tokens" if moment.tokens >= tokens else None
+            return f"{si(tokens)} tokens" if moment.tokens >= tokens else None
         case AtFraction(fraction):
             return f"{fraction:.4g} of the budget" if _used(moment, fraction) else None
         case Plateau():
@@ -119,7 +131,7 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
 
 
 def needs_loss(trigger: Trigger) -> bool:
-    """Whether it can only be asked right after an evaluation."""
+    """Whether the trigger can only be evaluated right after an evaluation of the model."""
     match trigger:
         case AnyOf(triggers) | AllOf(triggers):
             return any(map(needs_loss, triggers))
@@ -127,7 +139,7 @@ def needs_loss(trigger: Trigger) -> bool:
 
 
 def losses_needed(trigger: Trigger) -> int:
-    """How many of the last evaluations it wants to see."""
+    """Return the number of latest evaluations that the trigger depends on."""
     match trigger:
         case Plateau(window, _, patience):
             return window + patience - 1
@@ -139,7 +151,7 @@ def losses_needed(trigger: Trigger) -> int:
 
 
 def words(trigger: Trigger) -> str:
-    """The trigger as a person would say it: "val < 3.5 or 4,000 steps after the last operation"."""
+    """Return the trigger as text: "val < 3.5 or 4,000 steps after the last operation"."""
     match trigger:
         case LossBelow(loss):
             return f"val < {loss:g}"
@@ -148,7 +160,7 @@ def words(trigger: Trigger) -> str:
         case AtStep(step):
             return f"at step {step:,}"
         case AtTokens(tokens):
-            return f"after {count_text(tokens)} tokens"
+            return f"after {si(tokens)} tokens"
         case AtFraction(fraction):
             return f"after {fraction:.4g} of the budget"
         case Plateau(window, slope, patience):
@@ -168,13 +180,13 @@ def _bracketed(trigger: Trigger, kind: type[AnyOf | AllOf]) -> str:
 
 
 def _used(moment: Moment, fraction: float) -> bool:
-    # 60 of 400 samples are a twentieth of 3 epochs, and 60 / 400 / 3 is less than 0.05
+    # rounding: 60 of 400 samples are a twentieth of 3 epochs, but 60 / 400 / 3 is less than 0.05
     share = moment.fraction
     return share is not None and (share >= fraction or math.isclose(share, fraction, rel_tol=1e-12))
 
 
 def _less(loss: float, bound: float) -> str:
-    """Both with as many decimals as tell them apart, two at least."""
+    """Format both with as many decimals as make them differ, at least two."""
     for digits in range(2, 10):
         if f"{loss:.{digits}f}" != f"{bound:.{digits}f}":
             break
@@ -182,7 +194,7 @@ def _less(loss: float, bound: float) -> str:
 
 
 def _flat(plateau: Plateau, moment: Moment) -> str | None:
-    # what an operation, or the very beginning, did to the loss is no part of a slope
+    # losses at or before the last operation, or at step 0, are not part of the slope
     began = moment.step - moment.since_last
     seen = [point for point in moment.losses if point[0] > began]
     falls = [
@@ -197,7 +209,7 @@ def _flat(plateau: Plateau, moment: Moment) -> str | None:
 
 
 def _fall(points: list[tuple[int, float]]) -> float:
-    """Nats per 1,000 steps by which the least-squares line through (step, loss) falls."""
+    """Return the fall in nats per 1,000 steps of the least-squares line through (step, loss)."""
     middle = sum(step for step, _ in points) / len(points)
     mean = sum(loss for _, loss in points) / len(points)
     spread = sum((step - middle) ** 2 for step, _ in points)
@@ -205,3 +217,142 @@ def _fall(points: list[tuple[int, float]]) -> float:
         sum((step - middle) * (loss - mean) for step, loss in points) / spread if spread else 0.0
     )
     return -1000 * slope
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation of a schedule."""
+
+    number: int
+    """The index in the schedule: entries are carried out in order."""
+    operation: Operation
+    trigger: Trigger
+    reevaluate: bool = False
+    """Whether to evaluate immediately afterwards."""
+    min_steps: int = 0
+    """Minimal number of steps since the last operation."""
+    max_params: int | None = None
+    on_failure: Literal["stop", "skip"] = "stop"
+    allow_inexact: bool = False
+    """Whether to continue if an exact operation is measured to be inexact."""
+    one_per_evaluation: bool = False
+    """Whether the entry fires only at evaluations, and at most one such entry per evaluation: the
+    behaviour of entries with `trigger_loss`."""
+
+    @property
+    def at_evaluations(self) -> bool:
+        """Whether the entry can fire only right after an evaluation."""
+        return self.one_per_evaluation or needs_loss(self.trigger)
+
+    @property
+    def place(self) -> str:
+        """The entry's name in the config."""
+        return f"schedule[{self.number}]"
+
+
+def entries(config: RunConfig) -> tuple[Entry, ...]:
+    """Return the schedule of a config; `checks.mistakes` must have validated it."""
+    return tuple(_entry(number, given) for number, given in enumerate(config.schedule))
+
+
+def _entry(number: int, given: ScheduledOperation) -> Entry:
+    return Entry(
+        number,
+        operation(given),
+        trigger(given),
+        reevaluate=given.reevaluate,
+        min_steps=given.min_steps or 0,
+        max_params=given.max_params,
+        on_failure=given.on_failure,
+        allow_inexact=given.allow_inexact,
+        one_per_evaluation=given.trigger_loss is not None,
+    )
+
+
+def evaluates_at_start(config: RunConfig) -> bool:
+    """Whether to evaluate before the first step: `eval.at_start`; by default if the schedule has
+    entries with `trigger_loss`, which count this evaluation."""
+    if config.eval.at_start is not None:
+        return config.eval.at_start
+    return any(given.trigger_loss is not None for given in config.schedule)
+
+
+def operation(given: ScheduledOperation) -> Operation:
+    """Return an entry's operation; keys that are not the schedule's are its options."""
+    return Operation(given.name, given.value, given.model_extra or {})
+
+
+def trigger(given: ScheduledOperation) -> Trigger:
+    """Return an entry's trigger: `when`, or its loss or wait condition, whichever holds first."""
+    if given.when is not None:
+        return _when(given.when)
+    first: list[Trigger] = []
+    if given.trigger_loss is not None:
+        first.append(LossBelow(given.trigger_loss))
+    if given.max_wait_iters is not None:
+        first.append(Waited(given.max_wait_iters))
+    return first[0] if len(first) == 1 else AnyOf(tuple(first))
+
+
+def _when(when: When) -> Trigger:
+    parts: list[Trigger] = []
+    if when.loss_below is not None:
+        parts.append(LossBelow(when.loss_below))
+    if when.waited is not None:
+        parts.append(Waited(when.waited))
+    if when.at_step is not None:
+        parts.append(AtStep(when.at_step))
+    if when.at_tokens is not None:
+        parts.append(AtTokens(tokens(when.at_tokens)))
+    if when.at_fraction is not None:
+        parts.append(AtFraction(when.at_fraction))
+    if (flat := when.plateau) is not None:
+        parts.append(Plateau(flat.window, flat.slope, flat.patience))
+    if when.any is not None:
+        parts.append(AnyOf(tuple(map(_when, when.any))))
+    if when.all is not None:
+        parts.append(AllOf(tuple(map(_when, when.all))))
+    return parts[0] if len(parts) == 1 else AllOf(tuple(parts))
+
+
+def tokens(given: int | str) -> int:
+    """Parse a number of tokens, also text such as "50Mtok". Raises ValueError for other text."""
+    if isinstance(given, int):
+        return given
+    budget = parse_budget(given)
+    if budget.kind != "tokens":
+        raise ValueError(f"{given!r} counts {budget.kind}; write tokens, such as 50Mtok")
+    return int(budget.amount)
+
+
+def next_entry(schedule: Sequence[Entry], history: History) -> Entry | None:
+    """Return the first entry that was neither carried out nor skipped."""
+    done = sum(change.entry is not None for change in history)
+    return schedule[done] if done < len(schedule) else None
+
+
+def last_step(history: History) -> int | None:
+    """Return the step of the schedule's last operation, skipped or not; None before the first."""
+    return max((change.step for change in history if change.entry is not None), default=None)
+
+
+def due(entry: Entry, moment: Moment, state: State) -> str | None:
+    """Return why the entry is due now; None if it is not.
+
+    Growth waits while a mask is open; the run folds masks by itself.
+    """
+    if moment.since_last < entry.min_steps:
+        return None
+    if entry.one_per_evaluation and (moment.loss is None or moment.operated):
+        return None
+    if is_growth(entry.operation.name) and mask_of(state.architecture) is not None:
+        return None
+    return fires(entry.trigger, moment)
+
+
+def too_large(entry: Entry, architecture: Growable) -> str:
+    """Return how the grown model exceeds the entry's limit on parameters; empty if it does not."""
+    count = count_parameters(architecture).total
+    if entry.max_params is None or count <= entry.max_params:
+        return ""
+    return f"{si(count)} parameters, more than max_params {si(entry.max_params)}"

@@ -1,9 +1,9 @@
-"""Predictions of graphs, or of their nodes, by a graph network with several heads."""
+"""Graph-level or node-level prediction with a graph network of several heads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,40 +12,26 @@ from torch_geometric.utils import segment
 
 from instar.config.graph import GraphConfig, HeadConfig
 from instar.data.columns import Column, Ragged
-from instar.data.order import Order
-from instar.data.source import Source
+from instar.data.split import SampleSet
 from instar.models.graph import GraphNetwork
 from instar.models.graph_shape import GraphShape, flops_per_graph
 from instar.tasks.graph_survey import NO_CLASS, GraphSurvey
-from instar.tasks.task import Batch, Tally
+from instar.tasks.task import Batch, SampleSetTask, Tally
 
 
-class Samples(Protocol):
-    """Graphs to train on and held-out ones, such as `data.division.SampleSet`."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def train(self, seed: int) -> tuple[Source, Order]: ...
-
-    def held_out(self, split: str) -> Source: ...
-
-
-class GraphTask:
-    """A graph network on graphs. A sample is one graph; its weight is 1, or its nodes where the heads
-    speak of nodes."""
+class GraphTask(SampleSetTask):
+    """`Task` of a graph network. A sample is one graph; its weight is 1, or at level "node" its
+    number of nodes."""
 
     def __init__(
         self,
         config: GraphConfig,
         architecture: GraphShape,
-        samples: Samples,
+        samples: SampleSet,
         survey: GraphSurvey,
     ) -> None:
-        self.config = config
-        self.architecture = architecture
-        self.samples = samples
-        self.survey = survey
+        super().__init__(samples, config.seed)
+        self.config, self.architecture, self.survey = config, architecture, survey
 
     @property
     def metrics(self) -> Sequence[str]:
@@ -56,7 +42,7 @@ class GraphTask:
         return self.architecture.dropout > 0
 
     def at(self, architecture: GraphShape, context: int) -> GraphTask:  # noqa: ARG002
-        return GraphTask(self.config, architecture, self.samples, self.survey)
+        return GraphTask(self.config, architecture, self.data, self.survey)
 
     def build(self) -> GraphNetwork:
         model = self.shell()
@@ -68,13 +54,6 @@ class GraphTask:
             self.architecture,
             gradient_checkpointing=self.config.train.gradient_checkpointing,
         )
-
-    def train_samples(self, course: int = 0) -> tuple[Source, Order]:
-        # seeds are below 2^63, so that no two courses of any two runs share an order
-        return self.samples.train(self.config.seed + (course << 63))
-
-    def held_out(self, split: str) -> Source:
-        return self.samples.held_out(split)
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         said = self.outputs(model, batch)
@@ -144,11 +123,8 @@ class GraphTask:
     def describe(self) -> Mapping[str, Any]:
         return self.architecture.to_dict()
 
-    def fingerprints(self) -> Mapping[str, str]:
-        return {"data": self.samples.fingerprint}
-
     def _heads(self, said: Tensor, batch: Batch) -> Iterator[tuple[HeadConfig, Tensor, Tensor]]:
-        """Each head, what is said of it [units, outputs], and its targets [units]."""
+        """Yield each head, its outputs [units, outputs], and its targets [units]."""
         heads = self.config.model.heads
         parts = torch.split(said, [head.outputs for head in heads], dim=-1)
         for head, of_head in zip(heads, parts, strict=True):
@@ -159,14 +135,14 @@ class GraphTask:
 
 
 def _loss(head: HeadConfig, of_head: Tensor, target: Tensor) -> Tensor:
-    """Of each unit, (units,); 0 where there is no target."""
+    """Return the loss per unit, [units]; 0 without a target."""
     if head.kind == "classification":
         return F.cross_entropy(of_head, target.long(), ignore_index=NO_CLASS, reduction="none")
     return F.mse_loss(of_head.squeeze(-1), target, reduction="none")
 
 
 def _ragged(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
-    """A column's values end to end and its offsets, also where all samples are of one size."""
+    """Return a column's concatenated values and its offsets [samples + 1], ragged or not."""
     values = batch[name]
     offsets = batch.get(f"{name}.offsets")
     if offsets is None:

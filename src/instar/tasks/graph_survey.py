@@ -1,4 +1,4 @@
-"""What the graphs of a run are like, and what is wrong with them; torch-free."""
+"""Survey of all graphs before a run: their feature sizes, and all contradictions of the config."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instar.config.errors import ConfigError, Problem
+from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.graph import GraphModelConfig, HeadConfig
 from instar.data.columns import Column, Columns, Ragged
 from instar.data.order import Int64Array
 from instar.data.source import Source
 
 NO_CLASS = -1
-"""The class of a graph or node that has none."""
+"""Class of a graph or node without a target."""
 
 _READ_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class GraphSurvey:
-    """Features of a node and of a whole graph (0: none), and how large graphs are in the mean."""
+    """Number of features per node and per graph (0: none), and the mean size of the graphs."""
 
     features: int
     graph_features: int
@@ -34,14 +34,14 @@ class GraphSurvey:
 def survey_graphs(
     source: Source, splits: Mapping[str, Int64Array], model: GraphModelConfig
 ) -> GraphSurvey:
-    """Read every sample of the splits once and hold it against the config.
+    """Read every sample of the splits once and check it against the config.
 
     Raises:
-        ConfigError: with every mistake found, each with the first sample and the column that has
-            it: columns that are missing or of another form, empty graphs and those over
-            `model.max_nodes`, edges that lead out of their graph, numbers that are not finite,
-            classes outside 0 … classes - 1 (or -1), and, where the splits have one to train on,
-            classes that none of its samples has.
+        ConfigError: lists every mistake with its column and the first sample that has it: columns
+            that are missing or of another form; empty graphs and graphs over `model.max_nodes`;
+            edges to nodes that do not exist; numbers that are not finite; classes outside
+            0 … classes - 1 (or -1); and classes that no training sample has, if there is a
+            training split.
     """
     faults = _Faults()
     present = {head.name: np.zeros(head.classes or 0, dtype=np.bool_) for head in model.heads}
@@ -76,7 +76,7 @@ def survey_graphs(
 
 
 def ragged(column: Any) -> Ragged:
-    """A column of arrays [samples, n, …] as one of arrays of different lengths."""
+    """Return a column as `Ragged`; an array [samples, n, …] is converted."""
     if isinstance(column, Ragged):
         return column
     samples, size = column.shape[:2]
@@ -86,7 +86,7 @@ def ragged(column: Any) -> Ragged:
 
 @dataclass
 class _Faults:
-    """Mistakes by what they are, with the samples that have them."""
+    """Mistakes by column and message, with their samples."""
 
     samples: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     details: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -98,8 +98,11 @@ class _Faults:
         message: str,
         details: Sequence[Any] | NDArray[Any] = (),
     ) -> None:
-        """Samples whose column is wrong in this way; `details`, one for each, of which the first is
-        told in place of {} in the message."""
+        """Add samples whose column has this mistake.
+
+        Args:
+            details: one per sample; the first replaces {} in the message.
+        """
         if not len(samples):
             return
         key = column, message
@@ -107,18 +110,20 @@ class _Faults:
             self.details[key] = f"{details[0]}"
         self.samples.setdefault(key, []).extend(np.unique(samples).tolist())
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         for (column, message), samples in self.samples.items():
             told = message.replace("{}", self.details.get((column, message), ""))
             more = len(samples) - 1
             alike = f" ({more:,} more sample{'s' * (more > 1)} alike)" if more else ""
-            yield Problem(f"sample {samples[0]}: {column} {told}{alike}", "data.source")
+            yield ConfigProblem(
+                (), f"sample {samples[0]}: {column} {told}{alike}", place="data.source"
+            )
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A column that a model is fed with: how many axes it has for each sample, of which kinds of
-    numbers, and which key asks for it."""
+    """A required input column: its axes per sample, its NumPy dtype kinds, and the config key that
+    requires it."""
 
     column: str
     axes: int
@@ -148,8 +153,8 @@ def _wanted(model: GraphModelConfig) -> Iterator[_Wanted]:
         yield _Wanted(head.column, int(head.level == "node"), kinds, form, key)
 
 
-def _missing(columns: Columns, model: GraphModelConfig) -> Iterator[Problem]:
-    """Columns without which a model cannot be fed, seen from any part of the samples."""
+def _missing(columns: Columns, model: GraphModelConfig) -> Iterator[ConfigProblem]:
+    """Yield a problem per required column that is missing or malformed; any samples will do."""
     for wanted in _wanted(model):
         column = columns.get(wanted.column)
         if column is None:
@@ -160,7 +165,7 @@ def _missing(columns: Columns, model: GraphModelConfig) -> Iterator[Problem]:
             message = f"column {wanted.column!r} does not hold {wanted.form}"
         else:
             continue
-        yield Problem(message, wanted.key, hint=there, key=wanted.key)
+        yield ConfigProblem((wanted.key,), message, there, place=wanted.key)
 
 
 def _check_graphs(
@@ -184,7 +189,7 @@ def _check_graphs(
 def _targets(
     faults: _Faults, head: HeadConfig, column: Any, x: Ragged, numbers: Int64Array
 ) -> tuple[NDArray[Any], Int64Array]:
-    """A head's targets end to end, and the sample that each belongs to."""
+    """Return a head's concatenated targets and the sample number of each."""
     if head.level == "graph":
         return column, numbers
     of_nodes = ragged(column)
@@ -208,15 +213,15 @@ def _check_target(
 
 def _unlearnable(
     heads: Sequence[HeadConfig], present: Mapping[str, NDArray[np.bool_]]
-) -> Iterator[Problem]:
+) -> Iterator[ConfigProblem]:
     for index, head in enumerate(heads):
         absent = np.flatnonzero(~present[head.name])
         if absent.size:
             key = f"model.heads[{index}].classes"
             classes = ", ".join(map(str, absent))
-            yield Problem(
+            yield ConfigProblem(
+                (key,),
                 f"{key}: no training sample has class {classes} in column {head.column!r}",
-                "data.source",
-                hint="fewer classes, more samples, or data.stratify so that all splits have all",
-                key=key,
+                "fewer classes, more samples, or data.stratify so that all splits have all",
+                place="data.source",
             )

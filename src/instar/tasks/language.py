@@ -1,24 +1,233 @@
-"""Language modelling: predict each next token of a sample."""
+"""Language modelling: next-token prediction with a GPT.
+
+Importing the module does not import torch; building a model does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
-
+from instar.config.errors import ConfigError
 from instar.config.language import LanguageConfig
+from instar.config.load import Loaded
+from instar.config.schema import RunConfig
 from instar.data.columns import Columns
-from instar.data.dataset import DataSet
 from instar.data.order import Order
-from instar.data.source import IGNORED, Source
-from instar.models.architecture import Architecture, flops_per_token
-from instar.models.gpt import GPT
-from instar.tasks.task import Batch, Tally
+from instar.data.source import IGNORED, Source, windows_of
+from instar.data.text import dataset as data
+from instar.data.text.dataset import DataSet
+from instar.data.text.tokenizer import TOKENIZER_FILE, Tokenizer, named_tokenizer
+from instar.models.architecture import (
+    NONE_FROZEN,
+    Architecture,
+    FrozenParameters,
+    flops_per_token,
+    memory_estimate,
+    resolve,
+)
+from instar.models.shape import ArchitectureError
+from instar.record.system import has_bf16_units
+from instar.tasks.task import Batch, SavedModel, Say, Tally
+
+if TYPE_CHECKING:
+    import torch
+
+    from instar.models.gpt import GPT
+
+EVAL_TOKENS = 8192
+"""Tokens per evaluation micro-batch unless `eval.batch_size` is set."""
+_BYTES = 256
+"""vocabulary of the byte tokenizer, and the assumption for a character tokenizer"""
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageTaskSpec:
+    """`TaskSpec` of a GPT on text."""
+
+    config: LanguageConfig
+    architecture: Architecture
+    units: Callable[[int], int | None]
+    """for a context length, tokens of a text with as many samples as the training split has; None
+    if unknown"""
+    dataset: DataSet | None = None
+    """None: not prepared yet"""
+
+    unit = "token"
+
+    @property
+    def derived(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        if self.dataset is not None and not self.config.data.mixture:  # parts each have a folder
+            found["data.path"] = str(self.dataset.path)
+        for field in ("n_kv_head", "n_mlp", "vocab_size"):
+            found[f"model.{field}"] = getattr(self.architecture, field)
+        found["eval.batch_size"] = max(1, EVAL_TOKENS // self.architecture.context)
+        return found
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the data, which must be prepared."""
+        assert self.dataset is not None
+        return self.dataset.path
+
+    @property
+    def kept(self) -> dict[str, Path]:
+        """The tokenizer's file."""
+        return {TOKENIZER_FILE: self.folder / TOKENIZER_FILE}
+
+    def check_test(self) -> None:
+        assert self.dataset is not None
+        self.dataset.held_out("test", self.architecture.context)
+
+    def samples(self, context: int) -> int | None:
+        tokens = self.units(context)
+        return None if tokens is None else windows_of(tokens, context)
+
+    def weight(self, context: int) -> int:
+        return context
+
+    def flops(self, architecture: Architecture, context: int) -> int:
+        return flops_per_token(architecture, context)
+
+    def memory(
+        self,
+        architecture: Architecture,
+        context: int,
+        batch_size: int,
+        device: str,
+        still: FrozenParameters = NONE_FROZEN,
+    ) -> dict[str, int]:
+        config = self.config
+        return memory_estimate(
+            architecture,
+            still,
+            batch_size=batch_size,
+            context=context,
+            precision=_likely(config.precision, device),
+            optimizer=config.optimizer.name,
+            ema=config.train.ema is not None,
+            gradient_checkpointing=config.train.gradient_checkpointing,
+            device=device,
+        )
+
+    def style(self, architecture: Architecture) -> list[tuple[str, list[str]]]:
+        arch = architecture
+        heads = f"{arch.n_head} heads"
+        if arch.n_kv_head < arch.n_head:
+            heads += f" ({arch.n_kv_head} for keys and values)"
+        style = [arch.norm, arch.activation, f"{arch.positions} positions"]
+        style += ["biases"] * arch.bias + ["QK-norm"] * arch.qk_norm
+        style += ["tied head" if arch.tied else "untied head"]
+        style += [f"dropout {arch.dropout:g}"] * (arch.dropout > 0)
+        shape = [
+            f"{arch.n_layer} layers × {arch.n_embd} wide, {heads} of {arch.head_dim}",
+            f"MLP {arch.n_mlp:,}, context {arch.context:,}, vocabulary {arch.vocab_size:,}",
+        ]
+        adapters = [
+            f"{each.target} of rank {each.rank}, alpha {each.alpha:g}" for each in arch.lora
+        ]
+        return [("shape", shape), ("style", [", ".join(style)]), ("adapters", adapters)]
+
+    def task(self, config: RunConfig) -> LanguageTask:
+        assert self.dataset is not None
+        return LanguageTask(_text(config), self.architecture, self.dataset)
+
+
+def prepare(loaded: Loaded, world_size: int, say: Say) -> None:
+    """See `TaskFactory`."""
+    config = _text(loaded.config)
+    data.prepare_data(config.data, config.data_seed, world_size, say)
+
+
+def spec(loaded: Loaded, world_size: int) -> LanguageTaskSpec:
+    """See `TaskFactory`."""
+    config = _text(loaded.config)
+    dataset = data.open_data(config.data, config.data_seed, world_size)
+    made = LanguageTaskSpec(
+        config, resolved(loaded, dataset.vocab_size), dataset.train_tokens, dataset
+    )
+    context = made.architecture.context
+    dataset.held_out("val", context)
+    samples = dataset.train_samples(context)
+    if samples is not None and samples < world_size:
+        raise ConfigError(
+            loaded.problem(
+                "data.source",
+                f"{world_size} ranks, but only {samples} training samples of {context} tokens",
+                "use fewer ranks, a smaller model.context or more text",
+            )
+        )
+    return made
+
+
+def assumed_spec(loaded: Loaded, say: Say, world_size: int = 1) -> LanguageTaskSpec:
+    """See `TaskFactory`: the vocabulary of data that are missing is assumed."""
+    config = _text(loaded.config)
+    missing = data.missing(config.data, config.data_seed, say)
+    if not missing:
+        return spec(loaded, world_size)
+    named = named_tokenizer(config.data.tokenizer)
+    trained = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
+    vocabulary = trained if named is None else named.vocab_size
+    say(
+        f"no data in {', '.join(map(str, missing))} yet, which a run would prepare: a vocabulary of "
+        f"{vocabulary:,} is assumed"
+    )
+    return LanguageTaskSpec(config, resolved(loaded, vocabulary), lambda _: None)
+
+
+def saved(config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+    """See `TaskFactory`."""
+    model = _text(config).model
+    begun = resolve(model, model.vocab_size or architecture["vocab_size"])
+    return SavedModel(begun, Architecture.from_dict(architecture).to_dict(), _module)
+
+
+def _module(shape: Architecture) -> GPT:
+    from instar.models.gpt import GPT
+
+    return GPT(shape)
+
+
+def resolved(loaded: Loaded, vocab_size: int) -> Architecture:
+    """Return the shape that the config describes.
+
+    Raises:
+        ConfigError: lists every mistake in the shape.
+    """
+    try:
+        return resolve(_text(loaded.config).model, vocab_size)
+    except ArchitectureError as error:
+        raise ConfigError(
+            *(loaded.problem(m.keys[0], m.message, m.hint) for m in error.problems)
+        ) from None
+
+
+def _text(config: RunConfig) -> LanguageConfig:
+    assert isinstance(config, LanguageConfig)
+    return config
+
+
+def _likely(
+    precision: Literal["auto", "fp32", "bf16", "fp16"], device: str
+) -> Literal["fp32", "bf16", "fp16"]:
+    """Return the precision; for `auto`, the likely one of a device that is not initialised yet."""
+    if precision != "auto":
+        return precision
+    return "bf16" if device != "cpu" or has_bf16_units() else "fp32"
+
+
+SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
+"""sampling parameters of the text that a run generates during training"""
+UNIT_TOKENS = 2048
+"""tokens of held-out text per unit of the standard error: neighbouring windows are correlated"""
 
 
 class LanguageTask:
-    """A GPT on text. A sample is one window or document, its weight its target tokens."""
+    """`Task` of a GPT on text. A sample is a window or document, its weight its target tokens."""
 
     def __init__(
         self,
@@ -27,7 +236,10 @@ class LanguageTask:
         dataset: DataSet,
         context: int | None = None,
     ) -> None:
-        """`context`: tokens of a sample, at most what the model looks back on; None: that."""
+        """
+        Args:
+            context: tokens per sample, at most the model's context; None: the model's context.
+        """
         self.config = config
         self.architecture = architecture
         self.dataset = dataset
@@ -36,6 +248,10 @@ class LanguageTask:
     @property
     def metrics(self) -> Sequence[str]:
         return ("loss",)
+
+    @property
+    def unit(self) -> int:
+        return max(1, UNIT_TOKENS // self.context)
 
     @property
     def random(self) -> bool:
@@ -50,13 +266,15 @@ class LanguageTask:
         return model
 
     def shell(self) -> GPT:
+        from instar.models.gpt import GPT
+
         return GPT(
             self.architecture,
             gradient_checkpointing=self.config.train.gradient_checkpointing,
         )
 
     def train_samples(self, course: int = 0) -> tuple[Source, Order]:
-        # seeds are below 2^63, so that no two courses of any two runs share an order
+        # seeds are below 2^63, so no two courses of any two runs share an order
         return self.dataset.train(self.context, self.config.seed + (course << 63))
 
     def held_out(self, split: str) -> Source:
@@ -67,17 +285,38 @@ class LanguageTask:
         return loss
 
     def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
-        """The loss in nats per token; windows of a batch count as one unit."""
-        targets = (batch["targets"] != IGNORED).sum()
-        return {"loss": Tally(self.loss_sum(model, batch)[None], targets[None])}
+        """Return the loss in nats per token."""
+        losses: torch.Tensor = model(batch["inputs"], batch["targets"], each=True)
+        return {"loss": Tally(losses, (batch["targets"] != IGNORED).sum(1))}
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Columns:  # noqa: ARG002
-        """Nothing: a sample's prediction is a distribution for each of its tokens."""
+        """Return nothing: a sample's prediction would be a distribution per token."""
         return {}
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         logits: torch.Tensor = model(batch["inputs"])
         return logits
+
+    def sample_text(
+        self, model: torch.nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int
+    ) -> str:
+        """See `GeneratesText`."""
+        import torch
+
+        from instar.models.gpt import generate
+
+        device = next(model.parameters()).device
+        start = torch.tensor([tokenizer.encode(prompt).tolist()], device=device)
+        written = generate(
+            cast("GPT", model),
+            start,
+            tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            top_k=SAMPLE_TOP_K,
+            vocab_size=tokenizer.vocab_size,
+            generator=torch.Generator().manual_seed(0),
+        )
+        return tokenizer.decode(written[0, start.shape[1] :].tolist())
 
     def flops(self, weight: float) -> float:
         return weight * flops_per_token(self.architecture, self.context)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from dashboards import make_run
 
-from instar.logs.dashboard import catalog
-from instar.logs.dashboard.answers import unseen
-from instar.logs.dashboard.catalog import Catalog
+from instar.logs.web import catalog
+from instar.logs.web.app import unseen
+from instar.logs.web.catalog import Catalog
 from instar.record.rundir import RunDir
 
 
@@ -31,16 +31,16 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_what_has_changed_is_looked_at_again(tmp_path: Path) -> None:
     runs = [make_run(tmp_path, f"run-aaaa{letter}", steps=2) for letter in "abc"]
     looks = Looks()
-    listed = Catalog(tmp_path, looks, unseen)
+    list_runs = Catalog(tmp_path, looks, unseen)
     for _ in range(3):
-        listed.refresh()
+        list_runs.refresh()
     assert sorted(looks.names) == [run.path.name for run in runs]
-    seen = listed.version
+    seen = list_runs.version
     with runs[1].events.open("ab") as file:
         file.write(b"more\n")
-    listed.refresh()
+    list_runs.refresh()
     assert looks.names[3:] == ["run-aaaab"]
-    assert [row["key"] for row in listed.since(seen)[0]] == ["run-aaaab"]
+    assert [row["key"] for row in list_runs.since(seen)[0]] == ["run-aaaab"]
 
 
 def test_where_there_is_no_time_to_look_at_all_each_has_its_turn(
@@ -50,21 +50,21 @@ def test_where_there_is_no_time_to_look_at_all_each_has_its_turn(
     for letter in "abc":
         make_run(tmp_path, f"run-aaaa{letter}", steps=2)
     looks = Looks()
-    listed = Catalog(tmp_path, looks, unseen)
-    listed.refresh()
-    rows, _ = listed.since(0)
+    list_runs = Catalog(tmp_path, looks, unseen)
+    list_runs.refresh()
+    rows, _ = list_runs.since(0)
     assert len(looks.names) == 1
     assert sorted(row.get("state", "") for row in rows) == ["", "unseen", "unseen"]
     for _ in range(2):
         for run in tmp_path.iterdir():
             with RunDir(run).events.open("ab") as file:
                 file.write(b"more\n")
-        listed.refresh()
+        list_runs.refresh()
     assert sorted(looks.names) == ["run-aaaaa", "run-aaaab", "run-aaaac"]
 
 
 def test_a_folder_that_is_a_run_is_the_only_one(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run-aaaaa", steps=2)
-    listed = Catalog(run.path, Looks(), unseen)
-    assert listed.find("run-aaaaa") == RunDir(run.path.resolve())
-    assert listed.find("logs") is None
+    list_runs = Catalog(run.path, Looks(), unseen)
+    assert list_runs.find("run-aaaaa") == RunDir(run.path.resolve())
+    assert list_runs.find("logs") is None

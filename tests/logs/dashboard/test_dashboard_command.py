@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from instar.cli.dashboard import dashboard
+from instar.cli.pages import dashboard
 from instar.config.errors import ConfigError
-from instar.logs.dashboard import serve
+from instar.logs.web import server as serve
 
 
 def test_without_a_wish_any_port_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_without_a_wish_any_port_will_do(monkeypatch: pytest.MonkeyPatch) -> Non
         address = serve.take("127.0.0.1", None, None)
     os.close(address.descriptor)
     assert address.port != 0
-    assert address.url == f"http://127.0.0.1:{address.port}/"
+    assert address.url == f"http://127.0.0.1:{address.port}/?token={address.token}"
 
 
 def test_the_page_is_opened_in_a_browser_if_asked(
@@ -31,15 +31,17 @@ def test_the_page_is_opened_in_a_browser_if_asked(
     monkeypatch.setattr(serve, "serve", lambda _, address: os.close(address.descriptor))
     result = CliRunner().invoke(dashboard, [str(tmp_path / "later"), "--port", "0", "-e"])
     assert result.exit_code == 0
-    assert result.stdout.strip() == opened[0]
-    assert "later is not there yet" in result.stderr
+    printed, token = result.stdout.strip().split("?token=")
+    assert opened[0].startswith(f"{printed}?token=")
+    assert token not in opened[0]
+    assert "later does not exist yet" in result.stderr
 
 
 @pytest.mark.parametrize("library", ["starlette.applications", "uvicorn"])
 def test_what_is_not_installed_is_named(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("instar.logs.dashboard.")]:
+    for name in [name for name in sys.modules if name.startswith("instar.logs.web.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     result = CliRunner().invoke(dashboard, [str(tmp_path)])

@@ -14,11 +14,11 @@ from dashboards import dashboard, make_run, served, started, train
 from opened import PANEL, drawn, expect_points, opened, picture, walked
 from playwright.sync_api import Browser, expect
 
-from instar.logs.reporting.assets import CHARTS, STYLES
 from instar.record.events import Alert, Eval, Saved
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, hold
 
+VIEWS = ("Overview", "Stages", "Results", "Events", "System", "Logs", "Config")
 HOSTILE = "<img src=x onerror=document.title='owned'>&amp;-hhhhh"
 
 
@@ -181,7 +181,7 @@ def test_what_is_chosen_is_kept_in_the_address(browser: Browser, address: str) -
         expect_points(page, "lr", 60)
         page.get_by_label("Remove val/loss").click()
         with watched(browser) as other:
-            other.page.goto(page.url)
+            other.page.goto(address + page.url[page.url.index("#") :])
             expect_points(other.page, "lr", 60)
             expect(other.page.locator(".panel")).to_have_count(2)
             expect(other.page.get_by_label("Over", exact=True)).to_have_value("tokens")
@@ -217,17 +217,26 @@ def test_the_views_tell_of_one_run(browser: Browser, address: str) -> None:
         page.get_by_role("tab", name="Stages").click()
         expect(page.locator("td.changed")).to_have_text("32")
         expect(page.get_by_role("table", name="Stages")).to_contain_text("widen_mlp 16→32")
-        page.get_by_role("tab", name="Stages").press("ArrowLeft")
-        expect(page.get_by_role("tab", name="Events")).to_be_focused()
+        expect(page.get_by_role("table", name="Operations")).to_contain_text("exact")
+        page.get_by_role("tab", name="Stages").press("ArrowRight")
+        expect(page.get_by_role("tab", name="Results")).to_be_focused()
+        expect(page.locator("#view")).to_contain_text("Nothing is recorded yet")
+        page.get_by_role("tab", name="Events").click()
         page.locator("li[data-kind='operation'] summary").click()
         expect(page.locator("li[data-kind='operation']")).to_contain_text("max_logit_diff")
         page.get_by_role("tab", name="System").click()
         expect_points(page, "tokens_per_s", 60)
-        expect(page.get_by_role("table", name="Machine")).to_contain_text("16 GiB")
+        expect(page.locator(".pairs")).to_contain_text("16.0 GiB")
         page.get_by_role("tab", name="Config").click()
         expect(page.locator("pre")).to_have_text("name: grow")
         page.get_by_label("Run", exact=True).select_option("small-bbbbb")
         expect(page.locator("pre")).to_have_text("name: small")
+        page.get_by_role("tab", name="Overview").click()
+        sides = page.get_by_role("table", name="Key figures")
+        expect(sides).to_contain_text("grow-aaaaa")
+        expect(sides).to_contain_text("small-bbbbb")
+        page.get_by_label("Hide grow-aaaaa").click()
+        expect(page.locator(".figures")).to_contain_text("training loss")
 
 
 def test_a_log_is_followed(browser: Browser, address: str, folder: Path) -> None:
@@ -299,15 +308,16 @@ def test_a_lost_connection_is_told_and_taken_up_again(browser: Browser, tmp_path
 def opened_twice(browser: Browser, folder: Path) -> Iterator[tuple]:
     """A page, and how its server is killed and started again on the same port."""
     with ExitStack() as stack:
-        address, process = stack.enter_context(dashboard(folder, "--port", "0"))
-        port = address.rstrip("/").rpartition(":")[2]
+        token = ("--token", "let-me_in")
+        address, process = stack.enter_context(dashboard(folder, "--port", "0", *token))
+        port = address.partition("/?")[0].rpartition(":")[2]
 
         def kill() -> None:
             process.send_signal(signal.SIGKILL)
             process.wait(10)
 
         def start() -> None:
-            stack.enter_context(dashboard(folder, "--port", port))
+            stack.enter_context(dashboard(folder, "--port", port, *token))
 
         with opened(browser, address, errors=True) as seen:
             yield seen, kill, start
@@ -333,7 +343,7 @@ def test_hostile_names_are_only_ever_text(browser: Browser, tmp_path: Path) -> N
         expect(page.locator(".panel h2").last).to_have_text(f"<b>{markup}")
         page.locator(".ic-mark.ic-alert").first.hover()
         expect(page.locator(".ic-tip").first).to_contain_text(markup)
-        for tab in ("Events", "Stages", "System", "Logs", "Config"):
+        for tab in VIEWS:
             page.get_by_role("tab", name=tab).click()
             expect(page.locator("#view")).not_to_be_empty()
         expect(page.locator("pre")).to_have_text(markup)
@@ -385,7 +395,7 @@ def test_a_phone_has_room_for_it(browser: Browser, address: str) -> None:
         page = seen.page
         expect_points(page, "loss", 40)
         expect(page.locator("#side")).to_be_hidden()
-        for tab in ("Events", "Stages", "System", "Logs", "Config", "Curves"):
+        for tab in (*VIEWS, "Curves"):
             page.get_by_role("tab", name=tab).click()
             assert page.evaluate("document.documentElement.scrollWidth") <= 375, tab
         page.get_by_role("button", name="Runs", exact=True).click()
@@ -411,7 +421,7 @@ def test_the_list_is_walked_by_keyboard(browser: Browser, address: str) -> None:
 
 def test_everything_that_is_used_has_a_name(browser: Browser, address: str) -> None:
     with opened(browser, address) as seen:
-        for tab in ("Events", "Stages", "System", "Logs", "Config", "Curves"):
+        for tab in (*VIEWS, "Curves"):
             seen.page.get_by_role("tab", name=tab).click()
             expect(seen.page.locator("#view")).not_to_be_empty()
             nameless = seen.page.evaluate(
@@ -458,10 +468,14 @@ def test_nothing_moves_when_points_arrive(browser: Browser, tmp_path: Path) -> N
         assert seen.page.evaluate("window.moved") == []
 
 
-def test_the_page_loads_what_charts_are_drawn_by() -> None:
-    page = (files("instar.logs.dashboard") / "page" / "index.html").read_text()
-    assert tuple(re.findall(r'<script src="/page/(.*)" defer>', page)) == CHARTS
-    assert set(STYLES) <= set(re.findall(r'<link rel="stylesheet" href="/page/(.*)">', page))
+def test_the_page_loads_every_script_and_style_sheet_that_there_is() -> None:
+    web = files("instar.logs.web")
+    page = (web / "page" / "index.html").read_text()
+    loaded = re.findall(r'(?:src|href)="/page/([^"]*)"', page)
+    there = [file.name for folder in ("page", "charts") for file in (web / folder).iterdir()]
+    wanted = {name for name in there if name.endswith((".js", ".css"))} - {"enter.js"}
+    assert len(loaded) == len(set(loaded))
+    assert set(loaded) == wanted
 
 
 def test_a_token_becomes_a_cookie_and_leaves_the_address(browser: Browser, folder: Path) -> None:
@@ -469,9 +483,12 @@ def test_a_token_becomes_a_cookie_and_leaves_the_address(browser: Browser, folde
         dashboard(folder, "--port", "0", "--token", "abc") as (address, _),
         watched(browser) as seen,
     ):
-        seen.page.goto(address)
+        seen.page.goto(f"{address}#tab=logs")
         expect(seen.page.locator("#link")).to_have_text("live")
         assert "abc" not in seen.page.url
+        assert seen.page.url.endswith("/#tab=logs")
+        assert seen.page.evaluate("history.length") <= 2  # about:blank, and the page
+        assert "abc" not in seen.page.evaluate("document.cookie + document.referrer")
         seen.page.reload()
         expect(seen.page.locator("#link")).to_have_text("live")
         assert seen.errors == []

@@ -1,23 +1,36 @@
 """The dashboard's process and its answers, asked without a browser."""
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count, islice
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from click.testing import CliRunner
-from dashboards import dashboard, make_run, started, train
+from dashboards import asking, dashboard, make_run, served, started, train
+from written_runs import written
 
-from instar.cli.dashboard import dashboard as command
+from instar.cli.pages import dashboard as command
 from instar.config.errors import ConfigError
-from instar.logs.dashboard.serve import is_loopback, take
+from instar.config.load import load
+from instar.logs.query.config import config_values
+from instar.logs.read.record import read
+from instar.logs.web import server as connection
+from instar.logs.web.curves import Curves
+from instar.logs.web.report import report_html
+from instar.logs.web.server import Ending, configured, take
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
+from instar.record.trackers.tracker import flat
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(folder: Path) -> Iterator[httpx.Client]:
-    with dashboard(folder, "--port", "0") as (address, _), httpx.Client(base_url=address) as client:
+    with dashboard(folder, "--port", "0") as (address, _), asking(address) as client:
         yield client
 
 
@@ -92,18 +105,24 @@ def test_one_run_tells_its_stages_events_system_logs_and_config(site: httpx.Clie
     def ask(what: str) -> dict:
         return site.get(f"/api/runs/grow-aaaaa/{what}").raise_for_status().json()
 
-    stages = ask("stages")["stages"]
-    assert [stage["architecture"]["n_mlp"] for stage in stages] == [16, 32]
-    assert stages[1]["parameters"] == 1500
+    def section(what: str, title: str) -> dict:
+        return next(each for each in ask(what)["sections"] if each["title"] == title)
+
+    (first, second), changed = (
+        section("stages", "Stages")["rows"],
+        {"text": "32", "class": "changed"},
+    )
+    assert (first[3], second[3]) == ("1.00k", "1.50k")
+    assert section("stages", "Architecture")["rows"][1] == ["n_mlp", "16", changed]
     told = ask("events")
     operation = next(event for event in told["events"] if event["kind"] == "operation")
     assert operation["title"] == "widen_mlp 16→32"
     assert "val 1.13 < 1.20" in operation["text"]
     assert operation["fields"]["proof"]["max_logit_diff"] == 2e-6
-    assert ask("system")["segments"][0]["machine"]["memory_bytes"] == 1 << 34
+    assert ["memory", "16.0 GiB"] in section("system", "Environment")["items"]
     assert ask("logs") == {"ranks": [0]}
     assert "rank 0 of 1" in ask("logs/0")["text"]
-    assert ask("config") == {"text": "name: grow\n"}
+    assert section("config", "Config")["lines"] == [["name: grow", ""]]
     assert ask("summary")["step"] == 40
 
 
@@ -135,7 +154,7 @@ def test_links_that_lead_out_are_not_followed(folder: Path, tmp_path: Path) -> N
         (inside / f"files-{file[:1] * 5}").mkdir()
         (inside / f"files-{file[:1] * 5}" / file).symlink_to(secret.path / file)
     (inside / "grow-aaaaa" / "logs" / "rank_1.log").symlink_to(secret.log(0))
-    with dashboard(inside, "--port", "0") as (address, _), httpx.Client(base_url=address) as site:
+    with dashboard(inside, "--port", "0") as (address, _), asking(address) as site:
         assert [row["key"] for row in site.get("/api/runs").json()["rows"]] == ["grow-aaaaa"]
         assert site.get("/api/runs/grow-aaaaa/logs").json() == {"ranks": [0]}
         assert site.get("/api/runs/grow-aaaaa/logs/1").status_code == 404
@@ -151,7 +170,7 @@ def test_the_folder_is_left_as_it_is(folder: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     shutil.copytree(folder / "grow-aaaaa", runs / "grow-aaaaa")
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
-    with dashboard(runs, "--port", "0") as (address, _), httpx.Client(base_url=address) as site:
+    with dashboard(runs, "--port", "0") as (address, _), asking(address) as site:
         site.get("/api/curves", params={"run": "grow-aaaaa", "metric": "loss"})
         site.get("/api/runs/grow-aaaaa/events")
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
@@ -201,26 +220,39 @@ def test_a_token_is_asked_for_in_the_address_once_then_in_a_cookie(folder: Path)
             assert site.get("/api/runs", headers=bearer).status_code == 200
             page = site.get("/?token=let-me_in1")
             assert page.status_code == 200
+            assert "let-me_in1" not in page.text
             cookie = page.headers["set-cookie"]
             assert "HttpOnly" in cookie
             assert "SameSite=Strict" in cookie
             assert site.get("/api/runs").status_code == 200
 
 
-def test_beyond_this_machine_there_is_always_a_token(folder: Path) -> None:
-    with dashboard(folder, "--port", "0", "--host", "0.0.0.0") as (address, _):
+@pytest.mark.parametrize("host", [(), ("--host", "0.0.0.0")])
+def test_there_is_always_a_token(folder: Path, host: tuple[str, ...]) -> None:
+    with dashboard(folder, "--port", "0", *host) as (address, _):
         token = address.partition("?token=")[2]
         assert len(token) >= 16
         port = httpx.URL(address).port
-        assert httpx.get(f"http://127.0.0.1:{port}/api/runs").status_code == 401
+        for path in ("/", "/api/runs", "/page/dashboard.js", "/?token=", "/?token=x"):
+            assert httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 401
         assert httpx.get(f"http://127.0.0.1:{port}/?token={token}").status_code == 200
-    assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
+
+
+def test_the_address_that_a_browser_is_started_with_is_good_once(tmp_path: Path) -> None:
+    address = take("127.0.0.1", 0, None)
+    os.close(address.descriptor)
+    app = configured(tmp_path, address, Ending()).app
+    transport = httpx.ASGITransport(app=app)
+
+    async def enter(url: str) -> list[int]:
+        async with httpx.AsyncClient(transport=transport, base_url=url.partition("?")[0]) as client:
+            entered = (await client.get(url)).status_code
+            return [entered, (await client.get("/api/runs")).status_code]
+
+    assert address.ticket not in address.url
+    assert asyncio.run(enter(address.url_once)) == [200, 200]
+    assert asyncio.run(enter(address.url_once)) == [401, 401]
+    assert asyncio.run(enter(address.url)) == [200, 200]
 
 
 def test_a_port_that_is_taken_is_told_with_one_that_is_free() -> None:
@@ -234,7 +266,7 @@ def test_a_port_that_is_taken_is_told_with_one_that_is_free() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--host", "192.0.2.1"], "192.0.2.1 is no address of this machine"),
+        (["--host", "192.0.2.1"], "192.0.2.1 is not an address of this machine"),
         (["--token", "with space"], "a token is made of letters"),
         (["file"], "file is not a folder"),
     ],
@@ -252,7 +284,7 @@ def test_what_cannot_be_served_is_told(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_ends_quietly_also_with_a_page_open(folder: Path, number: signal.Signals) -> None:
     with dashboard(folder, "--port", "0") as (address, process):
-        with httpx.stream("GET", f"{address}api/stream?seen=.", timeout=10) as answer:
+        with asking(address) as client, client.stream("GET", "/api/stream?seen=.") as answer:
             next(answer.iter_lines())
             os.kill(process.pid, number)
             assert process.wait(10) == 0
@@ -288,14 +320,12 @@ def test_a_server_started_anew_goes_on_where_the_other_one_left_off(
     events_file = tmp_path / "grow-aaaaa" / "events.jsonl"
     query = f"run=grow-aaaaa:{events_file.stat().st_size}&metric=loss&seen=."
     with Recorder(events_file) as record:
-        with dashboard(tmp_path, "--port", "0") as (address, _), httpx.Client() as client:
-            client.base_url = httpx.URL(address)
+        with dashboard(tmp_path, "--port", "0") as (address, _), asking(address) as client:
             record.write(train(41, 0.7))
             told = events(client, query, "news")
         last_id = [data["id"] for name, data in told if name == "id"][-1]
         record.write(train(42, 0.6))
-        with dashboard(tmp_path, "--port", "0") as (address, _), httpx.Client() as client:
-            client.base_url = httpx.URL(address)
+        with dashboard(tmp_path, "--port", "0") as (address, _), asking(address) as client:
             again = events(client, query, "news", **{"Last-Event-ID": last_id})
     assert [d["points"]["loss"]["x"]["step"] for n, d in again if n == "news"] == [[42]]
     assert next(data for name, data in again if name == "runs")["all"] is True
@@ -324,10 +354,10 @@ def test_a_resume_is_told_between_the_points_before_and_after_it(
 
 def test_runs_that_appear_change_and_go_are_told(tmp_path: Path) -> None:
     runs = tmp_path / "later"
-    with dashboard(runs, "--port", "0") as (address, _), httpx.Client(base_url=address) as site:
-        listed = site.get("/api/runs").json()
-        assert listed["rows"] == []
-        seen = listed["seen"]
+    with dashboard(runs, "--port", "0") as (address, _), asking(address) as site:
+        list_runs = site.get("/api/runs").json()
+        assert list_runs["rows"] == []
+        seen = list_runs["seen"]
 
         def next_change() -> dict:
             nonlocal seen
@@ -366,3 +396,146 @@ def test_a_page_far_behind_is_told_to_read_anew(site: httpx.Client, folder: Path
         file.write(line * (5_000_000 // len(line)))
     assert events(site, "run=huge-iiiii:0&metric=loss", "anew")[-1][1] == {"key": "huge-iiiii"}
     shutil.rmtree(run.path)
+
+
+@contextmanager
+def connected(folder: Path) -> Iterator[tuple[str, Callable[..., socket.socket]]]:
+    """The address of a dashboard, and what opens a bare connection to it."""
+    with ExitStack() as stack:
+        address, _ = stack.enter_context(dashboard(folder, "--port", "0"))
+        port = httpx.URL(address).port
+
+        def connect(sent: bytes, receives: int = 0) -> socket.socket:
+            made = stack.enter_context(socket.socket())
+            if receives:
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
+            made.settimeout(30)
+            made.connect(("127.0.0.1", port))
+            made.sendall(sent)
+            return made
+
+        yield address, connect
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HT",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n",
+        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HT",
+    ],
+)
+def test_a_request_that_does_not_come_whole_is_given_up(folder: Path, sent: bytes) -> None:
+    with connected(folder) as (_, connect):
+        begun = time.monotonic()
+        made = connect(sent)
+        with suppress(ConnectionResetError):
+            while made.recv(1 << 16):
+                pass
+        assert time.monotonic() - begun < 10
+
+
+def test_connections_are_limited_in_number(folder: Path) -> None:
+    with connected(folder) as (address, connect):
+        held = [connect(b"GET / HT") for _ in range(connection.AT_MOST)]
+        one_more = connect(b"")
+        with suppress(ConnectionResetError):
+            assert one_more.recv(1) == b""
+        for each in held:
+            each.close()
+        with asking(address) as client:
+            assert client.get("/api/runs").status_code == 200
+
+
+def test_a_stream_that_nobody_reads_is_closed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "grow-aaaaa", steps=3)
+    with connected(tmp_path) as (address, connect):
+        path, _, token = address.partition("?token=")
+        port = httpx.URL(path).port
+        query = f"run=grow-aaaaa:{run.events.stat().st_size}&metric=loss"
+        made = connect(
+            f"GET /api/stream?{query} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+            f"Authorization: Bearer {token}\r\n\r\n".encode(),
+            receives=4096,
+        )
+        begun = time.monotonic()
+        steps = count(4)
+        with Recorder(run.events) as record:
+            while is_open(made, port):
+                assert time.monotonic() - begun < 4 * connection.STUCK_S
+                # Little by little: of a record that grew by megabytes at once, the page is only
+                # told to read it anew, which the receiver's own buffer may hold.
+                for step in islice(steps, 100):
+                    record.write(train(step, 1.0))
+                time.sleep(0.1)
+
+
+def is_open(made: socket.socket, port: int) -> bool:
+    """Whether the other end of a connection is open, as the system has it."""
+    mine = made.getsockname()[1]
+    return any(
+        each.laddr
+        and each.raddr
+        and (each.laddr.port, each.raddr.port) == (port, mine)
+        and each.status == psutil.CONN_ESTABLISHED
+        for each in psutil.net_connections("tcp4")
+    )
+
+
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        (f"/api/curves?run=grow-aaaaa&metric=loss&points={LONG}", {}),
+        (f"/api/stream?run=grow-aaaaa:{LONG}&seen=ab.{LONG}&log=grow-aaaaa/{LONG}:{LONG}", {}),
+        ("/api/stream?run=grow-aaaaa:0&log=grow-aaaaa/\u0663:0", {}),
+        ("/api/stream?run=grow-aaaaa:0", {"Last-Event-ID": f"ab.{LONG}|{LONG},{LONG}|{LONG}"}),
+        ("/api/stream?run=grow-aaaaa:0", {"Last-Event-ID": f"ab.1|{LONG}|1"}),
+        (f"/api/runs/grow-aaaaa/logs/{LONG}", {}),
+        ("/api/runs/grow-aaaaa/logs/-1", {}),
+        (f"/api/runs/{LONG}/summary", {}),
+        (f"/api/curves?run={LONG}&metric={LONG}", {}),
+    ],
+)
+def test_numbers_of_any_length_are_answered(
+    site: httpx.Client, path: str, headers: dict[str, str]
+) -> None:
+    with site.stream("GET", path, headers=headers) as answer:
+        assert answer.status_code in (200, 404)
+
+
+def test_secrets_of_a_config_are_shown_nowhere(tmp_path: Path) -> None:
+    secrets = {
+        "record.alerts.webhook": "https://hooks.example.org/SECRET",
+        "record.trackers.mlflow.uri": "https://me:SECRET@mlflow.example.org",
+        "data.source": "https://me:SECRET@data.example.org/a.txt",
+    }
+    run = written(tmp_path / "grow-aaaaa", {10: 2.0, 20: 1.0}, config=secrets)
+    other = written(tmp_path / "grow-bbbbb", {10: 2.0, 20: 1.0})
+    assert "SECRET" in run.config.read_text()
+    text = report_html([read(run)]) + report_html([read(run), read(other)])
+    text += repr(config_values([run, other])) + str(flat(load(str(run.config)).config.model_dump()))
+    with served(tmp_path) as address, asking(address) as client:
+        text += client.get("/api/runs/grow-aaaaa/config").text
+        text += client.get("/api/runs/grow-aaaaa/system").text
+        text += client.get("/api/compare?run=grow-aaaaa&run=grow-bbbbb").text
+    assert "data.example.org/a.txt" in text
+    assert "SECRET" not in text
+
+
+def test_the_curves_that_are_kept_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = written(tmp_path / "grow-aaaaa", dict.fromkeys(range(1, 500), 1.0))
+    kept = Curves()
+    one = len(kept.of("a", run, ["loss"], 2000))
+    monkeypatch.setattr("instar.logs.web.curves.KEPT_BYTES", 5 * one)
+    for number in range(50):
+        kept.of(f"run-{number}", run, ["loss"], 2000)
+        kept.of("a", run, ["loss"], 2000)
+        assert sum(len(drawn.json) for drawn in kept._kept.values()) == kept._bytes <= 5 * one
+    assert ("a", ("loss",), 2000) in kept._kept

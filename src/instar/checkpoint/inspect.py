@@ -1,0 +1,221 @@
+"""Inspects checkpoints without torch: headers of tensor files, checksums, differences."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from instar.checkpoint.manifest import (
+    MANIFEST,
+    SUFFIX,
+    CheckpointError,
+    Manifest,
+    UnreadableError,
+    file_error,
+    read_manifest,
+)
+from instar.config.files import open_regular
+
+if TYPE_CHECKING:
+    import torch
+
+
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in the header of a safetensors file; `dtype` is F32, BF16, I64, …"""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Returns the tensors of a safetensors file by name, in the order of their data.
+
+    Raises:
+        CheckpointError: the file cannot be read, is not a safetensors file, or is truncated.
+    """
+    try:
+        with open_regular(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(f"{path}: not a safetensors file")
+            content = json.loads(file.read(length))
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path}: not a safetensors file")
+        content.pop("__metadata__", None)
+        entries = msgspec.convert(content, dict[str, _Entry])
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+    data_bytes = size - 8 - length
+    for name, entry in entries.items():
+        begin, end = entry.data_offsets
+        if not 0 <= begin <= end <= data_bytes:
+            raise CheckpointError(f"{path}: {name} lies outside the file, which ends too early")
+    by_place = sorted(entries.items(), key=lambda item: item[1].data_offsets)
+    return {
+        name: TensorEntry(entry.dtype, entry.shape, entry.data_offsets[1] - entry.data_offsets[0])
+        for name, entry in by_place
+    }
+
+
+Verdict = Literal["same", "changed", "only_a", "only_b"]
+
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of verifying a checkpoint."""
+
+    path: Path
+    broken: tuple[str, ...]
+    """errors of damaged files; only that of the manifest if it is damaged, since the other files
+    cannot be checked without it"""
+    unlisted: tuple[str, ...]
+    """files that are not in the manifest"""
+    size_bytes: int
+    seconds: float
+    unreadable: tuple[str, ...] = ()
+    """files that this user may not read"""
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.size_bytes / max(self.seconds, 1e-9)
+
+
+def check(path: Path) -> Check:
+    """Compares the files of the checkpoint in the folder `path` with its manifest, in parallel."""
+    begun = time.perf_counter()
+    try:
+        manifest = read_manifest(path)
+    except UnreadableError as error:
+        return Check(path, (), (), 0, time.perf_counter() - begun, (str(error),))
+    except CheckpointError as error:
+        return Check(path, (str(error),), (), 0, time.perf_counter() - begun)
+
+    with ThreadPoolExecutor(_THREADS) as threads:  # hashing and reading release the GIL
+        largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
+        checks = {
+            name: threads.submit(file_error, path / name, manifest.files[name])
+            for name in largest_first
+        }
+    wrong = [found for name in manifest.files if (found := checks[name].result())]
+    there = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    return Check(
+        path,
+        tuple(str(each) for each in wrong if not isinstance(each, UnreadableError)),
+        tuple(sorted(there - manifest.files.keys() - {MANIFEST})),
+        sum(entry.size_bytes for entry in manifest.files.values()),
+        time.perf_counter() - begun,
+        tuple(str(each) for each in wrong if isinstance(each, UnreadableError)),
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor in two checkpoints; `a` or `b` is None if it does not exist there.
+
+    `max_abs` is the largest |b − a| of an element, `relative_l2` is ‖b − a‖ / ‖a‖; both are None if
+    the shapes differ.
+    """
+
+    name: str
+    verdict: Verdict
+    a: TensorEntry | None
+    b: TensorEntry | None
+    max_abs: float | None = None
+    relative_l2: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_tensors(a: Path, b: Path) -> dict[str, list[Difference]]:
+    """Compares every tensor of two checkpoint folders; returns the differences by file.
+
+    Only one tensor of each is in memory at a time. "same" means equal dtypes, shapes and bytes.
+
+    Raises:
+        CheckpointError: a manifest or a tensor file cannot be read.
+    """
+    files = dict.fromkeys([*_tensor_files(read_manifest(a)), *_tensor_files(read_manifest(b))])
+    return {name: list(_compare_files(a / name, b / name)) for name in files}
+
+
+def _tensor_files(manifest: Manifest) -> list[str]:
+    return [name for name in manifest.files if name.endswith(SUFFIX)]
+
+
+def _compare_files(a: Path, b: Path) -> Iterator[Difference]:
+    from safetensors import SafetensorError, safe_open
+
+    in_a, in_b = (read_header(path) if path.exists() else {} for path in (a, b))
+    with ExitStack() as stack:
+        try:
+            reads = {
+                path: stack.enter_context(safe_open(path, "pt")).get_tensor
+                for path, entries in ((a, in_a), (b, in_b))
+                if entries
+            }
+            for name in dict.fromkeys([*in_a, *in_b]):
+                if name not in in_a or name not in in_b:
+                    verdict: Verdict = "only_a" if name in in_a else "only_b"
+                    yield Difference(name, verdict, in_a.get(name), in_b.get(name))
+                else:
+                    yield _compare(name, in_a[name], in_b[name], reads[a](name), reads[b](name))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{a} or {b}: {error}") from error
+
+
+def _compare(
+    name: str, entry_a: TensorEntry, entry_b: TensorEntry, a: torch.Tensor, b: torch.Tensor
+) -> Difference:
+    import torch
+
+    if entry_a.shape != entry_b.shape:
+        return Difference(name, "changed", entry_a, entry_b)
+    if entry_a.dtype == entry_b.dtype and torch.equal(_bytes(a), _bytes(b)):
+        return Difference(name, "same", entry_a, entry_b, 0.0, 0.0)
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    apart = b - a
+    return Difference(
+        name,
+        "changed",
+        entry_a,
+        entry_b,
+        apart.abs().max().item() if apart.numel() else 0.0,
+        (apart.norm() / a.norm()).item() if apart.any() else 0.0,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

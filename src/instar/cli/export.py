@@ -1,0 +1,345 @@
+"""The commands `instar logs events` and `instar logs export`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from instar.cli.output import as_text, chosen, deliver, output_options, read_all, runs_argument
+from instar.config.files import read_regular
+from instar.record.atomic import atomic_file, sync_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from instar.config.sections import TrackersConfig
+    from instar.logs.read.record import RunRecord
+    from instar.logs.read.rows import Rows
+    from instar.record.trackers.tracker import Tracker
+
+
+if TYPE_CHECKING:
+    from instar.logs.read.filters import FilteredEvent
+    from instar.record.rundir import RunDir
+
+    Each = Iterable[tuple[RunDir, Iterable[FilteredEvent]]]
+
+
+@click.command()
+@runs_argument
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    metavar="KIND",
+    help="Only train, eval, operation, checkpoint, …; may be given several times.",
+)
+@click.option("--from-step", type=click.IntRange(min=0), metavar="N", help="Not before this step.")
+@click.option("--to-step", type=click.IntRange(min=0), metavar="N", help="Not after this step.")
+@click.option("--superseded", is_flag=True, help="Include superseded events.")
+@output_options("text", "jsonl", "json")
+def events(
+    runs: tuple[str, ...],
+    kinds: tuple[str, ...],
+    from_step: int | None,
+    to_step: int | None,
+    superseded: bool,
+    form: str,
+    as_json: bool,
+    output: str | None,
+    open_it: bool,
+) -> None:
+    """Print the events of each RUN: as text, as JSON lines (jsonl) or as one JSON document.
+
+    JSON lines of a single run are those of its record, byte for byte; of several runs, or with
+    --superseded, what they are of is added.
+    """
+    from instar.logs.read.filters import KINDS, check_kinds, filter_events, kind_of
+
+    found, met = chosen(runs), set[str]()
+
+    def sifted(run: RunDir) -> Iterator[FilteredEvent]:
+        for one in filter_events(
+            run, kinds, from_step=from_step, to_step=to_step, superseded=superseded
+        ):
+            met.add(kind_of(one.event))
+            yield one
+
+    each: Each = ((run, sifted(run)) for run in found)
+    if not set(kinds) <= set(KINDS):  # kinds of a newer Instar, or misspelt: look into the records
+        each = [(run, list(sifted(run))) for run in found]
+        check_kinds(kinds, met)
+    told = {"text": _text, "jsonl": _lines, "json": _json}["json" if as_json else form]
+    deliver(told(each, many=len(found) > 1, superseded=superseded), output, open_it=open_it)
+
+
+def _text(each: Each, *, many: bool, superseded: bool) -> Iterator[str]:  # noqa: ARG001
+    from instar.logs.text.format_event import EventFormatter
+
+    for number, (run, found) in enumerate(each):
+        if many:
+            yield from ["", str(run.path)][number == 0 :]
+        teller = EventFormatter(run.path)
+        for one in found:
+            mark = "  (superseded)" if one.superseded else ""
+            yield from (f"{line}{mark}" for line in teller.every(one.event))
+
+
+def _lines(each: Each, *, many: bool, superseded: bool) -> Iterator[str]:
+    for run, found in each:
+        for one in found:
+            if many or superseded:
+                yield json.dumps(_object(run, one, many, superseded), separators=(",", ":"))
+            else:
+                yield one.line.decode("utf-8", "backslashreplace")
+
+
+def _json(each: Each, *, many: bool, superseded: bool) -> Iterator[str]:
+    before = "["
+    for run, found in each:
+        for one in found:
+            yield f"{before}{json.dumps(_object(run, one, many, superseded))}"
+            before = ","
+    yield "]" if before == "," else "[]"
+
+
+def _object(run: RunDir, one: FilteredEvent, many: bool, superseded: bool) -> dict[str, Any]:
+    said: dict[str, Any] = {"run": str(run.path)} if many else {}
+    said |= json.loads(one.line)
+    return said | ({"superseded": one.superseded} if superseded else {})
+
+
+TABLES = ("csv", "parquet", "jsonl")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+@click.command()
+@runs_argument
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice([*TRACKERS, *TABLES]),
+    help="A tool, or a kind of file: a row for each step, and of jsonl an event for each line.",
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="DIR|FILE",
+    help="Where to. A table goes to stdout without it, a tool's run to where the tool has its own.",
+)
+@click.option("--superseded", is_flag=True, help="Include superseded events.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def export(
+    runs: tuple[str, ...], to: str, output: str | None, superseded: bool, as_json: bool
+) -> int:
+    """Hand the record of each RUN to another tool, or write it as a table.
+
+    A RUN is a folder, an id, a name (all runs of that name), a pattern, a file in a run, a folder
+    of runs, or `latest`, which is the default. Nothing is sent anywhere: W&B's run is written for
+    `wandb sync`. A run that is exported twice is there twice.
+    """
+
+    found = chosen(runs)
+    write = _tracker_writer(to, output) if to in TRACKERS else _table_writer(to, output, len(found))
+    if output is None and to in TABLES and as_json:
+        raise _usage("--json says what was written, and nothing is", "name a place with -o")
+    read = read_all(found)
+    written = [write(record, superseded) for record in read.records]
+    for record in read.records:
+        for fault in record.faults:
+            click.echo(fault, err=True)
+    if as_json:
+        click.echo(as_text(written))
+    elif output is not None or to in TRACKERS:
+        for each in written:
+            click.echo(each["where"])
+    return read.tell()
+
+
+Written = dict[str, Any]
+
+
+def _usage(message: str, hint: str) -> Exception:
+    from instar.config.errors import ConfigError
+
+    return ConfigError.one(message, hint=hint)
+
+
+def _last_steps(record: RunRecord, superseded: bool) -> dict[int, int]:
+    from instar.logs.read.lineage import Lineage
+
+    if superseded:
+        return {}
+    lineage = Lineage()
+    for logged in record.events:
+        lineage.take(logged.event)
+    return lineage.limits()
+
+
+def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], Written]:
+    from instar.config.errors import ConfigError, ConfigProblem
+    from instar.config.sections import RecordConfig
+    from instar.record.trackers.configured import missing
+    from instar.record.trackers.sink import replay
+    from instar.record.trackers.tracker import TrackedRun
+
+    plain = _settings(to, output, {})
+    if problems := missing(RecordConfig(trackers=plain)):
+        raise ConfigError(
+            *(ConfigProblem((), f"--to {to}: {each.message}", each.hint) for each in problems)
+        )
+
+    def write(record: RunRecord, superseded: bool) -> Written:
+        config = _config(record)
+        tracker = _tracker(_settings(to, output, config))
+        run = TrackedRun.replayed(record.run.path, config)
+        events = replay(tracker, run, record.run.events, _last_steps(record, superseded))
+        return _written(record, to, tracker.where, events=events)
+
+    return write
+
+
+def _tracker(settings: TrackersConfig) -> Tracker:
+    from instar.record.trackers.configured import configured
+
+    (tracker,) = configured(settings)
+    return tracker
+
+
+def _config(record: RunRecord) -> dict[str, Any]:
+    """Return the run's config, nested, as far as it can be read; if it belongs to another user,
+    without the keys that say where trackers write."""
+    from instar.config.document import parse
+
+    try:
+        is_own = record.run.config.stat().st_uid == os.geteuid()
+        text = read_regular(record.run.config).decode("utf-8", "replace")
+    except OSError:
+        return {}
+    document, _ = parse(text, str(record.run.config))
+    plain = document.data if document is not None and not document.unreadable else {}
+    plain = plain if isinstance(plain, dict) else {}
+    return plain if is_own else {key: plain[key] for key in plain if key != "record"}
+
+
+def _settings(to: str, output: str | None, config: dict[str, Any]) -> TrackersConfig:
+    """Return the settings of one tracker, as in the run, but offline and writing to `output`."""
+    from pydantic import ValidationError
+
+    from instar.config.sections import TrackersConfig
+
+    own: Any = config
+    for key in ("record", "trackers", to):
+        own = own.get(key) if isinstance(own, dict) else None
+    own = own if isinstance(own, dict) else {}
+    over: dict[str, Any] = {"mode": "offline"} if to == "wandb" else {}
+    if output is not None and to == "mlflow":
+        over["uri"] = str(Path(output).absolute() / "mlruns")
+    elif output is not None:
+        over["dir"] = str(Path(output).absolute())
+    try:
+        return TrackersConfig.model_validate({to: own | over})
+    except ValidationError:  # config of another version
+        return TrackersConfig.model_validate({to: over})
+
+
+def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord, bool], Written]:
+    if output is None and (runs > 1 or to == "parquet"):
+        what = f"{runs} runs" if runs > 1 else "parquet"
+        raise _usage(f"{what} cannot go to stdout", "name a folder with -o DIR")
+    put = _PUT[to]
+
+    def write(record: RunRecord, superseded: bool) -> Written:
+        if output is None and sys.stdout is not None and sys.stdout.isatty():
+            shown = io.BytesIO()
+            rows = put(record, superseded, shown)
+            click.echo(shown.getvalue().decode("utf-8", "replace"), nl=False)
+            return _written(record, to, "-", rows=rows)
+        if output is None:
+            # sys.stdout is None if it was closed before Python started
+            stdout = sys.stdout.buffer if sys.stdout is not None else io.BytesIO()
+            return _written(record, to, "-", rows=put(record, superseded, stdout))
+        path = Path(output)
+        if runs > 1 or path.suffix != f".{to}":
+            path = path / f"{record.run.path.absolute().name}.{to}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path) as aside:
+                with aside.open("wb") as file:
+                    rows = put(record, superseded, file)
+                sync_file(aside)
+        except OSError as error:
+            raise _usage(f"cannot write {path}: {error.strerror}", "choose another -o") from error
+        return _written(record, to, str(path), rows=rows)
+
+    return write
+
+
+def _written(record: RunRecord, to: str, where: str, **count: int) -> Written:
+    return {"run": str(record.run.path), "to": to, "where": where, **count}
+
+
+def _put_jsonl(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
+    from instar.record.trackers.sink import kept_lines
+
+    count = 0
+    for _, line in kept_lines(record.run.events, _last_steps(record, superseded)):
+        file.write(line)
+        count += 1
+    return count
+
+
+def _put_csv(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
+    """Write CSV; missing values are empty, non-finite numbers are NaN, Infinity or -Infinity."""
+    import csv
+
+    rows = _rows(record, superseded)
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    try:
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(rows.columns)
+        writer.writerows(zip(*(rows.texts(name) for name in rows.columns), strict=True))
+        text.flush()
+    finally:
+        text.detach()
+    return len(rows)
+
+
+def _put_parquet(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
+    """Write Parquet; missing values are null, NaN and infinities are kept."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise _usage(
+            "--to parquet needs the library `pyarrow`, which is not installed",
+            "install the extra: pip install 'instar[hf]', or write csv",
+        ) from None
+    rows = _rows(record, superseded)
+    columns = {
+        name: pa.array(rows.values[name], mask=~rows.there[name] if name in rows.there else None)
+        for name in rows.columns
+    }
+    pq.write_table(pa.table(columns), file)
+    return len(rows)
+
+
+_PUT: dict[str, Callable[[RunRecord, bool, BinaryIO], int]] = {
+    "csv": _put_csv,
+    "parquet": _put_parquet,
+    "jsonl": _put_jsonl,
+}
+
+
+def _rows(record: RunRecord, superseded: bool) -> Rows:
+    from instar.logs.read.rows import rows_of
+
+    series: Sequence[Any] = [record.series(name) for name in record.metrics]
+    return rows_of(series if superseded else [each.current() for each in series])

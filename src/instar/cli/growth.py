@@ -1,0 +1,114 @@
+"""`instar grow`: grow a checkpoint offline into a new run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from instar.cli.options import NewFolder, json_option, trust_option
+from instar.cli.output import print_json
+
+if TYPE_CHECKING:
+    from instar.config.sections import Operation
+    from instar.run.lifecycle.offline import OfflineGrowth
+
+
+_OPTION = re.compile(r"\s+(?=[a-z_]+=)")
+
+
+@click.command(
+    epilog="Operations and their options: docs/growth.md, e.g. --op widen_mlp=1024 "
+    "--op 'insert_layers=2 where=even' --op 'set_lora_rank={target: attn, rank: 8}'"
+)
+@click.argument("where", metavar="CHECKPOINT|RUN")
+@click.argument("out", type=NewFolder())
+@click.option(
+    "--op",
+    "texts",
+    multiple=True,
+    required=True,
+    metavar="'NAME=VALUE [OPTION=VALUE …]'",
+    help="What is done; may be given several times, and is done in this order.",
+)
+@click.option("--check", is_flag=True, help="Compare outputs, and write nothing if a label fails.")
+@trust_option
+@json_option
+def grow(where: str, out: Path, texts: tuple[str, ...], check: bool, as_json: bool) -> None:
+    """Make the run OUT of a checkpoint (of a RUN, the latest), grown.
+
+    Its one checkpoint has the weights, the optimizer's state and the history that the same operations
+    would have given the run under way: `instar resume OUT` continues from there. Memory holds one
+    tensor of the model at a time (with --check, both models).
+    """
+    operations = [operation_of(text) for text in texts]
+
+    from instar.cli.checkpoint import checkpoint_at
+
+    path = checkpoint_at(where)
+
+    from instar.checkpoint.store import load
+    from instar.run.lifecycle.offline import grow as grow_checkpoint
+
+    made = grow_checkpoint(load(path), out, operations, check=check)
+    if as_json:
+        print_json(made.to_dict())
+        return
+    _tell(made)
+    click.echo(str(out))
+    click.echo(f"next: instar resume {out}", err=True)
+
+
+def operation_of(text: str) -> Operation:
+    """Parse an operation such as `insert_layers=2 where=even`; values are YAML.
+
+    Raises:
+        ConfigError: the form is wrong, or there is no such operation.
+    """
+    from instar.config.document import parse
+    from instar.config.errors import ConfigError
+    from instar.config.sections import Operation
+    from instar.schedule.operations import check
+
+    place = f"--op {text}"
+    values: dict[str, Any] = {}
+    for part in _OPTION.split(text.strip()):
+        name, equals, given = part.partition("=")
+        value, problems = parse(given, place, ())
+        if problems:
+            raise ConfigError(*problems)
+        if not re.fullmatch("[a-z_]+", name) or (values and not equals) or name in values:
+            raise ConfigError.one(
+                f"{part!r} is not name=value", place, "write e.g. 'insert_layers=2 where=even'"
+            )
+        values[name] = None if value is None else value.data
+    (name, value), *options = values.items()
+    operation = Operation(name, value, dict(options))
+    try:
+        check(operation)
+    except ValueError as error:
+        raise ConfigError.one(str(error), place) from None
+    return operation
+
+
+def _tell(made: OfflineGrowth) -> None:
+    """Print one line per operation on stderr: its effect, and the model's new size."""
+    from instar.record.format import si
+
+    before = made.parameters_before
+    for stage in made.stages:
+        value = "" if stage.operation.value is None else f" {json.dumps(stage.operation.value)}"
+        size = f"{si(before)} → {si(stage.parameters)}" if stage.label else ""
+        words = [f"{stage.operation.name}{value}", size, stage.label or "", *stage.notes]
+        click.echo("  ".join(filter(None, words)), err=True)
+        before = stage.parameters
+    if made.proof is not None:
+        what = "logit" if made.checked_on == "random tokens" else "output"
+        moved = f"max |Δ{what}| {made.proof.max_logit_diff:.2g}, Δloss {made.proof.delta_loss:+.2g}"
+        click.echo(f"checked on {made.checked_on}: {moved}: {made.proof.label}", err=True)
+    if made.warning:
+        click.echo(f"warning: {made.warning}", err=True)
+    click.echo(f"{made.path}, in {made.seconds:.1f} s", err=True)

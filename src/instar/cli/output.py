@@ -1,0 +1,309 @@
+"""Output of commands: tables, named values, JSON and files; and reading the records of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from instar.cli.encoding import ENCODING
+from instar.cli.options import Command
+from instar.config.errors import ConfigError, unfiltered, visible
+from instar.logs.text.tables import aligned
+
+if TYPE_CHECKING:
+    from instar.logs.read.record import RunRecord
+    from instar.record.rundir import RunDir
+
+
+_GAP = 2
+_LEAST = 12
+"""Minimal width in columns of a cell whose text is wrapped."""
+
+
+def print_table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    spare: Sequence[str] = (),
+) -> None:
+    """Print a table; the first column is never wrapped.
+
+    Escape codes are printed only if stdout is a terminal and NO_COLOR is unset; without a terminal,
+    nothing is wrapped or cut.
+
+    Args:
+        rows: each with as many cells as there are headers.
+        right: headers of right-aligned columns.
+        spare: headers of columns that are omitted on a narrow terminal, in this order.
+    """
+    if terminal_width() is not None:
+        _draw(headers, rows, right, spare)
+        return
+
+    numbers = [number for number, header in enumerate(headers) if header in right]
+    for line in aligned([[*map(as_shown, row)] for row in (headers, *rows)], numbers):
+        click.echo(line)
+
+
+def as_shown(text: str) -> str:
+    """Return `text` as stdout will encode it, so that its width can be measured."""
+    text = visible(text)
+    if text.isascii() or getattr(sys.stdout, "encoding", None) != ENCODING:
+        return text
+    from instar.record.format import to_ascii
+
+    return to_ascii(text)
+
+
+def terminal_width() -> int | None:
+    """Return the columns of stdout's terminal; None, unlimited, if it is none."""
+    try:
+        there = sys.stdout is not None and sys.stdout.isatty()
+    except ValueError:  # stdout is closed
+        return None
+    return shutil.get_terminal_size().columns if there else None
+
+
+def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+
+
+def _draw(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Collection[str],
+    spare: Sequence[str],
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
+    shown = _that_fit(headers, rows, spare, console.width)
+    stiff = [number for number in shown if number == 0 or headers[number] in right]
+    if not _has_room(headers, rows, stiff, shown, console.width):
+        _stack(headers, rows, shown, console.width)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number in shown:
+        table.add_column(
+            as_shown(headers[number]),
+            overflow="fold",
+            no_wrap=number == 0 or headers[number] in right,
+            justify="right" if headers[number] in right else "left",
+        )
+    for row in rows:
+        table.add_row(*(Text(as_shown(row[number])) for number in shown))
+    with unfiltered(sys.stdout):
+        console.print(table)
+
+
+def _has_room(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    stiff: Collection[int],
+    shown: Sequence[int],
+    width: int,
+) -> bool:
+    """Whether the wrappable columns have enough room next to the others."""
+    widths = _widths(headers, rows)
+    least = sum(widths[n] if n in stiff else min(widths[n], _LEAST) for n in shown)
+    return least + _GAP * (len(shown) - 1) <= width
+
+
+def _stack(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[int], width: int
+) -> None:
+    """Print each row as lines of header and wrapped cell."""
+    if headers[shown[0]]:
+        click.echo(headers[shown[0]])
+    for row in rows:
+        click.echo(row[shown[0]])
+        for number in shown[1:]:
+            if row[number]:
+                named = f"{headers[number]} {row[number]}".lstrip()
+                for line in textwrap.wrap(
+                    named, width, initial_indent="  ", subsequent_indent="    "
+                ):
+                    click.echo(line)
+
+
+def _that_fit(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str], width: int
+) -> list[int]:
+    """Return the indices of the columns that fit."""
+    widths = dict(enumerate(_widths(headers, rows)))
+    for header in spare:
+        if sum(widths.values()) + _GAP * (len(widths) - 1) <= width:
+            break
+        widths.pop(headers.index(header))
+    return list(widths)
+
+
+LEAST = 20
+"""Minimal width in columns for wrapping text."""
+
+
+def print_named(texts: Iterable[tuple[str, str]], indent: int) -> None:
+    """Print names and texts, the texts in a second column, indented by `indent`."""
+    width = terminal_width()
+    for name, text in texts:
+        lines = [text]
+        if width is not None and width - indent >= LEAST:
+            lines = textwrap.wrap(
+                text, width - indent, break_long_words=False, break_on_hyphens=False
+            ) or [""]
+        for number, line in enumerate(lines):
+            click.echo(f"{'' if number else name:<{indent}}{line}".rstrip())
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document; non-finite numbers are strings."""
+    from instar.record.events import to_words
+
+    text = json.dumps(to_words(value), indent=2, ensure_ascii=False)
+    # escape surrogates, from file names that are not UTF-8
+    click.echo(text.encode("utf-8", "backslashreplace").decode())
+
+
+WIDTH = 80
+"""Width in columns without a terminal."""
+
+runs_argument = click.argument("runs", nargs=-1, metavar="[RUN]...")
+json_format_option = click.option(
+    "--json", "as_json", is_flag=True, help="The same as --format json."
+)
+
+
+def output_options(*formats: str) -> Callable[[Command], Command]:
+    """Add --format, --json, -o and -e, passed as `form`, `as_json`, `output` and `open_it`."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(
+            (
+                click.option(
+                    "--format",
+                    "form",
+                    type=click.Choice(formats),
+                    default=formats[0],
+                    show_default=True,
+                    help="What is written.",
+                ),
+                json_format_option,
+                click.option("-o", "--output", metavar="FILE", help="Write into FILE, not stdout."),
+                click.option("-e", "--open", "open_it", is_flag=True, help="Open FILE, see -o."),
+            )
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+def deliver(text: str | Iterable[str], output: str | None, *, open_it: bool = False) -> None:
+    """Print text, or lines as they are produced, or write them to a file and optionally open it.
+
+    Raises:
+        ConfigError: the file cannot be written or opened, or there is no file to open.
+    """
+
+    lines = text.splitlines() if isinstance(text, str) else text
+    if output is None:
+        if open_it:
+            raise ConfigError.one(
+                "-e opens a file, and there is none", hint="name one with -o FILE"
+            )
+        for line in lines:
+            click.echo(line)
+        return
+    path = Path(output)
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except OSError as error:
+        raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
+    click.echo(f"wrote {path}", err=True)
+    if open_it:
+        launch(path)
+
+
+def launch(path: Path) -> None:
+    """Open a file with the system's default application.
+
+    Raises:
+        ConfigError: there is no such application.
+    """
+    try:
+        failed = click.launch(str(path), wait=True) != 0
+    except OSError:
+        failed = True
+    if failed:
+        raise ConfigError.one(f"nothing here opens {path}", hint="it is written; copy it elsewhere")
+
+
+def as_text(data: Any) -> str:
+    """Serialize JSON values to one document."""
+    import json
+
+    return json.dumps(data, indent=2)  # ASCII, which every stdout can encode
+
+
+OUT_DIR = Path("runs")
+
+
+@dataclass(frozen=True)
+class Read:
+    """Records of runs, and the errors of runs whose record cannot be read."""
+
+    records: tuple[RunRecord, ...]
+    faults: tuple[str, ...]
+
+    def tell(self) -> int:
+        """Print the errors on stderr; return the exit code of the command."""
+        for fault in self.faults:
+            click.echo(fault, err=True)
+        return 4 if self.faults else 0
+
+
+def chosen(runs: Sequence[str], *, every: bool = False) -> list[RunDir]:
+    """Find the runs that the arguments name; with `every` and no arguments, all in `runs`.
+
+    Raises:
+        ConfigError: an argument names no run.
+    """
+    from instar.logs.query.runs import find_runs
+
+    return find_runs(runs or ([str(OUT_DIR)] if every else []), OUT_DIR)
+
+
+def read_all(runs: Sequence[RunDir]) -> Read:
+    """Read the records of runs, in order.
+
+    Raises:
+        RecordError: none of them can be read.
+    """
+    from instar.logs.read.record import read, read_many
+    from instar.record.events import RecordError
+
+    with suppress(RecordError):
+        return Read(tuple(read_many(runs)), ())
+    records, faults = [], []
+    for run in runs:
+        try:
+            records.append(read(run))
+        except RecordError as error:
+            faults.append(str(error))
+    if not records:
+        raise RecordError("\n".join(faults))
+    return Read(tuple(records), tuple(faults))

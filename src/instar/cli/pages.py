@@ -1,0 +1,89 @@
+"""The commands `instar report` and `instar dashboard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from instar.cli.options import json_option
+from instar.cli.output import as_text, chosen, deliver, launch, read_all, runs_argument
+from instar.config.errors import ConfigError
+
+BESIDE = "report.html"
+
+
+@click.command()
+@runs_argument
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Default: report.html in the run's folder; for several runs, in the working directory.",
+)
+@click.option("-e", "--open", "open_it", is_flag=True, help="Open it in a browser.")
+@json_option
+def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: bool) -> int:
+    """Write the latest run, or several RUNs side by side, as one self-contained HTML page.
+
+    The page is that of the dashboard with its data inside: curves, operations with their proofs,
+    stages, checkpoints, warnings, the final test, config and environment. It makes no network
+    requests. --json prints what was written.
+    """
+    from instar.logs.query.summary import summarize, to_json
+    from instar.logs.web.report import report_html
+    from instar.record.atomic import replace_file
+
+    read = read_all(chosen(runs))
+    if not read.records:
+        return read.tell()
+    default = read.records[0].run.report if len(read.records) == 1 else Path(BESIDE)
+    path = output or default
+    content = report_html(read.records).encode("utf-8", "backslashreplace")
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
+    summaries = [to_json(summarize(record)) for record in read.records] if as_json else []
+    said = {"path": str(path), "size_bytes": len(content), "runs": summaries}
+    deliver(as_text(said) if as_json else str(path), None)
+    if open_it:
+        launch(path)
+    return read.tell()
+
+
+@click.command()
+@click.argument("folder", metavar="[DIR]", default="runs", type=click.Path(path_type=Path))
+@click.option("--port", type=click.IntRange(0, 65535), help="0: any free one.  [default: 8787]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--token", help="Access token of the page.  [default: random]")
+@click.option("-e", "--open", "opens", is_flag=True, help="Open the page in a browser.")
+def dashboard(folder: Path, port: int | None, host: str, token: str | None, opens: bool) -> None:
+    """Show runs live in a browser: the runs in DIR (default: runs), or one run.
+
+    Nothing is written and nothing is controlled. Only this machine can open the page, unless
+    --host says otherwise, and only who has the printed address, which contains a token. Ctrl-C
+    ends it.
+    """
+    try:
+        from instar.logs.web.server import serve, take
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in ("starlette", "uvicorn"):
+            raise
+        raise ConfigError.one(
+            f"the dashboard needs {name}", hint="pip install 'instar[dashboard]'"
+        ) from error
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError.one(f"{folder} is not a folder", hint="name a folder of runs, or a run")
+    address = take(host, port, token)
+    if not folder.exists():
+        click.echo(f"{folder} does not exist yet; its runs will be shown as they appear", err=True)
+    click.echo(address.url)
+    click.echo(f"Shows {folder}, read-only. Ctrl-C ends it.", err=True)
+    if opens:
+        import webbrowser
+
+        webbrowser.open(address.url_once)
+    serve(folder, address)

@@ -1,0 +1,146 @@
+"""Opening files in untrusted folders, and creating folders durably.
+
+A run's folder may come from another user or from an archive. Its files are opened here, so that
+none of them can block a reader (a FIFO), be endless (a device), or refer to another file (a link).
+
+The name of a file or folder survives a power loss once its parent folder is synced.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+_SAFE = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+SMALL_BYTES = 1 << 26
+"""Upper bound in bytes of files that are read as a whole: a manifest, a result, a tokenizer."""
+
+
+def open_regular(
+    path: Path | str, *, follow: bool = False, folder: int | None = None
+) -> io.BufferedReader:
+    """Open a regular file for reading.
+
+    Args:
+        follow: whether the path itself may be a symbolic link; links among its parents are always
+            followed.
+        folder: descriptor of the folder that a relative path begins in.
+
+    Raises:
+        OSError: it is missing, unreadable, or not a regular file.
+    """
+    return os.fdopen(_opened(path, os.O_RDONLY, follow, folder), "rb")
+
+
+def own_regular(
+    path: Path | str, *, mode: int = 0o644, append: bool = False, folder: int | None = None
+) -> int:
+    """Open a regular file for reading and writing, created with `mode` if missing; return its
+    descriptor. Its content is kept.
+
+    Raises:
+        OSError: it cannot be written, or it is a symbolic link, has a second hard link, or is not a
+            regular file: writing would change something outside its folder.
+    """
+    flags = os.O_RDWR | os.O_CREAT | (os.O_APPEND if append else 0)
+    descriptor = _opened(path, flags, False, folder, mode)
+    if os.fstat(descriptor).st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EMLINK, "another name for a file outside this folder", str(path))
+    return descriptor
+
+
+def read_regular(path: Path | str, most_bytes: int = SMALL_BYTES, *, follow: bool = False) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: see `open_regular`; or it is larger than `most_bytes`.
+    """
+    with open_regular(path, follow=follow) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes:,} bytes", str(path))
+    return content
+
+
+def check_regular(path: Path | str, *, follow: bool = False) -> None:
+    """Raise the OSError of `open_regular`, before a library opens the file by its name."""
+    open_regular(path, follow=follow).close()
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its missing parents, and sync their names."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_name(made)
+
+
+def sync_name(path: Path) -> None:
+    """Sync the name of a file or folder to disk, if its parent folder can be opened.
+
+    A writable folder need not be readable.
+    """
+    with suppress(PermissionError):
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Sync the names in a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _opened(
+    path: Path | str, flags: int, follow: bool, folder: int | None, mode: int = 0o644
+) -> int:
+    flags |= _SAFE | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(
+                errno.ELOOP, "a symbolic link, which is not followed", str(path)
+            ) from error
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a FIFO without a reader
+            raise OSError(error.errno, "not a regular file", str(path)) from error
+        raise
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return descriptor
+    with suppress(OSError):
+        os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def cache_home(kind: str) -> Path | None:
+    """Return the current user's cache folder of one kind; None if there is no usable one.
+
+    It is in `$INSTAR_CACHE_DIR`, or else in `$XDG_CACHE_HOME/instar` or `~/.cache/instar`; only
+    this user can enter it.
+    """
+    given = os.environ.get("INSTAR_CACHE_DIR", "")
+    above = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        own = Path(above) if Path(above).is_absolute() else Path.home() / ".cache"
+        home = Path(given) if given else own / "instar"
+        home.mkdir(0o700, parents=True, exist_ok=True)
+        status = home.lstat()  # a link could lead to another folder owned by this user
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return None
+        if status.st_mode & 0o077:
+            home.chmod(0o700)
+        folder = home / kind
+        folder.mkdir(0o700, exist_ok=True)
+    except (OSError, ValueError, RuntimeError):  # no home folder, or not writable
+        return None
+    return None if folder.is_symlink() else folder

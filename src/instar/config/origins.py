@@ -1,0 +1,219 @@
+"""Resolved configs as YAML text with the origin of each value: writing and reading.
+
+Also redacts possible secrets, for configs that are shown to others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from instar.config.document import parse
+from instar.config.errors import printable
+from instar.config.fields import Root, sections, values
+from instar.config.schema import RunConfig
+
+
+def resolved(config: RunConfig, origins: Mapping[str, str]) -> str:
+    """Format every key with its value, and its origin, if given, as a trailing comment; the origin
+    of a list item has the key "key[index]"."""
+    return yaml_of(values(config), origins, type(config))
+
+
+def yaml_of(
+    given: Mapping[str, Any], origins: Mapping[str, str] | None = None, root: Root | None = None
+) -> str:
+    """Format values of dotted keys as YAML that reads back equal, grouped by section.
+
+    Args:
+        root: adds a line with the description of each of its sections.
+    """
+    lines: list[str] = []
+    section = ""
+    for key, value in given.items():
+        lines += opening(section, section := key.rpartition(".")[0], root)
+        for index, line in enumerate(entry(key, value)):
+            origin = (origins or {}).get(f"{key}[{index - 1}]" if index else key)
+            lines.append(f"{line:<40}  # {printable(origin)}" if origin else line)
+    return "\n".join(lines) + "\n"
+
+
+def opening(before: str, section: str, root: Root | None = None) -> list[str]:
+    """Return the lines that open `section` and its parents, after the section `before`."""
+    names, lines = section.split(".") if section else [], list[str]()
+    open_ = [".".join(before.split(".")[:depth]) for depth in range(1, before.count(".") + 2)]
+    for depth in range(len(names)):
+        if ".".join(names[: depth + 1]) in open_:
+            continue
+        indent, name, home = "  " * depth, names[depth], ".".join(names[:depth])
+        if root is not None:
+            model = sections(root)[".".join(names[: depth + 1])]
+            said = model.__doc__ or sections(root)[home].model_fields[name].description
+            lines += ["", f"{indent}# {(said or name).strip().splitlines()[0]}"]
+        lines.append(f"{indent}{name}:")
+    return lines
+
+
+def entry(key: str, value: Any) -> list[str]:
+    """Format `key: value` as a line of its section; a list of mappings has one line per item."""
+    indent, name = "  " * key.count("."), in_yaml(key.rpartition(".")[2])
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return [f"{indent}{name}:", *(f"{indent}  - {in_yaml(item)}" for item in value)]
+    return [f"{indent}{name}: {in_yaml(value)}"]
+
+
+def in_yaml(value: Any) -> str:
+    """Format scalars, lists and mappings as YAML on one line that reads back equal."""
+    if isinstance(value, Mapping):
+        pairs = (f"{in_yaml(str(key))}: {in_yaml(item)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(in_yaml, value))}]"
+    if isinstance(value, str):
+        return value if _needs_no_quotes(value) else _quoted(value)
+    return json.dumps(value)
+
+
+@lru_cache(maxsize=1024)  # a config repeats the same few words
+def _needs_no_quotes(text: str) -> bool:
+    """Whether a text can be written without quotes, also in a list."""
+    if not re.fullmatch(r"[\w./][\w./<=-]*", text, re.ASCII):
+        return False
+    document, found = parse(f"[{text}]", "")
+    return not found and document is not None and document.data == [text]
+
+
+def _quoted(text: str) -> str:
+    """Return YAML's double-quoted form; unprintable characters are escaped by code point."""
+    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
+    return f'"{"".join(escapes.get(char) or _escaped(char) for char in text)}"'
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    if char.isprintable() and code < 0x10000:
+        return char
+    return f"\\x{code:02x}" if code < 0x100 else f"\\U{code:08x}"
+
+
+DEFAULT = "default"
+DERIVED = "derived"
+
+
+@dataclass(frozen=True)
+class ConfigLine:
+    """One line of a config."""
+
+    text: str
+    """Without the origin."""
+    origin: str
+    """The origin of the value: `default`, `derived`, `preset llama`, `run.yaml:4:3`; empty for
+    lines without one."""
+    key: str = ""
+    """Dotted; empty for comments, section headings and empty lines."""
+    value: str = ""
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the value was given explicitly; used in page templates."""
+        return self.origin not in ("", DEFAULT)
+
+
+def lines_of(text: str) -> list[ConfigLine]:
+    """Parse the lines written by `resolved`; other text is parsed as far as possible."""
+    lines, sections = list[ConfigLine](), list[tuple[int, str]]()
+    for raw in text.splitlines():
+        body, mark, origin = raw.rpartition("  # ")
+        if not mark:
+            body, origin = raw, ""
+        stripped = body.strip()
+        indent = len(body) - len(body.lstrip())
+        name, colon, value = stripped.partition(":")
+        if not colon or stripped.startswith(("#", "- ")):
+            item = stripped.startswith("- ") and sections
+            key = ".".join(name for _, name in sections) if item else ""
+            lines.append(ConfigLine(body.rstrip(), origin.strip(), key, stripped if item else ""))
+            continue
+        while sections and sections[-1][0] >= indent:
+            sections.pop()
+        key = ".".join([*(name for _, name in sections), name])
+        if not value.strip():
+            sections.append((indent, name))
+            key = ""
+        lines.append(ConfigLine(body.rstrip(), origin.strip(), key, value.strip()))
+    return lines
+
+
+HIDDEN = "[hidden]"
+SHOWN = frozenset(
+    {
+        *(f"record.alerts.{name}" for name in ("divergence", "stall", "nan_skips")),
+        *(f"record.trackers.wandb.{name}" for name in ("project", "mode", "group", "system_stats")),
+        "record.trackers.trackio.project",
+        "record.trackers.mlflow.experiment",
+    }
+)
+"""Keys of alerts and trackers that are shown; all others are hidden: URLs, programs, accounts."""
+_EMPTY = ("null", "~", "[]", "{}", '""', "''")
+_SECTIONS = ("record.alerts", "record.trackers")
+_SECRET = re.compile(r"(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)", re.I)
+_USER = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/@\"']+@", re.I)
+_QUERY = re.compile(
+    r"([?&][\w.-]*(?:token|key|secret|passw|sig|auth|credential)[\w.-]*=)[^&\s\"'#,\]}]+", re.I
+)
+
+
+def is_secret(key: str) -> bool:
+    """Whether the value of a dotted key may be a secret."""
+    inner = key.startswith(tuple(f"{section}." for section in _SECTIONS))
+    return (
+        (inner and key not in SHOWN)
+        or key in ("record", *_SECTIONS)
+        or bool(_SECRET.fullmatch(key))
+    )
+
+
+def redacted(text: str) -> str:
+    """Remove user and password of URLs in `text`, and keys in their queries."""
+    return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
+
+
+def redacted_value(key: str, value: Any) -> Any:
+    """Return the value of a key with secrets redacted."""
+    if is_secret(key):
+        return HIDDEN if value else value
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, list | tuple):
+        return type(value)(redacted_value(key, item) for item in value)
+    if isinstance(value, dict):
+        return {name: redacted_value(f"{key}.{name}", item) for name, item in value.items()}
+    return value
+
+
+def redacted_lines(lines: Sequence[ConfigLine]) -> list[ConfigLine]:
+    """Redact the lines of a config."""
+    return [_redacted(line) for line in lines]
+
+
+def redacted_config(text: str) -> str:
+    """Redact the text of a config with its origins."""
+    shown = [
+        f"{line.text:<40}  # {line.origin}" if line.value == HIDDEN else redacted(raw)
+        for raw, line in zip(text.splitlines(), redacted_lines(lines_of(text)), strict=True)
+    ]
+    return "".join(f"{line}\n" for line in shown)
+
+
+def _redacted(line: ConfigLine) -> ConfigLine:
+    if is_secret(line.key) and line.value not in _EMPTY:
+        # "--set key=value" repeats the value
+        text = line.text.replace(line.value, HIDDEN)
+        return replace(line, text=text, value=HIDDEN, origin=line.origin.partition("=")[0])
+    return replace(
+        line, text=redacted(line.text), value=redacted(line.value), origin=redacted(line.origin)
+    )

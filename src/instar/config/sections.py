@@ -1,0 +1,274 @@
+"""Base class of all config sections, number types with bounds, and the sections `schedule` and
+`record`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    Strict,
+    model_serializer,
+)
+
+Texts = Annotated[tuple[str, ...], Strict(False)]
+LARGEST = 10**12
+"""Bound of all numbers: larger ones are typing errors and lose floating-point precision."""
+MOST_LAYERS = 10_000
+MOST_HEADS = 2**16
+MOST_WIDTH = 2**20
+MOST_MLP = 2**22
+MOST_CONTEXT = 2**24
+MOST_VOCABULARY = 2**24
+MOST_PROCESSES = 1024
+
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
+PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST)]
+Score = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+Heads = Annotated[int, Field(gt=0, le=MOST_HEADS)]
+Width = Annotated[int, Field(gt=0, le=MOST_WIDTH)]
+MLPWidth = Annotated[int, Field(gt=0, le=MOST_MLP)]
+Context = Annotated[int, Field(gt=0, le=MOST_CONTEXT)]
+Vocabulary = Annotated[int, Field(gt=0, le=MOST_VOCABULARY)]
+Batch = Annotated[int, Field(gt=0, le=2**20)]
+Ranks = Annotated[int, Field(gt=0, le=2**16)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+Epsilon = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e8)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class PlainSection(Section):
+    """A section whose class is not imported: whatever keys it has, their values as plain data."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation with its value and options, all JSON values.
+
+    Equal operations have equal effects on the same object: what only decides *when* one is carried
+    out is not part of it.
+    """
+
+    name: str
+    value: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Sparse(Section):
+    """A section that is written with the keys it was given, and no others."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in whole(self).items() if key in self.model_fields_set}
+
+
+class PlateauTrigger(Sparse):
+    """A validation loss that has stopped falling."""
+
+    window: Annotated[int, Field(ge=2, le=10**6)] = Field(
+        description="number of evaluations to which a line is fitted, all since the last operation"
+    )
+    slope: NonNegativeFloat = Field(
+        description="largest decrease that counts as a plateau, nats per 1,000 steps"
+    )
+    patience: PositiveInt = Field(1, description="evaluations in a row for which this must hold")
+
+
+class When(Sparse):
+    """A trigger; all given keys must hold."""
+
+    loss_below: Score | None = Field(None, description="the validation loss is less than this")
+    waited: PositiveInt | None = Field(None, description="number of steps since the last operation")
+    at_step: NonNegativeInt | None = Field(None, description="step of the run")
+    at_tokens: PositiveInt | str | None = Field(
+        None, description="tokens trained on: a number, or text such as 50Mtok"
+    )
+    at_fraction: Fraction | None = Field(None, description="used share of the run's budget")
+    plateau: PlateauTrigger | None = Field(
+        None, description="the validation loss has stopped falling"
+    )
+    any: Annotated[tuple[When, ...], Strict(False)] | None = Field(
+        None, description="one of these triggers fires"
+    )
+    all: Annotated[tuple[When, ...], Strict(False)] | None = Field(
+        None, description="all of these triggers fire"
+    )
+
+
+class ScheduledOperation(Sparse):
+    """One operation of a schedule. Keys that are not described here are the operation's options."""
+
+    # options depend on the operation and are checked with it
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(description="name of the operation")
+    value: Any = Field(None, description="a factor, a number, a list …: as the operation wants it")
+    trigger_loss: Score | None = Field(
+        None, description="fires when the validation loss is less than this …"
+    )
+    max_wait_iters: PositiveInt | None = Field(
+        None, description="… or when this many steps have passed since the last operation"
+    )
+    when: When | None = Field(None, description="a trigger, instead of these two")
+    min_steps: PositiveInt | None = Field(
+        None, description="fires only when this many steps have passed since the last operation"
+    )
+    max_params: PositiveInt | None = Field(
+        None, description="fails if the model would have more parameters than this"
+    )
+    reevaluate: bool = Field(False, description="evaluate at once afterwards")
+    on_failure: Literal["stop", "skip"] = Field(
+        "stop", description="stop the run, or continue without this operation"
+    )
+    allow_inexact: bool = Field(
+        False, description="continue if an exact operation is measured to change the function"
+    )
+
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class TensorBoardConfig(Section):
+    """TensorBoard's event files."""
+
+    dir: str | None = Field(
+        None,
+        description="folder in which the run has a folder of its name; default: tensorboard in the "
+        "run's own folder",
+    )
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str = Field("instar", description="project that the run belongs to")
+    mode: Literal["offline", "online"] = Field(
+        "offline", description="offline: written to disk, for `wandb sync` to send later"
+    )
+    entity: str | None = Field(None, description="user or team; default: your own")
+    group: str | None = Field(None, description="group of runs that it belongs to")
+    tags: Texts = Field((), description="labels of the run")
+    dir: str | None = Field(
+        None, description="folder that `wandb` writes into; default: the run's own folder"
+    )
+    system_stats: bool = Field(False, description="let `wandb` watch the machine as well")
+
+
+class TrackioConfig(Section):
+    """trackio, on this machine."""
+
+    project: str = Field("instar", description="project that the run belongs to")
+    dir: str | None = Field(
+        None,
+        description="folder of its databases; default: TRACKIO_DIR, or where trackio itself looks",
+    )
+
+
+class MlflowConfig(Section):
+    """MLflow."""
+
+    uri: str | None = Field(
+        None,
+        description="tracking store: a folder, sqlite:///… or http://…; default: "
+        "MLFLOW_TRACKING_URI, or the folder mlruns beside the run's",
+    )
+    experiment: str = Field("instar", description="experiment that the run belongs to")
+
+
+class TrackersConfig(Section):
+    """Other tools that the record is copied into while it is written; {} chooses their defaults."""
+
+    tensorboard: TensorBoardConfig | None = Field(None, description="TensorBoard's event files")
+    wandb: WandbConfig | None = Field(None, description="Weights & Biases, offline by default")
+    trackio: TrackioConfig | None = Field(None, description="trackio, on this machine")
+    mlflow: MlflowConfig | None = Field(None, description="MLflow")
+
+
+class AlertsConfig(Section):
+    """When to alert, and whom besides the display and the record."""
+
+    divergence: PositiveFloat | None = Field(
+        0.2,
+        description="alert when the smoothed training loss has risen by this share of its total "
+        "decrease; null: never",
+    )
+    stall: Share | None = Field(
+        0.3,
+        description="alert when training runs at less than this share of its usual speed; "
+        "null: never",
+    )
+    nan_skips: PositiveInt | None = Field(
+        3,
+        description="alert when this many steps in a row were skipped for non-finite gradients; "
+        "null: never",
+    )
+    command: Texts | str = Field(
+        (),
+        description="program to run for each alert, with its arguments, without a shell; it has "
+        "the alert as JSON on stdin and in INSTAR_ALERT",
+    )
+    webhook: str | None = Field(
+        None, description="address (http or https) that each alert is sent to as JSON, by POST"
+    )
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """`command` as a list of words.
+
+        Raises:
+            ValueError: a quote in it is not closed.
+        """
+        return tuple(shlex.split(self.command) if isinstance(self.command, str) else self.command)
+
+
+class RecordConfig(Section):
+    """What is recorded, and how often."""
+
+    log_interval: PositiveInt = Field(10, description="steps between lines on the display")
+    analyze_every: PositiveInt | None = Field(
+        None,
+        description="steps between analyses beside training: effective ranks, attention entropy, "
+        "change since the last one, and what they suggest",
+    )
+    layers_every: PositiveInt | None = Field(
+        None,
+        description="steps between records of each layer's gradient norm and update ratio; the "
+        "steps that are looked at keep a copy of the weights",
+    )
+    sample_every: PositiveInt | None = Field(
+        None,
+        description="steps between samples of what the model writes, at the evaluation that follows; "
+        "one is always taken at the end, where a task can write",
+    )
+    sample_prompt: str = Field("", description="what samples begin with; empty: a new line")
+    sample_tokens: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        128, description="longest sample, tokens; 0: take none"
+    )
+    report: bool = Field(True, description="write report.html when the run ends, however it does")
+    out_dir: str = Field("runs", description="folder in which the run's own folder is made")
+    run_dir: str | None = Field(
+        None, description="the run's own folder; default: <out_dir>/<name>-<id>"
+    )
+    trackers: TrackersConfig = Field(
+        default_factory=TrackersConfig, description="other tools that the record is copied into"
+    )
+    alerts: AlertsConfig = Field(
+        default_factory=AlertsConfig, description="when to alert, and whom"
+    )

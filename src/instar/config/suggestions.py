@@ -1,0 +1,219 @@
+"""Messages and suggestions for unknown keys and invalid values."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from instar.config.budget import meant_number
+from instar.config.document import KeyPath, dotted, odd_space, show
+from instar.config.fields import Root, choices, default, expected, keys, sections
+
+ALIASES: Mapping[str, str] = {
+    "name": "run_name experiment experiment_name project",
+    "seed": "random_seed manual_seed rng_seed",
+    "device": "accelerator",
+    "precision": "dtype fp16 bf16 amp autocast mixed_precision torch_dtype",
+    "compile": "torch_compile use_compile",
+    "resume": "resume_from_checkpoint init_from",
+    "model.context": "block_size max_seq_len seq_len seq_length sequence_length n_ctx n_positions "
+    "max_length context_length max_position_embeddings",
+    "model.n_embd": "d_model hidden_size hidden_dim embed_dim dim",
+    "model.width": "hidden_channels d_model n_embd hidden_size hidden_dim hidden dim",
+    "model.n_head": "num_attention_heads num_heads",
+    "model.n_kv_head": "num_key_value_heads",
+    "model.n_layer": "num_hidden_layers num_layers depth",
+    "model.n_mlp": "intermediate_size d_ff ffn_dim dim_feedforward ffn_hidden_size",
+    "model.tied": "tie_word_embeddings weight_tying",
+    "model.bias": "use_bias",
+    "model.positions": "rope rotary use_rope pos_emb",
+    "model.activation": "hidden_act activation_function",
+    "model.layer": "conv conv_type layer_type",
+    "model.pooling": "pool aggr readout",
+    "data.source": "dataset data_dir train_file corpus",
+    "data.order": "shuffle",
+    "data.workers": "num_workers dataloader_num_workers",
+    "train.batch_size": "batch micro_batch_size train_batch_size per_device_train_batch_size",
+    "train.gradient_accumulation_steps": "grad_accum accumulate_grad_batches grad_accum_steps",
+    "train.gradient_checkpointing": "checkpoint_activations activation_checkpointing",
+    "train.clip": "grad_clip max_grad_norm max_norm gradient_clip_val gradient_clipping",
+    "train.ema": "ema_decay",
+    "train.until": "epochs num_epochs n_epochs max_epochs num_train_epochs steps max_steps num_steps "
+    "total_steps train_steps max_iters num_iters iterations max_tokens total_tokens budget",
+    "optimizer.name": "optimizer.type optim",
+    "optimizer.lr": "learning_rate base_lr max_lr",
+    "optimizer.beta1": "betas adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "epsilon adam_epsilon",
+    "optimizer.weight_decay": "wd l2",
+    "learning_rate.shape": "decay_lr scheduler lr_scheduler lr_scheduler_type lr_decay_style "
+    "learning_rate.name learning_rate.type",
+    "learning_rate.warmup_iters": "warmup warmup_steps num_warmup_steps warmup_ratio",
+    "learning_rate.min_lr_ratio": "min_lr",
+    "eval.eval_interval": "eval_every eval_steps val_check_interval",
+    "eval.batch_size": "eval_batch_size per_device_eval_batch_size",
+    "early_stopping.rules": "early_stopping_patience",
+    "checkpoint.every_steps": "save_every save_steps save_interval checkpoint_every ckpt_interval",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.best_of": "metric_for_best_model monitor",
+    "record.trackers": "logger report_to",
+    "record.trackers.wandb": "use_wandb wandb_log wandb_project",
+    "record.log_interval": "logging_steps log_every log_every_n_steps",
+    "record.out_dir": "output output_dir save_dir log_dir",
+    "parallel.world_size": "gpus num_gpus n_gpus nproc nproc_per_node num_processes",
+}
+"""Names of keys and sections in other trainers; a dotted name applies within its section only."""
+
+ITEM_ALIASES: Mapping[str, str] = {
+    "trigger_loss": "loss_below",
+    "loss": "loss_below",
+    "max_wait_iters": "waited",
+    "wait": "waited",
+    "step": "at_step",
+    "num_classes": "classes",
+    "type": "kind",
+    "path": "source",
+    "proportion": "weight",
+}
+"""Aliases of keys in list items: operations, triggers, heads, parts of a mixture."""
+
+
+@cache
+def aliases(root: Root) -> dict[str, str]:
+    """Map names used by other trainers to dotted keys, or sections, of this config."""
+    return {
+        name: key
+        for key, names in ALIASES.items()
+        if key in keys(root) or key in sections(root)
+        for name in names.split()
+    }
+
+
+def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the most similar word, if any is similar enough."""
+    by_lower = {each.lower(): each for each in words}
+    close = difflib.get_close_matches(word.lower(), by_lower, 1, cutoff)
+    return by_lower[close[0]] if close else None
+
+
+def near_path(path: str, pattern: str = "*") -> str:
+    """Return a hint for a path that does not exist: a similarly named file next to it."""
+    folder = Path(path).parent
+    there = [each.name for each in folder.glob(pattern)] if folder.is_dir() else []
+    meant = nearest(Path(path).name, there)
+    return f"did you mean '{folder / meant}'?" if meant else ""
+
+
+def key_meant(root: Root, name: str) -> str:
+    """Return the dotted key, the first of several, that a name without or with the wrong section
+    means; empty if it is ambiguous."""
+    owners = [key for key in keys(root) if name in (key, key.rpartition(".")[2])]
+    called = aliases(root).get(name.rpartition(".")[2], "")
+    return owners[0] if owners else called if called in keys(root) else ""
+
+
+def no_section(root: Root, name: str) -> str:
+    """Return a hint for a section that was given a value as if it were a key."""
+    meant = aliases(root).get(name)
+    return f"did you mean '{meant}'?" if meant else ""
+
+
+def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
+    """Return message and hint for an unknown key, and the dotted key that was meant ("")."""
+    section, name = dotted(path[:-1]), str(path[-1])
+    message = f"unknown key '{name}'" + (f" in {section}" if section else "")
+    if section not in sections(root):  # in an item of a list
+        there = [key for choice in choices(root, path[:-1]) for key in choice.get("properties", ())]
+        alias = ITEM_ALIASES.get(name)
+        meant = alias if alias in there else nearest(name, there)
+        return message, f"did you mean '{meant}'?" if meant else f"it has {', '.join(there)}", ""
+    if "." in name and name in keys(root):
+        home, _, last = name.rpartition(".")
+        return message, f"write '{last}:' under '{home}:'", name
+    here, called = sections(root)[section].model_fields, aliases(root)
+    meant = called.get(f"{section}.{name}")
+    for known in (keys(root), sections(root)):
+        owners = [key for key in known if key and key.rpartition(".")[2] == name]
+        if meant is None and owners:
+            homes = [key.rpartition(".")[0] for key in owners]
+            places = [f"in {home}" if home else "at the top level" for home in homes]
+            return message, f"'{name}' belongs {' or '.join(places)}", owners[0]
+        meant = meant or called.get(name.lower().replace("-", "_"))
+    if meant is None and (close := nearest(name, here)):
+        meant = f"{section}.{close}" if section else close
+    if meant is None:
+        elsewhere = {key.rpartition(".")[2]: key for key in keys(root)} | called
+        meant = elsewhere.get(nearest(name, elsewhere, 0.85) or "")
+    if meant is None:
+        return message, f"it has {', '.join(here)}" if len(here) <= 8 else "", ""
+    home, _, last = meant.rpartition(".")
+    return message, f"did you mean '{last if home == section else meant}'?", meant
+
+
+def wrong_value(root: Root, path: KeyPath, given: Any, kind: str, said: str) -> tuple[str, str]:
+    """Return message and hint for a value that the schema rejects.
+
+    Args:
+        kind: pydantic's error type.
+        said: pydantic's message; both are used only if the schema does not describe the allowed values.
+    """
+    name = dotted(path)
+    if kind == "missing":
+        return f"{name} is missing", ""
+    if not choices(root, path) or kind in ("value_error", "assertion_error"):
+        said = said.removeprefix("Value error, ")
+        return f"{name}: {said[:1].lower()}{said[1:]}, got {show(given)}", ""
+    hint = _hint(root, name, choices(root, path), given)
+    return f"{name} must be {expected(root, path, given)}, got {show(given)}", hint
+
+
+_YES_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def _hint(root: Root, name: str, allowed: Sequence[Mapping[str, Any]], given: Any) -> str:
+    types = {choice.get("type") for choice in allowed}
+    if given is None:
+        instead = default(keys(root)[name]) if name in keys(root) else None
+        return "" if instead is None else f"leave the line out for the default, {show(instead)}"
+    if isinstance(given, str):
+        text, number = given.lower(), _number(given)
+        is_number = "number" in types or ("integer" in types and (number or 0) % 1 == 0)
+        if "boolean" in types and text in _YES_NO:
+            return f"YAML 1.2 reads '{given}' as text, write {_YES_NO[text]}"
+        if odd := odd_space(given):
+            return f"{odd}; write ordinary spaces, or none"
+        if (number is not None and is_number) or ("boolean" in types and text in ("true", "false")):
+            return "drop the quotes"
+        if "null" in types and text in ("none", "nil"):
+            return "write null"
+        if meant := nearest(given, [str(w) for choice in allowed for w in choice.get("enum", ())]):
+            return f"did you mean '{meant}'?"
+        if name == "device" and text in ("gpu", "nvidia"):
+            return "did you mean 'cuda'?"
+        number = meant_number(given, name)
+        if number is not None and ("number" in types or ("integer" in types and number % 1 == 0)):
+            return f"write the number out, {show(number)}"
+    if name == "device" and type(given) is int:
+        return f"write cuda:{given}"
+    if name == "schedule":
+        return "or the path of a file with it"
+    if isinstance(given, int) and name.startswith("train.until"):
+        return f"write {given}it for steps"
+    if isinstance(given, float) and "integer" in types and given.is_integer():
+        return f"write {int(given)}"
+    has_pattern = any("pattern" in choice for choice in allowed)
+    if isinstance(given, bool | int | float) and "string" in types and not has_pattern:
+        return f"put it in quotes to make it text: {show(show(given))}"
+    return ""
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,211 @@
+"""User code named in a config: importing `module:name`, and refusing another user's code.
+
+A config may name code: a task, a source or a transform as `module:name`, a program to run for each
+alert. Training runs that code, so if the config, its folder or the code belongs to another user of
+the machine, it must be declared trusted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import all_suffixes
+from pathlib import Path
+from typing import Any
+
+import instar
+from instar.config.errors import ConfigError, ConfigProblem
+
+_INSTAR = str(Path(instar.__file__).parent)
+_NOT_THE_USERS = (_INSTAR, sysconfig.get_path("stdlib"), "<frozen")
+
+
+def load_named(name: str, *, key: str) -> Callable[..., Any]:
+    """Import the function or class "module:name"; the current directory is searched too.
+
+    Raises ConfigError, for the config's `key`, if it does not exist.
+    """
+
+    def wrong(message: str, hint: str = "") -> ConfigError:
+        return ConfigError.one(message, where=key, hint=hint, key=key)
+
+    module_name, colon, function_name = name.partition(":")
+    if not (
+        colon and all(part.isidentifier() for part in (*module_name.split("."), function_name))
+    ):
+        raise wrong(f"{name!r} is not of the form module:function", "as in my_data:augment")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if f"{module_name}.".startswith(f"{error.name}."):
+            raise wrong(
+                f"there is no module {error.name!r}", f"it was looked for in {here} and PYTHONPATH"
+            ) from None
+        raise wrong(f"{module_name} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise wrong(f"{module_name} cannot be imported: {what_happened(error)}") from error
+    if not hasattr(module, function_name):
+        there = [each for each in vars(module) if callable(getattr(module, each))]
+        close = difflib.get_close_matches(function_name, there, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else ""
+        raise wrong(f"the module {module_name} has no {function_name!r}", hint)
+    found: Callable[..., Any] = getattr(module, function_name)
+    if not callable(found):
+        raise wrong(f"{name} is not callable: its type is {type(found).__name__}")
+    return found
+
+
+def what_happened(error: BaseException) -> str:
+    """Describe an exception of the user's code: its type, message and place.
+
+    E.g. "KeyError: 'x' (spirals.py:40 in loss)".
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    text = "; ".join(filter(None, [str(error).strip(), *getattr(error, "__notes__", ())]))
+    if isinstance(error, SystemExit):
+        said = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
+    elif isinstance(error, ValueError | TypeError) and frames[-1].filename.startswith(_INSTAR):
+        return text  # Instar's own message about what the user's code returned
+    else:
+        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    place = _place(frames)
+    return f"{said} ({place})" if place else said
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost frame in user code, e.g. "spirals.py:40 in loss"; "" if there is
+    none."""
+    for frame in reversed(frames):
+        if not (frame.filename.startswith(_NOT_THE_USERS) or "-packages" in frame.filename):
+            path = Path(frame.filename)
+            if path.is_relative_to(here := Path.cwd()):
+                path = path.relative_to(here)
+            return f"{path}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+TRUST_VARIABLE = "INSTAR_TRUST_CODE"
+"""Set to 1 by `--trust-code`; ranks and data workers inherit it."""
+FLAG = "--trust-code"
+
+_CODE = ("task", "data.source", "data.transform")
+"""Keys whose value may be `module:name`."""
+_PROGRAM = "record.alerts.command"
+_NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+
+
+def is_trusted() -> bool:
+    """Whether the user has declared other users' code to be trusted."""
+    return os.environ.get(TRUST_VARIABLE) == "1"
+
+
+class Untrusted(ConfigError):  # noqa: N818
+    """A config would run code that another user of this machine could have written."""
+
+
+def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless the code that a config names is the user's own, or declared trusted.
+
+    Args:
+        path: the config file.
+        documents: the mapping in the file, and those of options that override it.
+
+    Raises:
+        Untrusted: another user owns the config, its folder or a module; names owner and file.
+    """
+    if is_trusted():
+        return
+    from instar.config.document import show
+
+    named = {key: text for document in documents for key, text in _named(document)}
+    problems = []
+    for key, text in named.items():
+        files = [*_of_config(path), *([] if key == _PROGRAM else module_files(text))]
+        found = next(filter(None, map(_foreign, files)), None)
+        if found is not None:
+            file, owner = found
+            problems.append(
+                ConfigProblem(
+                    (key,),
+                    f"{key} {show(text)} runs code, and {file} belongs to {owner}",
+                    f"{FLAG} (or {TRUST_VARIABLE}=1) runs it as you",
+                    place=path or f"--set {key}",
+                )
+            )
+    if problems:
+        raise Untrusted(*problems)
+
+
+def module_files(name: str) -> Iterator[Path]:
+    """Yield the files that importing the module of "module:name" would run, and their folders.
+
+    Nothing is imported. Files of this Python installation and missing files are left out.
+    """
+    folders = [Path.cwd(), *map(Path, sys.path)]
+    for part in name.partition(":")[0].split("."):
+        found = next((file for folder in folders if (file := _module_in(folder, part))), None)
+        packages = [folder / part for folder in folders if (folder / part).is_dir()]
+        if found is not None:
+            packages = [found.parent] if found.parent.name == part else []
+            yield from (file for file in (found, found.parent) if not _is_pythons(file))
+        folders = packages
+        yield from (folder for folder in folders if not _is_pythons(folder))
+
+
+def _module_in(folder: Path, name: str) -> Path | None:
+    """Return the file of a module or package in a folder."""
+    files = [folder / name / "__init__.py", *(folder / f"{name}{end}" for end in all_suffixes())]
+    return next((file for file in files if file.is_file()), None)
+
+
+def _is_pythons(path: Path) -> bool:
+    return any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
+
+
+def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each key of a config that names code to run, and the code."""
+    for key in (*_CODE, _PROGRAM):
+        value: Any = document
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if key == _PROGRAM:
+            program = value[0] if isinstance(value, list) and value else value
+            if isinstance(program, str) and program:
+                yield key, program
+        elif isinstance(value, str) and _NAME.fullmatch(value):
+            yield key, value
+
+
+def _of_config(path: str | None) -> Iterator[Path]:
+    if path is not None:
+        yield Path(path)
+        yield Path(path).absolute().parent
+
+
+def _foreign(path: Path) -> tuple[Path, str] | None:
+    """Return the file and its owner, if that is neither this user nor root."""
+    try:
+        owner = path.stat().st_uid
+    except (OSError, ValueError):
+        return None
+    if owner in (os.geteuid(), 0):
+        return None
+    return path, _user(owner)
+
+
+def _user(number: int) -> str:
+    import pwd
+
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"

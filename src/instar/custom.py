@@ -1,0 +1,21 @@
+"""The public names for custom tasks: `from instar.custom import …`. See docs/custom-task.md."""
+
+from pydantic import Field
+
+from instar.config.schema import SamplesConfig
+from instar.config.sections import Section
+from instar.data.columns import Ragged
+from instar.models.shape import Shape, Table
+from instar.tasks.custom import CustomTask
+from instar.tasks.task import Batch
+
+__all__ = [
+    "Batch",
+    "CustomTask",
+    "Field",
+    "Ragged",
+    "SamplesConfig",
+    "Section",
+    "Shape",
+    "Table",
+]

@@ -1,0 +1,458 @@
+"""Loading: plan the samples of each step, read them, and prefetch them in a thread.
+
+A step's samples follow from the cursor and the global batch size; each rank takes its slice. A
+`Prefetcher` reads blocks of several steps ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from instar.data.columns import Columns, cut, leaves, nbytes
+from instar.data.order import Int64Array, Order
+from instar.data.source import Source, close
+from instar.distributed.failure import exits_fail
+
+logger = logging.getLogger(__name__)
+
+
+Places = range | Int64Array
+"""Indices of samples within a global batch, ascending."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The samples of one step over all ranks: positions start … start+count-1 of an epoch.
+
+    `cursor` is the number of samples consumed before it since the order began.
+    """
+
+    cursor: int
+    epoch: int
+    start: int
+    count: int
+
+
+@runtime_checkable
+class Laned(Protocol):
+    """An order whose samples belong to lanes, each of which is read by one rank only."""
+
+    @property
+    def lanes(self) -> int: ...
+
+    def lane_of(self, epoch: int, start: int, stop: int) -> Int64Array:
+        """Return the lanes of the samples at positions start … stop-1, int64 [stop - start]."""
+        ...
+
+
+@runtime_checkable
+class Costly(Protocol):
+    """A source whose samples differ in cost."""
+
+    def costs(self, indices: Int64Array) -> Int64Array:
+        """Return the cost of each sample, in any unit, without reading it; int64 [len(indices)]."""
+        ...
+
+
+def plan_step(cursor: int, samples_per_epoch: int, global_batch: int) -> StepPlan:
+    """Plan the step at a cursor: global_batch samples, or the rest of the epoch if that is less."""
+    epoch, start = divmod(cursor, samples_per_epoch)
+    return StepPlan(cursor, epoch, start, min(global_batch, samples_per_epoch - start))
+
+
+def shares(plan: StepPlan, slices: int, lanes: Laned | None = None) -> Sequence[Places]:
+    """Divide a step into slices; return the places of each slice's samples.
+
+    Slices are contiguous and their sizes differ by at most one. If the order has at least as many
+    lanes as slices, slices follow the lanes instead: lane k of L belongs to slice k · slices // L.
+    """
+    if lanes is not None and lanes.lanes >= slices:
+        of_place = lanes.lane_of(plan.epoch, plan.start, plan.start + plan.count)
+        owner = of_place * slices // lanes.lanes
+        return [np.flatnonzero(owner == one) for one in range(slices)]
+    ends = [plan.count * one // slices for one in range(slices + 1)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def balanced(costs: Int64Array, slices: int) -> Sequence[Places]:
+    """Divide samples of different costs into slices of similar cost; return each slice's places.
+
+    Samples are dealt by descending cost, back and forth over the slices: their counts differ by at
+    most one, their costs by little, so that no rank waits long for another.
+    """
+    turn, seat = np.divmod(np.arange(costs.size), slices)
+    slice_of = np.empty(costs.size, dtype=np.int64)
+    slice_of[np.argsort(-costs, kind="stable")] = np.where(turn % 2, slices - 1 - seat, seat)
+    return [np.flatnonzero(slice_of == one) for one in range(slices)]
+
+
+def at(samples: Int64Array, places: Places) -> Int64Array:
+    """Return the samples of a global batch at the given places."""
+    if isinstance(places, range):
+        return samples[places.start : places.stop]
+    return samples[places]
+
+
+def micro_slices(size: int, batch_size: int) -> list[tuple[int, int]]:
+    """Cut into the fewest slices of at most batch_size samples; sizes differ by at most one."""
+    parts = -(-size // batch_size)
+    return [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]
+
+
+BLOCK_BYTES = 4 << 20
+BLOCK_STEPS = 64
+BLOCK_S = 0.5
+"""Target time to read one block of steps, in seconds; a step is available when its block is."""
+_ORDER_SAMPLES = 1 << 13
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """The samples of one forward pass of a rank; `weight` is its part of the step's weight.
+
+    `rank` is the (virtual) rank whose slice it is cut from, `first` the place of its first sample
+    in the global batch.
+    """
+
+    arrays: Columns
+    weight: float
+    samples: int
+    rank: int
+    first: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """One rank's part of a step; `weight` is that of the global batch, equal on all ranks.
+
+    `epoch_samples` is the number of samples per epoch as far as it is known, or UNKNOWN.
+    """
+
+    plan: StepPlan
+    micro_batches: tuple[MicroBatch, ...]
+    weight: float
+    epoch_samples: int
+
+
+class StepKey(NamedTuple):
+    """The key of a step: the cursor, and the current batch sizes."""
+
+    cursor: int
+    global_batch: int
+    batch_size: int
+
+
+Block = dict[StepKey, StepBatch | Exception]
+"""Successive steps; the last may be the exception raised by reading it."""
+
+
+class ReadRequest(NamedTuple):
+    """A request for one step or, if `ahead`, for that step and some that follow it.
+
+    `serial` numbers the requests of one prefetcher.
+    """
+
+    serial: int
+    first: StepKey
+    ahead: bool
+
+
+class Reader(Protocol):
+    """Reads the steps that a prefetcher requests, in the prefetcher's thread."""
+
+    def read(self, request: ReadRequest) -> Block:
+        """Return the steps from `request.first` on; a failed step is replaced by its exception."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class OpenEnded(Protocol):
+    """An order whose length is unknown until its end is reached."""
+
+    def explore(self, epoch: int, stop: int) -> object:
+        """Make the source read ahead until all samples before position `stop` are determined, and
+        whether more follow; afterwards the epoch's length is known if its end was reached."""
+        ...
+
+
+class LocalReader:
+    """Reads the samples of some slices from a source in this process.
+
+    Args:
+        slices: the number of slices per step.
+        own: the slices to read.
+        who: the reader's name, for the note on an error.
+    """
+
+    def __init__(self, source: Source, order: Order, slices: int, own: range, who: str) -> None:
+        self._source, self._order = source, order
+        # isinstance() with a protocol takes as long as reading a sample, so check once
+        self._lanes = order if isinstance(order, Laned) else None
+        self._open_ended = order if isinstance(order, OpenEnded) else None
+        self._costly = source if isinstance(source, Costly) and slices > 1 else None
+        self._slices, self._own = slices, own
+        self._who = who
+        self._sample_bytes = 1
+        self._most_steps = 1
+        self._known_ids = -1, 0, np.empty(0, dtype=np.int64)
+
+    def read(self, request: ReadRequest) -> Block:
+        first = request.first
+        if not request.ahead:
+            return self._steps([first])
+        keys = list(self._keys_ahead(first))
+        begun = time.perf_counter()
+        block = self._steps(keys)
+        if len(block) == len(keys):
+            self._size_next_block((time.perf_counter() - begun) / len(keys))
+            return block
+        # one of the steps failed: return those before it
+        block = {}
+        for key in keys:
+            block |= self._steps([key])
+            if isinstance(block[key], Exception):
+                break
+        return block
+
+    def close(self) -> None:
+        close(self._source)
+
+    def _keys_ahead(self, first: StepKey) -> Iterator[StepKey]:
+        """Yield the keys of successive steps, within the epoch and the size of a block."""
+        key, samples = first, 0
+        epoch_samples = self._order.samples_per_epoch
+        plan = plan_step(first.cursor, epoch_samples, first.global_batch)
+        epoch, each = plan.epoch, -(-plan.count * len(self._own) // self._slices)
+        for _ in range(self._most_steps):
+            yield key
+            samples += each
+            key = key._replace(cursor=key.cursor + plan.count)
+            plan = plan_step(key.cursor, epoch_samples, key.global_batch)
+            if (samples + each) * self._sample_bytes > BLOCK_BYTES or plan.epoch != epoch:
+                return
+
+    def _size_next_block(self, seconds_a_step: float) -> None:
+        """Set the next block's steps by their reading time, at most to twice this block's."""
+        soon = int(BLOCK_S / seconds_a_step) if seconds_a_step > 0 else BLOCK_STEPS
+        self._most_steps = max(1, min(2 * self._most_steps, soon, BLOCK_STEPS))
+
+    def _steps(self, keys: list[StepKey]) -> Block:
+        """Read successive steps at once; return the first step's exception if it fails."""
+        first, last = keys[0], keys[-1]
+        try:
+            with exits_fail("reading samples"):
+                if self._open_ended is not None:
+                    keys = self._within_reach(keys, self._open_ended)
+                return self._cut(keys)
+        except Exception as error:
+            epoch, start = divmod(first.cursor, self._order.samples_per_epoch)
+            end = start + last.cursor - first.cursor + last.global_batch - 1
+            error.add_note(
+                f"{self._who}: while reading samples at positions {start}..{end} of "
+                f"epoch {epoch} (cursor {first.cursor})"
+            )
+            return {first: error}
+
+    def _within_reach(self, keys: list[StepKey], order: OpenEnded) -> list[StepKey]:
+        """Return the steps that end within the epoch, after the source has looked for its end."""
+        epoch, start = divmod(keys[0].cursor, self._order.samples_per_epoch)
+        stop = start + keys[-1].cursor - keys[0].cursor + keys[-1].global_batch
+        order.explore(epoch, stop)
+        end = self._order.samples_per_epoch
+        return [keys[0], *(key for key in keys[1:] if key.cursor // end == keys[0].cursor // end)]
+
+    def _cut(self, keys: list[StepKey]) -> Block:
+        epoch_samples = self._order.samples_per_epoch
+        plans = [plan_step(key.cursor, epoch_samples, key.global_batch) for key in keys]
+        begin, end = plans[0].start, plans[-1].start + plans[-1].count
+        ids = self._ids(plans[0].epoch, begin, end)
+        steps = [ids[plan.start - begin : plan.start - begin + plan.count] for plan in plans]
+        places = [self._shared(plan, one) for plan, one in zip(plans, steps, strict=True)]
+        own = [
+            at(one, places_of[rank]) if len(places_of[rank]) else one[:1]
+            for one, places_of in zip(steps, places, strict=True)
+            for rank in self._own
+        ]
+        asked = own[0] if len(own) == 1 else np.concatenate(own)
+        arrays = self._source.read(asked, plans[0].epoch)
+        rows = asked.size
+        _check_length(arrays, rows)
+        self._sample_bytes = max(1, nbytes(arrays) // rows)
+        block: Block = {}
+        row = 0
+        for key, plan, one, places_of in zip(keys, plans, steps, places, strict=True):
+            micro_batches = []
+            for rank in self._own:
+                mine = places_of[rank]
+                for first, stop in micro_slices(len(mine), key.batch_size) or [(0, 0)]:
+                    rows = max(stop - first, 1)
+                    micro_batches.append(
+                        MicroBatch(
+                            arrays=cut(arrays, row, row + rows),
+                            weight=self._source.weights(at(one, mine[first:stop])),
+                            samples=stop - first,
+                            rank=rank,
+                            first=int(mine[first]) if len(mine) else 0,
+                        )
+                    )
+                    row += rows
+            weight = self._source.weights(one)
+            block[key] = StepBatch(plan, tuple(micro_batches), weight, epoch_samples)
+        return block
+
+    def _shared(self, plan: StepPlan, samples: Int64Array) -> Sequence[Places]:
+        """Return the places of each slice's samples."""
+        if self._costly is not None:
+            return balanced(self._costly.costs(samples), self._slices)
+        return shares(plan, self._slices, self._lanes)
+
+    def _ids(self, epoch: int, begin: int, end: int) -> Int64Array:
+        """Return the samples at some positions, from a cached larger query, which is cheaper."""
+        if self._open_ended is not None:
+            return self._order.indices(epoch, begin, end)
+        known_epoch, first, ids = self._known_ids
+        if epoch != known_epoch or begin < first or end > first + ids.size:
+            last = min(max(end, begin + _ORDER_SAMPLES), self._order.samples_per_epoch)
+            first, ids = begin, self._order.indices(epoch, begin, last)
+            self._known_ids = epoch, first, ids
+        return ids[begin - first : end - first]
+
+
+def _check_length(arrays: Columns, rows: int) -> None:
+    for name, column in leaves(arrays):
+        if len(column) != rows:
+            raise ValueError(f"the source gave {len(column)} samples of {name!r}, asked for {rows}")
+
+
+_LONGEST_READ_S = 0.2
+_GLANCE_S = 0.05
+
+
+class WaitCancelled(Exception):  # noqa: N818
+    """`Prefetcher.take` was cancelled before the samples arrived."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    request: ReadRequest
+    block: Future[Block] = field(default_factory=Future)
+
+
+class Prefetcher:
+    """Reads a rank's steps ahead, with a reader in a thread.
+
+    With prefetch, the next block of steps is read while the current one is consumed, assuming that
+    the cursor advances and the batch sizes stay unchanged. Otherwise the block is dropped; the
+    caller owns the cursor, so no sample is lost. The requests to the reader and their order depend
+    only on the steps taken, so they are the same on all ranks.
+    """
+
+    def __init__(self, reader: Reader, prefetch: bool = True) -> None:
+        self._reader, self._prefetch = reader, prefetch
+        self._ready: Block = {}
+        self._coming: _Job | None = None
+        self._serial = 0
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def take(
+        self,
+        cursor: int,
+        global_batch: int,
+        batch_size: int,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> StepBatch:
+        """Return this rank's micro-batches, of at most batch_size samples, of the step at a cursor.
+
+        An empty slice has one placeholder micro-batch of weight 0 and samples 0, the first sample
+        of the step, so that its rank can take part in the backward pass. Exceptions of the reader
+        are raised here, with a note of the positions.
+
+        Raises:
+            WaitCancelled: `give_up`, polled while waiting, returned True.
+        """
+        if self._closed:
+            raise RuntimeError("the prefetcher is closed")
+        key = StepKey(cursor, global_batch, batch_size)
+        step = self._ready.pop(key, None) or self._take_from_next_block(key, give_up)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    def close(self, limit_s: float = _LONGEST_READ_S) -> None:
+        """Stop the thread; wait for it at most `limit_s` seconds, and warn if it takes longer.
+
+        Closing again waits again.
+        """
+        again, self._closed = self._closed, True
+        self._ready, self._coming = {}, None
+        if self._thread is None:
+            if not again:
+                self._reader.close()
+            return
+        if not again:
+            self._jobs.put(None)
+        self._thread.join(limit_s)
+        if not self._thread.is_alive():
+            self._thread = None
+        elif not again:
+            logger.warning(
+                "a read has not ended within %g s; its thread and its workers stay until it has",
+                limit_s,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take_from_next_block(
+        self, key: StepKey, give_up: Callable[[], bool]
+    ) -> StepBatch | Exception:
+        job = self._coming
+        if job is None or job.request.first != key:
+            self._ready = {}
+            job = self._ask(key, ahead=False)
+        while not wait([job.block], _GLANCE_S).done:
+            if give_up():
+                raise WaitCancelled
+        self._ready = job.block.result()
+        last = self._ready[next(reversed(self._ready))]
+        step = self._ready.pop(key)
+        self._coming = None
+        if self._prefetch and isinstance(last, StepBatch):
+            self._ask(key._replace(cursor=last.plan.cursor + last.plan.count), ahead=True)
+        return step
+
+    def _ask(self, first: StepKey, *, ahead: bool) -> _Job:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="instar-prefetch", daemon=True)
+            self._thread.start()
+        self._serial += 1
+        self._coming = _Job(ReadRequest(self._serial, first, ahead))
+        self._jobs.put(self._coming)
+        return self._coming
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._closed or job is not self._coming:
+                continue
+            try:
+                job.block.set_result(self._reader.read(job.request))
+            except BaseException as error:  # otherwise take() would wait forever
+                job.block.set_exception(error)
+        self._reader.close()

@@ -1,0 +1,292 @@
+"""Training and held-out samples of a language-model config, for every `data.kind`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from instar.config.language import DataConfig
+from instar.config.user_code import load_named
+from instar.data.order import Order, make_order, order_of
+from instar.data.source import Concatenated, DocumentSamples, Source, TokenWindows, mixture_order
+from instar.data.text.corpus import check_source
+from instar.data.text.prepare import default_path, is_made, parameters, prepare
+from instar.data.text.rows import open_rows
+from instar.data.text.shards import TokenDataset, open_dataset, verify_changed
+from instar.data.text.stream_index import check_stream, count_lanes, open_stream
+from instar.data.text.tokenizer import load_tokenizer, separator_of
+from instar.data.user_source import transformed
+from instar.data.workers import WorkerSource
+
+Say = Callable[[str], None]
+
+
+class DataSet(Protocol):
+    """Training and held-out samples with any context length."""
+
+    @property
+    def path(self) -> Path:
+        """The folder that holds the tokenizer."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tokenizer_fingerprint(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def train_samples(self, context: int) -> int | None:
+        """Return the number of training samples, None if they are not counted."""
+        ...
+
+    def train_tokens(self, context: int) -> int | None:
+        """Return the tokens of a text that gives `train_samples`; None if not counted."""
+        ...
+
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        """Return samples of `context` tokens, and their order.
+
+        Raises ConfigError if there are too few tokens for one sample.
+        """
+        ...
+
+    def held_out(self, split: str, context: int) -> Source:
+        """Return a split that is never trained on.
+
+        Raises ConfigError if there is no such split, or it has too few tokens.
+        """
+        ...
+
+
+def prepare_data(
+    data: DataConfig, seed: int, world_size: int = 1, say: Say = lambda _: None
+) -> None:
+    """Create all files that opening the data set requires; one process does this for all ranks.
+
+    Raises ConfigError if that fails, or existing files were made with another config.
+    """
+    for part in _parts(data, seed):
+        folder = prepare(part, seed, say=say)
+        if _counted(part, world_size):
+            count_lanes(part, folder, say)
+        elif part.read_from_start:
+            check_stream(part, folder)
+        verify_changed(folder, say)
+    if data.transform is not None:
+        load_named(data.transform, key="data.transform")
+
+
+def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path]:
+    """Return the folders that `prepare_data` would create, without creating them.
+
+    Raises ConfigError if a folder holds something else, or there is no source to create it from.
+    """
+    absent = []
+    for part in _parts(data, seed):
+        folder = Path(part.path or default_path(part, seed))
+        if is_made(folder, part, seed, say):
+            continue
+        absent.append(folder)
+        if part.kind == "tokens":
+            for source in filter(None, (part.source, part.val_source)):
+                check_source(source)
+    return absent
+
+
+def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
+    """Open the data set that `prepare_data` has created, without reading samples.
+
+    Raises ConfigError if anything is missing or does not match the config.
+    """
+    if data.mixture:
+        return MixtureData(data, tuple(_open_tokens(part, seed) for part in _parts(data, seed)))
+    if data.read_from_start:
+        folder = data.path or default_path(data, seed)
+        return StreamData(data, open_dataset(folder), _counted(data, world_size))
+    return _open_tokens(data, seed)
+
+
+def folders(data: DataConfig, seed: int) -> list[Path]:
+    """Return the folders that `prepare_data` writes to."""
+    return [Path(part.path or default_path(part, seed)) for part in _parts(data, seed)]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedData:
+    """A prepared folder: its tokenizer, and its held-out splits."""
+
+    data: DataConfig
+    dataset: TokenDataset
+
+    @property
+    def path(self) -> Path:
+        return self.dataset.path
+
+    @property
+    def vocab_size(self) -> int:
+        return self.dataset.vocab_size
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        return self.dataset.tokenizer_fingerprint
+
+    def held_out(self, split: str, context: int) -> Source:
+        return TokenWindows(self.dataset.split(split), context)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenData(PreparedData):
+    """Token shards made from text or from rows."""
+
+    seed: int
+
+    @property
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint
+
+    def train_samples(self, context: int) -> int:
+        return len(self.samples(context, self.seed)[0])
+
+    def train_tokens(self, context: int) -> int:
+        if self.data.packing:
+            return len(self.dataset.split("train"))
+        return self.train_samples(context) * context + 1
+
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        source, order = self.samples(context, seed)
+        return hosted(
+            transformed(source, self.data, seed), self.data, self.seed, context, seed
+        ), order
+
+    def samples(self, context: int, seed: int) -> tuple[Source, Order]:
+        """Return samples and order, without `data.transform` and without workers."""
+        data = self.data
+        split, sizes = self.dataset.split("train"), self.dataset.document_sizes
+        if not data.packing and sizes is not None:
+            missing = int(sizes.sum()) - len(split)
+            separator = separator_of(load_tokenizer(self.path))[:missing]
+            documents = DocumentSamples(split, sizes, separator, context)
+            return documents, order_of(data, len(documents), seed)
+        windows = TokenWindows(split, context)
+        if data.order != "random":
+            return windows, order_of(data, len(windows), seed)
+        starts = TokenWindows(split, context, stride=1)
+        return starts, make_order("random", len(starts), seed, samples_per_epoch=len(windows))
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureData:
+    """Several sources, sampled by their shares; held-out splits concatenate those of the parts."""
+
+    data: DataConfig
+    parts: tuple[TokenData, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.parts[0].path
+
+    @property
+    def vocab_size(self) -> int:
+        return self.parts[0].vocab_size
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        return self.parts[0].tokenizer_fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        told = [f"{part.fingerprint}/{weight}" for part, weight in self._weighed()]
+        return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
+
+    def train_samples(self, context: int) -> int:
+        return sum(part.train_samples(context) for part in self.parts)
+
+    def train_tokens(self, context: int) -> int:
+        return self.train_samples(context) * context + 1
+
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        sources = [part.samples(context, seed)[0] for part in self.parts]
+        weights = [part.weight for part in self.data.mixture if part.weight is not None]
+        order = mixture_order(
+            partial(order_of, self.data), [len(source) for source in sources], weights or None, seed
+        )
+        whole = transformed(Concatenated(sources), self.data, seed)
+        return hosted(whole, self.data, self.parts[0].seed, context, seed), order
+
+    def held_out(self, split: str, context: int) -> Source:
+        # val_source is the same for all parts
+        parts = self.parts if self.data.val_source is None else self.parts[:1]
+        return Concatenated([part.held_out(split, context) for part in parts])
+
+    def _weighed(self) -> zip[tuple[TokenData, float | None]]:
+        return zip(self.parts, (part.weight for part in self.data.mixture), strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamData(PreparedData):
+    """A stream to train on, read from its beginning, and token shards for held-out splits."""
+
+    counted: bool
+    """Whether the lanes were counted, so that each rank can read its own."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the held-out shards and of the config; the stream is not read for it."""
+        told = [self.dataset.fingerprint, *map(str, parameters(self.data, 0).items())]
+        return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
+
+    def train_samples(self, context: int) -> None:  # noqa: ARG002
+        return None
+
+    def train_tokens(self, context: int) -> None:  # noqa: ARG002
+        return None
+
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        source, order = open_stream(self.data, self.path, context, seed, counted=self.counted)
+        return transformed(source, self.data, seed), order
+
+
+def hosted(source: Source, data: DataConfig, seed: int, context: int, order_seed: int) -> Source:
+    """Return the source, read by worker processes if the config has any."""
+    if not data.workers:
+        return source
+    alone = data.model_copy(update={"workers": 0})
+    return WorkerSource(partial(_source, alone, seed, context, order_seed), data.workers)
+
+
+def _source(data: DataConfig, seed: int, context: int, order_seed: int) -> Source:
+    """Open the source in a worker."""
+    return open_data(data, seed).train(context, order_seed)[0]
+
+
+def _open_tokens(data: DataConfig, seed: int) -> TokenData:
+    opened = open_rows if data.kind == "rows" else open_dataset
+    return TokenData(data, opened(data.path or default_path(data, seed)), seed)
+
+
+def _parts(data: DataConfig, seed: int) -> list[DataConfig]:
+    """Return a config for each source, with its own folder."""
+    if not data.mixture:
+        return [data]
+    parts = []
+    for number, part in enumerate(data.mixture):
+        fields = {
+            "source": part.source,
+            "text_field": part.text_field or data.text_field,
+            "tokens_field": part.tokens_field or data.tokens_field,
+            "mixture": (),
+        }
+        own = data.model_copy(update=fields)
+        path = f"{data.path}/{number}" if data.path else default_path(own, seed)
+        parts.append(own.model_copy(update={"path": path}))
+    return parts
+
+
+def _counted(data: DataConfig, world_size: int) -> bool:
+    return data.kind == "stream" and data.strategy == "sharded" and world_size > 1

@@ -1,0 +1,489 @@
+"""Prepare a data set on disk: select documents, split them, tokenize, publish."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from instar.config.errors import ConfigError
+from instar.config.language import DataConfig
+from instar.data.order import Int64Array
+from instar.data.split import (
+    Parts,
+    chosen_bytes,
+    divide,
+    divide_held_out,
+    divide_whole,
+    first_bytes,
+    whole,
+)
+from instar.data.text.corpus import STDLIB, Corpus, open_corpus, same_place
+from instar.data.text.hf import column_of, load_rows
+from instar.data.text.rows import (
+    RowIndex,
+    RowsRecord,
+    check_ids,
+    content_fingerprint,
+    id_bytes,
+    id_pieces,
+    read_index,
+    text_corpus,
+    write_index,
+)
+from instar.data.text.shards import (
+    DATASET_FILE,
+    ProgressText,
+    Shard,
+    ShardWriter,
+    TokenDataset,
+    TokenizerRecord,
+    open_dataset,
+    write_once,
+    write_record,
+)
+from instar.data.text.tokenizer import (
+    SEPARATOR,
+    TOKENIZER_FILE,
+    TRAINED,
+    Tokenizer,
+    in_pieces,
+    load_tokenizer,
+    named_tokenizer,
+    separator_of,
+    train_bpe,
+    train_char,
+)
+from instar.record.atomic import atomic_dir
+
+_PATHS = ("source", "val_source", "tokenizer")
+_BPE_SAMPLE_BYTES = 8 << 20
+_BATCH_CHARACTERS = min(16, max(4, os.cpu_count() or 1)) << 20
+"""Characters encoded at once: `tokenizers` spreads pieces of 2^20 over all cores."""
+
+Say = Callable[[str], None]
+
+
+Pieces = Iterator[tuple[int, NDArray[Any]]]
+"""The tokens of a split in order, each with the number of its document in the split; a separator
+belongs to the document before it."""
+
+
+def prepare(
+    data: DataConfig, seed: int, path: str | Path | None = None, say: Say = lambda _: None
+) -> Path:
+    """Create the data set of a config at `path` (default: data.path, or `default_path`).
+
+    Tokens and rows become token shards; for a stream or an iterable, only the held-out splits do.
+    The selection of documents and the splits depend on the seed only. An existing data set is kept.
+
+    Raises:
+        ConfigError: bad input, or the folder holds something else.
+    """
+    folder = Path(path or data.path or default_path(data, seed))
+    if is_made(folder, data, seed, say):
+        if data.kind == "rows":
+            _check_rows(folder, data, say)
+        return folder
+    if (folder / DATASET_FILE).exists():
+        _add_training_tokens(folder, data, say)
+        return folder
+    plan = _plan(data, seed, lambda amounts: say(f"preparing {amounts} → {folder}"))
+    with atomic_dir(folder, key="data.path", first_wins=True) as aside:
+        splits: dict[str, tuple[Shard, ...]] = {}
+        for name, (documents, parts) in plan.splits.items():
+            splits[name], sizes = _write_split(
+                aside, name, documents, parts, plan.tokenizer, data, say
+            )
+            if name == "train" and documents.rows is not None:
+                index = RowIndex(documents.rows, parts[:, 0].copy(), sizes)
+                write_index(aside, index, plan.tokenizer.fingerprint)
+        write_once(aside / TOKENIZER_FILE, plan.tokenizer.to_json().encode())
+        write_record(
+            aside,
+            tokenizer=TokenizerRecord(plan.tokenizer.kind, plan.tokenizer.fingerprint),
+            vocab_size=plan.tokenizer.vocab_size,
+            splits=splits,
+            source=_made_from(data, seed, plan.wanted),
+        )
+    check_made_from(folder, data, seed, say)
+    counts = (f"{name} {sum(s.count for s in shards):,}" for name, shards in splits.items())
+    say(f"tokens: {', '.join(counts)}; vocabulary {plan.tokenizer.vocab_size:,}")
+    return folder
+
+
+def is_made(folder: Path, data: DataConfig, seed: int, say: Say) -> bool:
+    """Whether the folder holds the complete data set of the config.
+
+    Raises ConfigError if the folder holds another data set, or something else.
+    """
+    if (folder / DATASET_FILE).exists():
+        splits = check_made_from(folder, data, seed, say).splits
+        return data.read_from_start or "train" in splits
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError.one(
+            f"{folder} already exists and is not a data set",
+            where="data.path",
+            hint="give another folder",
+            key="data.path",
+        )
+    return False
+
+
+def default_path(data: DataConfig, seed: int) -> str:
+    """Return the folder of a config without data.path; its name has a hash of `parameters`."""
+    stem = Path(data.source).stem or Path(data.source).resolve().name
+    names = [_plain(stem) or "text", _tokenizer_name(data.tokenizer)]
+    names += [str(data.vocab_size)] * (data.tokenizer == "bpe")
+    names += [str(data.max_bytes)] * (data.max_bytes is not None)
+    identity = msgspec.json.encode(parameters(data, seed), order="sorted")
+    return f"data/{'-'.join(names)}-{xxhash.xxh3_128_hexdigest(identity)[:8]}"
+
+
+def parameters(data: DataConfig, seed: int) -> dict[str, Any]:
+    """Return all that determines a data set's content: fields of DataConfig, and the seed."""
+    fields = {"source", "tokenizer", "max_bytes", "val_fraction", "test_fraction"}
+    fields |= {"vocab_size"} if data.tokenizer == "bpe" else set()
+    fields |= {"val_source"} if data.val_source is not None else set()
+    if data.kind != "tokens":
+        fields |= {"kind", "subset", "source_split"}
+        fields |= {"text_field" if data.tokens_field is None else "tokens_field"}
+    elif {data.source, data.val_source} - {None, STDLIB}:
+        fields |= {"text_field"}
+    return {"seed": seed} | {field: getattr(data, field) for field in sorted(fields)}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
+
+
+def _tokenizer_name(name: str) -> str:
+    """Return a tokenizer's name for a path: the stem of its file, or its folder."""
+    if name in TRAINED:
+        return name
+    path = Path(name).resolve()
+    return _plain(path.parent.name if path.name == TOKENIZER_FILE else path.stem) or "file"
+
+
+@dataclass(frozen=True, eq=False)
+class _Documents:
+    """The documents of a source: text to encode, or a column of token ids."""
+
+    corpus: Corpus | None = None
+    ids: Any = None
+    rows: RowsRecord | None = None
+
+    @property
+    def sizes(self) -> Int64Array:
+        """Return the bytes of each document."""
+        return id_bytes(self.ids) if self.corpus is None else self.corpus.sizes
+
+    def tokens(self, parts: Parts, tokenizer: Tokenizer) -> Pieces:
+        if self.corpus is None:
+            return id_pieces(self.ids, parts)
+        return _encoded(tokenizer, self.corpus, parts)
+
+
+def _open_rows(data: DataConfig, tokenizer: Tokenizer | None) -> _Documents:
+    """Open the rows of a Hugging Face data set. Raises ConfigError for ids that are not tokens."""
+    rows = load_rows(data)
+    column = column_of(rows, data.tokens_field or data.text_field)
+    if data.tokens_field is not None:
+        if tokenizer is None:
+            raise ConfigError.one(
+                f"a {data.tokenizer} tokenizer cannot be trained on token ids",
+                where="data.tokenizer",
+                hint="name the tokenizer.json that made them",
+                key="data.tokenizer",
+            )
+        check_ids(column, tokenizer.vocab_size, data.tokens_field, data.source)
+    record = RowsRecord(len(rows), rows._fingerprint, content_fingerprint(column))
+    if data.tokens_field is not None:
+        return _Documents(ids=column, rows=record)
+    return _Documents(text_corpus(column), rows=record)
+
+
+def _open_held_out(data: DataConfig, source: str, tokenizer: Tokenizer | None) -> _Documents:
+    """Open the documents of `val_source`."""
+    if data.tokens_field is None:
+        return _Documents(open_corpus(source, data.text_field))
+    others = {"source": source, "subset": None, "source_split": "train"}
+    return _open_rows(data.model_copy(update=others), tokenizer)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The content of a data set; `wanted` is the bytes taken of each document of the source."""
+
+    tokenizer: Tokenizer
+    splits: dict[str, tuple[_Documents, Parts]]
+    wanted: Int64Array
+
+
+def _plan(data: DataConfig, seed: int, begins: Say) -> _Plan:
+    tokenizer = named_tokenizer(data.tokenizer)
+    wanted = np.empty(0, dtype=np.int64)
+    splits: dict[str, tuple[_Documents, Parts]] = {}
+    if not data.read_from_start:
+        if data.kind == "rows":
+            documents = _open_rows(data, tokenizer)
+        else:
+            documents = _Documents(open_corpus(data.source, data.text_field))
+        wanted, divided = _divided(documents.sizes, data, seed)
+        splits = {name: (documents, parts) for name, parts in divided.items()}
+    begins(_amounts(data, wanted))
+    if data.val_source is not None:
+        documents = _open_held_out(data, data.val_source, tokenizer)
+        divided = divide_held_out(documents.sizes, data, seed)
+        splits |= {name: (documents, parts) for name, parts in divided.items()}
+    if tokenizer is None:
+        documents, parts = splits["train"]
+        assert documents.corpus is not None
+        tokenizer = _train_tokenizer(documents.corpus, parts, data, seed)
+    return _Plan(tokenizer, splits, wanted)
+
+
+def _divided(sizes: Int64Array, data: DataConfig, seed: int) -> tuple[Int64Array, dict[str, Parts]]:
+    """Return the bytes taken of each document, and the parts of each split; rows are whole."""
+    wanted = chosen_bytes(sizes, data, seed)
+    if data.kind == "rows":
+        wanted = np.where(wanted > 0, sizes, 0)
+        if not wanted.any():
+            raise ConfigError.one(
+                f"the rows of {data.source} are all empty", where="data.source", key="data.source"
+            )
+    if data.val_source is not None:
+        return wanted, {"train": whole(np.flatnonzero(wanted), wanted)}
+    fractions = data.val_fraction, data.test_fraction
+    if data.kind != "rows":
+        return wanted, divide(wanted, *fractions, seed)
+    parts = divide_whole(wanted, *fractions, seed)
+    if parts is None:
+        raise ConfigError.one(
+            f"{_amounts(data, wanted)}: too few or too unequal to hold out whole ones",
+            where="data.val_source",
+            hint="give text to hold out in data.val_source, or other fractions",
+            key="data.val_source",
+        )
+    return wanted, parts
+
+
+def _amounts(data: DataConfig, wanted: Int64Array) -> str:
+    if data.read_from_start:
+        return f"the held-out text of {data.source}, {data.val_source}"
+    documents = int(np.count_nonzero(wanted))
+    plural = "" if documents == 1 else "s"
+    return f"{data.source}: {documents:,} document{plural}, {int(wanted.sum()):,} bytes"
+
+
+def _train_tokenizer(corpus: Corpus, train: Parts, data: DataConfig, seed: int) -> Tokenizer:
+    """Train a tokenizer: characters of the training split, or BPE on a bounded sample."""
+    if data.tokenizer == "char":
+        return train_char(piece or SEPARATOR for _, piece in _pieces(corpus, train))
+    sample = train.copy()
+    sizes = train[:, 2] - train[:, 1]
+    sample[:, 2] = train[:, 1] + first_bytes(sizes, _BPE_SAMPLE_BYTES, seed, "sample")
+    sample = sample[sample[:, 2] > sample[:, 1]]
+    texts = (piece for _, piece in _pieces(corpus, sample) if piece is not None)
+    return train_bpe(texts, data.vocab_size)
+
+
+def _pieces(corpus: Corpus, parts: Parts) -> Iterator[tuple[int, str | None]]:
+    """Yield the text of the parts in pieces, each with the part's number; None separates parts."""
+    for number, texts in enumerate(corpus.texts(parts)):
+        if number:
+            yield number - 1, None
+        for piece in in_pieces(texts):
+            yield number, piece
+
+
+def _encoded(tokenizer: Tokenizer, corpus: Corpus, parts: Parts) -> Pieces:
+    """Yield the tokens of the parts' text, with a separator between documents."""
+    separator = separator_of(tokenizer)
+    batch: list[tuple[int, str | None]] = []
+
+    def tokens() -> Pieces:
+        encoded = iter(tokenizer.encode_batch([text for _, text in batch if text is not None]))
+        for number, piece in batch:
+            yield number, separator if piece is None else next(encoded)
+
+    characters = 0
+    for number, piece in _pieces(corpus, parts):
+        batch.append((number, piece))
+        characters += len(piece or "")
+        if characters >= _BATCH_CHARACTERS:
+            yield from tokens()
+            batch, characters = [], 0
+    yield from tokens()
+
+
+def _write_split(
+    folder: Path,
+    name: str,
+    documents: _Documents,
+    parts: Parts,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    say: Say,
+    files: str = "",
+) -> tuple[tuple[Shard, ...], Int64Array]:
+    """Write a split's token shards; return them and the tokens per document, separators included.
+
+    Raises ConfigError if the split has fewer than two tokens.
+    """
+    writer = ShardWriter(
+        folder, files or name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size
+    )
+    progress, count = ProgressText(say), 0
+    sizes = np.zeros(len(parts), dtype=np.int64)
+    for document, some in documents.tokens(parts, tokenizer):
+        writer.append(some)
+        sizes[document] += some.size
+        count += some.size
+        progress.at(
+            f"tokenising {name}: {document + 1:,} of {len(parts):,} documents, {count:,} tokens"
+        )
+    if count < 2:
+        key, source = "data.source", data.source
+        if name != "train" and data.val_source is not None:
+            key, source = "data.val_source", data.val_source
+        raise ConfigError.one(
+            f"{source} is too short: its {name} split would have {count} tokens, "
+            "and it takes two to predict one",
+            where=key,
+            hint="give more text, or other data.val_fraction and data.test_fraction",
+            key=key,
+        )
+    if documents.corpus is not None:
+        sizes[-1] += separator_of(tokenizer).size  # the last document's is not written
+    return writer.close(), sizes
+
+
+def _made_from(data: DataConfig, seed: int, wanted: Int64Array) -> dict[str, Any]:
+    """Return the source in a data set's record; `wanted` is the bytes taken, [documents]."""
+    source = parameters(data, seed)
+    source |= {"documents": int(np.count_nonzero(wanted)), "bytes": int(wanted.sum())}
+    paths = {key: source[key] for key in _PATHS if source.get(key) not in (None, STDLIB, *TRAINED)}
+    source["resolved"] = {key: os.path.realpath(path) for key, path in paths.items()}
+    if data.source == STDLIB:
+        source["python"] = platform.python_version()
+    elif Path(data.source).is_file():
+        source["file_bytes"] = Path(data.source).stat().st_size
+    return source
+
+
+def check_made_from(folder: Path, data: DataConfig, seed: int, say: Say) -> TokenDataset:
+    """Open the data set in a folder. Raises ConfigError if it was made from something else.
+
+    The seed is not compared: a folder that is named in the config fixes the splits for any seed of
+    the run. Paths are compared after they are resolved.
+    """
+    dataset = open_dataset(folder)
+    made = {"kind": "tokens", "val_source": None} | dict(dataset.source)
+    asked = {"kind": data.kind, "val_source": data.val_source} | parameters(data, seed)
+    lead_to: dict[str, str] = made.get("resolved", {})
+    differing = [
+        key
+        for key in asked
+        if key != "seed"
+        and made.get(key) != asked[key]
+        and not (key in _PATHS and same_place(lead_to.get(key, made.get(key)), asked[key]))
+        # the file's content is compared below
+        and not (key == "tokenizer" and _is_file(made.get(key)) and _is_file(asked[key]))
+    ]
+    if differing:
+        found = ", ".join(f"{key}={made.get(key)!r}, not {asked[key]!r}" for key in differing)
+        raise ConfigError.one(
+            f"the data set {folder} was made otherwise: {found}",
+            where="data.path",
+            hint="set these keys under data as it was made, or name another data.path",
+            key="data.path",
+        )
+    if _is_file(data.tokenizer):
+        tokenizer = named_tokenizer(data.tokenizer)
+        if tokenizer is not None and tokenizer.fingerprint != dataset.tokenizer_fingerprint:
+            raise ConfigError.one(
+                f"{data.tokenizer} is not the tokenizer that made the data set {folder}",
+                where="data.tokenizer",
+                hint="put back what it was, or name another data.path",
+                key="data.tokenizer",
+            )
+    source = Path(data.source)
+    is_compared = data.kind != "rows" and "file_bytes" in made and source.is_file()
+    if is_compared and source.stat().st_size != made["file_bytes"]:
+        say(f"note: {source} has changed since {folder} was made from it; the latter is used")
+    return dataset
+
+
+def _is_file(tokenizer: object) -> bool:
+    """Whether `data.tokenizer` is an existing file or folder, not a kind to train."""
+    return isinstance(tokenizer, str) and tokenizer not in TRAINED and Path(tokenizer).exists()
+
+
+def _check_rows(folder: Path, data: DataConfig, say: Say) -> None:
+    """Raise ConfigError if the source has other rows than those that were tokenized.
+
+    Rows that cannot be loaded any more are not checked. If their `datasets` fingerprint differs,
+    for example because files were copied, their content is read once and compared.
+    """
+    index = read_index(folder, open_dataset(folder).tokenizer_fingerprint)
+    try:
+        rows = load_rows(data)
+    except ConfigError as error:
+        say(f"note: {error.problems[0].message}; the tokens in {folder} are used")
+        return
+    if (index.record.rows, index.record.loaded) != (len(rows), rows._fingerprint):
+        tokenizer = load_tokenizer(folder)
+        _check_content(_open_rows(data, tokenizer), index.record, data, folder)
+
+
+def _check_content(
+    documents: _Documents, record: RowsRecord, data: DataConfig, folder: Path
+) -> None:
+    found = documents.rows
+    if found is None or (found.rows, found.content) != (record.rows, record.content):
+        raise ConfigError.one(
+            f"the rows of {data.source} are not those that {folder} was made from",
+            where="data.source",
+            hint="put them back, or name another data.path",
+            key="data.source",
+        )
+
+
+def _add_training_tokens(folder: Path, data: DataConfig, say: Say) -> None:
+    """Tokenize the training split of rows in a folder of an earlier version, which has only their
+    index and the held-out splits.
+
+    Concurrent processes write separate files; the last record is valid.
+    """
+    dataset = open_dataset(folder)
+    tokenizer = load_tokenizer(folder, fingerprint=dataset.tokenizer_fingerprint)
+    index = read_index(folder, tokenizer.fingerprint)
+    documents = _open_rows(data, tokenizer)
+    _check_content(documents, index.record, data, folder)
+    say(f"tokenising the training split of {data.source} → {folder}")
+    parts, files = whole(index.chosen, documents.sizes), f"train-{secrets.token_hex(4)}"
+    shards, sizes = _write_split(folder, "train", documents, parts, tokenizer, data, say, files)
+    if not np.array_equal(sizes, index.counts):
+        raise ConfigError.one(
+            "the tokens of the rows are not as many as were counted",
+            where=str(folder),
+            hint="prepare the data again, in another folder",
+        )
+    write_record(
+        folder,
+        tokenizer=TokenizerRecord(tokenizer.kind, tokenizer.fingerprint),
+        vocab_size=tokenizer.vocab_size,
+        splits={"train": shards} | dict(dataset.shards),
+        source=dict(dataset.source),
+    )

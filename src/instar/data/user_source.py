@@ -1,0 +1,311 @@
+"""Sources made of a user function's return value, and `data.transform`, applied to each sample."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from instar.config.schema import FeedConfig
+from instar.config.user_code import load_named
+from instar.data.arrays import InMemorySource
+from instar.data.columns import NUMBERS, Column, Columns, Ragged, leaves, stack
+from instar.data.order import Int64Array, key_bytes
+from instar.data.source import Source, close
+
+Sample: TypeAlias = "Mapping[str, Any]"
+"""One sample: arrays by name, nested as the columns are."""
+
+SampleFunction: TypeAlias = "Callable[[dict[str, Any], np.random.Generator], Sample]"
+
+
+def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """Return the random generator of a sample in an epoch, independent of where it is read."""
+    words: Any = _Words(np.frombuffer(key_bytes(f"sample/{index}", seed, epoch, 32), dtype="<u8"))
+    return np.random.Generator(np.random.PCG64(words))
+
+
+class Transformed:
+    """Applies a function to the samples of a source; the weights are the source's.
+
+    The function must be deterministic in the sample and the generator, so that a sample can be read
+    again. It gets its own copies of the arrays and may modify them.
+    """
+
+    def __init__(self, source: Source, function: SampleFunction, seed: int) -> None:
+        self.source = source
+        self._function = function
+        self._seed = seed
+        self._name = getattr(function, "__qualname__", type(function).__qualname__)
+        self.fingerprint = f"{source.fingerprint}/{function.__module__}:{self._name}/{seed}"
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def weights(self, indices: Int64Array) -> float:
+        return self.source.weights(indices)
+
+    def close(self) -> None:
+        close(self.source)
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """Return the transformed samples.
+
+        Exceptions of the function are raised with a note that names the sample.
+
+        Raises:
+            ValueError: the function's result for a sample, given by its index, is not a mapping of
+                numeric arrays, or has other columns than that for the first sample.
+        """
+        columns = self.source.read(indices, epoch)
+        numbers = indices.tolist()
+        samples = []
+        for row, index in enumerate(numbers):
+            try:
+                generator = sample_generator(self._seed, epoch, index)
+                samples.append(self._function(_sample(columns, row), generator))
+            except Exception as error:
+                error.add_note(f"in {self._name}, of sample {index} in epoch {epoch}")
+                raise
+        try:
+            return stack(samples, numbers)
+        except ValueError as error:
+            raise ValueError(f"{self._name} made samples that do not fit: {error}") from None
+
+
+def transformed(source: Source, data: FeedConfig, seed: int) -> Source:
+    """Return the source with the user's transform, if there is one, applied to its samples."""
+    if data.transform is None:
+        return source
+    return Transformed(source, load_named(data.transform, key="data.transform"), seed)
+
+
+class _Words(np.random.bit_generator.ISeedSequence):
+    """Seeds a generator with words that are random already; much cheaper than mixing a seed."""
+
+    def __init__(self, words: np.ndarray[Any, Any]) -> None:
+        self._words = words
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+        return self._words[:n_words].astype(dtype)
+
+
+def _sample(columns: Columns, row: int) -> dict[str, Any]:
+    return {name: _value(column, row) for name, column in columns.items()}
+
+
+def _value(column: Column, row: int) -> Any:
+    if isinstance(column, Mapping):
+        return _sample(column, row)
+    if isinstance(column, Ragged):
+        return column.values[column.offsets[row] : column.offsets[row + 1]]
+    return column[row]
+
+
+FORMS = (
+    "return arrays by name, each [samples, …]; a list of samples, each with arrays by name; "
+    "or a data set with __len__ and __getitem__"
+)
+_SOURCE = ("read", "weights", "fingerprint", "__len__")
+_FINGERPRINTED = 64
+"""The number of evenly spaced items of a data set that its fingerprint covers."""
+
+
+def as_source(given: object, fields: Sequence[str] = ()) -> Source:
+    """Convert the return value of a user's function to a `Source`.
+
+    Args:
+        fields: names for the elements of samples that are tuples.
+
+    Raises:
+        ValueError: the value cannot be used; says why, and what to return instead.
+    """
+    if isinstance(given, Mapping):
+        return _in_memory({str(name): _column(str(name), each) for name, each in given.items()})
+    if all(hasattr(given, name) for name in _SOURCE):
+        return cast(Source, given)
+    if isinstance(tensors := getattr(given, "tensors", None), tuple):  # a TensorDataset
+        return as_source(dict(zip(_names(fields, tensors), tensors, strict=True)))
+    if hasattr(given, "columns") and hasattr(given, "to_numpy"):  # a DataFrame
+        table: Any = given
+        return as_source({str(name): table[name].to_numpy() for name in table.columns})
+    if isinstance(given, tuple) and given and all(map(_is_array, given)):
+        return as_source(dict(zip(_names(fields, given), given, strict=True)))
+    if _is_array(given) or isinstance(given, str | bytes):
+        raise ValueError(f"a single {type(given).__name__} without a name; {FORMS}")
+    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        raise ValueError(f"a {type(given).__name__}, which is not indexed; {FORMS}")
+    each = cast(Sequence[Any], given)
+    if not len(each):
+        raise ValueError("there are no samples")
+    if _is_graph(each[0]):
+        return _in_memory(_graphs([each[number] for number in range(len(each))]))
+    if isinstance(given, list | tuple):
+        return _in_memory(stack([sample_of(one, fields) for one in given]))
+    return IndexedSource(each, fields)
+
+
+class IndexedSource:
+    """A `Source` of the items of a map-style data set, read one by one on demand.
+
+    One thread reads at a time. The fingerprint covers only a few items.
+    """
+
+    def __init__(self, items: Sequence[Any], fields: Sequence[str] = ()) -> None:
+        self._items, self._fields = items, tuple(fields)
+        self._lock = threading.Lock()
+        total = len(items)
+        spread = np.unique(np.linspace(0, total - 1, min(total, _FINGERPRINTED)).astype(np.int64))
+        told = f"{type(items).__module__}.{type(items).__qualname__} {total}"
+        self.fingerprint = xxhash.xxh3_128_hexdigest(
+            f"{told} {InMemorySource(self.read(spread)).fingerprint}".encode()
+        )
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:  # noqa: ARG002
+        """Read items. Raises ValueError if an item is not numeric or differs from the first."""
+        numbers = indices.tolist()
+        with self._lock:
+            return stack([sample_of(self._items[n], self._fields) for n in numbers], numbers)
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(indices.size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
+
+
+def sample_of(item: object, fields: Sequence[str] = ()) -> Mapping[str, Any]:
+    """Return an item as arrays by name. Raises ValueError if its parts have no names."""
+    if isinstance(item, Mapping):
+        return {str(name): _untorched(str(name), value) for name, value in item.items()}
+    if isinstance(item, tuple | list):
+        parts = dict(zip(_names(fields, item), item, strict=True))
+        return {name: _untorched(name, value) for name, value in parts.items()}
+    if _is_array(item):
+        return sample_of((item,), fields)
+    raise ValueError(f"samples of type {type(item).__name__}; {FORMS}")
+
+
+def numeric(columns: Columns) -> None:
+    """Raise ValueError naming a column that is not an array of numbers."""
+    for name, column in leaves(columns):
+        kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
+        if kind.kind not in NUMBERS:
+            raise ValueError(
+                f"{name} has values of type {kind}, not numbers; encode text as numbers first, "
+                "e.g. by np.unique(…, return_inverse=True)"
+            )
+
+
+def _in_memory(columns: Columns) -> InMemorySource:
+    numeric(columns)
+    found = InMemorySource(columns)
+    if not len(found):
+        raise ValueError("there are no samples")
+    return found
+
+
+def _column(name: str, value: object) -> Column:
+    if isinstance(value, Ragged):
+        return value
+    if isinstance(value, Mapping):
+        return {str(part): _column(f"{name}.{part}", each) for part, each in value.items()}
+    value = _untorched(name, value)
+    if hasattr(value, "to_numpy"):  # a column of a DataFrame
+        value = value.to_numpy()
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
+        value = _of_samples(name, value)
+    if isinstance(value, Ragged):
+        return value
+    if not isinstance(value, np.ndarray) or value.ndim == 0:
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, where an array [samples, …] is expected"
+        )
+    return value
+
+
+def _of_samples(name: str, values: Iterable[Any]) -> NDArray[Any] | Ragged:
+    """Stack values given per sample into one array; ragged if their lengths differ."""
+    each = [_untorched(name, value) for value in values]
+    if not each or isinstance(each[0], str | bytes):
+        return np.asarray(each)
+    found = stack([{name: value} for value in each])[name]
+    assert not isinstance(found, Mapping)
+    return found
+
+
+def _untorched(name: str, value: Any) -> Any:
+    """Convert tensors, also in nested samples, to arrays; leave other values unchanged."""
+    if isinstance(value, Mapping):
+        return {str(part): _untorched(f"{name}.{part}", each) for part, each in value.items()}
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    if value.layout != torch.strided or value.is_quantized:
+        raise ValueError(f"{name} is a sparse or quantized tensor; give {name}.to_dense()")
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, np.ndarray) or (
+        (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor)
+    )
+
+
+def _names(fields: Sequence[str], parts: Sequence[Any]) -> Sequence[str]:
+    if len(fields) == len(parts):
+        return fields
+    example = ("x", "label", *(f"field{number}" for number in range(2, len(parts))))[: len(parts)]
+    raise ValueError(
+        f"tuples of {len(parts)} parts"
+        + (f", of which fields names {len(fields)}" if fields else " without names")
+        + f"; name them in the task's class, e.g. fields = {example}"
+    )
+
+
+def _is_graph(item: object) -> bool:
+    """Whether a sample is a PyTorch Geometric graph."""
+    return hasattr(item, "edge_index") and callable(getattr(item, "to_dict", None))
+
+
+def _graphs(graphs: Sequence[Any]) -> dict[str, Column]:
+    """Convert PyTorch Geometric graphs to columns; edge_index [2, edges] is `edges` [edges, 2].
+
+    Tensors with one row are attributes of the whole graph, the convention there; all else is
+    ragged.
+    """
+    samples = []
+    for graph in graphs:
+        sample = {name: _untorched(name, value) for name, value in graph.to_dict().items()}
+        sample["edges"] = np.ascontiguousarray(sample.pop("edge_index").T)
+        samples.append(
+            {n: np.atleast_1d(v) for n, v in sample.items() if v is not None and n != "num_nodes"}
+        )
+    names = samples[0].keys()
+    of_graph = {n for n in names if n not in ("x", "pos", "edges", "edge_attr")}
+    of_graph = {n for n in of_graph if all(len(s.get(n, ())) == 1 for s in samples)}
+    columns = stack([{n: v[0] if n in of_graph else v for n, v in s.items()} for s in samples])
+    return {
+        name: column if name in of_graph or isinstance(column, Ragged) else _ragged(column)
+        for name, column in columns.items()
+    }
+
+
+def _ragged(column: Any) -> Ragged:
+    """Convert a dense column to a ragged one: graphs of equal size are still variable-sized."""
+    samples, size = column.shape[:2]
+    offsets = np.arange(samples + 1, dtype=np.int64) * size
+    return Ragged(column.reshape(samples * size, *column.shape[2:]), offsets)

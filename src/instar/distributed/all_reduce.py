@@ -1,0 +1,137 @@
+"""Sums whose bits do not depend on how many processes hold the summands.
+
+Floating-point addition is not associative: a sum is a tree, and another tree is another sum. Large
+tensors are added in one fixed tree (`DeterministicAllReduce`), single numbers without rounding (`exact_sums`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from instar.distributed.agree import collective, gather
+from instar.distributed.world import World
+
+
+class DeterministicAllReduce:
+    """All-reduce that adds one flat tensor per leaf in a complete binary tree over all leaves.
+
+    Each of W processes owns L / W adjacent leaves, that is, a whole subtree, and adds them as they
+    arrive; the processes then reduce the top of the tree together. A process holds at most
+    log2(L / W) + 1 tensors, and at least two if W > 1.
+    """
+
+    def __init__(self, world: World, leaves: int, length: int, dtype: torch.dtype) -> None:
+        """
+        Args:
+            leaves: number of leaves over all processes, a power of two divisible by the world size.
+            length: number of elements of each leaf.
+        """
+        if leaves & (leaves - 1) or leaves % world.size:
+            raise ValueError(f"cannot divide {leaves} leaves among {world.size} processes")
+        self.world = world
+        self.leaves = leaves // world.size
+        self._length, self._dtype = length, dtype
+        self._free: list[Tensor] = []
+        self._sums: list[tuple[int, Tensor]] = []
+        """complete subtrees as (number of leaves, sum), from left to right"""
+
+    def leaf(self) -> Tensor:
+        """Return a zeroed tensor to fill and pass to `add` as this process's next leaf."""
+        return self._take().zero_()
+
+    def add(self, leaf: Tensor) -> None:
+        """Add the next leaf; takes ownership of the tensor."""
+        right, leaves = leaf, 1
+        while self._sums and self._sums[-1][0] == leaves:
+            _, left = self._sums.pop()
+            left.add_(right)
+            self._free.append(right)
+            right, leaves = left, 2 * leaves
+        self._sums.append((leaves, right))
+
+    def root(self) -> Tensor:
+        """Return the sum of all leaves, identical on all processes. A collective if W > 1.
+
+        The tensor is valid until the next call of `leaf`.
+
+        Raises:
+            PeerLost: another process is gone.
+        """
+        ((leaves, total),) = self._sums
+        if leaves != self.leaves:
+            raise ValueError(f"expected {self.leaves} leaves, got {leaves}")
+        self._sums.clear()
+        if self.world.size > 1:
+            self._add_top(total)
+        self._free.append(total)
+        return total
+
+    def _add_top(self, subtree: Tensor) -> None:
+        """Reduce-scatter by recursive halving, then all-gather by recursive doubling.
+
+        Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+        MPICH", 2005, with the nearest peer first, so that every element is added in tree order. A
+        process sends 2 (W - 1) / W of its tensor.
+        """
+        received = self._take()
+        begin, end = 0, self._length
+        shared = []
+        with collective(self.world, "adding gradients"):
+            for level in range(self.world.size.bit_length() - 1):
+                peer = self.world.rank ^ (1 << level)
+                middle = (begin + end) // 2
+                halves = slice(begin, middle), slice(middle, end)
+                kept, given = halves if self.world.rank < peer else reversed(halves)
+                _swap(peer, subtree[given], received[kept])
+                # floating-point addition commutes bit for bit, so either operand may be the left one
+                subtree[kept] += received[kept]
+                begin, end = kept.start, kept.stop
+                shared.append((peer, kept, given))
+            for peer, kept, given in reversed(shared):
+                _swap(peer, subtree[kept], subtree[given])
+        self._free.append(received)
+
+    def _take(self) -> Tensor:
+        if self._free:
+            return self._free.pop()
+        return torch.empty(self._length, dtype=self._dtype, device=self.world.device)
+
+
+def _swap(peer: int, sent: Tensor, received: Tensor) -> None:
+    both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+
+
+def exact_sums(world: World, columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Sum each column over all ranks, rounded once, so that neither the order of the values nor their
+    distribution over ranks matters. A collective.
+
+    All ranks pass the same columns; the number of values in a column may differ, or be 0.
+    """
+    mine = [str(_sum(values)) for values in columns.values()]
+    everyones = cast(list[list[str]], gather(world, mine))
+    sums = (float(sum(map(_parse, texts))) for texts in zip(*everyones, strict=True))
+    return dict(zip(columns, sums, strict=True))
+
+
+def total(values: Sequence[float]) -> float:
+    """Return the sum of `values`, rounded once, so that their order does not matter."""
+    return float(_sum(values))
+
+
+def _sum(values: Sequence[float]) -> Fraction | float:
+    if all(map(math.isfinite, values)):
+        return sum(map(Fraction, values), Fraction())
+    return sum(values)
+
+
+def _parse(text: str) -> Fraction | float:
+    return Fraction(text) if text[-1].isdigit() else float(text)

@@ -1,0 +1,435 @@
+"""The watchdog: exchanges heartbeats, and ends all ranks when one of them hangs.
+
+A main thread that waits inside a collective can neither raise nor be interrupted. So a second
+thread sends its position to the other ranks and receives theirs; when a limit is exceeded, every
+living rank writes the same diagnosis to its log and its failure record, and exits at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from instar.distributed.failure import (
+    LAUNCHER_VARIABLE,
+    PeerError,
+    PeerLost,
+    RankMissing,
+    RunFailed,
+    describe_failure,
+    is_secondary,
+    write_failure,
+)
+from instar.distributed.heartbeat import (
+    Diagnosis,
+    Heartbeat,
+    Heartbeats,
+    HeartbeatStore,
+    LastHeartbeat,
+    Position,
+    StoreClient,
+    diagnose,
+    probe_host,
+)
+from instar.distributed.signals import exit_now
+from instar.processes.child import GONE, STATUS_STOPPED, process_state
+
+logger = logging.getLogger(__name__)
+
+
+# A longer pause between two checks than intended means that this process itself was stopped; up to
+# this much of it is attributed to a busy machine.
+MARGIN_S = 1.0
+# How long a rank that lost a peer searches for the cause. Launchers kill it one second later.
+SEARCH_S = 0.6
+# How long the host of a silent store may take to accept a connection. TCP retransmits a lost SYN
+# after one second.
+PROBE_S = 2.0
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """The address of the store, and the rank that serves it (None: the launcher)."""
+
+    address: str
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class WatchdogLimits:
+    """`silence_s`: a rank that sends no heartbeat for this long is lost. `wait_s`: how long a rank may
+    wait for a living one. `interval_s`: the time between two heartbeats."""
+
+    silence_s: float
+    wait_s: float
+    interval_s: float
+
+    @classmethod
+    def of(cls, silence_s: float, timeout_s: float, size: int) -> WatchdogLimits:
+        """The interval grows with the number of ranks, because every rank reads all heartbeats."""
+        silence_s = min(silence_s, timeout_s)
+        return cls(silence_s, timeout_s, min(silence_s / 4, max(0.5, size / 100)))
+
+
+@contextmanager
+def watch_ranks(
+    store: HeartbeatStore, served: StoreAddress, rank: int, size: int, limits: WatchdogLimits
+) -> Iterator[Position]:
+    """Monitor all ranks while the body runs; yields the `Position` of the calling thread.
+
+    `store` is a connection used by nobody else, with a key prefix unique to this start.
+
+    When a rank hangs, the process exits with code 4, whatever the body does. If the body fails
+    because another rank is gone, raises RankMissing or PeerLost naming that rank.
+    """
+    watch = Watchdog(store, served, rank, size, limits)
+    try:
+        yield watch.position
+    except BaseException as error:
+        watch.stop()
+        lost = is_secondary(error)
+        if lost and not isinstance(error, PeerError):
+            better = watch.explain(error)
+            if better is not None:
+                raise better from error
+        watch.part(f"{type(error).__name__}: {error}", lost=lost)
+        raise
+    else:
+        watch.stop()
+        watch.part("")
+    finally:
+        watch.close()
+
+
+class Watchdog:
+    """One rank's heartbeat and its view of the other ranks', from rendezvous to exit."""
+
+    def __init__(
+        self,
+        store: HeartbeatStore,
+        served: StoreAddress,
+        rank: int,
+        size: int,
+        limits: WatchdogLimits,
+    ) -> None:
+        self.position = Position()
+        self._served, self._rank, self._limits = served, rank, limits
+        self._others = [other for other in range(size) if other != rank]
+        self._line = StoreClient(store, rank, size)
+        self._host, self._pid = this_host(), os.getpid()
+        self._search_s = max(SEARCH_S, 1.2 * limits.interval_s)
+        self._count = 0
+        self._moves = -1
+        self._still_s = 0.0
+        self._seen = {other: LastHeartbeat(None, 0.0) for other in self._others}
+        self._answer: Future[Heartbeats] | None = None
+        self._unanswered_s = 0.0
+        self._probe: threading.Event | None = None
+        self._network_due_s = limits.silence_s
+        self._store_lost = False
+        self._leaving = threading.Event()
+        self._ending = threading.Lock()
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+
+    def stop(self) -> None:
+        """Stop ending this rank on a diagnosis. Never returns if that is already happening."""
+        with self._ending:
+            self._leaving.set()
+
+    def part(self, error: str, *, lost: bool = False) -> None:
+        """Announce to the other ranks that this one leaves, because of `error` unless that is empty."""
+        if self._store_lost:
+            return
+        deadline = time.monotonic() + self._search_s
+        # The rank that serves the store leaves last: the others still read from it.
+        while news := self._ask(self._beat(ended=error, lost=lost), deadline):
+            gone = all(beat.ended is not None for beat in news.beats.values())
+            if self._served.rank != self._rank or gone or error or time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the threads, except one that is blocked in the store."""
+        self._line.close()
+
+    def explain(self, error: BaseException) -> RunFailed | None:
+        """Find the rank whose loss caused `error`; None if it is unknown."""
+        deadline = time.monotonic() + self._search_s
+        before = {rank: one.beat.count for rank, one in self._seen.items() if one.beat}
+        mine = self._beat(ended=str(error), lost=True)
+        while True:
+            news = None if self._store_lost else self._ask(mine, deadline)
+            if news is None:
+                return self._store_gone(error)
+            if news.verdict:
+                return _missing(news.verdict)
+            found = self._ended(news.beats, error)
+            if found is not None:
+                return found
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        here = [rank for rank, beat in news.beats.items() if beat.ended is None]
+        quiet = [rank for rank in here if news.beats[rank].count == before.get(rank)]
+        blamed = quiet or here
+        if not blamed:
+            return None
+        told = "; ".join(f"rank {rank} was last seen {news.beats[rank].place}" for rank in blamed)
+        return _missing(self._decide(Diagnosis(f"{error}; {told}", tuple(blamed))))
+
+    def _ended(self, beats: Mapping[int, Heartbeat], error: BaseException) -> RunFailed | None:
+        """Return the error for a rank that failed by itself, or whose process is gone."""
+        for rank, beat in beats.items():
+            if beat.ended is not None and not beat.lost:
+                why = f"failed: {beat.ended}" if beat.ended else "has left the run"
+                return PeerLost(f"{error}; rank {rank} {why}")
+        gone = [
+            rank
+            for rank, beat in beats.items()
+            if beat.ended is None and beat.host == self._host and process_state(beat.pid) == GONE
+        ]
+        if not gone:
+            return None
+        told = "; ".join(f"rank {rank} is gone, last seen {beats[rank].place}" for rank in gone)
+        return PeerLost(f"{error}; {told}")
+
+    def _watch(self) -> None:
+        last, pause_s = time.monotonic(), 0.0
+        margin_s = min(MARGIN_S, self._limits.silence_s / 4)
+        answer_s = min(self._limits.interval_s, margin_s)
+        while not self._leaving.wait(pause_s):
+            now = time.monotonic()
+            # Only time in which this process itself ran counts against others: after Ctrl-Z and fg
+            # no rank has moved, and none is at fault.
+            awake_s = min(now - last, pause_s + margin_s)
+            last = now
+            self._look_at_main_thread(awake_s)
+            mine = self._beat()
+            # At most the margin, or part of the wait would not count.
+            self._exchange(mine, awake_s, answer_s)
+            verdict, due_s = self._judge(mine)
+            if verdict is not None:
+                self._end(verdict)
+            pause_s = min(self._limits.interval_s, max(0.02, due_s / 2))
+
+    def _look_at_main_thread(self, awake_s: float) -> None:
+        moved = self._moves != self.position.moves
+        self._moves = self.position.moves
+        self._still_s = 0.0 if moved else self._still_s + awake_s
+
+    def _exchange(self, mine: Heartbeat, awake_s: float, limit_s: float) -> None:
+        """Exchange heartbeats, without waiting longer than `limit_s` for the store's answer."""
+        if self._store_lost:
+            return
+        if self._answer is None:
+            self._answer = self._line.exchange(mine)
+        try:
+            news = self._answer.result(limit_s)
+        except NoAnswer:
+            # No heartbeat could be read: the silence is the store's, not the other ranks'.
+            self._unanswered_s += awake_s
+            return
+        except RuntimeError as error:
+            self._lose_store(error)
+            return
+        self._answer, self._unanswered_s = None, 0.0
+        self._probe, self._network_due_s = None, self._limits.silence_s
+        for rank, seen in self._seen.items():
+            beat = news.beats.get(rank)
+            same = (beat and beat.count) == (seen.beat and seen.beat.count)
+            self._seen[rank] = LastHeartbeat(beat, seen.silent_s + awake_s if same else 0.0)
+        if news.verdict:
+            self._end(news.verdict)
+
+    def _judge(self, mine: Heartbeat) -> tuple[Diagnosis | None, float]:
+        limits, heard = self._limits, self._seen
+        if self._store_lost or self._unanswered_s:
+            if (lost := self._judge_store(mine)) is not None:
+                return lost, 0.0
+            heard = {rank: replace(one, silent_s=0.0) for rank, one in heard.items()}
+        return diagnose(
+            {**heard, self._rank: LastHeartbeat(mine, 0.0)}, limits.silence_s, limits.wait_s
+        )
+
+    def _judge_store(self, mine: Heartbeat) -> Diagnosis | None:
+        probe_s = min(PROBE_S, self._limits.silence_s / 2)
+        if self._probe is None and self._unanswered_s >= self._network_due_s - probe_s:
+            self._probe = probe_host(self._served.address, probe_s)
+        if self._probe is not None and self._unanswered_s >= self._network_due_s:
+            if not self._probe.wait(0.1):
+                return self._network_lost()
+            self._probe, self._network_due_s = None, self._unanswered_s + self._limits.silence_s
+        if self._served.rank is None:
+            return None  # ranks keep training while their launcher is stopped
+        # A closed connection may also mean that the rank has finished and left.
+        waiting = mine.waits_for > 0 and self._still_s >= 2
+        silent = self._unanswered_s >= self._limits.silence_s
+        return self._server_lost() if silent or (self._store_lost and waiting) else None
+
+    def _network_lost(self) -> Diagnosis:
+        """The store is on rank 0's host, served by the launcher or by rank 0 itself."""
+        beat = self._seen[0].beat if 0 in self._seen else None
+        last = f"; rank 0 was last seen {beat.place}" if beat else ""
+        return Diagnosis(
+            f"the network to rank 0 at {self._served.address} is lost: no answer "
+            f"for {self._unanswered_s:.0f} s{last}",
+            (0,) if 0 in self._seen else (),
+        )
+
+    def _server_lost(self) -> Diagnosis:
+        server = self._served.rank
+        assert server is not None
+        beat = self._seen[server].beat
+        last = f"last seen {beat.place}" if beat else "not seen since the rendezvous"
+        serves = f"the store at {self._served.address}, which it serves"
+        if self._store_lost:
+            message = f"rank {server} is gone: {last}; lost {serves}"
+        else:
+            silent = f"has not answered for {self._unanswered_s:.0f} s"
+            message = f"rank {server} {silent}: {last}; {serves}, is silent too"
+        return Diagnosis(message, (server,))
+
+    def _lose_store(self, error: RuntimeError) -> None:
+        self._store_lost = True
+        address, server = self._served.address, self._served.rank
+        if server is not None:
+            beat = self._seen[server].beat
+            if beat is None or beat.ended is None:
+                logger.warning("lost the store at %s, which rank %d serves", address, server)
+            return
+        logger.error(
+            "lost the store at %s: its launcher is gone; asking this rank to stop (%s)",
+            address,
+            str(error).partition("\n")[0],
+        )
+        if LAUNCHER_VARIABLE not in os.environ or sys.platform != "linux":
+            # Instar's launcher has arranged for this signal itself.
+            os.kill(self._pid, signal.SIGTERM)
+
+    def _store_gone(self, error: BaseException) -> RunFailed:
+        if self._served.rank in (None, self._rank):
+            return PeerLost(f"{error}; lost the store at {self._served.address}")
+        self._store_lost = True
+        return PeerLost(f"{error}; {self._server_lost().message}")
+
+    def _ask(self, mine: Heartbeat, deadline: float) -> Heartbeats | None:
+        try:
+            return self._line.exchange(mine).result(max(0.05, deadline - time.monotonic()))
+        except (NoAnswer, RuntimeError):
+            return None
+
+    def _beat(self, ended: str | None = None, *, lost: bool = False) -> Heartbeat:
+        self._count += 1
+        position = self.position
+        line, in_torch = line_of(position.thread) if self._still_s >= 1 else ("", False)
+        return Heartbeat(
+            count=self._count,
+            step=position.step,
+            where=position.where,
+            arrived=position.arrived,
+            waits_for=position.waits_for,
+            doing=position.doing,
+            still_s=round(self._still_s, 2),
+            line=line,
+            in_torch=in_torch,
+            host=self._host,
+            pid=self._pid,
+            ended=ended,
+            lost=lost,
+        )
+
+    def _decide(self, verdict: Diagnosis) -> Diagnosis:
+        """Return the verdict of the first rank that posted one; this one if the store does not answer."""
+        if self._store_lost:
+            return verdict
+        with suppress(NoAnswer, RuntimeError):
+            return self._line.decide(verdict).result(0.3)
+        return verdict
+
+    def _end(self, verdict: Diagnosis) -> None:
+        """Exit this process with the verdict, unless the main thread is already exiting."""
+        with self._ending:
+            if self._leaving.is_set():
+                return
+            # The main thread may hold the lock of a log handler, or be stuck on a disk.
+            telling = threading.Thread(target=self._tell, args=[verdict], daemon=True)
+            telling.start()
+            telling.join(1.0)
+            if self._served.rank == self._rank:
+                self._outlast_others(verdict)
+            exit_now(RunFailed.exit_code)
+
+    def _outlast_others(self, verdict: Diagnosis) -> None:
+        """Serve the store until the others have read the verdict: otherwise they would only learn that
+        this rank is gone."""
+        deadline = time.monotonic() + self._search_s
+        while any(self._may_listen(rank, verdict) for rank in self._others):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
+    def _may_listen(self, rank: int, verdict: Diagnosis) -> bool:
+        beat = self._seen[rank].beat
+        if beat is None or beat.ended is not None or rank in verdict.ranks:
+            return False
+        return beat.host != self._host or process_state(beat.pid) != GONE
+
+    def _tell(self, verdict: Diagnosis) -> None:
+        verdict = self._decide(verdict)
+        error = _missing(verdict)
+        failure = describe_failure(error, self._rank, self.position.step)
+        write_failure(failure, error, os.environ)
+        if LAUNCHER_VARIABLE not in os.environ:
+            self._end_stopped(verdict)
+            with suppress(OSError, ValueError):
+                print(failure.sentence(), file=sys.stderr, flush=True)
+        logger.error("%s", failure.sentence())
+        logger.error("the main thread is at\n%s", stack_of(self.position.thread))
+
+    def _end_stopped(self, verdict: Diagnosis) -> None:
+        """Kill stopped processes: torchrun would send them SIGTERM and wait 30 s for nothing."""
+        for rank in verdict.ranks:
+            beat = self._seen[rank].beat if rank in self._seen else None
+            if beat and beat.host == self._host and process_state(beat.pid) == STATUS_STOPPED:
+                with suppress(OSError):
+                    os.kill(beat.pid, signal.SIGKILL)
+
+
+def _missing(verdict: Diagnosis) -> RankMissing:
+    return RankMissing(verdict.message, verdict.ranks)
+
+
+def this_host() -> str:
+    """Identify this host and PID namespace: in another container a process has another id."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    return socket.gethostname()
+
+
+def line_of(thread: int) -> tuple[str, bool]:
+    """Return the innermost line of Python that a thread is at, and whether it belongs to torch."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "", False
+    file, function = Path(frame.f_code.co_filename), frame.f_code.co_name
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    in_torch = torch is not None and file.is_relative_to(Path(torch).parent)
+    return f"{file.name}:{frame.f_lineno} in {function}", in_torch
+
+
+def stack_of(thread: int) -> str:
+    """Return the Python stack of a thread of this process, outermost frame first."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame else "?"

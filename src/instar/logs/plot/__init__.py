@@ -1,0 +1,1 @@
+"""Charts as data, and their output as files and in a terminal."""

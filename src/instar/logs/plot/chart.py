@@ -1,0 +1,216 @@
+"""A chart as data, and the labels of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from instar.logs.query.stages import stages
+from instar.logs.read.record import RunRecord
+from instar.record.events import to_words
+from instar.record.format import si
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+_ROOM = 0.015
+Kind = Literal["operation", "checkpoint", "resume", "alert", "failed"]
+
+
+@dataclass(frozen=True)
+class Polyline:
+    """Points that belong together; where y is NaN the line is broken."""
+
+    x: Floats
+    y: Floats
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run, or of several that belong together."""
+
+    metric: str
+    run: int
+    """Which of the chart's runs it is of."""
+    line: Polyline
+    """What counts, smoothed if that is wanted; the mean of several runs."""
+    raw: Polyline | None = None
+    """What was smoothed."""
+    superseded: tuple[Polyline, ...] = ()
+    band: tuple[Floats, Floats] | None = None
+    """Low and high around a mean."""
+    best: tuple[float, float] | None = None
+    """The best place of a held-out metric."""
+    held_out: bool = False
+    left_out: int = 0
+    """Points that cannot be drawn: not finite, beyond all measure, or below 0 on a logarithmic
+    axis."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one y axis."""
+
+    label: str
+    curves: tuple[Curve, ...]
+    right: tuple[Curve, ...] = ()
+    """Curves over a second y axis."""
+    log: bool = False
+    limits: tuple[float, float] | None = None
+    notes: tuple[str, ...] = ()
+    """What is not in the picture: `2 points above`."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(curve.metric for curve in self.curves))
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """Something that happened at a place."""
+
+    kind: Kind
+    x: float
+    run: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Panels below each other over one x axis."""
+
+    title: str
+    subtitle: str
+    axis: str
+    label: str
+    runs: tuple[str, ...]
+    """What each run is called in this company."""
+    panels: tuple[Panel, ...]
+    marks: tuple[Annotation, ...] = ()
+    log_x: bool = False
+    limits: tuple[float, float] = field(default=(0.0, 1.0))
+
+    @property
+    def view(self) -> tuple[float, float]:
+        """The limits with some room beside them."""
+        low, high = self.limits
+        if self.log_x:
+            return low, high * (high / low) ** _ROOM if high > low else high * 1.1
+        room = (high - low) * _ROOM or 0.5
+        return low - room, high + room
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is drawn, as JSON can say it."""
+        told: dict[str, Any] = to_words(
+            {
+                "title": self.title,
+                "x": self.axis,
+                "label": self.label,
+                "runs": list(self.runs),
+                "panels": [_panel(panel) for panel in self.panels],
+                "marks": [
+                    {"kind": m.kind, "x": m.x, "run": m.run, "text": m.text} for m in self.marks
+                ],
+            }
+        )
+        return told
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    return {
+        "label": panel.label,
+        "curves": [_curve(curve) for curve in (*panel.curves, *panel.right)],
+        "limits": None if panel.limits is None else list(panel.limits),
+        "notes": list(panel.notes),
+    }
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    low, high = curve.band or (None, None)
+    return {
+        "metric": curve.metric,
+        "run": curve.run,
+        **_line(curve.line),
+        "raw": None if curve.raw is None else _line(curve.raw),
+        "superseded": [_line(line) for line in curve.superseded],
+        "low": None if low is None else low.tolist(),
+        "high": None if high is None else high.tolist(),
+        "best": None if curve.best is None else {"x": curve.best[0], "value": curve.best[1]},
+        "left_out": curve.left_out,
+    }
+
+
+def _line(line: Polyline) -> dict[str, Any]:
+    return {"x": line.x.tolist(), "value": line.y.tolist()}
+
+
+_NAMES = {
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "mfu": "share of peak FLOPs (MFU)",
+    "data_wait": "share of time waiting for data",
+    "memory_bytes": "memory",
+}
+_SPLITS = {"val": "validation", "test": "test"}
+
+
+def panel_label(metrics: Sequence[str], units: Sequence[str]) -> str:
+    """The name of a y axis with its unit: `loss (nats per token)`."""
+    different = list(dict.fromkeys(metrics))
+    if len(different) == 1:
+        return _with_unit(metric_text(different[0]), different[0], units)
+    last = {metric.rpartition("/")[2] for metric in different}
+    if len(last) == 1:
+        return _with_unit(metric_text(last.pop()), different[0], units)
+    return ", ".join(map(metric_text, different))
+
+
+def metric_text(metric: str) -> str:
+    """`validation loss` of `val/loss`."""
+    split, _, rest = metric.partition("/")
+    if split in _SPLITS and rest:
+        return f"{_SPLITS[split]} {rest.replace('/', ' ')}"
+    return _NAMES.get(metric, metric.replace("_", " ") if "/" not in metric else metric)
+
+
+def curve_text(metric: str) -> str:
+    """As `metric_text`, for a curve beside those of other splits: `training loss`."""
+    return (
+        metric_text(metric)
+        if "/" in metric or metric in _NAMES
+        else f"training {metric_text(metric)}"
+    )
+
+
+def subtitle(records: Sequence[RunRecord]) -> str:
+    """The models: `2L/128d, 803k → 4L/128d, 1.33M parameters`."""
+    shapes = list(dict.fromkeys(filter(None, map(_shapes, records))))
+    return shapes[0] if len(shapes) == 1 else ""
+
+
+def _shapes(record: RunRecord) -> str:
+    every = [stage for stage in stages(record) if stage.model]
+    if not every:
+        return ""
+    turns = [every[0]] if len(every) == 1 else [every[0], every[-1]]
+    told = [
+        stage.model + (f", {si(stage.parameters)}" if stage.parameters else "") for stage in turns
+    ]
+    return " → ".join(told) + (" parameters" if turns[-1].parameters else "")
+
+
+def _with_unit(text: str, metric: str, units: Sequence[str]) -> str:
+    different = set(units)
+    if metric == "tokens_per_s":
+        return " or ".join(f"{unit}s" for unit in sorted(different)) + " per second"
+    if metric.rpartition("/")[2] == "loss" and different == {"token"}:
+        return f"{text} (nats per token)"
+    return text

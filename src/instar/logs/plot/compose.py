@@ -1,0 +1,376 @@
+"""From runs to a chart: which curves it has, which part of them, and what is annotated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from instar.config.errors import ConfigError
+from instar.logs.plot.axes import axis_label, check_axis
+from instar.logs.plot.chart import (
+    Annotation,
+    Chart,
+    Curve,
+    Kind,
+    Panel,
+    Polyline,
+    panel_label,
+    subtitle,
+)
+from instar.logs.plot.transforms import band, smooth, thin
+from instar.logs.query.groups import grouped, names, notes_on_data
+from instar.logs.read.record import ALIASES, RunRecord, Series, unknown_metric
+from instar.logs.web.curves import marks
+from instar.record.events import RunStarted
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+_CLOCKS = ("wall_s", "time")
+_LONGEST_TITLE = 60
+_LARGEST, _FARTHEST, _LAST_TIME = 1e150, 1e30, 2e11
+"""What is larger comes from a broken run or clock, and would leave no room for anything else."""
+_LEAST_POINTS, _ALL_POINTS = 200, 60_000
+MOST_MARKED = 7
+"""number of runs up to which annotations are drawn"""
+LOSS_CURVES = (("loss", "val/loss"),)
+
+
+@dataclass(frozen=True)
+class ChartRequest:
+    """The options of a plot."""
+
+    panels: tuple[tuple[str, ...], ...] = LOSS_CURVES
+    """The metrics of each panel."""
+    axis: str = "step"
+    weight: float = 0.0
+    """Of the moving average that curves are smoothed with."""
+    log: bool = False
+    log_x: bool = False
+    lr: bool = False
+    clip: float | None = None
+    """The percentile of the values above which, and below the opposite one, the y axis ends."""
+    start: float | None = None
+    end: float | None = None
+    marks: bool = True
+    by: Literal["name", "seed"] | None = None
+    points: int = 2000
+    """Of one curve, at most; fewer where there are many curves."""
+
+
+def compose(records: Sequence[RunRecord], wanted: ChartRequest) -> Chart:
+    """The chart of these runs.
+
+    Raises:
+        ConfigError: no run has a metric; a run has not the axis; nothing is left to draw.
+    """
+    if not any(record.metrics for record in records):
+        where = ", ".join(str(record.run.path) for record in records)
+        raise ConfigError.one(f"nothing to draw: no metric was recorded yet in {where}")
+    _check_metrics(records, wanted)
+    check_axis(wanted.axis, [record for record in records if record.metrics])
+    runs = [record.run for record in records]
+    groups = (
+        grouped(runs, wanted.by) if wanted.by else {name: [n] for n, name in enumerate(names(runs))}
+    )
+    metrics = sum(map(len, wanted.panels))
+    room = max(_LEAST_POINTS, _ALL_POINTS // (metrics * len(groups)))
+    wanted = replace(wanted, points=min(wanted.points, room))
+    members = [[records[n] for n in numbers] for numbers in groups.values()]
+    panels = tuple(
+        _panel(metrics, members, wanted, right=wanted.lr and number == 0)
+        for number, metrics in enumerate(wanted.panels)
+    )
+    empty = [
+        metric
+        for each, panel in zip(wanted.panels, panels, strict=True)
+        if not panel.curves
+        for metric in each
+    ]
+    panels = tuple(panel for panel in panels if panel.curves)
+    if not panels:
+        raise ConfigError.one(_why_nothing(records, wanted))
+    if empty:
+        notes = (*panels[0].notes, f"nothing to draw of {', '.join(empty)}")
+        panels = (replace(panels[0], notes=notes), *panels[1:])
+    if wanted.by and (told := notes_on_data(runs, wanted.by)):
+        panels = (replace(panels[0], notes=(*panels[0].notes, *told)), *panels[1:])
+    called = [
+        f"{name} ({len(numbers)} run{'s' if len(numbers) > 1 else ''})" if wanted.by else name
+        for name, numbers in groups.items()
+    ]
+    one = len(records) == 1
+    limits = _limits(panels, wanted)
+    found = (
+        marked(members, wanted.axis, limits) if wanted.marks and len(members) <= MOST_MARKED else ()
+    )
+    return Chart(
+        title=records[0].run.path.name if one else _title(called, len(records)),
+        subtitle=subtitle(records),
+        axis=wanted.axis,
+        label=axis_label(wanted.axis, _units(records), 0.0 if wanted.log_x else limits[1]),
+        runs=tuple(called),
+        panels=panels,
+        marks=found,
+        log_x=wanted.log_x,
+        limits=limits,
+    )
+
+
+def _check_metrics(records: Sequence[RunRecord], wanted: ChartRequest) -> None:
+    known = list(dict.fromkeys(name for record in records for name in record.metrics))
+    where = str(records[0].run.path) if len(records) == 1 else f"these {len(records)} runs"
+    asked = [metric for metrics in wanted.panels for metric in metrics]
+    missing = [
+        unknown_metric(metric, known, where).problems[0]
+        for metric in (*asked, *(["lr"] if wanted.lr else []))
+        if not any(metric in record for record in records)
+    ]
+    if missing and (wanted.panels != LOSS_CURVES or len(missing) == len(asked)):
+        raise ConfigError(*missing)
+
+
+def _panel(
+    metrics: Sequence[str],
+    members: Sequence[Sequence[RunRecord]],
+    wanted: ChartRequest,
+    *,
+    right: bool,
+) -> Panel:
+    curves = [
+        _curve(metric, run, [record for record in group if metric in record], wanted)
+        for metric in map(_real_name, metrics)
+        for run, group in enumerate(members)
+        if any(metric in record for record in group)
+    ]
+    shown = tuple(curve for curve in curves if curve is not None)
+    beside = [
+        _curve("lr", run, [record for record in group if "lr" in record], replace(wanted, weight=0))
+        for run, group in enumerate(members)
+        if right and any("lr" in record for record in group)
+    ]
+    lost = sum(curve.left_out for curve in shown)
+    notes = [f"{lost} point{'' if lost == 1 else 's'} cannot be drawn"] if lost else []
+    limits = None
+    if wanted.clip is not None and (found := _clip(shown, wanted.clip)) is not None:
+        limits, cut = found
+        notes = [*cut, *notes]
+    units = _units([record for group in members for record in group])
+    return Panel(
+        label=panel_label([curve.metric for curve in shown] or list(metrics), units),
+        curves=shown,
+        right=tuple(curve for curve in beside if curve is not None),
+        log=wanted.log,
+        limits=limits,
+        notes=tuple(notes),
+    )
+
+
+def _curve(
+    metric: str, run: int, records: Sequence[RunRecord], wanted: ChartRequest
+) -> Curve | None:
+    """A metric of one run, or the mean of several; None where nothing can be drawn."""
+    everything = [_within(record.series(metric), wanted) for record in records]
+    current = [s if s.kept.all() else s.current() for s in everything]
+    drawable = [_drawable(series, wanted) for series in current]
+    lost = sum(int((~known).sum()) for known in drawable)
+    if not any(known.any() for known in drawable):
+        return None
+    split = metric.partition("/")[0]
+    held_out = split in ("val", "test")
+    if wanted.by and len(current) > 1:
+        weight = 0.0 if held_out else wanted.weight
+        lines = [
+            (series.axis(wanted.axis), smooth(np.where(known, series.value, np.nan), weight))
+            for series, known in zip(current, drawable, strict=True)
+        ]
+        if (mean := band(lines)) is None:
+            return None
+        some = thin(mean.mean, wanted.points)
+        low, high = mean.mean - mean.deviation, mean.mean + mean.deviation
+        if wanted.log:
+            low = np.where(low > 0, low, mean.mean)
+        around = (low[some], high[some])
+        line = Polyline(mean.x[some], mean.mean[some])
+        return Curve(metric, run, line, band=around, held_out=held_out, left_out=lost)
+    series, known = current[0], drawable[0]
+    values = series.value if known.all() else np.where(known, series.value, np.nan)
+    weight = 0.0 if held_out else wanted.weight
+    line = _line(series, smooth(values, weight) if weight else values, wanted)
+    return Curve(
+        metric,
+        run,
+        line,
+        raw=_line(series, values, wanted) if weight else None,
+        superseded=tuple(
+            _line(part, np.where(_drawable(part, wanted), part.value, np.nan), wanted)
+            for part in _superseded(everything[0])
+        ),
+        best=_best(series, known, wanted) if held_out else None,
+        held_out=held_out,
+        left_out=lost,
+    )
+
+
+def _within(series: Series, wanted: ChartRequest) -> Series:
+    places = series.axis(wanted.axis)
+    inside = np.abs(places) < (_LAST_TIME if wanted.axis == "time" else _FARTHEST)
+    if wanted.start is not None:
+        inside &= places >= wanted.start
+    if wanted.end is not None:
+        inside &= places <= wanted.end
+    if wanted.log_x:
+        inside &= places > 0
+    return series if inside.all() else series.take(inside)
+
+
+def _drawable(series: Series, wanted: ChartRequest) -> npt.NDArray[np.bool_]:
+    known: npt.NDArray[np.bool_] = np.abs(series.value) < _LARGEST
+    return known & (series.value > 1 / _LARGEST) if wanted.log else known
+
+
+def _line(series: Series, values: Floats, wanted: ChartRequest) -> Polyline:
+    """Thinned, on a logarithmic axis each decade of places by itself; on clocks the line is broken
+    where the run stood still between two segments."""
+    places = series.axis(wanted.axis)
+    if wanted.log_x and len(places) > wanted.points:
+        edges = np.flatnonzero(np.diff(np.floor(np.log10(places)))) + 1
+        parts = np.split(np.arange(len(places)), edges)
+        chosen = np.concatenate([part[thin(values[part], wanted.points)] for part in parts])
+    else:
+        chosen = thin(values, wanted.points)
+    x, y = places[chosen], values[chosen]
+    if wanted.axis in _CLOCKS:
+        pauses = np.flatnonzero(np.diff(series.segment[chosen])) + 1
+        x, y = np.insert(x, pauses, x[pauses]), np.insert(y, pauses, np.nan)
+    return Polyline(x, y)
+
+
+def _superseded(series: Series) -> Iterator[Series]:
+    """What was superseded of each segment, from the last point on that was not."""
+    for segment in np.unique(series.segment[~series.kept]):
+        part = series.take(series.segment == segment)
+        first = int(part.kept.argmin())
+        yield part.take(np.arange(max(0, first - 1), len(part)))
+
+
+def _best(
+    series: Series, known: npt.NDArray[np.bool_], wanted: ChartRequest
+) -> tuple[float, float] | None:
+    better = series.better
+    if better is None or known.sum() < 2:
+        return None
+    worst = np.inf if better == "min" else -np.inf
+    values = np.where(known, series.value, worst)
+    at = int(values.argmin() if better == "min" else values.argmax())
+    return float(series.axis(wanted.axis)[at]), float(values[at])
+
+
+def _clip(
+    curves: Sequence[Curve], percentile: float
+) -> tuple[tuple[float, float], list[str]] | None:
+    """The y range between the percentiles, a twentieth wider, and how much lies outside."""
+    values = np.concatenate([(curve.raw or curve.line).y for curve in curves] or [np.zeros(0)])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    low, high = np.percentile(values, [100 - percentile, percentile])
+    margin = max((high - low) / 20, abs(high) / 1e6) or 1.0
+    low, high = float(low - margin), float(high + margin)
+    if values.min() > 0:
+        low = max(low, float(values.min()) * 0.99)
+    counts = (int((values > high).sum()), "above"), (int((values < low).sum()), "below")
+    notes = [f"{n} point{'' if n == 1 else 's'} {where}" for n, where in counts if n]
+    return (low, high), notes
+
+
+def _limits(panels: Sequence[Panel], wanted: ChartRequest) -> tuple[float, float]:
+    lines = [
+        line
+        for panel in panels
+        for curve in (*panel.curves, *panel.right)
+        for line in (curve.line, *curve.superseded)
+        if len(line)
+    ]
+    low = min(float(line.x.min()) for line in lines)
+    high = max(float(line.x.max()) for line in lines)
+    if wanted.start is None and not wanted.log_x and wanted.axis != "time" and low < high / 4:
+        low = min(0.0, low)
+    if high - low > 1e-6 * abs(high) or (wanted.axis == "time" and high > low):
+        return low, high
+    room = 30.0 if wanted.axis == "time" else abs(high) / 2 or 0.5
+    return low - room, high + room
+
+
+def _title(called: Sequence[str], runs: int) -> str:
+    if len(called) == 1:
+        return called[0]
+    told = ", ".join(called)
+    return told if len(told) <= _LONGEST_TITLE else f"{runs} runs"
+
+
+def _why_nothing(records: Sequence[RunRecord], wanted: ChartRequest) -> str:
+    asked = ", ".join(metric for metrics in wanted.panels for metric in metrics)
+    where = str(records[0].run.path) if len(records) == 1 else f"{len(records)} runs"
+    there = [
+        _within(record.series(metric), wanted).current()
+        for record in records
+        for metrics in wanted.panels
+        for metric in metrics
+        if metric in record
+    ]
+    values = np.concatenate([series.value for series in there] or [np.zeros(0)])
+    if not len(values):
+        return f"nothing to draw: {asked} of {where} has no point between --from and --to"
+    if not np.isfinite(values).any():
+        return f"nothing to draw: none of the {len(values)} values of {asked} in {where} is finite"
+    if wanted.log and not (values > 0).any():
+        return f"nothing to draw: no value of {asked} in {where} is above 0, as --log needs"
+    return f"nothing to draw: the runs of {where} have no common range of {asked}"
+
+
+def _real_name(metric: str) -> str:
+    return ALIASES.get(metric, metric)
+
+
+def _units(records: Sequence[RunRecord]) -> list[str]:
+    starts = [logged.event for record in records for logged in record.of(RunStarted)[:1]]
+    return [start.unit for start in starts if isinstance(start, RunStarted)] or ["token"]
+
+
+_KINDS: dict[str, Kind] = {
+    "operation": "operation",
+    "checkpoint": "checkpoint",
+    "resume": "resume",
+    "alert": "alert",
+    "failed": "failed",
+}
+_LONGEST = 36
+
+
+def marked(
+    members: Sequence[Sequence[RunRecord]], axis: str, limits: tuple[float, float]
+) -> tuple[Annotation, ...]:
+    """Operations, checkpoints, resumes, alerts and failures of what counts, within the limits, in
+    their order; what a run that goes on sets anew is told by its resume."""
+    found = [
+        Annotation(_KINDS[told["kind"]], told["x"][axis], run, _short(told["title"]))
+        for run, group in enumerate(members)
+        for record in group
+        for told in marks(record, (axis,))
+        if told["kind"] in _KINDS
+        and not told["superseded"]
+        and not told["title"].startswith("override ")
+        and told["x"][axis] is not None
+        and limits[0] <= told["x"][axis] <= limits[1]
+    ]
+    return tuple(sorted(dict.fromkeys(found), key=lambda mark: mark.x))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

@@ -1,0 +1,441 @@
+"""Charts drawn by matplotlib as PNG, SVG or PDF; the same bytes for the same chart."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from instar.config.errors import ConfigError
+from instar.logs.plot.axes import POWERS, base_of, decades, power_of, power_text, ten_to, written
+from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, curve_text, metric_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+
+COLOURS = (
+    "#0067a5", "#c24a00", "#00835f", "#a8477f", "#b07a00", "#2a9fd0", "#5b4fb3", "#5f6670",
+)  # fmt: skip
+"""Differ in hue and in lightness, after Okabe and Ito; those of the pages."""
+INK = "#222222"
+FAINT = "#767676"
+GRID = "#e8e8e8"
+ALARM = "#b3001b"
+
+WIDTH = 7.2
+"""Inches: a page's text."""
+DASHED, DOTTED = (0, (4, 1.6)), (0, (2, 1.5))
+
+RC: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.linewidth": 0.6,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.minor.width": 0.4,
+    "ytick.minor.width": 0.4,
+    "lines.linewidth": 1.3,
+    "lines.solid_joinstyle": "round",
+    "legend.edgecolor": "white",
+    "legend.framealpha": 0.85,
+    "legend.fancybox": False,
+    "legend.fontsize": 8,
+    "legend.handlelength": 2.2,
+    "text.parse_math": False,
+    "svg.hashsalt": "instar",
+    "path.simplify_threshold": 0.2,
+}
+
+
+def colours(count: int) -> list[Any]:
+    """One for each of `count` runs: distinct ones, or a scale from dark to light for many."""
+    if count <= len(COLOURS):
+        return list(COLOURS[:count])
+    from matplotlib import colormaps
+
+    scale = colormaps["viridis"]
+    return [scale(0.92 * number / (count - 1)) for number in range(count)]
+
+
+def ring(colour: Any) -> dict[str, Any]:
+    """The look of a best place."""
+    edge = {"markeredgecolor": colour, "markeredgewidth": 1.4}
+    return {"marker": "o", "ms": 6, "color": "white", **edge}
+
+
+def number_ticks(axis: Any, name: str) -> None:
+    """Round numbers with one unit; of a clock, round in what it is read in."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+
+    low, high = sorted(axis.get_view_interval())
+    base = base_of(name, high)
+    steps = [1, 2, 3, 6, 10] if base in (60, 3600) and high < 60 * base else [1, 2, 2.5, 5, 10]
+    count = 6 if axis.axis_name == "x" else 5
+    found = base * np.asarray(MaxNLocator(count, steps=steps).tick_values(low / base, high / base))
+    if base > 1:
+        axis.set_major_locator(FixedLocator([place for place in found if low <= place <= high]))
+    else:
+        axis.set_major_locator(MaxNLocator(count, steps=steps))
+
+    def text(place: float, _: int | None = None) -> str:
+        return written(name, [place, high])[0]
+
+    axis.set_major_formatter(FuncFormatter(text))
+
+
+def decades_ticks(axis: Any, name: str) -> None:
+    """Powers of ten along a logarithmic axis; round numbers where there are less than two."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    told = power_text if name in POWERS else lambda place: written(name, [place])[0]
+    axis.set_major_locator(FixedLocator(decades(low, high, 7)))
+    axis.set_major_formatter(FuncFormatter(lambda place, _: told(place)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def clock_ticks(axes: Axes) -> None:
+    from matplotlib import dates as typed_dates
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+    dates: Any = typed_dates
+    low, high = axes.get_xlim()
+    day = 86400.0
+    zone = datetime.fromtimestamp(high).astimezone().tzinfo or UTC
+    locator = dates.AutoDateLocator(tz=zone, minticks=4, maxticks=7)
+    begin, end = datetime.fromtimestamp(low, zone), datetime.fromtimestamp(high, zone)
+    places = np.array(locator.tick_values(begin, end))
+    texts = dates.ConciseDateFormatter(locator, tz=zone)
+    labels = texts.format_ticks(places)
+    axes.xaxis.set_major_locator(FixedLocator(list(places * day)))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda place, _: labels[int(np.abs(places * day - place).argmin())])
+    )
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(
+        f"time ({zone.tzname(end)}{', ' + texts.get_offset() if texts.get_offset() else ''})"
+    )
+
+
+_MOST_LABELLED, _FROM_MANY = 10, 5
+
+
+def crowded(panel: Panel) -> bool:
+    """Whether there are too many curves to look at each."""
+    return len(panel.curves) > 20
+
+
+def legend(axes: Axes, chart: Chart, panel: Panel, colour: Any) -> None:
+    """Runs by colour and metrics by line, as far as either needs telling; what all panels have
+    alike stands in the first."""
+    several, first = len(chart.runs) > 1, panel is chart.panels[0]
+    handles = [*_runs(chart, panel, colour)] if several and first else []
+    if len(panel.metrics) > 1:
+        for metric in panel.metrics:
+            curve = next(curve for curve in panel.curves if curve.metric == metric)
+            shade = FAINT if several else colour(curve)
+            look = {"ls": DASHED, "marker": "o", "ms": 3.2} if curve.held_out else {}
+            handles.append(_sample(curve_text(metric), color=shade, **look))
+    if panel.right:
+        handles.append(_sample(metric_text("lr"), color=FAINT, lw=0.9, ls=":"))
+    best = [curve for curve in panel.curves if curve.best is not None and not crowded(panel)]
+    if best and (first or not several):
+        shade = FAINT if several else colour(best[0])
+        told = (
+            f"best, {best[0].best[1]:.4g}"
+            if len(best) == 1 and not several and best[0].best
+            else "best"
+        )
+        handles.append(_sample(told, ls="", **ring(shade)))
+    if first:
+        handles += _alike(chart)
+    if handles:
+        columns = 1 + (len(handles) > 6)
+        axes.legend(handles=handles, loc="best", ncols=columns).set_zorder(5)
+
+
+def _runs(chart: Chart, panel: Panel, colour: Any) -> Iterator[Line2D]:
+    """All of some runs, an even choice of many."""
+    shades = {curve.run: colour(curve) for curve in panel.curves}
+    runs = list(shades)
+    rest = 0
+    if len(runs) > _MOST_LABELLED:
+        rest = len(runs) - _FROM_MANY
+        runs = [runs[n * (len(runs) - 1) // (_FROM_MANY - 1)] for n in range(_FROM_MANY)]
+    for run in runs:
+        yield _sample(chart.runs[run], color=shades[run])
+    if rest:
+        yield _sample(f"and {rest} more", ls="")
+
+
+def _alike(chart: Chart) -> Iterator[Line2D]:
+    curves = [curve for panel in chart.panels for curve in panel.curves]
+    if any(curve.band is not None for curve in curves):
+        yield _sample("mean ± standard deviation", color=FAINT, alpha=0.25, lw=6)
+    if any(curve.raw is not None for curve in curves):
+        yield _sample("before smoothing", color=FAINT, alpha=0.4, lw=0.8)
+    if any(curve.superseded for curve in curves):
+        yield _sample("superseded", color=FAINT, alpha=0.6, lw=0.9, ls=DOTTED)
+    if len(chart.runs) == 1 and any(mark.kind == "checkpoint" for mark in chart.marks):
+        yield _sample("checkpoint", ls="", marker="^", ms=3.5, color=FAINT, markeredgewidth=0)
+
+
+def _sample(text: str, **look: Any) -> Line2D:
+    """How a curve looks, for the legend."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=text, **look)
+
+
+_ROWS = 8
+"""Of labels above the first panel."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A mark's text above the first panel."""
+
+    mark: Annotation
+    row: int
+    """From below."""
+    left: bool
+    """Whether it ends at its mark instead of beginning there."""
+
+
+def draw_marks(panels: Sequence[Axes], chart: Chart, labels: Sequence[Label]) -> None:
+    """Lines through all panels, labels above the first, ticks at the foot of the last."""
+    several = len(chart.runs) > 1
+    shades = colours(len(chart.runs))
+    for axes in panels:
+        for mark in chart.marks:
+            if mark.kind == "checkpoint":
+                continue
+            shade = ALARM if mark.kind in ("alert", "failed") else INK
+            shade = shades[mark.run] if several and shade == INK else shade
+            style = {"operation": (0, (5, 3)), "resume": (0, (1, 2))}.get(mark.kind, "-")
+            axes.axvline(mark.x, color=shade, lw=0.7, ls=style, alpha=0.55, zorder=1)
+    saved = [mark.x for mark in chart.marks if mark.kind == "checkpoint"]
+    if saved and not several:
+        panels[-1].plot(
+            saved, [0.012] * len(saved), transform=panels[-1].get_xaxis_transform(), ls="",
+            marker="^", ms=3.5, color=FAINT, alpha=0.8, markeredgewidth=0, zorder=4,
+        )  # fmt: skip
+    for label in labels:
+        _label(panels[0], label.mark, label.row, left=label.left)
+
+
+def place_labels(chart: Chart) -> list[Label]:
+    """Labels in rows above a picture, each text once.
+
+    From right to left, each in the row above all those whose lines it would cover, so that no line
+    crosses a label to its left; labels that find no room are left out.
+    """
+    wide = (WIDTH - 1.0) * 72
+    first: dict[str, Annotation] = {}
+    for mark in chart.marks:
+        if mark.kind != "checkpoint":
+            first.setdefault(mark.text, mark)
+    placed: list[tuple[float, Label]] = []
+    for mark in sorted(first.values(), key=lambda mark: -mark.x):
+        at = wide * _share(mark.x, *chart.view, log=chart.log_x)
+        length = 4.1 * len(mark.text) + 10
+        left = at + length > wide + 24
+        begin = at - length if left else at
+        covered = [label.row for x, label in placed if begin <= x <= begin + length]
+        if (row := max(covered, default=-1) + 1) < _ROWS:
+            placed.append((at, Label(mark, row, left)))
+    return [label for _, label in placed]
+
+
+def _label(axes: Axes, mark: Annotation, row: int, *, left: bool) -> None:
+    shade = {"alert": ALARM, "failed": ALARM, "resume": FAINT}.get(mark.kind, INK)
+    place: dict[str, Any] = {
+        "xy": (mark.x, 1),
+        "xycoords": axes.get_xaxis_transform(),
+        "textcoords": "offset points",
+        "annotation_clip": False,
+    }
+    leader = {"arrowstyle": "-", "lw": 0.6, "color": shade, "alpha": 0.55}
+    straight = {"shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", xytext=(0, 13 + 10 * row), arrowprops=leader | straight, **place)
+    axes.annotate(
+        mark.text, xytext=(-3 if left else 3, 5 + 10 * row), ha="right" if left else "left",
+        va="bottom", fontsize=7, color=shade, zorder=6,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6}, **place,
+    )  # fmt: skip
+
+
+def _share(place: float, low: float, high: float, *, log: bool) -> float:
+    if log:
+        return float(np.log(place / low) / np.log(high / low))
+    return (place - low) / (high - low)
+
+
+_FIRST, _OTHER = 3.3, 2.0
+_ROW = 10
+"""Points that a row of labels takes."""
+_NO_DATE: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+}
+
+
+def picture(chart: Chart, kind: Literal["png", "svg", "pdf"]) -> bytes:
+    """The chart as a file.
+
+    Raises:
+        ConfigError: matplotlib is not installed; names the extra.
+    """
+    try:
+        from matplotlib import rc_context
+    except ImportError as error:
+        raise ConfigError.one(
+            "plots need matplotlib, which is not installed",
+            hint="pip install 'instar[plot]'; without it: --format json",
+        ) from error
+    file = io.BytesIO()
+    with rc_context(RC), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in another script
+        draw(chart).savefig(file, format=kind, dpi=160, metadata=_NO_DATE[kind])
+    return file.getvalue()
+
+
+def draw(chart: Chart) -> Figure:
+    """The chart as a figure; its style is that of the caller's `rc_context`."""
+    from matplotlib.figure import Figure
+
+    labels = place_labels(chart)
+    above = max((1 + label.row for label in labels), default=0) * _ROW
+    count = len(chart.panels)
+    heights = [_FIRST if count == 1 else _FIRST - 0.5, *[_OTHER] * (count - 1)]
+    figure = Figure(figsize=(WIDTH, sum(heights) + above / 72), layout="constrained")
+    ratios = {"height_ratios": heights}
+    rows = figure.subplots(count, 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
+    for axes, panel in zip(rows, chart.panels, strict=True):
+        _draw_panel(axes, chart, panel)
+    _draw_x(rows[-1], chart)
+    draw_marks(list(rows), chart, labels)
+    pad = 8 + above
+    bold = {"fontsize": 10, "fontweight": "bold", "color": INK}
+    rows[0].set_title(chart.title, loc="left", pad=pad, **bold)
+    if chart.subtitle:
+        rows[0].set_title(chart.subtitle, loc="right", fontsize=8, color=FAINT, pad=pad)
+    return figure
+
+
+def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
+    colour = _colour_of(chart, panel)
+    dense = crowded(panel)
+    for curve in panel.curves:
+        _draw_curve(axes, curve, colour(curve), dense=dense)
+    axes.set_ylabel(panel.label)
+    if limits := panel.limits or _of_one_value(panel):
+        axes.set_ylim(*limits)
+    else:
+        axes.margins(y=0.06)
+    if panel.log:
+        axes.set_yscale("log")
+        decades_ticks(axes.yaxis, "")
+    else:
+        number_ticks(axes.yaxis, panel.metrics[0] if len(panel.metrics) == 1 else "")
+    if panel.notes:
+        axes.text(
+            0.995, 0.975, "\n".join(panel.notes), transform=axes.transAxes, ha="right", va="top",
+            fontsize=7.5, color=FAINT, style="italic",
+        )  # fmt: skip
+    if panel.right:
+        _draw_right(axes, chart, panel)
+    legend(axes, chart, panel, colour)
+
+
+def _draw_curve(axes: Axes, curve: Curve, colour: Any, *, dense: bool) -> None:
+    few = curve.held_out and len(curve.line) <= 60
+    for line in curve.superseded:
+        marker = "." if few or len(line) < 2 else None
+        axes.plot(line.x, line.y, color=colour, alpha=0.3, lw=0.9, ls=DOTTED, marker=marker, ms=3)
+    if curve.raw is not None:
+        axes.plot(curve.raw.x, curve.raw.y, color=colour, alpha=0.22, lw=0.8)
+    if curve.band is not None:
+        axes.fill_between(curve.line.x, *curve.band, color=colour, alpha=0.17, lw=0)
+    marker = "o" if few else None
+    axes.plot(
+        curve.line.x, curve.line.y, color=colour, marker=marker, ms=3.2, lw=0.7 if dense else None,
+        ls=DASHED if curve.held_out else "-", alpha=0.8 if dense else 1,
+        markeredgewidth=0, zorder=3,
+    )  # fmt: skip
+    if len(curve.line) == 1:
+        axes.plot(curve.line.x, curve.line.y, color=colour, marker="o", ms=4)
+    if curve.best is not None and not dense:
+        axes.plot(*[[place] for place in curve.best], zorder=4, **ring(colour))
+
+
+def _of_one_value(panel: Panel) -> tuple[float, float] | None:
+    """Limits around curves on a logarithmic axis that have only one value; None where they have
+    more."""
+    values = np.concatenate([curve.line.y for curve in panel.curves])
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    return (low / 1.1, low * 1.1) if panel.log and high <= low * (1 + 1e-6) else None
+
+
+def _draw_right(axes: Axes, chart: Chart, panel: Panel) -> None:
+    beside = axes.twinx()
+    beside.grid(visible=False)
+    beside.spines["right"].set_visible(True)
+    one = len(chart.runs) == 1
+    shades = colours(len(chart.runs))
+    for curve in panel.right:
+        shade = FAINT if one else shades[curve.run]
+        beside.plot(curve.line.x, curve.line.y, color=shade, lw=0.9, ls=":", zorder=1)
+    beside.set_ylim(0, None)
+    power = power_of(beside.get_ylim()[1])
+    unit = f" ({ten_to(power)})" if power else ""
+    beside.set_ylabel(metric_text("lr") + unit, color=FAINT)
+    number_ticks(beside.yaxis, "lr")
+    axes.set_zorder(beside.get_zorder() + 1)
+    axes.patch.set_visible(False)
+
+
+def _draw_x(axes: Axes, chart: Chart) -> None:
+    axes.set_xlabel(chart.label)
+    if chart.log_x:
+        axes.set_xscale("log")
+    axes.set_xlim(*chart.view)
+    if chart.log_x:
+        decades_ticks(axes.xaxis, chart.axis)
+    elif chart.axis == "time":
+        clock_ticks(axes)
+    else:
+        number_ticks(axes.xaxis, chart.axis)
+
+
+def _colour_of(chart: Chart, panel: Panel) -> Any:
+    """By run where there are several, by metric where there is one."""
+    if len(chart.runs) > 1:
+        shades = colours(len(chart.runs))
+        return lambda curve: shades[curve.run]
+    shades = colours(max(2, len(panel.metrics)))
+    return lambda curve: shades[panel.metrics.index(curve.metric)]

@@ -1,0 +1,296 @@
+"""A chart drawn in characters by plotext: braille dots, or ASCII where there is nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from instar.config.errors import ConfigError, visible
+from instar.logs.plot.axes import (
+    POWERS,
+    base_of,
+    decades,
+    power_of,
+    power_text,
+    round_places,
+    ten_to,
+    written,
+)
+from instar.logs.plot.chart import Annotation, Chart, Panel, Polyline, curve_text, panel_label
+from instar.record.format import printable
+
+_COLOURS = ("blue+", "orange+", "green+", "magenta+", "cyan+", "red+")
+_SIGNS = "•×+o*#@%&$"
+_ASCII_SIGNS = ".x+o*#@%&$"
+_MOST_CURVES = 10
+_MOST_MARKS = 8
+_MOST_MARKED_RUNS = 3
+_LEAST = 7
+"""Rows of a panel."""
+_BOX = str.maketrans("│─┌┐└┘├┤┬┴┼", "|-+++++++++")
+_POWER = re.compile("(?:([\\d.]+)·)?10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
+_NUMERALS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+
+
+@dataclass(frozen=True)
+class TerminalSize:
+    """What a terminal can show."""
+
+    width: int = 80
+    height: int = 24
+    colour: bool = False
+    ascii: bool = False
+
+
+@dataclass(frozen=True)
+class _Look:
+    sign: str
+    """The marker of its points."""
+    key: str
+    """The sign in the legend."""
+    colour: str | None
+    joined: bool
+
+
+def terminal(chart: Chart, size: TerminalSize) -> str:
+    """The chart in lines of at most the screen's width.
+
+    Raises:
+        ConfigError: plotext is not installed; names the extra.
+    """
+    try:
+        import plotext
+    except ImportError as error:
+        raise ConfigError.one(
+            "plots on a terminal need plotext, which is not installed",
+            hint="pip install 'instar[plot]'; without it: --format json",
+        ) from error
+    panels = list(_panels(chart))
+    marks = _lines_marked(chart)
+    foot = _mark_lines(chart, marks, size)
+    room = size.height - len(foot) - 3
+    height = max(_LEAST, min(room // len(panels) - 2, size.width // 3))
+    heights = [max(_LEAST, height // 2) if panel.metrics == ("lr",) else height for panel in panels]
+    ticks = [_y_ticks(panel, tall) for panel, tall in zip(panels, heights, strict=True)]
+    ticks = [(at, [_words(text, size) for text in texts]) for at, texts in ticks]
+    wide = max(len(text) for _, texts in ticks for text in texts)
+    places = [mark.x for mark in marks]
+    drawn = [
+        _draw_panel(plotext, chart, panel, size, tall, places, at, [t.rjust(wide) for t in texts])
+        for panel, tall, (at, texts) in zip(panels, heights, ticks, strict=True)
+    ]
+    text = "\n".join([_words(chart.title, size), *drawn, *foot])
+    if size.ascii:
+        text = text.translate(_BOX)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _panels(chart: Chart) -> Iterator[Panel]:
+    """A second axis is a panel of its own."""
+    for panel in chart.panels:
+        yield replace(panel, right=())
+        if panel.right:
+            yield Panel(panel_label(["lr"], ["token"]), panel.right)
+
+
+def _draw_panel(
+    plotext: Any,
+    chart: Chart,
+    panel: Panel,
+    size: TerminalSize,
+    height: int,
+    marks: Sequence[float],
+    y_places: list[float],
+    y_texts: list[str],
+) -> str:
+    figure = plotext.figure
+    plotext.terminal.limit(False, False)
+    figure.clear()
+    figure.theme("simple" if size.colour else "colorless")
+    last = panel.curves is (chart.panels[-1].right or chart.panels[-1].curves)
+    figure.plot_size(size.width, height + last)
+    figure.axes(False, axis="x", side="upper")
+    figure.axes(False, axis="y", side="right")
+    low, high = _y_range(panel)
+    bar = plotext.marker("│", pixel="gray" if size.colour else "default")
+    for place in _on(marks, log=chart.log_x).tolist():
+        figure.draw(figure.signal([place, place], [low, high], marker=bar).lines(True))
+    looks = _looks(panel, size)
+    for curve, look in zip(panel.curves, looks, strict=False):
+        marker = plotext.marker(look.sign, pixel=(look.colour or "default", "default"))
+        for line in _parts(curve.line):
+            x, y = _on(line.x, log=chart.log_x), _on(line.y, log=panel.log)
+            inside = (y >= low) & (y <= high)
+            signal = figure.signal(x[inside].tolist(), y[inside].tolist(), marker=marker)
+            figure.draw(signal.lines(look.joined))
+    figure.ruler("x").lim(*_on(chart.limits, log=chart.log_x).tolist())
+    figure.ruler("y").lim(low, high).ticks(y_places, y_texts)
+    if last:
+        places, texts = _x_ticks(chart, size.width)
+        figure.ruler("x").ticks(places, [_words(text, size) for text in texts])
+    else:
+        figure.ruler("x").frequency(0)
+    body = figure.build().string(colorless=not size.colour).rstrip("\n")
+    below = [_words(chart.label, size).rjust(size.width)] if last else []
+    return "\n".join([*_legend(chart, panel, looks, size), body, *below])
+
+
+def _looks(panel: Panel, size: TerminalSize) -> list[_Look]:
+    """Colours where there are any, else a sign for each curve; the first is a line of dots."""
+    signs = _ASCII_SIGNS if size.ascii else _SIGNS
+    dots = "." if size.ascii else "braille"
+    several = len({curve.run for curve in panel.curves}) > 1
+    looks = []
+    for number, curve in enumerate(panel.curves[:_MOST_CURVES]):
+        shade = curve.run if several else number
+        colour = _COLOURS[shade % len(_COLOURS)] if size.colour else None
+        few = len(curve.line) < 2 or (curve.held_out and len(curve.line) <= size.width // 3)
+        if few or (number and colour is None):
+            sign = signs[number % len(signs)] if colour is None or size.ascii else "•"
+            looks.append(_Look(sign, sign, colour, joined=not few and number == 0))
+        else:
+            looks.append(_Look(dots, "." if size.ascii else "⠤", colour, joined=True))
+    return looks
+
+
+def _legend(
+    chart: Chart, panel: Panel, looks: Sequence[_Look], size: TerminalSize
+) -> Iterator[str]:
+    """What the y axis is, and which sign is which curve, in as many lines as that takes."""
+    yield _words(panel.label + "".join(f"  [{note}]" for note in panel.notes), size)
+    if len(panel.curves) == 1 and len(chart.runs) == 1:
+        return
+    entries = []
+    for curve, look in zip(panel.curves, looks, strict=False):
+        words = [chart.runs[curve.run]] if len(chart.runs) > 1 else []
+        words += [curve_text(curve.metric)] if len(panel.metrics) > 1 else []
+        entries.append((look, _words(" ".join(words), size, size.width - 4)))
+    rest = len(panel.curves) - len(looks)
+    line, used = "", 0
+    for look, text in entries:
+        length = len(text) + 4
+        if used and used + length > size.width:
+            yield line
+            line, used = "", 0
+        line += f"  {_tinted(look.key, look.colour)} {text}"
+        used += length
+    yield line
+    if rest:
+        yield f"  and {rest} more"
+
+
+def _y_range(panel: Panel) -> tuple[float, float]:
+    values = np.concatenate([curve.line.y for curve in panel.curves])
+    values = _on(values[np.isfinite(values)], log=panel.log)
+    if panel.limits:
+        low, high = _on(
+            np.maximum(panel.limits, 1e-300) if panel.log else panel.limits, log=panel.log
+        )
+        return float(low), float(high)
+    low, high = float(values.min()), float(values.max())
+    if high - low <= 1e-6 * abs(high):
+        spare = abs(low) / 10 or 1.0
+        return low - spare, high + spare
+    return low, high
+
+
+def _y_ticks(panel: Panel, height: int) -> tuple[list[float], list[str]]:
+    low, high = _y_range(panel)
+    name = panel.metrics[0] if len(panel.metrics) == 1 else ""
+    count = max(3, height // 3)
+    if panel.log:
+        places = decades(10**low, 10**high, count)
+        return _on(places, log=True).tolist(), written("", places)
+    places = round_places(low, high, count, base_of(name, high))
+    texts = written(name, places)
+    if name in POWERS and (power := power_of(max(map(abs, places)))):
+        texts = [text if text == "0" else f"{text}·{ten_to(power)}" for text in texts]
+    return places, texts
+
+
+def _x_ticks(chart: Chart, width: int) -> tuple[list[float], list[str]]:
+    low, high = chart.limits
+    count = max(3, width // 13)
+    if chart.axis == "time":
+        places = [low + (high - low) * n / (count - 1) for n in range(count)]
+        form = "%H:%M:%S" if high - low < 86400 else "%m-%d %H:%M"
+        return places, [f"{datetime.fromtimestamp(place):{form}}" for place in places]
+    if chart.log_x:
+        places = decades(low, high, count)
+        texts = [power_text(p) if chart.axis in POWERS else written("", [p])[0] for p in places]
+        return [float(np.log10(place)) for place in places], texts
+    places = round_places(low, high, count, base_of(chart.axis, high))
+    return places, [written(chart.axis, [place, high])[0] for place in places]
+
+
+def _lines_marked(chart: Chart) -> list[Annotation]:
+    """The marks that get a line; of many runs none does."""
+    if len(chart.runs) > _MOST_MARKED_RUNS:
+        return []
+    return [mark for mark in chart.marks if mark.kind != "checkpoint"]
+
+
+def _mark_lines(chart: Chart, marks: Sequence[Annotation], size: TerminalSize) -> list[str]:
+    """What the vertical lines mean, in their order."""
+    first: dict[str, float] = {}
+    for mark in marks:
+        first.setdefault(mark.text, mark.x)
+    shown = list(first.items())[:_MOST_MARKS]
+    places = [_words(_place_text(chart, x), size) for _, x in shown]
+    wide = max(map(len, places), default=0)
+    lines = [f"{at.rjust(wide)} │ {text}" for at, (text, _) in zip(places, shown, strict=True)]
+    rest = len(first) - len(shown)
+    lines += [f"{'':{wide}}   and {rest} more"] if rest else []
+    return [_words(line, size) for line in lines]
+
+
+def _place_text(chart: Chart, x: float) -> str:
+    if chart.axis == "time":
+        return f"{datetime.fromtimestamp(x):%H:%M:%S}"
+    if chart.axis == "step":
+        return f"{x:,.0f}"
+    rough = float(f"{x:.3g}")
+    if chart.axis == "flops":
+        return power_text(rough) if rough > 0 else "0"
+    return written(chart.axis, [rough, chart.limits[1]])[0]
+
+
+def _tinted(text: str, colour: str | None) -> str:
+    if colour is None:
+        return text
+    import plotext
+
+    return str(plotext.colorize(text, colour))
+
+
+def _parts(line: Polyline) -> Iterator[Polyline]:
+    """The pieces of a line between its gaps."""
+    known = np.isfinite(line.y)
+    edges = np.flatnonzero(np.diff(known.astype(np.int8))) + 1
+    for piece in np.split(np.arange(len(line)), edges):
+        if len(piece) and known[piece[0]]:
+            yield Polyline(line.x[piece], line.y[piece])
+
+
+def _on(values: Any, *, log: bool) -> Any:
+    """Places on a linear or logarithmic axis."""
+    return np.log10(np.asarray(values)) if log else np.asarray(values, np.float64)
+
+
+def _words(text: str, size: TerminalSize, width: int | None = None) -> str:
+    """`text` in what the screen can show, no wider than it or than `width`."""
+    text = visible(text)
+    if size.ascii:
+        text = printable(_POWER.sub(_exponent, text), "ascii")
+    width = size.width if width is None else width
+    return text if len(text) <= width else text[: width - 1] + ("~" if size.ascii else "…")
+
+
+def _exponent(power: re.Match[str]) -> str:
+    """`5e-4` of `5·10⁻⁴`."""
+    return f"{power[1] or 1}e{power[2].translate(_NUMERALS)}"

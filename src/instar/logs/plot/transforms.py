@@ -1,0 +1,136 @@
+"""Smooths, thins and averages curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
+
+_BLOCK = 64
+
+
+def smooth(values: npt.ArrayLike, weight: float) -> Floats:
+    """The exponential moving average of `values`, without its bias towards 0 at the beginning.
+
+    With the finite values v₁, v₂, … and aₖ = weight · aₖ₋₁ + (1 − weight) · vₖ, a₀ = 0, the k-th
+    of them becomes aₖ / (1 − weightᵏ) (the correction of Adam, arXiv 1412.6980, section 3). What
+    is not finite stays as it is, and the average goes on behind it.
+
+    Raises:
+        ValueError: `weight` is not in [0, 1).
+    """
+    if not 0 <= weight < 1:
+        raise ValueError(f"weight is at least 0 and below 1, not {weight}")
+    smoothed = np.array(values, np.float64)
+    if weight == 0:
+        return smoothed
+    finite = np.isfinite(smoothed)
+    known = smoothed[finite]
+    bias = -np.expm1(np.arange(1, len(known) + 1) * np.log(weight))
+    smoothed[finite] = _decaying_sum((1 - weight) * known, weight) / bias
+    return smoothed
+
+
+def _decaying_sum(values: Floats, decay: float) -> Floats:
+    """sₖ = decay · sₖ₋₁ + vₖ, a block at a time: within blocks a product with a triangular
+    matrix, and from block to block the same recurrence over their last values."""
+    whole = len(values) - len(values) % _BLOCK
+    age = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
+    within = np.tril(decay ** np.maximum(age, 0))
+    sums = np.empty_like(values)
+    carry = 0.0
+    if whole:
+        blocks = values[:whole].reshape(-1, _BLOCK) @ within.T
+        carried = _decaying_sum(blocks[:, -1], decay**_BLOCK)
+        blocks[1:] += np.multiply.outer(carried[:-1], decay ** np.arange(1, _BLOCK + 1))
+        sums[:whole] = blocks.ravel()
+        carry = carried[-1]
+    rest = len(values) - whole
+    sums[whole:] = within[:rest, :rest] @ values[whole:] + carry * decay ** np.arange(1, rest + 1)
+    return sums
+
+
+def thin(values: npt.ArrayLike, points: int) -> Ints:
+    """Which of `values` to draw, ascending: at most `points`, or 5 where that is less than 5.
+
+    The first and the last are among them. The values are cut into buckets of equal length, and
+    of each bucket the smallest and the largest finite value stay; where a bucket holds values
+    that are not finite, the first of these stays too, so that the gap is seen.
+    """
+    column = np.ascontiguousarray(values, np.float64)
+    points = max(points, 5)
+    if len(column) <= points:
+        return np.arange(len(column))
+    low, high = _extremes(column, (points - 2) // 2)
+    kept = [np.array([0, len(column) - 1]), low, high]
+    if not (np.isfinite(column[low]).all() and np.isfinite(column[high]).all()):
+        kept[1:] = _finite_extremes(column, (points - 2) // 3)
+    return np.unique(np.concatenate(kept)).astype(np.int64)
+
+
+def _buckets(column: Floats, count: int) -> list[Floats]:
+    """`column` as rows of one length, and what is left over as a row of its own."""
+    length = -(-len(column) // count)
+    full = len(column) - len(column) % length
+    parts = [column[:full].reshape(-1, length), column[full:].reshape(1, -1)]
+    return [part for part in parts if part.size]
+
+
+def _extremes(column: Floats, count: int) -> tuple[Ints, Ints]:
+    """The places of each bucket's minimum and maximum; of a NaN, where it holds one."""
+    low: list[Ints] = []
+    high: list[Ints] = []
+    start = 0
+    for rows in _buckets(column, count):
+        starts = start + np.arange(len(rows)) * rows.shape[1]
+        low.append(starts + rows.argmin(axis=1))
+        high.append(starts + rows.argmax(axis=1))
+        start += rows.size
+    return np.concatenate(low), np.concatenate(high)
+
+
+def _finite_extremes(column: Floats, count: int) -> tuple[Ints, Ints, Ints]:
+    """As `_extremes` of the finite values, and each bucket's first that is not finite."""
+    finite = np.isfinite(column)
+    low, _ = _extremes(np.where(finite, column, np.inf), count)
+    _, high = _extremes(np.where(finite, column, -np.inf), count)
+    first, _ = _extremes(finite.astype(np.float64), count)
+    return low, high, first[~finite[first]]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Over places that all of the curves have; all arrays have one length."""
+
+    x: Floats
+    mean: Floats
+    deviation: Floats
+    """The standard deviation of a sample, divided by n - 1; 0 of one curve."""
+
+
+def band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
+    """The mean of curves (x ascending, y) within their common range; None: they have none.
+
+    Its places are those of the curve with the fewest; the others are interpolated between theirs.
+    Points that are not finite are left out.
+    """
+    known = [(x[finite], y[finite]) for x, y in curves if (finite := np.isfinite(y)).any()]
+    if not known or len(known) < len(curves):
+        return None
+    low = max(x[0] for x, _ in known)
+    high = min(x[-1] for x, _ in known)
+    if low > high:
+        return None
+    fewest = min((x for x, _ in known), key=len)
+    places = np.unique(np.concatenate([[low], fewest[(fewest > low) & (fewest < high)], [high]]))
+    values = np.stack([np.interp(places, x, y) for x, y in known])
+    deviation = values.std(axis=0, ddof=1) if len(known) > 1 else np.zeros_like(places)
+    return Band(places, values.mean(axis=0), deviation)

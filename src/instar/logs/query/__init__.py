@@ -1,0 +1,1 @@
+"""What is asked of runs: status, summary, stages, config, comparison."""

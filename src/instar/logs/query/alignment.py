@@ -1,0 +1,290 @@
+"""Places at which runs are compared: a number of steps, tokens, FLOPs or seconds, or a loss."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from instar.config.budget import parse_budget
+from instar.config.errors import ConfigError
+from instar.record.format import duration, scientific, si, unit_text
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from instar.logs.read.record import Series
+
+    Floats = npt.NDArray[np.float64]
+
+
+PLACED_BY = ("step", "samples", "tokens", "epoch", "flops", "wall_s", "active_s")
+"""The axes that start at 0 with every run."""
+
+_NAMES = {
+    "steps": "step",
+    "it": "step",
+    "iteration": "step",
+    "iterations": "step",
+    "sample": "samples",
+    "token": "tokens",
+    "epochs": "epoch",
+    "flop": "flops",
+    "compute": "flops",
+    "wall": "wall_s",
+    "seconds": "wall_s",
+    "active": "active_s",
+    "date": "time",
+}
+_SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12, "P": 1e15}
+_CLOCK = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS = ("wall_s", "active_s")
+_AMOUNT = re.compile(r"(-?\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
+_BUDGETS = {"steps": "step", "epochs": "epoch", "seconds": "wall_s"}
+FORMS = "step=1000, tokens=1.5B, flops=1e15, wall=10min, active=90s, epoch=2, 50Mtok"
+
+
+@dataclass(frozen=True)
+class AxisValue:
+    """A place in a run."""
+
+    axis: str
+    """one of `PLACED_BY`"""
+    amount: float
+
+    def text(self, unit: str = "token") -> str:
+        """`step 1,000`, `1.50B tok`, `1.0e15 FLOPs`, `10m00 active`."""
+        match self.axis:
+            case "step":
+                return f"step {self.amount:,.0f}"
+            case "samples":
+                return f"{self.amount:,.0f} samples"
+            case "tokens":
+                return f"{si(self.amount)} {unit_text(unit)}"
+            case "epoch":
+                return f"epoch {self.amount:.3g}"
+            case "flops":
+                return f"{scientific(self.amount)} FLOPs"
+        return f"{duration(self.amount)} {'active' if self.axis == 'active_s' else 'wall'}"
+
+
+def axis_named(text: str, axes: Sequence[str] = PLACED_BY, where: str = "") -> str:
+    """Returns one of `axes` by its name or another name for it.
+
+    Raises:
+        ConfigError: there is no such axis; suggests one. `where`: the option that named it.
+    """
+    known = _NAMES if "time" in axes else _NAMES | {"time": "wall_s"}
+    name = known.get(text.lower(), text.lower())
+    if name in axes:
+        return name
+    near = get_close_matches(name, [*axes, *known], n=1)
+    meant = known.get(near[0], near[0]) if near else ""
+    hint = f"did you mean {meant!r}?" if meant else f"there are {', '.join(axes)}"
+    raise ConfigError.one(f"there is no axis {text!r}", where, hint)
+
+
+def place_on(axis: str, text: str, option: str) -> float:
+    """Returns a place such as `2000`, `20M`, `1.5e18`, `10min` or `2026-01-31T12:00` on an axis.
+
+    Raises:
+        ConfigError: it is not a place on that axis; names the forms.
+    """
+    if (amount := _amount(axis, text)) is not None:
+        return amount
+    if axis == "time":
+        with suppress(ValueError):
+            return datetime.fromisoformat(text).timestamp()
+    forms = {"time": "2026-01-31T12:00", **dict.fromkeys(_SECONDS, "90s, 10min or 1.5h")}
+    raise ConfigError.one(
+        f"{text!r} is not a place on the axis {axis}",
+        where=option,
+        hint=f"write it like {forms.get(axis, '2000, 20M or 1.5e9')}",
+    )
+
+
+def _amount(axis: str, text: str) -> float | None:
+    match = _AMOUNT.fullmatch(text.strip())
+    scales = _CLOCK if axis in _SECONDS else _SCALES
+    if match is None or match[2] not in scales:
+        return None
+    return float(match[1].replace("_", "").replace(",", "")) * scales[match[2]]
+
+
+def parse_place(text: str) -> AxisValue:
+    """Read a place such as `step=1000`, `tokens=1.5B`, `wall=10min`, or a budget (`50Mtok`).
+
+    Raises:
+        ConfigError: it is none; names the forms.
+    """
+    name, equals, amount = text.partition("=")
+    if not equals:
+        try:
+            budget = parse_budget(text)
+        except ValueError:
+            raise _no_place(text) from None
+        if budget.kind == "loss":
+            raise ConfigError.one(f"{text!r} is not a place", hint="say it with --at-loss")
+        return AxisValue(_BUDGETS.get(budget.kind, budget.kind), budget.amount)
+    axis = axis_named(name.strip())
+    found = _amount(axis, amount)
+    if found is None or found < 0:
+        raise _no_place(text)
+    return AxisValue(axis, found)
+
+
+def even_places(axis: str, furthest: float, count: int = 5) -> list[AxisValue]:
+    """A handful of places up to the furthest one, evenly apart; steps and samples are whole."""
+    amounts = [*(furthest * number / count for number in range(1, count)), furthest]
+    if axis in ("step", "samples", "tokens"):
+        amounts = [float(math.floor(amount)) for amount in amounts]
+    return [AxisValue(axis, amount) for amount in dict.fromkeys(amounts) if amount > 0]
+
+
+def values_at(x: Floats, values: Floats, wanted: Floats) -> Floats:
+    """A curve's values at the places `wanted`, linear between its neighbouring points.
+
+    NaN where the curve has no point on one side, or none that is a number. Of several points at
+    one place the last counts. Shapes: x and values [n], wanted [m], result [m].
+    """
+    x, values = unique(x, values)
+    found = np.full(len(wanted), np.nan)
+    if not len(x):
+        return found
+    right = np.searchsorted(x, wanted, side="left")
+    inside = right < len(x)
+    exact = inside.copy()
+    exact[inside] = x[right[inside]] == wanted[inside]
+    found[exact] = values[right[exact]]
+    between = inside & ~exact & (right > 0)
+    after = right[between]
+    share = (wanted[between] - x[after - 1]) / (x[after] - x[after - 1])
+    with np.errstate(invalid="ignore"):
+        found[between] = values[after - 1] + share * (values[after] - values[after - 1])
+    return found
+
+
+def unique(x: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """The curve by rising `x`, of several points at one place the last."""
+    if len(x) > 1 and not (np.diff(x) > 0).all():
+        order = np.argsort(x, kind="stable")
+        x, values = x[order], values[order]
+        last = np.append(np.diff(x) > 0, True)
+        x, values = x[last], values[last]
+    return x, values
+
+
+def _no_place(text: str) -> ConfigError:
+    return ConfigError.one(f"{text!r} is not a place in a run", hint=f"write one like {FORMS}")
+
+
+@dataclass(frozen=True)
+class LossReached:
+    """The place at which a metric first reaches the target."""
+
+    at: dict[str, float]
+    """by axis, linear between the two neighbouring measurements"""
+    from_the_start: bool
+    """the first measurement reaches it already: it may have been reached before"""
+    left_at_step: int | None
+    """the last step at which the value was worse again; None: it never was"""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How much less of something one group needs than another, as a share of the other's amount."""
+
+    share: float
+    """0.31: 31 % less; below 0: more"""
+    spread: float | None
+    """standard deviation of the ratio over pairs, as a share; None for a single pair"""
+    pairs: int
+    """0: the groups have no seed in common, and their means are compared"""
+    left_out: int
+    """pairs, else runs, that do not reach the value and are not part of the share"""
+
+
+def at_loss(series: Series, target: float) -> LossReached | None:
+    """Returns where `series` first reaches `target`, or None; superseded points are ignored.
+
+    A loss falls to the target, an accuracy rises to it.
+    """
+    curve = series.current()
+    curve = curve.take(np.isfinite(curve.value))
+    good = curve.value >= target if curve.better == "max" else curve.value <= target
+    there = np.flatnonzero(good)
+    if not len(there):
+        return None
+    first = int(there[0])
+    after = np.flatnonzero(~good[first:])
+    share = 1.0
+    if first > 0:
+        before, value = curve.value[first - 1], curve.value[first]
+        share = float((before - target) / (before - value))
+    axes = {name: curve.axis(name) for name in PLACED_BY}
+    return LossReached(
+        at={
+            name: float(x[first - 1] + share * (x[first] - x[first - 1]) if first else x[0])
+            for name, x in axes.items()
+        },
+        from_the_start=first == 0,
+        left_at_step=int(curve.step[first + int(after[-1])]) if len(after) else None,
+    )
+
+
+def saving(
+    base: Mapping[object, LossReached | None], other: Mapping[object, LossReached | None], axis: str
+) -> Saving | None:
+    """What `other` saves against `base` along `axis`, over the keys (seeds) that both have.
+
+    The share is 1 less the geometric mean of the ratios; None: nothing to be compared reaches
+    the value.
+    """
+    ours, theirs = _logs(other, axis), _logs(base, axis)
+    both = [key for key in base if key in other]
+    if not both:
+        return _unpaired(ours, theirs, len(base) + len(other))
+    logs = [ours[key] - theirs[key] for key in both if key in ours and key in theirs]
+    if not logs:
+        return None
+    spread = float(np.std(np.exp(logs), ddof=1)) if len(logs) > 1 else None
+    return Saving(1 - math.exp(sum(logs) / len(logs)), spread, len(logs), len(both) - len(logs))
+
+
+def _logs(arm: Mapping[object, LossReached | None], axis: str) -> dict[object, float]:
+    return {
+        key: math.log(found.at[axis])
+        for key, found in arm.items()
+        if found is not None and found.at[axis] > 0
+    }
+
+
+def _unpaired(
+    ours: Mapping[object, float], theirs: Mapping[object, float], runs: int
+) -> Saving | None:
+    """Of geometric means; the spread is that of a ratio of independent runs, to first order."""
+    sides = [np.array(list(side.values())) for side in (ours, theirs)]
+    if not all(map(len, sides)):
+        return None
+    ratio = math.exp(sides[0].mean() - sides[1].mean())
+    several = [side for side in sides if len(side) > 1]
+    spread = ratio * math.sqrt(sum(side.var(ddof=1) for side in several)) if several else None
+    return Saving(1 - ratio, spread, 0, runs - sum(map(len, sides)))
+
+
+def saving_text(found: Saving, what: str) -> str:
+    """`31% fewer FLOPs`, `5% ±3% more tokens`, `equally many steps`."""
+    share = found.share
+    spread = "" if found.spread is None else f" ±{found.spread:.0%}"
+    seconds = "time" in what
+    if round(abs(share), 2) == 0 and found.spread is None:
+        return f"as {'much' if seconds else 'many'} {what}"
+    less = "less" if seconds else "fewer"
+    return f"{abs(share):.0%}{spread} {less if share >= 0 else 'more'} {what}"

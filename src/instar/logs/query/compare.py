@@ -1,0 +1,278 @@
+"""Compares runs: metrics at equal places, where each reaches a loss, differences of configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from instar.config.errors import ConfigError
+from instar.config.fields import differing
+from instar.logs.query.alignment import (
+    PLACED_BY,
+    AxisValue,
+    LossReached,
+    Saving,
+    at_loss,
+    even_places,
+    saving,
+    values_at,
+)
+from instar.logs.query.groups import RunGroup, check_same_data, warnings_on_data
+from instar.logs.read.record import ALIASES, RunRecord, unknown_metric
+from instar.record.events import RunStarted, to_words
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+COMPARED = ("val/loss", "loss")
+"""metrics compared where none is named, as far as a run has them"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The values of the runs of a group at one place."""
+
+    mean: float | None
+    """over the runs whose value is finite; None: no run has a finite value"""
+    deviation: float | None
+    """standard deviation over runs; None of fewer than two"""
+    error: float | None
+    """standard error of the mean"""
+    low: float | None
+    """of the band from the lowest to the highest run"""
+    high: float | None
+    runs: int
+    """whose value is finite"""
+    not_finite: int
+    """runs that reached the place with a value that is NaN or infinite"""
+
+
+@dataclass(frozen=True)
+class ToLoss:
+    """Where each run first reaches a value of a metric."""
+
+    metric: str
+    target: float
+    reached: tuple[tuple[LossReached | None, ...], ...]
+    """of each run of each group"""
+    savings: tuple[Mapping[str, Saving | None], ...]
+    """of each group but the first, against the first, by axis"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison; tuples are in the order of `groups`."""
+
+    groups: tuple[RunGroup, ...]
+    unit: str
+    """what `tokens` counts, in the first run"""
+    places: tuple[AxisValue, ...]
+    metrics: Mapping[str, tuple[tuple[Cell, ...], ...]]
+    """by metric, group and place"""
+    config: Mapping[str, tuple[Any, ...]]
+    """the keys that differ between groups"""
+    warnings: tuple[str, ...]
+    """why losses are not comparable"""
+    to_loss: ToLoss | None
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """The part of a run that is kept while others are read."""
+
+    unit: str
+    metrics: Mapping[str, Mapping[str, tuple[Floats, Floats]]]
+    """by metric and axis: places and values, shapes [n]"""
+    reached: LossReached | None
+
+
+def compare(
+    groups: Sequence[RunGroup],
+    records: Sequence[RunRecord],
+    *,
+    metrics: Sequence[str] = (),
+    places: Sequence[AxisValue] = (),
+    axis: str = "step",
+    target: float | None = None,
+    target_metric: str = "val/loss",
+) -> Comparison:
+    """Compares two or more groups of runs.
+
+    Args:
+        records: of all their runs.
+        metrics: names or patterns; none: `COMPARED`.
+        places: where; none: five places along `axis`, up to the furthest that all have reached
+            with all metrics.
+        target: the value of `target_metric` that is looked for; None: none is.
+
+    Raises:
+        ConfigError: no run has such a metric, or there is nothing to be compared.
+    """
+    axes = {place.axis for place in places} or {axis}
+    wanted = tuple(ALIASES.get(metric, metric) for metric in metrics)
+    goal = ALIASES.get(target_metric, target_metric)
+    known: dict[str, None] = {}
+    curves: list[list[_Curves]] = []
+    of = {record.run: record for record in records}
+    for group in groups:
+        known |= {metric: None for run in group.runs for metric in of[run].metrics}
+        curves.append(
+            [_curves(of[run], wanted or COMPARED, axes, target, goal) for run in group.runs]
+        )
+    where = ", ".join(group.name for group in groups)
+    for name in (*wanted, *([goal] if target is not None else [])):
+        if not any(fnmatchcase(metric, name) for metric in known):
+            raise unknown_metric(name, tuple(known), where)
+    configs = [config for group in groups for config in group.configs]
+    if target is not None:
+        check_same_data(configs, goal)
+    every = [run for group in curves for run in group]
+    names = list(dict.fromkeys(name for run in every for name in run.metrics))
+    if not names:
+        raise ConfigError.one(f"nothing has been measured yet in {where}")
+    names.sort(key=_rank(wanted or COMPARED))
+    at = tuple(places or even_places(axis, _furthest(every, axis)))
+    return Comparison(
+        groups=tuple(groups),
+        unit=every[0].unit,
+        places=at,
+        metrics={
+            name: tuple(
+                _cells([run.metrics.get(name, {}) for run in group], at) for group in curves
+            )
+            for name in names
+        },
+        config=differing([group.config() or None for group in groups]),
+        warnings=warnings_on_data(configs),
+        to_loss=None if target is None else _to_loss(groups, curves, goal, target),
+    )
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """Returns the comparison as JSON-ready data, groups by name."""
+    names = [group.name for group in comparison.groups]
+    found: dict[str, Any] = {
+        "arms": [
+            {
+                "name": group.name,
+                "runs": [str(run.path) for run in group.runs],
+                "seeds": group.seeds,
+            }
+            for group in comparison.groups
+        ],
+        "warnings": comparison.warnings,
+        "places": comparison.places,
+        "metrics": {
+            metric: dict(zip(names, cells, strict=True))
+            for metric, cells in comparison.metrics.items()
+        },
+        "config": {
+            key: dict(zip(names, values, strict=True)) for key, values in comparison.config.items()
+        },
+    }
+    if comparison.to_loss is not None:
+        goal = comparison.to_loss
+        found["to_loss"] = {
+            "metric": goal.metric,
+            "target": goal.target,
+            "reached": dict(zip(names, goal.reached, strict=True)),
+            "savings": dict(zip(names[1:], goal.savings, strict=True)),
+            "against": names[0],
+        }
+    said: dict[str, Any] = to_words(msgspec.to_builtins(found, str_keys=True))
+    return said
+
+
+def _curves(
+    record: RunRecord, wanted: Iterable[str], axes: Iterable[str], target: float | None, goal: str
+) -> _Curves:
+    started = next((s.event for s in record.of(RunStarted)), None)
+    metrics = {}
+    for name in record.metrics:
+        if any(fnmatchcase(name, pattern) for pattern in wanted):
+            series = record.series(name)
+            values = series.value[series.kept]
+            metrics[name] = {axis: (series.axis(axis)[series.kept], values) for axis in axes}
+    return _Curves(
+        unit=started.unit if isinstance(started, RunStarted) else "token",
+        metrics=metrics,
+        reached=at_loss(record.series(goal), target)
+        if target is not None and goal in record
+        else None,
+    )
+
+
+def _furthest(runs: Sequence[_Curves], axis: str) -> float:
+    """The furthest place that every run has reached with all of its metrics."""
+    ends = [
+        float(by_axis[axis][0].max())
+        for run in runs
+        for by_axis in run.metrics.values()
+        if len(by_axis[axis][0])
+    ]
+    return min(ends, default=0.0)
+
+
+def _cells(
+    curves: Sequence[Mapping[str, tuple[Floats, Floats]]], places: Sequence[AxisValue]
+) -> tuple[Cell, ...]:
+    found = np.full((len(curves), len(places)), np.nan)
+    been = np.zeros_like(found, bool)
+    for axis in {place.axis for place in places}:
+        columns = [number for number, place in enumerate(places) if place.axis == axis]
+        wanted = np.array([places[number].amount for number in columns])
+        for row, by_axis in enumerate(curves):
+            if axis in by_axis:
+                x, values = by_axis[axis]
+                found[row, columns] = values_at(x, values, wanted)
+                if len(x):
+                    been[row, columns] = (x.min() <= wanted) & (wanted <= x.max())
+    return tuple(
+        _cell(column[np.isfinite(column)], int((there & ~np.isfinite(column)).sum()))
+        for column, there in zip(found.T, been.T, strict=True)
+    )
+
+
+def _cell(values: Floats, not_finite: int) -> Cell:
+    count = len(values)
+    if not count:
+        return Cell(None, None, None, None, None, 0, not_finite)
+    deviation = float(values.std(ddof=1)) if count > 1 else None
+    return Cell(
+        mean=float(values.mean()),
+        deviation=deviation,
+        error=None if deviation is None else deviation / count**0.5,
+        low=float(values.min()),
+        high=float(values.max()),
+        runs=count,
+        not_finite=not_finite,
+    )
+
+
+def _to_loss(
+    groups: Sequence[RunGroup], curves: Sequence[Sequence[_Curves]], metric: str, target: float
+) -> ToLoss:
+    reached = tuple(tuple(run.reached for run in group) for group in curves)
+    keyed: list[dict[object, LossReached | None]] = [
+        dict(zip(group.keys, found, strict=True))
+        for group, found in zip(groups, reached, strict=True)
+    ]
+    base = keyed[0]
+    savings = []
+    for other in keyed[1:]:
+        if len(base) == len(other) == 1:  # one run against one: a pair, whatever their seeds
+            other = dict(zip(base, other.values(), strict=True))
+        savings.append({axis: saving(base, other, axis) for axis in PLACED_BY})
+    return ToLoss(metric, target, reached, tuple(savings))
+
+
+def _rank(wanted: Sequence[str]) -> Any:
+    """Sort key: the order in which metrics were requested."""
+    return lambda name: next(n for n, pattern in enumerate(wanted) if fnmatchcase(name, pattern))

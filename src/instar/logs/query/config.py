@@ -1,0 +1,106 @@
+"""The config of a run, line by line and as values: its `run.yaml`, and what was set at its resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from instar.checkpoint.manifest import CheckpointError, read_manifest
+from instar.config.errors import ConfigError
+from instar.config.files import check_regular, open_regular, read_regular
+from instar.config.origins import (
+    DERIVED,
+    ConfigLine,
+    in_yaml,
+    lines_of,
+    redacted_lines,
+    redacted_value,
+)
+from instar.record.rundir import RunDir
+
+MAX_BYTES = 1 << 20
+"""as of any config"""
+
+
+def config_lines(run: RunDir) -> list[ConfigLine]:
+    """The lines of the config in force at a run's latest checkpoint, secrets hidden; none where
+    run.yaml cannot be read."""
+    try:
+        with open_regular(run.config) as file:
+            text = file.read(MAX_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return []
+    changed = set_at_resumes(run)
+    lines = [
+        _changed(line, *changed[line.key])
+        if line.key in changed and not line.text.lstrip().startswith("- ")
+        else line
+        for line in lines_of(text)
+    ]
+    return redacted_lines(lines)
+
+
+def _changed(line: ConfigLine, value: Any, step: int) -> ConfigLine:
+    said = in_yaml(value)
+    name = line.text.partition(":")[0]
+    return replace(line, text=f"{name}: {said}", value=said, origin=f"set at step {step}")
+
+
+def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
+    """Keys that resumes have changed: their values at the latest checkpoint, and since which step."""
+    found: dict[str, tuple[Any, int]] = {}
+    try:
+        named = read_regular(run.checkpoints / "latest", 64).decode().strip()
+        entries = read_manifest(run.checkpoints / Path(named).name).history
+    except (CheckpointError, OSError, ValueError):
+        return found
+    if not entries:
+        return found
+    from instar.schedule.operations import OVERRIDE, history_from_json
+
+    with suppress(TypeError, ValueError):  # of somebody's making
+        for change in history_from_json(entries):
+            if change.operation.name == OVERRIDE:
+                given = dict(change.operation.value)
+                found |= {key: (value, change.step) for key, value in given.items()}
+    return found
+
+
+def derived_keys(configs: Sequence[Sequence[ConfigLine]]) -> set[str]:
+    """The keys whose values follow from others: derived in some of the configs, and nowhere given."""
+    every = [line for lines in configs for line in lines if line.key]
+    derived = {line.key for line in every if line.origin == DERIVED}
+    return derived - {line.key for line in every if line.origin != DERIVED}
+
+
+def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Keys and values of each run, defaults included, without the derived keys; and what is wrong
+    with configs: a run whose config cannot be read has none. No data or machine is looked at.
+    """
+    from instar.config.fields import values, with_values
+    from instar.config.load import load
+
+    derived = derived_keys([config_lines(run) for run in runs])
+    found, faults = list[dict[str, Any]](), list[str]()
+    for run in runs:
+        try:
+            check_regular(run.config)
+            loaded = load(str(run.config), checks=(), import_task=False)
+            config = loaded.config
+            if changed := {key: value for key, (value, _) in set_at_resumes(run).items()}:
+                with suppress(ValueError):  # of a task that is not imported
+                    config = with_values(config, changed)
+            every = values(config)
+            found.append(
+                {k: redacted_value(k, value) for k, value in every.items() if k not in derived}
+            )
+        except ConfigError as error:
+            found.append({})
+            faults.append(f"{run.config}: {error.problems[0].message}")
+        except OSError as error:
+            found.append({})
+            faults.append(f"{run.config}: {error.strerror}")
+    return found, faults

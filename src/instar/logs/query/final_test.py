@@ -1,0 +1,140 @@
+"""The final test of a run, as `test/result.json` and `test/predictions.parquet` have it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from instar.config.files import open_regular, read_regular
+from instar.record.rundir import RunDir
+
+if TYPE_CHECKING:
+    from instar.logs.read.record import Floats
+
+
+_PREDICTED = ".predicted"
+NO_PYARROW = "What was predicted is not drawn: pyarrow is not installed (pip install 'instar[hf]')."
+
+
+class _Metric(msgspec.Struct):
+    value: float
+    standard_error: float | None = None
+
+
+class _Result(msgspec.Struct):
+    step: int
+    weights: str
+    samples: int
+    metrics: dict[str, _Metric]
+    confusion: dict[str, list[list[int]]] = {}
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """True and predicted values of a numeric target."""
+
+    target: str
+    true: Floats
+    predicted: Floats
+    count: int
+    """number of all pairs, from which these are sampled"""
+
+
+@dataclass(frozen=True)
+class FinalTest:
+    """The results of a run's final test."""
+
+    step: int
+    weights: str
+    """best, last, or the name of a checkpoint"""
+    samples: int
+    metrics: dict[str, tuple[float, float | None]]
+    """value and standard error"""
+    confusion: dict[str, list[list[int]]]
+    """confusion matrix by target: counts by true class (row) and predicted class (column)"""
+    scatters: tuple[Scatter, ...]
+    notes: tuple[str, ...]
+    """what could not be shown, in sentences"""
+
+
+def final_test(run: RunDir, points: int = 3000) -> FinalTest | None:
+    """Returns the final test of `run`, or None; `points`: maximum number of pairs of a scatter."""
+    folder = run.path / "test"
+    try:
+        content = read_regular(folder / "result.json")
+    except OSError:
+        return None
+    notes: list[str] = []
+    try:
+        result = msgspec.json.decode(content, type=_Result, strict=False)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return FinalTest(0, "", 0, {}, {}, (), (f"test/result.json cannot be read: {error}",))
+    scatters = _scatters(folder / "predictions.parquet", points, notes)
+    return FinalTest(
+        step=result.step,
+        weights=result.weights,
+        samples=result.samples,
+        metrics={name: (m.value, m.standard_error) for name, m in result.metrics.items()},
+        confusion=result.confusion,
+        scatters=scatters,
+        notes=tuple(notes),
+    )
+
+
+def _scatters(file: Path, points: int, notes: list[str]) -> tuple[Scatter, ...]:
+    if not os.path.lexists(file):
+        return ()
+    if find_spec("pyarrow") is None:
+        notes.append(NO_PYARROW)
+        return ()
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with open_regular(file) as opened, pq.ParquetFile(opened) as table:
+            names = [name for name in table.schema_arrow.names if name.endswith(_PREDICTED)]
+            found = [_scatter(table, name.removesuffix(_PREDICTED), points) for name in names]
+    except (OSError, pa.ArrowException) as error:
+        notes.append(f"test/predictions.parquet cannot be read: {error}")
+        return ()
+    return tuple(scatter for scatter in found if scatter is not None)
+
+
+def _scatter(table: Any, target: str, points: int) -> Scatter | None:
+    """Samples pairs of a target evenly from the whole file, read in batches."""
+    import pyarrow as pa
+
+    schema, names = table.schema_arrow, [target, target + _PREDICTED]
+    if target not in schema.names:
+        return None
+    if not all(pa.types.is_floating(_inner(schema.field(name).type)) for name in names):
+        return None
+    every = max(1, table.metadata.num_rows // points)
+    parts, count = list[Any](), 0
+    for batch in table.iter_batches(columns=names, batch_size=1 << 16):
+        pair = np.stack([_flat(batch.column(name)) for name in names])
+        count += pair.shape[1]
+        parts.append(pair[:, ::every])
+    pairs = np.concatenate(parts, axis=1) if parts else np.zeros((2, 0))
+    pairs = pairs[:, np.isfinite(pairs).all(axis=0)]
+    pairs = pairs[:, :: max(1, -(-pairs.shape[1] // points))]
+    return Scatter(target, pairs[0], pairs[1], count) if pairs.size else None
+
+
+def _inner(kind: Any) -> Any:
+    import pyarrow as pa
+
+    nested = pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind)
+    return kind.value_type if nested else kind
+
+
+def _flat(column: Any) -> Floats:
+    nested = _inner(column.type) != column.type
+    flat = column.flatten() if nested else column
+    return np.asarray(flat.to_numpy(zero_copy_only=False), np.float64)

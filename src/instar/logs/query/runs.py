@@ -1,0 +1,221 @@
+"""Finds runs by folder, id, name or pattern, and lists them as rows without reading records whole."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from instar.config.errors import ConfigError
+from instar.logs.query.state import STATES, RunStatus, run_status
+from instar.logs.read.summary_cache import CachedSummary, cached_summary
+from instar.record.events import to_words
+from instar.record.rundir import RunDir, runs_in
+
+_LATEST = "latest"
+
+
+def find_runs(texts: Sequence[str], out_dir: Path = Path("runs")) -> list[RunDir]:
+    """Returns the runs that `texts` name, each once, in the order of the texts.
+
+    A text is a run's folder, a file in one, a folder of runs, an id, a name (all runs that bear
+    it), `latest`, or a pattern of any of these (`runs/sharded_*/events.jsonl`, `demo-*`); patterns
+    and names are also looked for under `out_dir`. No text at all is the latest run.
+
+    Raises:
+        ConfigError: a text names no run; suggests one.
+    """
+    found: dict[Path, RunDir] = {}
+    for text in texts or (_LATEST,):
+        for run in _meant(text, out_dir):
+            found.setdefault(run.path.resolve(), run)
+    return list(found.values())
+
+
+def _meant(text: str, out_dir: Path) -> list[RunDir]:
+    path = Path(text)
+    if (run := _around(path)) is not None:
+        return [run]
+    if text and path.is_dir() and (inside := runs_in(path)):
+        return inside
+    if glob.has_magic(text):
+        if matched := list(_matching(text, out_dir)):
+            return matched
+        raise ConfigError.one(f"no run matches {text!r}", hint=_there_are(out_dir))
+    there = runs_in(out_dir)
+    if text == _LATEST and there:
+        return there[-1:]
+    exact = [run for run in there if text in (run.path.name, run.id)]
+    if named := exact or [run for run in there if run.name == text]:
+        return named
+    raise _no_run(text, out_dir)
+
+
+def _around(path: Path) -> RunDir | None:
+    """The run that `path` is the folder of, or a file in."""
+    if path.is_file():
+        return next((run for run in map(RunDir, path.parents) if run.holds_run()), None)
+    return RunDir(path) if path.name and RunDir(path).holds_run() else None
+
+
+def _matching(pattern: str, out_dir: Path) -> Iterator[RunDir]:
+    for base in ("", str(out_dir)):
+        found = sorted(glob.glob(pattern, root_dir=base or None, recursive=True))  # noqa: PTH207 (absolute ones too)
+        runs = list(_runs_at(Path(base, text) for text in found))
+        if runs:
+            yield from runs
+            return
+
+
+def _runs_at(paths: Iterable[Path]) -> Iterator[RunDir]:
+    for path in paths:
+        run = _around(path)
+        if run is not None:
+            yield run
+
+
+def _no_run(text: str, out_dir: Path) -> ConfigError:
+    path = Path(text)
+    if text and path.is_dir():
+        return ConfigError.one(f"{path} is not a run, and holds none: it has no run.yaml")
+    as_path = path.parent != Path()
+    folder = path.parent if as_path else out_dir
+    runs = runs_in(folder)
+    if not runs:
+        return ConfigError.one(f"no run in {folder}", hint="start one with instar train")
+    names = [str(run.path) for run in runs]
+    if not as_path:
+        names = [name for run in runs for name in (run.path.name, run.name, run.id)]
+    near = get_close_matches(str(path) if as_path else text, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else _there_are(folder)
+    return ConfigError.one(f"no run {text!r}{'' if as_path else f' in {folder}'}", hint=hint)
+
+
+def _there_are(out_dir: Path) -> str:
+    there = runs_in(out_dir)
+    if not there:
+        return f"there is no run in {out_dir}"
+    return f"the latest of {len(there)} in {out_dir} is {there[-1].path.name!r}"
+
+
+FEW = 32
+"""number of runs from which on threads are used"""
+AT_ONCE = 4
+_INNER = ("run", "kind", "events")
+"""fields of `CachedSummary` that are not part of a list"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in a list."""
+
+    summary: CachedSummary
+    status: RunStatus
+
+    @property
+    def reason(self) -> str:
+        """Why it ended; of one that crashed and cannot be read, why it cannot."""
+        unreadable = self.summary.fault if self.status.state == "crashed" else ""
+        return unreadable or self.status.reason
+
+    @property
+    def time_s(self) -> float | None:
+        """From its first start to its last line."""
+        started, seen = self.summary.started, self.summary.seen
+        return None if started is None or seen is None else seen - started
+
+
+def to_json(row: Row) -> dict[str, Any]:
+    """Returns a row as JSON-ready data; what is not known is null."""
+    summary, status = row.summary, row.status
+    said: dict[str, Any] = {
+        "path": str(summary.run.path),
+        "id": summary.id,
+        "name": summary.name,
+        "state": status.state,
+        "reason": row.reason,
+        "resumable": status.resumable,
+        "go_on": status.go_on,
+    }
+    names = [field.name for field in fields(summary) if field.name not in _INNER]
+    told: dict[str, Any] = to_words(said | {name: getattr(summary, name) for name in names})
+    return told
+
+
+def runs_of(folders: Sequence[str], out_dir: Path) -> list[RunDir]:
+    """The runs in these folders, or in `out_dir` if none is given; a run itself counts too.
+
+    Raises:
+        ConfigError: there is no such folder, run or pattern.
+    """
+    if not folders:
+        return runs_in(out_dir)
+    found: dict[Path, RunDir] = {}
+    for text in folders:
+        path = Path(text)
+        empty = path.is_dir() and not RunDir(path).holds_run() and not runs_in(path)
+        for run in [] if empty else find_runs([text], out_dir):
+            found.setdefault(run.path.resolve(), run)
+    return list(found.values())
+
+
+def list_runs(
+    runs: Sequence[RunDir],
+    *,
+    state: str | None = None,
+    name: str | None = None,
+    last: int | None = None,
+    now: float | None = None,
+) -> list[Row]:
+    """Rows of those runs that are in this state and bear this name, at most the `last` ones.
+
+    Args:
+        name: also a pattern; of a run's name, its folder or its id.
+        now: Unix seconds, for whether a run elsewhere still speaks.
+
+    Raises:
+        ConfigError: there is no such state.
+    """
+    if state is not None and state not in STATES:
+        raise ConfigError.one(f"there is no state {state!r}", "--state", _check_state(state))
+    chosen = [run for run in runs if name is None or _is_called(run, name)]
+    if state is None and last is not None:
+        chosen = chosen[-last:]
+    rows = [row for row in _rows(chosen, now) if state in (None, row.status.state)]
+    return rows if last is None else rows[-last:]
+
+
+def faults(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields why runs cannot be read."""
+    return (row.summary.fault for row in rows if row.summary.fault)
+
+
+def _rows(runs: Sequence[RunDir], now: float | None) -> list[Row]:
+    """Reads many runs in threads, which overlaps waiting for the disk."""
+    if len(runs) < FEW:
+        return [_row(run, now) for run in runs]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda run: _row(run, now), runs))
+
+
+def _row(run: RunDir, now: float | None) -> Row:
+    seen = cached_summary(run)
+    return Row(seen, run_status(run, seen.events, seen.seen or 0.0, now))
+
+
+def _is_called(run: RunDir, name: str) -> bool:
+    return any(fnmatchcase(text, name) for text in (run.name, run.path.name, run.id))
+
+
+def _check_state(state: str) -> str:
+    from difflib import get_close_matches
+
+    begun = [known for known in STATES if known.startswith(state.lower())]
+    near = begun or get_close_matches(state.lower(), STATES, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(STATES)}"

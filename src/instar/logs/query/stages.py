@@ -1,0 +1,149 @@
+"""The stages of a run: its architectures in order, with the cost and the losses of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from instar.logs.read.record import AXES
+from instar.record.events import OperationEvent, Placed, RunStarted
+
+if TYPE_CHECKING:
+    from instar.logs.read.record import RunRecord, Series
+
+
+Place = dict[str, float]
+"""A place in a run, by `AXES`."""
+
+
+@dataclass(frozen=True)
+class RunStage:
+    """The run from one change of its shape to the next; the first begins with the run."""
+
+    from_step: int
+    to_step: int
+    model: str
+    """the shape in short, e.g. `12L/768d`"""
+    parameters: int | None
+    architecture: Mapping[str, Any]
+    operation: str
+    """name and change, e.g. `widen_mlp 192→352`; empty for the first"""
+    reason: str
+    """what made the operation fire"""
+    tokens: int
+    flops: float
+    wall_s: float
+    active_s: float
+    """these four within the stage alone"""
+    loss: float | None
+    """the last one of its training steps"""
+    val_loss: float | None
+
+    @property
+    def steps(self) -> int:
+        return self.to_step - self.from_step
+
+
+def stages(record: RunRecord) -> list[RunStage]:
+    """Returns the stages of a run, superseded steps excluded; empty if the run has not started."""
+    starts = [logged.event for logged in record.of(RunStarted)]
+    first = starts[0] if starts else None
+    if not isinstance(first, RunStarted):
+        return []
+    grown = [logged.event for logged in record.of(OperationEvent) if logged.kept]
+    turns = [each for each in grown if isinstance(each, OperationEvent) and each.architecture]
+    places = [place_at(record, first.step), *map(place_of, turns), last_place(record)]
+    model, parameters, architecture = first.model, first.parameters or None, first.architecture
+    found = []
+    for number, (begin, end) in enumerate(pairwise(places)):
+        turn = turns[number - 1] if number else None
+        if turn is not None:
+            model = shape_text(turn.architecture) or model
+            after = turn.proof.get("parameters_after", math.nan)
+            parameters = int(after) if math.isfinite(after) else None
+            architecture = turn.architecture
+        found.append(
+            RunStage(
+                from_step=int(begin["step"]),
+                to_step=int(end["step"]),
+                model=model,
+                parameters=parameters,
+                architecture=architecture,
+                operation=operation_text(turn) if turn else "",
+                reason=turn.reason if turn else "",
+                tokens=int(end["tokens"] - begin["tokens"]),
+                flops=end["flops"] - begin["flops"],
+                wall_s=end["wall_s"] - begin["wall_s"],
+                active_s=end["active_s"] - begin["active_s"],
+                loss=_last(record, "loss", begin["step"], end["step"]),
+                val_loss=_last(record, "val/loss", begin["step"], end["step"]),
+            )
+        )
+    return found
+
+
+def operation_text(operation: OperationEvent) -> str:
+    """`widen_mlp 192→352`."""
+    told = operation.change or ("" if operation.value is None else str(operation.value))
+    return f"{operation.name} {told}".strip()
+
+
+def shape_text(architecture: Mapping[str, Any]) -> str:
+    """`12L/768d` of an architecture that names these; empty of one that does not."""
+    layers = architecture.get("n_layer", architecture.get("layers"))
+    width = architecture.get("n_embd", architecture.get("width"))
+    parts = [(layers, "L"), (width, "d")]
+    return "/".join(f"{size}{unit}" for size, unit in parts if isinstance(size, int))
+
+
+def place_of(event: Placed) -> Place:
+    """Returns the place of an event on all axes."""
+    return {axis: float(getattr(event, axis)) for axis in AXES}
+
+
+def place_at(record: RunRecord, step: int) -> Place:
+    """Returns the place of a step on all axes, interpolated between measurements; 0 is the start."""
+    ruler = _ruler(record)
+    if ruler is None or not len(ruler):
+        return dict.fromkeys(AXES, 0.0) | {"step": float(step), "time": _began(record)}
+    import numpy as np
+
+    at, place = ruler.axis("step"), dict[str, float]()
+    for axis in AXES:
+        before = _began(record) if axis == "time" else 0.0
+        known = np.concatenate([[before], ruler.axis(axis)])
+        place[axis] = float(np.interp(step, np.concatenate([[0.0], at]), known))
+    return place | {"step": float(step)}
+
+
+def last_place(record: RunRecord) -> Place:
+    """Returns the last place that is not superseded."""
+    events = [each.event for each in record.events if each.kept and isinstance(each.event, Placed)]
+    places = [place_of(event) for event in events]
+    ruler = _ruler(record)
+    if ruler is not None and len(ruler):
+        places.append({axis: float(ruler.axis(axis)[-1]) for axis in AXES})
+    if not places:
+        return place_at(record, 0)
+    return max(places, key=lambda place: (place["step"], place["wall_s"]))
+
+
+def _ruler(record: RunRecord) -> Series | None:
+    """The series with the most measurements."""
+    return record.series("loss").current() if "loss" in record else None
+
+
+def _began(record: RunRecord) -> float:
+    starts = record.of(RunStarted)
+    return starts[0].event.time if starts else 0.0
+
+
+def _last(record: RunRecord, metric: str, after: float, until: float) -> float | None:
+    if metric not in record:
+        return None
+    series = record.series(metric).current()
+    inside = series.value[(series.step > after) & (series.step <= until)]
+    return float(inside[-1]) if len(inside) else None

@@ -1,0 +1,158 @@
+"""Determines the state of a run from its record, its lock and its logs."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from instar.checkpoint.manifest import MANIFEST
+from instar.config.files import open_regular, read_regular
+from instar.record.events import Event, Failed, RunFinished, RunStarted, Stop
+from instar.record.rundir import RunDir, lock_owner, lock_readable, running_process
+
+State = Literal["running", "finished", "stopped", "crashed"]
+STATES: tuple[State, ...] = ("running", "finished", "stopped", "crashed")
+
+QUIET_S = 60.0
+"""seconds without a new line after which a run counts as ended, if its lock cannot be read"""
+
+WITHOUT_A_WORD = "ended without a word: killed, or the machine went down"
+
+_CHECKPOINT = re.compile(r"step-[0-9.]+")
+_LOG_TAIL_BYTES = 1 << 16
+_ERROR = re.compile(r"\[RANK \d+\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:ERROR|CRITICAL): (.+)")
+_FATAL = re.compile(r"Fatal Python error: .+")
+_SECONDARY = re.compile(r"\b(?:PeerLost|PeerError|RankMissing)\b")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The state of a run."""
+
+    state: State
+    reason: str
+    """why it ended; empty while it runs"""
+    resumable: bool
+    """whether `checkpoints/latest` names a checkpoint that is whole, as far as a look tells"""
+    go_on: str
+    """the command that resumes a run that was stopped or has crashed; empty: it cannot be resumed"""
+    process: int | None
+    """process that trains in the folder on this machine; 0: its id is unknown"""
+
+
+def run_status(
+    run: RunDir, events: Sequence[Event], seen: float, now: float | None = None
+) -> RunStatus:
+    """Returns the state of `run`; `events` contain the starts and ends of its last segment.
+
+    An end is the last line that a run writes, after its last save and its final test: it counts as
+    soon as it is written, even if the process has not exited yet. A process that has locked the
+    folder since then is a resume.
+
+    `seen`: when the last line was written, and `now`, Unix seconds.
+    """
+    process = lock_owner(run)
+    started = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
+    ends = [
+        event
+        for event in events
+        if isinstance(event, Stop | RunFinished | Failed)
+        and (started is None or event.segment >= started.segment)
+    ]
+    resumable = _whole_latest(run)
+    state, reason = _told(ends)
+    is_quiet = abs((time.time() if now is None else now) - seen) >= QUIET_S
+    if process is None and not ends and not _can_ask(run, started):
+        # the lock is another user's, say, whose processes may be hidden too
+        process = running_process(started.machine) if started is not None else None
+        if process is None and not is_quiet:
+            return RunStatus("running", "", resumable, "", None)
+    if process is not None and not (ends and _taken(run) < ends[-1].time):
+        return RunStatus("running", "", resumable, "", process)
+    if state == "crashed" and not reason:
+        reason = last_error(run, started.time if started else 0.0) or WITHOUT_A_WORD
+    to_go_on = resumable and state in ("stopped", "crashed")
+    return RunStatus(state, reason, resumable, _resume(run) if to_go_on else "", None)
+
+
+def last_error(run: RunDir, since: float = 0.0) -> str:
+    """Returns the error at the end of the ranks' logs, that of the first rank to fail; else "".
+
+    An error that follows from another rank's failure counts only if there is no other. `since`:
+    Unix seconds; earlier errors are ignored.
+    """
+    found = [
+        error
+        for path in sorted(run.logs.glob("rank_*.log"))
+        if (error := _error_of(path)) is not None and error[0] >= since - 1
+    ]
+    found.sort(key=lambda error: (bool(_SECONDARY.search(error[1])), error[0]))
+    return found[0][1] if found else ""
+
+
+def _told(ends: Sequence[Event]) -> tuple[State, str]:
+    """The state and the reason according to the record."""
+    last = ends[-1] if ends else None
+    if isinstance(last, Failed):
+        at = "" if last.step is None else f" at step {last.step:,}"
+        who = "" if last.message.startswith("rank ") else f"rank {last.rank} failed{at}: "
+        return "crashed", who + last.message
+    stop = next((end for end in reversed(ends) if isinstance(end, Stop)), None)
+    if stop is not None:
+        return ("stopped" if stop.resumable else "finished"), stop.reason
+    return ("finished", "") if last is not None else ("crashed", "")
+
+
+def _taken(run: RunDir) -> float:
+    """When the lock was taken, Unix seconds."""
+    try:
+        return run.lock.stat().st_mtime
+    except OSError:
+        return math.inf
+
+
+def _can_ask(run: RunDir, started: RunStarted | None) -> bool:
+    """Whether a free lock means that no process trains in the folder."""
+    if started is not None and started.machine.get("host", platform.node()) != platform.node():
+        return False
+    return lock_readable(run)
+
+
+def _whole_latest(run: RunDir) -> bool:
+    try:
+        name = read_regular(run.checkpoints / "latest").decode("utf-8", "replace").strip()
+        return bool(_CHECKPOINT.fullmatch(name)) and (run.checkpoints / name / MANIFEST).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _resume(run: RunDir) -> str:
+    return f"instar resume {shlex.quote(str(run.path))}"
+
+
+def _error_of(path: Path) -> tuple[float, str] | None:
+    """Time and message of the last error in a rank's log."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        written = path.stat().st_mtime
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if match := _ERROR.match(line):
+            with suppress(ValueError, OverflowError):  # a time that is none
+                written = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp()
+            return written, match[2].strip()
+        if match := _FATAL.match(line):
+            return written, match[0]
+    return None

@@ -1,0 +1,262 @@
+"""Summarizes a run: state, progress, cost, best and last values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from instar.checkpoint.manifest import MANIFEST
+from instar.config.files import read_regular
+from instar.logs.query.state import State, run_status
+from instar.record.events import (
+    Alert,
+    Event,
+    OperationEvent,
+    Placed,
+    RunStarted,
+    Skip,
+    Warn,
+    to_words,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from instar.logs.read.record import RunRecord, Series
+
+
+_CHECKPOINT = re.compile(r"step-(\d+)(?:\.\d+)?")
+_OF_ERRORS = ":error"
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """A metric's value, and the step it was measured at."""
+
+    value: float
+    step: int
+    error: float | None = None
+    """its standard error, where that was measured"""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint that is on the disk."""
+
+    name: str
+    step: int
+    pointers: tuple[str, ...]
+    """`latest`, `best`, `best-…`: what names it"""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A summary of a run; superseded steps count in nothing but the peak memory."""
+
+    path: str
+    id: str
+    name: str
+    state: State
+    reason: str
+    """why it ended; empty while it runs"""
+    resumable: bool
+    go_on: str
+    """the command that resumes it; empty if it cannot be resumed"""
+    process: int | None
+    """that trains it now, on this machine"""
+    started: float
+    """Unix seconds; 0: it never has"""
+    seen: float
+    """Unix seconds at which its last line was written"""
+    segments: int
+    """number of starts and resumes"""
+    step: int
+    samples: int
+    tokens: int
+    unit: str
+    """what `tokens` counts"""
+    epoch: float
+    flops: float
+    wall_s: float
+    active_s: float
+    tokens_per_s: float | None
+    """over all its active time"""
+    last: dict[str, MetricValue]
+    best: dict[str, MetricValue]
+    """of metrics that have a direction (lower or higher is better)"""
+    best_metric: str
+    """the metric that `checkpoints/best` follows"""
+    operations: tuple[OperationEvent, ...]
+    skipped_steps: int
+    checkpoints: tuple[Kept, ...]
+    memory_peak_bytes: int | None
+    model: str
+    """as it is now, in short"""
+    parameters: int
+    devices: str
+    world_size: int
+    warnings: tuple[str, ...]
+    alerts: tuple[str, ...]
+    faults: tuple[str, ...]
+    """what could not be read of its record"""
+
+
+def to_json(summary: Summary) -> dict[str, Any]:
+    """Returns a summary as JSON-ready data."""
+    said: dict[str, Any] = to_words(msgspec.to_builtins(summary))
+    return said
+
+
+def summarize(record: RunRecord, now: float | None = None) -> Summary:
+    """Summarizes `record`; `now`: Unix seconds, to judge whether a run on another machine is alive."""
+    run = record.run
+    events: list[Event] = [logged.event for logged in record.events]
+    kept = [logged.event for logged in record.events if logged.kept]
+    starts = [event for event in events if isinstance(event, RunStarted)]
+    first, current = (starts[0], starts[-1]) if starts else (None, None)
+    operations = tuple(event for event in kept if isinstance(event, OperationEvent))
+    curves = {name: record.series(name) for name in record.metrics}
+    ends = {name: end for name, series in curves.items() if (end := _end(series)) is not None}
+    at = _furthest(kept, curves, ends)
+    seen = max(
+        [e.time for e in events] + [float(s.time.max()) for s in curves.values() if len(s)],
+        default=0.0,
+    )
+    status = run_status(run, events, seen, now)
+    model, parameters = _shape(current, operations)
+    return Summary(
+        path=str(run.path),
+        id=run.id,
+        name=run.name,
+        state=status.state,
+        reason=status.reason,
+        resumable=status.resumable,
+        go_on=status.go_on,
+        process=status.process,
+        started=first.time if first else 0.0,
+        seen=seen,
+        segments=len(starts),
+        step=at.step,
+        samples=at.samples,
+        tokens=at.tokens,
+        unit=current.unit if current else "token",
+        epoch=at.epoch,
+        flops=at.flops,
+        wall_s=at.wall_s,
+        active_s=at.active_s,
+        tokens_per_s=at.tokens / at.active_s if at.active_s > 0 else None,
+        last={
+            name: _value(curves, name, end)
+            for name, end in ends.items()
+            if not name.endswith(_OF_ERRORS)
+        },
+        best={
+            name: _value(curves, name, index)
+            for name, series in curves.items()
+            if (index := _best(series)) is not None
+        },
+        best_metric=f"val/{current.best_metric if current else 'loss'}",
+        operations=operations,
+        skipped_steps=sum(isinstance(event, Skip) for event in kept),
+        checkpoints=tuple(_checkpoints(run.checkpoints)),
+        memory_peak_bytes=_peak(curves.get("memory_bytes")),
+        model=model,
+        parameters=parameters,
+        devices=current.devices if current else "",
+        world_size=current.world_size if current else 1,
+        warnings=tuple(event.message for event in kept if isinstance(event, Warn)),
+        alerts=tuple(
+            f"step {e.step:,}: {e.name}: {e.message}" for e in kept if isinstance(e, Alert)
+        ),
+        faults=record.faults,
+    )
+
+
+def _end(series: Series) -> int | None:
+    there = np.flatnonzero(series.kept)
+    return int(there[-1]) if len(there) else None
+
+
+def _best(series: Series) -> int | None:
+    """Index of the first best value; None: the metric has no direction or no finite value."""
+    toward = series.better
+    usable = series.kept & np.isfinite(series.value)
+    if toward is None or not usable.any():
+        return None
+    values = np.where(usable, series.value, np.inf if toward == "min" else -np.inf)
+    return int(values.argmin() if toward == "min" else values.argmax())
+
+
+def _value(curves: dict[str, Series], name: str, index: int) -> MetricValue:
+    series, error = curves[name], None
+    errors = curves.get(name + _OF_ERRORS)
+    if errors is not None:
+        same = np.flatnonzero(errors.kept & (errors.step == series.step[index]))
+        error = float(errors.value[same[-1]]) if len(same) else None
+    return MetricValue(float(series.value[index]), int(series.step[index]), error)
+
+
+def _furthest(kept: list[Event], curves: dict[str, Series], ends: dict[str, int]) -> Placed:
+    """The last place of the run, without the final test, which may be of an earlier step."""
+    places = [event for event in kept if isinstance(event, Placed)]
+    for name, end in ends.items():
+        if not name.startswith("test/"):
+            s = curves[name]
+            places.append(
+                Placed(
+                    step=int(s.step[end]),
+                    samples=int(s.samples[end]),
+                    tokens=int(s.tokens[end]),
+                    epoch=float(s.epoch[end]),
+                    flops=float(s.flops[end]),
+                    wall_s=float(s.wall_s[end]),
+                    active_s=float(s.active_s[end]),
+                )
+            )
+    return max(places, key=lambda place: (place.step, place.wall_s), default=Placed(step=0))
+
+
+def _shape(current: RunStarted | None, operations: tuple[OperationEvent, ...]) -> tuple[str, int]:
+    """The model in short and its parameters, after what grew since the run was last started."""
+    if current is None:
+        return "", 0
+    grown = [o for o in operations if o.segment >= current.segment and o.architecture]
+    sizes = [o.proof.get("parameters_after", nan) for o in grown]
+    parameters = next((int(size) for size in reversed(sizes) if isfinite(size)), current.parameters)
+    if not grown:
+        return current.model, parameters
+    shape = grown[-1].architecture
+    layers = shape.get("n_layer", shape.get("layers"))
+    width = shape.get("n_embd", shape.get("width"))
+    brief = f"{layers}L/{width}d" if layers is not None and width is not None else current.model
+    return brief, parameters
+
+
+def _peak(memory: Series | None) -> int | None:
+    if memory is None or not np.isfinite(memory.value).any():
+        return None
+    return int(memory.value[np.isfinite(memory.value)].max())
+
+
+def _checkpoints(folder: Path) -> Iterator[Kept]:
+    """The published checkpoints by step; no tensor is read."""
+    named: dict[str, list[str]] = {}
+    for path in sorted([*folder.glob("latest"), *folder.glob("best*")], reverse=True):
+        try:
+            text = read_regular(path).decode("utf-8", "replace").strip()
+        except OSError:
+            continue
+        named.setdefault(text, []).append(path.name)
+    found = [
+        (int(match[1]), path)
+        for path in folder.glob("step-*")
+        if (match := _CHECKPOINT.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    ]
+    for step, path in sorted(found, key=lambda one: (one[0], one[1].stat().st_mtime)):
+        yield Kept(path.name, step, tuple(named.get(path.name, ())))

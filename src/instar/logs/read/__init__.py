@@ -1,0 +1,1 @@
+"""Reads records: lines to columns and events, tolerant, cached."""

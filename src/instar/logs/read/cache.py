@@ -1,0 +1,476 @@
+"""The columns of a large record on the disk, so that it is not parsed again; disposable.
+
+They are in two places: in the run's own folder, written by the run while it goes on (`extend`), and
+in the reader's cache folder, written by readers of a record that has none or whose are not up to date.
+Readers never write into the run, and trust neither.
+
+```
+columns.json        a checksum, then what follows: which record it was, up to which byte it was
+                    read, and every column's file with its checksums
+columns-<token>/    one file for each column, numbers one after another
+```
+
+in the run's `columns/` or in the reader's own `cache_folder`.
+
+A column's file is only ever added to, behind what the last `columns.json` counts, by one process
+at a time; then `columns.json` is replaced. So whoever reads meanwhile sees what was there before.
+Of a record that only grew, the rest is read and added; for one that was cut or replaced, and where
+a checksum is wrong, everything is made anew. Without a folder, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+import instar
+from instar.config.errors import InstarError
+from instar.config.files import open_regular, own_regular
+from instar.data.workers import WorkerLost, Workers
+from instar.distributed.placement import usable_cores
+from instar.logs.read.columns import AXIS_TYPES, CELLS, LazyColumns, MetricTable, absent
+from instar.logs.read.scan import AT_ONCE_BYTES, FAULTS_TOLD, Content, pieces, scan
+from instar.logs.read.sidecar import (
+    MOST_BYTES,
+    FileStamp,
+    cache_folder,
+    evict,
+    make,
+    read_checked,
+    stamp_of,
+    used,
+    write_checked,
+)
+from instar.record.rundir import RunDir
+
+SMALL_BYTES = 1 << 20
+"""size up to which parsing a record is as fast as reading its columns"""
+GROWN_SHARE = 128
+"""New lines are added to the columns once they are this fraction (1 / n) of the record."""
+PARALLEL_BYTES = 1 << 26
+"""uncached bytes from which on several processes are faster"""
+EVERY_S = 30.0
+"""interval at which a run updates its columns"""
+FORM = 1
+"""Another one wherever events make other columns than before: a run's columns outlive a version."""
+COLUMNS = "columns"
+"""The folder of columns in a run's own."""
+_FOLDER = re.compile(r"columns-[0-9a-f]{8}")
+_NAME = re.compile(r"events\.jsonl|\d+-[a-z0-9_]+")
+
+
+class Damaged(Exception):  # noqa: N818
+    """A column's file does not match its checksum."""
+
+
+class _File(msgspec.Struct):
+    """A file, and the checksum of each part that was added to it, with its bytes."""
+
+    name: str
+    parts: list[tuple[int, str]] = []
+
+
+class _Table(msgspec.Struct):
+    rows: int
+    axes: dict[str, _File]
+    metrics: dict[str, _File]
+    first_steps: dict[int, int]
+
+
+class _Index(msgspec.Struct):
+    form: int
+    instar: str
+    folder: str
+    stamp: FileStamp
+    lines: int
+    passed_over: int
+    faults: list[tuple[int, str]]
+    events: _File
+    tables: dict[str, _Table]
+
+
+def content(run: RunDir, workers: int | None = None) -> Content:
+    """Reads a record: its columns in the run's folder or in the reader's cache; the rest is scanned.
+
+    The cache is made or added to where much would be scanned. Columns are read when they are asked
+    for, and then raise `Damaged` if they are not what was written. `workers`: see `pieces`.
+
+    Raises:
+        RecordError: the record cannot be read.
+    """
+    size = _size(run.events)
+    written = load(run.events, run.path / COLUMNS, portable=True)
+    if written and size - written.end <= _worth_keeping(written.end):
+        return written.then(*pieces(run.events, written, workers))
+    return readers_content(run, workers)
+
+
+def readers_content(run: RunDir, workers: int | None = None, until: int | None = None) -> Content:
+    """Reads a record, up to the byte `until` if given, from the reader's own cache; the rest is
+    scanned. Columns in the run's folder are ignored.
+
+    Raises:
+        RecordError: the record cannot be read.
+    """
+    record, folder = run.events, cache_folder(run)
+    held = added = last = load(record, folder) if folder else None
+    begin = held.end if held else 0
+    size = _size(record) if until is None else until
+    if begin > size:  # another reader has seen more
+        return scan(record, until=until)
+    adding = _worth_keeping(begin) < size - begin and size <= MOST_BYTES
+    rest: list[Content] = []
+    for more in pieces(record, held, workers, until):
+        if last and last.inode != more.inode:
+            return scan(record, until=until)
+        if folder is None or not (adding and more.end > begin):
+            adding = False
+        else:
+            adding = _add(record, folder, added, more)
+        if adding:
+            added, begin = more, more.end
+        else:
+            rest.append(more)
+        last = more
+    if folder and added is not held:
+        evict(folder)
+        held = load(record, folder)
+        if held is None or held.end != begin:  # another process has made it anew
+            return scan(record, until=until)
+    return (held or Content()).then(*rest)
+
+
+@contextmanager
+def columns_kept(run: RunDir, every_s: float = EVERY_S) -> Iterator[None]:
+    """Writes the columns of a run's record into its folder, in a thread, while the record grows.
+
+    Only the process that writes the record may use this. The rest is written when the context is
+    left, after the record has been closed.
+    """
+    folder = run.path / COLUMNS
+    if load(run.events, folder, portable=True) is None and not folder.is_symlink():
+        discard(folder)  # once the record has grown, they might seem to be its own
+    left = threading.Event()
+
+    def work() -> None:
+        while not left.wait(every_s):
+            extend(run, left)
+
+    thread = threading.Thread(target=work, name="columns", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join()
+        extend(run, finished=True)
+
+
+def extend(run: RunDir, left: threading.Event | None = None, *, finished: bool = False) -> None:
+    """Adds to the columns in the run's folder what the record has grown by, once that is worth it.
+
+    Whatever prevents it is no error: the columns end earlier, and readers scan the rest.
+
+    Args:
+        left: set when there is no more time for it.
+        finished: add the last lines too, unless there are so many that it would take seconds.
+    """
+    folder = run.path / COLUMNS
+    held = load(run.events, folder, portable=True)
+    begin = held.end if held else 0
+    size = _size(run.events)
+    if size < SMALL_BYTES or size - begin <= (0 if finished else _worth_keeping(begin)):
+        return
+    if finished and size - begin > AT_ONCE_BYTES:
+        return
+    with suppress(InstarError, OSError):
+        for more in pieces(run.events, held, workers=1):
+            if more.end == (held.end if held else 0) or more.passed_over:
+                return
+            if not _add(run.events, folder, held, more, portable=True):
+                return
+            if left is not None and left.is_set():
+                return
+            held = more
+
+
+def _worth_keeping(end: int) -> int:
+    """New bytes from which on columns are extended."""
+    return max(SMALL_BYTES, end // GROWN_SHARE)
+
+
+def load(record: Path, folder: Path, *, portable: bool = False) -> Content | None:
+    """Loads the columns on disk that fit a record as it is now, or None.
+
+    `portable`: they are those of the run's folder, which may be a copy, or anybody's work.
+    """
+    try:
+        index = _index(record, folder, portable)
+        if index is None:
+            return None
+        if not portable:
+            used(folder)
+        place = folder / index.folder
+        if portable and not _is_plausible(place, index):
+            return None
+        events = bytes(_read(place, index.events, "u1")).split(b"\n")[:-1]
+        inode = record.stat().st_ino if portable else index.stamp.inode
+    except (OSError, ValueError, msgspec.MsgspecError, Damaged):
+        return None
+    tables = {name: _stored(place, table) for name, table in index.tables.items()}
+    faults = tuple(index.faults)
+    return Content(
+        tables, tuple(events), index.stamp.end, index.lines, faults, index.passed_over, inode
+    )
+
+
+def _is_plausible(place: Path, index: _Index) -> bool:
+    """Whether a record of its size can have such columns, before any memory is taken for them."""
+    end, tables = index.stamp.end, index.tables.values()
+    if index.passed_over or index.faults or not stat.S_ISDIR(place.lstat().st_mode):
+        return False
+    if _bytes_of(index.events) > end or any(not 0 < table.rows <= end for table in tables):
+        return False
+    if sum(len(table.metrics) * table.rows for table in tables) > CELLS + end:
+        return False
+    if any(table.axes.keys() != AXIS_TYPES.keys() for table in tables):
+        return False
+    files = [(file, "<f8", table) for table in tables for file in table.metrics.values()]
+    files += [
+        (table.axes[name], kind, table) for table in tables for name, kind in AXIS_TYPES.items()
+    ]
+    return all(
+        _bytes_of(file) == np.dtype(kind).itemsize * table.rows for file, kind, table in files
+    )
+
+
+def _bytes_of(file: _File) -> int:
+    return sum(length for length, _ in file.parts)
+
+
+def discard(folder: Path) -> None:
+    """Deletes columns; without their index, files that cannot be deleted are ignored."""
+    with suppress(OSError):
+        (folder / "columns.json").unlink()
+    for place in folder.glob("columns-*"):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def held_bytes(record: Path, folder: Path) -> int:
+    """Returns how many bytes of a record are cached."""
+    try:
+        index = _index(record, folder, portable=False)
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return 0
+    return index.stamp.end if index else 0
+
+
+def _size(record: Path) -> int:
+    try:
+        return record.stat().st_size
+    except OSError:
+        return 0
+
+
+def _index(record: Path, folder: Path, portable: bool) -> _Index | None:
+    if portable and not stat.S_ISDIR(folder.lstat().st_mode):
+        return None
+    path = folder / "columns.json"
+    index = msgspec.json.decode(read_checked(path), type=_Index)
+    if index.form != FORM or not (portable or index.instar == instar.__version__):
+        return None
+    if not (_FOLDER.fullmatch(index.folder) and all(_NAME.fullmatch(n) for n in _names(index))):
+        return None
+    written_ns = path.lstat().st_mtime_ns if portable else None
+    return index if index.stamp.fits(record, written_ns) else None
+
+
+def _names(index: _Index) -> Iterator[str]:
+    yield index.events.name
+    for table in index.tables.values():
+        yield from (file.name for part in (table.axes, table.metrics) for file in part.values())
+
+
+def _stored(place: Path, table: _Table) -> MetricTable:
+    def axis(name: str) -> Any:
+        return _column(place, table.axes[name], AXIS_TYPES[name], table.rows)
+
+    def metric(name: str) -> Any:
+        return _column(place, table.metrics[name], "<f8", table.rows)
+
+    axes, metrics = LazyColumns([*table.axes], axis), LazyColumns([*table.metrics], metric)
+    return MetricTable(table.rows, axes, metrics, table.first_steps)
+
+
+def _column(place: Path, file: _File, dtype: str, rows: int) -> Any:
+    values = _read(place, file, dtype)
+    if len(values) != rows:
+        raise Damaged(place / file.name)
+    return values
+
+
+def _read(place: Path, file: _File, dtype: str) -> Any:
+    size = _bytes_of(file)
+    try:
+        with open_regular(place / file.name) as opened:
+            if (
+                min((length for length, _ in file.parts), default=0) < 0
+                or size > os.fstat(opened.fileno()).st_size
+            ):
+                raise Damaged(place / file.name)
+            values = np.empty(size // np.dtype(dtype).itemsize, dtype)
+            raw = values.view("u1").data
+            got = opened.readinto(raw)
+    except OSError as error:
+        raise Damaged(place / file.name) from error
+    if got != size:
+        raise Damaged(place / file.name)
+    start = 0
+    for length, checksum in file.parts:
+        if xxhash.xxh3_64_hexdigest(raw[start : start + length]) != checksum:
+            raise Damaged(place / file.name)
+        start += length
+    return values
+
+
+def _add(
+    record: Path, folder: Path, held: Content | None, more: Content, *, portable: bool = False
+) -> bool:
+    """Appends `more`, which follows `held`, to the columns; returns whether it was written."""
+    mode = 0o666 if portable else 0o600
+    try:
+        make(folder, 0o777 if portable else 0o700)
+        if folder.is_symlink():
+            return False
+        with _alone(folder, mode):
+            index = _index(record, folder, portable) if held else None
+            if held and (index is None or index.stamp.end != held.end):
+                return False
+            stamp = stamp_of(record, more.end)
+            if stamp.inode != more.inode or stamp.size < more.end:
+                return False
+            if _cells(index, more) > CELLS + more.end:
+                return False
+            index = index or _new(folder, stamp)
+            _append(folder / index.folder, index, more, mode)
+            index.stamp, index.lines = stamp, more.lines
+            index.passed_over += more.passed_over
+            index.faults = [*index.faults, *more.faults][:FAULTS_TOLD]
+            write_checked(folder / "columns.json", msgspec.json.encode(index))
+            if not held:
+                for other in folder.glob("columns-*"):
+                    if other.name != index.folder:
+                        shutil.rmtree(other, ignore_errors=True)
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return True
+
+
+def _cells(index: _Index | None, more: Content) -> int:
+    """The count of numbers after adding `more`."""
+    stored = index.tables if index else {}
+    total = 0
+    for name in {*stored, *more.tables}:
+        parts = [part for part in (stored.get(name), more.tables.get(name)) if part is not None]
+        metrics = {metric for part in parts for metric in part.metrics}
+        total += len(metrics) * sum(part.rows for part in parts)
+    return total
+
+
+def _new(folder: Path, stamp: FileStamp) -> _Index:
+    place = f"columns-{secrets.token_hex(4)}"
+    (folder / place).mkdir()
+    version = instar.__version__
+    return _Index(FORM, version, place, stamp, 0, 0, [], _File("events.jsonl"), {})
+
+
+def _append(place: Path, index: _Index, more: Content, mode: int) -> None:
+    _write(place, index.events, b"".join(line + b"\n" for line in more.events), mode)
+    for name, table in more.tables.items():
+        stored = index.tables.setdefault(name, _Table(0, {}, {}, {}))
+        number = list(index.tables).index(name)
+        for axis, values in table.axes.items():
+            file = stored.axes.setdefault(axis, _File(f"{number}-{axis}"))
+            _write(place, file, values, mode)
+        for metric in {**stored.metrics, **dict.fromkeys(table.metrics)}:
+            if metric not in stored.metrics:
+                stored.metrics[metric] = _File(f"{number}-{len(stored.metrics)}")
+                _write(place, stored.metrics[metric], absent(stored.rows), mode)
+            given = metric in table.metrics
+            values = table.metrics[metric] if given else absent(table.rows)
+            _write(place, stored.metrics[metric], values, mode)
+        stored.rows += table.rows
+        stored.first_steps = {**table.first_steps, **stored.first_steps}
+
+
+def _write(place: Path, file: _File, values: Any, mode: int) -> None:
+    data = np.frombuffer(values, "u1") if len(values) else np.empty(0, "u1")
+    start = _bytes_of(file)
+    with os.fdopen(own_regular(place / file.name, mode=mode), "r+b") as opened:
+        opened.seek(start)
+        opened.write(data.data)
+    if data.nbytes:
+        file.parts.append((data.nbytes, xxhash.xxh3_64_hexdigest(data.data)))
+
+
+@contextmanager
+def _alone(folder: Path, mode: int) -> Iterator[None]:
+    """Locks the columns for writing.
+
+    Raises:
+        BlockingIOError: another process writes them.
+    """
+    with os.fdopen(own_regular(folder / "lock", mode=mode), "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def fill(runs: Sequence[RunDir]) -> None:
+    """Brings the caches of many runs up to date, with one process per core.
+
+    What is wrong with a record is reported when it is read.
+    """
+    unread = {run: size for run in runs if (size := _unread_bytes(run)) >= SMALL_BYTES}
+    count = min(len(unread), usable_cores())
+    if count < 2 or sum(unread.values()) < PARALLEL_BYTES:
+        return
+    with suppress(WorkerLost), Workers(_Filler, count) as workers:
+        largest = sorted(unread, key=lambda run: -unread[run])
+        asked = [workers.call(n % count, "fill", run) for n, run in enumerate(largest)]
+        for answer in asked:
+            answer.result()
+
+
+class _Filler:
+    """What a worker process does for `fill`."""
+
+    def fill(self, run: RunDir) -> None:
+        with suppress(InstarError):
+            content(run, workers=1)
+
+
+def _unread_bytes(run: RunDir) -> int:
+    try:
+        size = run.events.stat().st_size
+    except OSError:
+        return 0
+    folder = cache_folder(run)
+    if size < SMALL_BYTES or size > MOST_BYTES or folder is None:
+        return 0
+    written = load(run.events, run.path / COLUMNS, portable=True)
+    if written and size - written.end <= _worth_keeping(written.end):
+        return 0
+    return max(0, size - held_bytes(run.events, folder))

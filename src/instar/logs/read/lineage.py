@@ -1,0 +1,58 @@
+"""Determines which steps of a run were superseded by a resume from an earlier checkpoint.
+
+Each segment grows out of a checkpoint, and that out of the segment which saved it. What the newest
+segment descends from still counts; all else is superseded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+
+import msgspec
+
+from instar.record.events import Event, RunStarted, Saved
+
+EVERYTHING = 2**63 - 1
+NOTHING = -1
+
+
+class Lineage(msgspec.Struct):
+    """The segments of a run and the checkpoints they resumed from, updated event by event.
+
+    A segment that names no checkpoint continues the previous segment.
+    """
+
+    began: dict[int, int] = {}
+    """the step at which each segment starts"""
+    parents: dict[int, int] = {}
+    """the segment that saved the checkpoint from which a segment resumed"""
+    saved: dict[str, int] = {}
+    """the segment that saved each checkpoint"""
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Saved):
+            self.saved[PurePath(event.path).name] = event.segment
+        elif isinstance(event, RunStarted):
+            self.began[event.segment] = event.step
+            parent = self.saved.get(event.resumed_from or "", event.segment)
+            if parent < event.segment:
+                self.parents[event.segment] = parent
+
+    def limits(self, first_steps: Mapping[int, int] | None = None) -> dict[int, int]:
+        """Returns the last step of each segment that is not superseded; `NOTHING` if all are.
+
+        `first_steps`: the first measured step of each segment, for one whose beginning was lost.
+        """
+        lost = {segment: max(step - 1, 0) for segment, step in (first_steps or {}).items()}
+        began = lost | self.began
+        segments = sorted(began)
+        found = dict.fromkeys(segments, NOTHING)
+        limit = EVERYTHING
+        while segments:
+            segment = segments.pop()
+            found[segment] = limit
+            limit = min(limit, began[segment])
+            parent = self.parents.get(segment, segment)
+            segments = [one for one in segments if one <= parent]
+        return found

@@ -1,0 +1,370 @@
+"""Reads the record of a run: metrics as columns, all other events as objects.
+
+Nothing that a run has written is ever deleted. What a resume from an earlier step superseded is
+masked (`kept` is false) but still available.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from instar.config.errors import ConfigError
+from instar.logs.read import cache
+from instar.logs.read.columns import LazyColumns, MetricTable, present
+from instar.logs.read.lineage import EVERYTHING, Lineage
+from instar.logs.read.scan import Content, no_record, scan
+from instar.logs.read.sidecar import cache_folder
+from instar.record.events import (
+    NOT_AN_EVENT,
+    TRAIN_METRICS,
+    Event,
+    Placed,
+    RecordError,
+    RunStarted,
+    decode,
+)
+from instar.record.rundir import RunDir
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
+    Bools = npt.NDArray[np.bool_]
+
+AXES = ("step", "samples", "tokens", "epoch", "flops", "wall_s", "active_s", "time")
+"""x axes of curves"""
+
+ALIASES = {
+    "learning_rate": "lr",
+    "eval_loss": "val/loss",
+    "val_loss": "val/loss",
+    "val": "val/loss",
+    "throughput": "tokens_per_s",
+    "memory": "memory_bytes",
+}
+"""other names of metrics"""
+
+
+class Series:
+    """One metric of one run, in the order in which it was written; all arrays have one length.
+
+    A place from which the run's newest segment does not descend, because the run went on from an
+    earlier step or from another segment's checkpoint, has `kept` false. Non-finite values are as
+    they were. An axis is read when it is asked for. Arrays are shared between series: not to be
+    written to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        value: Floats,
+        axes: Mapping[str, npt.NDArray[Any]],
+        kept: Bools,
+        better: Direction | None = None,
+    ) -> None:
+        """
+        Args:
+            axes: those of `AXES`, and `segment`.
+            better: which values are better, where the run has said it; else the name tells.
+        """
+        self.name = name
+        self.better = better or direction(name)
+        """`min`, `max`, or None: no value is better"""
+        self.value = value
+        self.kept = kept
+        self._axes = axes
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    @property
+    def step(self) -> Ints:
+        return self._axes["step"]
+
+    @property
+    def samples(self) -> Ints:
+        return self._axes["samples"]
+
+    @property
+    def tokens(self) -> Ints:
+        return self._axes["tokens"]
+
+    @property
+    def segment(self) -> Ints:
+        return self._axes["segment"]
+
+    @property
+    def epoch(self) -> Floats:
+        return self._axes["epoch"]
+
+    @property
+    def flops(self) -> Floats:
+        return self._axes["flops"]
+
+    @property
+    def wall_s(self) -> Floats:
+        return self._axes["wall_s"]
+
+    @property
+    def active_s(self) -> Floats:
+        return self._axes["active_s"]
+
+    @property
+    def time(self) -> Floats:
+        """Unix seconds."""
+        return self._axes["time"]
+
+    def axis(self, name: str) -> Floats:
+        """One of `AXES` as floats."""
+        return np.asarray(self._axes[name], np.float64)
+
+    def take(self, which: Ints | Bools) -> Series:
+        """Returns the series at these places only."""
+        axes = LazyColumns([*self._axes], lambda name: self._axes[name][which])
+        return Series(self.name, self.value[which], axes, self.kept[which], self.better)
+
+    def current(self) -> Series:
+        """Returns the series without superseded points; its steps never decrease."""
+        return self if self.kept.all() else self.take(self.kept)
+
+
+@dataclass(frozen=True)
+class RecordedEvent:
+    """An event; `kept` is false if it was superseded."""
+
+    event: Event
+    kept: bool = True
+
+
+class RunRecord:
+    """A run's record as it was when it was read."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        events: Sequence[RecordedEvent],
+        table: Mapping[str, Series],
+        faults: Sequence[str],
+        end: int = 0,
+    ) -> None:
+        self.run = run
+        self.events = tuple(events)
+        """all but `train`, `eval` and `layers`, in the order in which they were written"""
+        self.faults = tuple(faults)
+        """lines that could not be read and were skipped, with the reason"""
+        self.end = end
+        """the byte behind the last line that was read, where a `Follower` continues"""
+        self._table = table
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """`loss`, `lr`, `val/loss`, `val/accuracy`, `grad_norm/blocks.0`, …"""
+        return tuple(self._table)
+
+    def __contains__(self, metric: object) -> bool:
+        return ALIASES.get(str(metric), metric) in self._table
+
+    def series(self, metric: str) -> Series:
+        """Returns a metric by its name or an alias, superseded points included.
+
+        Raises:
+            ConfigError: the run has none of that name; suggests one.
+        """
+        name = ALIASES.get(metric, metric)
+        if name not in self._table:
+            raise unknown_metric(metric, self.metrics, str(self.run.path))
+        return self._table[name]
+
+    def of(self, kind: type[Event]) -> list[RecordedEvent]:
+        """The events of one kind."""
+        return [logged for logged in self.events if isinstance(logged.event, kind)]
+
+
+def unknown_metric(metric: str, known: Sequence[str], where: str) -> ConfigError:
+    from difflib import get_close_matches
+
+    near = get_close_matches(metric, [*known, *ALIASES], n=1)
+    list_runs = ", ".join(known) or "none"
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {list_runs}"
+    return ConfigError.one(f"no metric {metric!r} in {where}", hint=hint)
+
+
+def read(run: RunDir) -> RunRecord:
+    """Reads a run's record, also while it is being written; a large one through its columns.
+
+    Lines that are not events are skipped and listed in `faults`. An empty record has no events.
+
+    Raises:
+        RecordError: the file cannot be read, or it is not empty and nothing in it is an event.
+    """
+    try:
+        small = run.events.stat().st_size < cache.SMALL_BYTES
+        found = scan(run.events) if small else cache.content(run)
+        if not found.tables and not found.events and (fault := no_record(run.events)):
+            raise RecordError(fault)
+    except OSError as error:
+        raise RecordError(f"cannot read {run.events}: {error.strerror}") from error
+    return _record(run, found)
+
+
+def _record(run: RunDir, found: Content, doubt: int = 0) -> RunRecord:
+    try:
+        return _decoded(run, found, doubt)
+    except (cache.Damaged, *NOT_AN_EVENT):
+        if doubt > 1:
+            raise
+        return _record(run, _anew(run, found, doubt + 1), doubt + 1)
+
+
+def _decoded(run: RunDir, found: Content, doubt: int) -> RunRecord:
+    events = [decode(line) for line in found.events]
+    lineage = Lineage()
+    for event in events:
+        lineage.take(event)
+    last_steps = lineage.limits(_first_steps(found.tables))
+    logged = [
+        RecordedEvent(
+            e, not isinstance(e, Placed) or e.step <= last_steps.get(e.segment, EVERYTHING)
+        )
+        for e in events
+    ]
+    better: dict[str, Direction] = {}
+    for event in events:
+        if isinstance(event, RunStarted):
+            better |= {name: "max" if b == "max" else "min" for name, b in event.better.items()}
+    table = _Metrics(run, found, last_steps, better, doubt)
+    return RunRecord(run, logged, table, _faults(run, found), found.end)
+
+
+class _Metrics(Mapping[str, Series]):
+    """Series, each made when it is first asked for."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        found: Content,
+        last_steps: dict[int, int],
+        better: Mapping[str, Direction],
+        doubt: int,
+    ) -> None:
+        self._better = better
+        self._doubt = doubt
+        self._run = run
+        self._found = found
+        self._last_steps = last_steps
+        self._tables: dict[str, str] = {}
+        for table in sorted(found.tables, key=lambda name: name != "train"):
+            there = found.tables[table].metrics
+            first = [metric for metric in TRAIN_METRICS if table == "train" and metric in there]
+            for metric in (*first, *there):
+                self._tables.setdefault(metric, table)
+        self._kept = LazyColumns([*found.tables], self._kept_of)
+        self._series = LazyColumns([*self._tables], self._series_of)
+
+    def __getitem__(self, metric: str) -> Series:
+        return self._series[metric]  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def _column(self, table: str, part: Literal["axes", "metrics"], name: str) -> Any:
+        try:
+            return getattr(self._found.tables[table], part)[name]
+        except cache.Damaged:
+            self._doubt += 1
+            self._found = _anew(self._run, self._found, self._doubt)
+            return self._column(table, part, name)
+        except KeyError as error:
+            raise RecordError(
+                f"{self._run.path / cache.COLUMNS} does not match the record beside it: delete it"
+            ) from error
+
+    def _kept_of(self, table: str) -> Bools:
+        kept = np.ones(self._found.tables[table].rows, np.bool_)
+        for segment, last in self._last_steps.items():
+            if last != EVERYTHING:
+                written_in, step = (self._column(table, "axes", n) for n in ("segment", "step"))
+                kept &= (written_in != segment) | (step <= last)
+        return kept
+
+    def _series_of(self, metric: str) -> Series:
+        table = self._tables[metric]
+        value = self._column(table, "metrics", metric)
+        axes = LazyColumns([*AXES, "segment"], lambda name: self._column(table, "axes", name))
+        better = self._better.get(metric.partition("/")[2]) if "/" in metric else None
+        whole = Series(metric, value, axes, self._kept[table], better)
+        there = present(value)
+        return whole if there.all() else whole.take(there)
+
+
+def _first_steps(tables: Mapping[str, MetricTable]) -> dict[int, int]:
+    """The first measured step of each segment."""
+    first: dict[int, int] = {}
+    for table in tables.values():
+        for segment, step in table.first_steps.items():
+            first[segment] = min(step, first.get(segment, step))
+    return first
+
+
+def _anew(run: RunDir, found: Content, doubt: int) -> Content:
+    """Returns the same part of the record from another source, because columns are damaged.
+
+    `doubt` 1: from the reader's own cache, which is made if there is none, so that damaged columns
+    in a run's folder are scanned around once, not at every look. 2: from the record alone.
+    """
+    if doubt == 1:
+        return cache.readers_content(run, until=found.end)
+    if (folder := cache_folder(run)) is not None:
+        cache.discard(folder)
+    return scan(run.events, until=found.end)
+
+
+def _faults(run: RunDir, found: Content) -> list[str]:
+    told = [f"{run.events}:{line}: {reason}" for line, reason in found.faults]
+    if more := found.passed_over - len(told):
+        told.append(f"{run.events}: {more:,} more line{'s' if more > 1 else ''} like these")
+    return told
+
+
+Direction = Literal["min", "max"]
+
+_LOW = re.compile(
+    "loss|mae|mse|rmse|msle|nll|bpb|bpc|cer|wer|error|perplexity|ppl|brier|ece|regret"
+)
+_HIGH = re.compile(
+    "accuracy|acc|r2|auc|auroc|auprc|ap|map|f1|precision|recall|mcc|kappa|iou|dice|bleu|rouge|"
+    "correlation|pearson|spearman|reward|return|score|variance"
+)
+
+
+def direction(metric: str) -> Direction | None:
+    """Returns `min` for losses and errors, `max` for accuracies and scores, else None.
+
+    The last part of the name decides, by any of its words: `val/kind/accuracy`, `test/top5_acc`.
+    """
+    last = metric.rpartition("/")[2].lower()
+    if ":" in last:
+        return None  # a standard error
+    words = [last.partition("@")[0], *last.split("_")]
+    if any(map(_LOW.fullmatch, words)):
+        return "min"
+    return "max" if any(map(_HIGH.fullmatch, words)) else None
+
+
+def read_many(runs: Sequence[RunDir]) -> list[RunRecord]:
+    """Reads many runs, in their order; what is not cached is parsed by one process per core.
+
+    Raises:
+        RecordError: see `read`.
+    """
+    cache.fill(runs)
+    return [read(run) for run in runs]

@@ -1,0 +1,144 @@
+"""The reader's own cache folder, where results of reading a record are kept.
+
+A run's folder may be anybody's, so nothing is written there: whatever a reader keeps is in
+`$INSTAR_CACHE_DIR`, or else `$XDG_CACHE_HOME/instar` or `~/.cache/instar`, which only the reader can
+enter, in a folder for each record. All of it together is bounded; what was used least recently goes first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from instar.config.files import cache_home, open_regular, read_regular
+from instar.record.atomic import atomic_file
+from instar.record.rundir import RunDir
+
+MOST_BYTES = 1 << 32
+"""limit of all caches together; a larger record is not cached"""
+_KEY = re.compile(r"[0-9a-f]{32}")
+_WINDOW_BYTES = 4096
+
+
+def cache_folder(run: RunDir) -> Path | None:
+    """Returns the folder that caches a run's record for this user; None: nothing is cached.
+
+    The folder itself need not exist.
+    """
+    home = _home()
+    if home is None:
+        return None
+    try:
+        status = run.path.stat()
+        place = os.fsencode(run.path.resolve())
+    except (OSError, RuntimeError):
+        return None
+    text = b"%d %d %b" % (status.st_dev, status.st_ino, place)
+    return home / xxhash.xxh3_128_hexdigest(text)
+
+
+def make(folder: Path, mode: int = 0o700) -> None:
+    """Creates a `cache_folder`.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder.mkdir(mode, exist_ok=True)
+
+
+def used(folder: Path) -> None:
+    """Marks a `cache_folder` as recently used."""
+    with suppress(OSError):
+        os.utime(folder)
+
+
+def evict(kept: Path) -> None:
+    """Deletes what was used least recently, until no more than `MOST_BYTES` are kept; not `kept`."""
+    with suppress(OSError):
+        folders = [
+            path for path in kept.parent.iterdir() if _KEY.fullmatch(path.name) and path != kept
+        ]
+        times = {path: path.lstat().st_mtime for path in folders}
+        total = _bytes_in(kept)
+        for path in sorted(folders, key=lambda path: -times[path]):
+            total += _bytes_in(path)
+            if total > MOST_BYTES:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*"))
+
+
+def _home() -> Path | None:
+    """The folder of all records, this user's alone."""
+    return cache_home("records")
+
+
+class FileStamp(msgspec.Struct, frozen=True):
+    """Identifies a record that has only grown since it was read."""
+
+    inode: int
+    size: int
+    modified_ns: int
+    end: int
+    """the byte up to which it was read"""
+    window: str
+    """checksum of its first bytes, and of the last ones before `end`"""
+
+    def fits(self, record: Path, written_ns: int | None = None) -> bool:
+        """Whether the record still begins with the bytes that were read.
+
+        `written_ns`: when the stamp was written; then the record may be a copy, with an inode and a
+        time of its own, but must not have changed since while its size is the same.
+        """
+        status = record.stat()
+        if written_ns is not None:
+            changed = status.st_size == self.end and status.st_mtime_ns > written_ns
+            if changed or not 0 < self.end <= status.st_size:
+                return False
+            return _window(record, self.end) == self.window
+        if status.st_ino != self.inode or status.st_size < self.size:
+            return False
+        if status.st_size == self.size:
+            return status.st_mtime_ns == self.modified_ns
+        return _window(record, self.end) == self.window
+
+
+def stamp_of(record: Path, end: int) -> FileStamp:
+    """Returns the stamp of a record that was read up to `end`."""
+    status = record.stat()
+    window = _window(record, end)
+    return FileStamp(status.st_ino, status.st_size, status.st_mtime_ns, end, window)
+
+
+def write_checked(path: Path, text: bytes) -> None:
+    """Replace a cache file atomically; its first line is the checksum of the rest."""
+    with atomic_file(path, durable=False) as aside:
+        aside.write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
+
+
+def read_checked(path: Path) -> bytes:
+    """What `write_checked` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not what was written.
+    """
+    checksum, _, text = read_regular(path).partition(b"\n")
+    if checksum != xxhash.xxh3_128_hexdigest(text).encode():
+        raise ValueError(f"{path} is damaged")
+    return text
+
+
+def _window(record: Path, end: int) -> str:
+    with open_regular(record) as file:
+        first = file.read(min(_WINDOW_BYTES, end))
+        file.seek(max(0, end - _WINDOW_BYTES))
+        return xxhash.xxh3_128_hexdigest(first + file.read(min(_WINDOW_BYTES, end)))

@@ -1,0 +1,215 @@
+"""Summaries of runs for lists, cached so that only the new lines of a record are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+import instar
+from instar.config.files import open_regular
+from instar.logs.read.lineage import EVERYTHING, Lineage
+from instar.logs.read.scan import blocks, no_record
+from instar.logs.read.sidecar import (
+    FileStamp,
+    cache_folder,
+    make,
+    read_checked,
+    stamp_of,
+    used,
+    write_checked,
+)
+from instar.record.events import (
+    NOT_AN_EVENT,
+    VERSION,
+    Eval,
+    Event,
+    Failed,
+    Placed,
+    RunFinished,
+    RunStarted,
+    Stop,
+    Train,
+    Unrecognised,
+    decode,
+    to_words,
+)
+from instar.record.rundir import RunDir
+
+SMALL_BYTES = 1 << 15
+"""bytes up to which new lines are read again rather than cached"""
+_FORM = 1
+_FILE = "summary.json"
+_MANY = tuple(b'{"v":%d,"kind":"%s"' % (VERSION, kind) for kind in (b"train", b"layers"))
+
+
+@dataclass(frozen=True)
+class CachedSummary:
+    """A short summary of a run; what is not known is None or empty."""
+
+    run: RunDir
+    id: str
+    name: str
+    model: str
+    unit: str
+    """what `tokens` counts"""
+    started: float | None
+    """Unix seconds of its first start"""
+    segments: int
+    step: int | None
+    tokens: int | None
+    loss: float | None
+    """of the last training step that was recorded"""
+    val: float | None
+    """the last validation loss"""
+    val_step: int | None
+    best: float | None
+    """the lowest validation loss that is not superseded"""
+    best_step: int | None
+    kind: str
+    """of the last event"""
+    seen: float | None
+    """Unix seconds of the last event"""
+    events: tuple[Event, ...]
+    """the newest segment's start, and what ended it: `Stop`, `RunFinished`, `Failed`"""
+    fault: str
+    """why the record cannot be read"""
+
+
+class _Seen(msgspec.Struct):
+    """The state of a scan of a record."""
+
+    lineage: Lineage = msgspec.field(default_factory=Lineage)
+    started: float | None = None
+    segments: int = 0
+    step: int | None = None
+    tokens: int | None = None
+    loss: float | str | None = None
+    evals: list[tuple[int, int, float]] = []
+    """segment, step and loss of each validation with a finite loss"""
+    kind: str = ""
+    time: float | None = None
+    about: list[str] = []
+    """the lines of the newest segment's start, and of its end"""
+
+
+class _Kept(msgspec.Struct):
+    form: int
+    instar: str
+    stamp: FileStamp
+    seen: _Seen
+
+
+def cached_summary(run: RunDir) -> CachedSummary:
+    """Returns a run's summary for a list; never raises, whatever its folder contains.
+
+    Only what was added to the record since the last look is read, if there is a `cache_folder`.
+    """
+    fault = ""
+    try:
+        seen = _look(run)
+        fault = "" if seen.kind else no_record(run.events)
+    except OSError as error:
+        seen, fault = _Seen(), f"cannot read {run.events}: {error.strerror}"
+    events = tuple(decode(line.encode()) for line in seen.about)
+    start = next((event for event in events if isinstance(event, RunStarted)), None)
+    limits = seen.lineage.limits()
+    evals = [
+        (loss, at) for segment, at, loss in seen.evals if at <= limits.get(segment, EVERYTHING)
+    ]
+    last, best = (evals[-1], min(evals)) if evals else ((None, None), (None, None))
+    return CachedSummary(
+        run,
+        id=run.id,
+        name=run.name,
+        model=start.model if start else "",
+        unit=start.unit if start else "token",
+        started=seen.started,
+        segments=seen.segments,
+        step=seen.step,
+        tokens=seen.tokens,
+        loss=None if seen.loss is None else float(seen.loss),
+        val=last[0],
+        val_step=last[1],
+        best=best[0],
+        best_step=best[1],
+        kind=seen.kind,
+        seen=seen.time,
+        events=events,
+        fault=fault,
+    )
+
+
+def _look(run: RunDir) -> _Seen:
+    folder = cache_folder(run) if run.events.stat().st_size >= SMALL_BYTES else None
+    seen, begin = _Seen(), 0
+    if folder is not None:
+        with suppress(OSError, ValueError, msgspec.MsgspecError):
+            kept = msgspec.json.decode(read_checked(folder / _FILE), type=_Kept)
+            same = (kept.form, kept.instar) == (_FORM, instar.__version__)
+            if same and kept.stamp.fits(run.events):
+                seen, begin = kept.seen, kept.stamp.end
+                used(folder)
+    end = begin
+    with open_regular(run.events) as file:
+        file.seek(begin)
+        for block, behind in blocks(file, begin):
+            _take(seen, block)
+            end = behind
+    if folder is not None and end - begin >= SMALL_BYTES:
+        _keep(folder, _Kept(_FORM, instar.__version__, stamp_of(run.events, end), seen))
+    return seen
+
+
+def _keep(folder: Path, kept: _Kept) -> None:
+    with suppress(OSError):
+        make(folder)
+        write_checked(folder / _FILE, msgspec.json.encode(kept))
+
+
+def _take(seen: _Seen, block: bytes) -> None:
+    lines = block.split(b"\n")
+    for line, event in _events(line for line in lines if not line.startswith(_MANY)):
+        seen.lineage.take(event)
+        if isinstance(event, RunStarted):
+            seen.started = event.time if seen.started is None else seen.started
+            seen.segments += 1
+            seen.step, seen.tokens, seen.loss = event.step, None, None
+            seen.about = [line.decode(errors="replace")]
+        elif isinstance(event, Stop | RunFinished | Failed):
+            seen.about.append(line.decode(errors="replace"))
+        elif isinstance(event, Eval) and event.split == "val" and math.isfinite(event.loss):
+            seen.evals.append((event.segment, event.step, event.loss))
+    _take_last(seen, lines)
+
+
+def _take_last(seen: _Seen, lines: list[bytes]) -> None:
+    """Takes the last event, and the last events with a place and with a loss."""
+    told = placed = False
+    for _, event in _events(reversed(lines)):
+        if not told:
+            seen.kind, seen.time, told = _kind(event), event.time, True
+        if isinstance(event, Placed) and not placed:
+            seen.step, seen.tokens, placed = event.step, event.tokens, True
+        if isinstance(event, Train):
+            seen.loss = to_words(event.loss)
+        if isinstance(event, Train | RunStarted):
+            return
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Event]]:
+    for line in lines:
+        try:
+            event = decode(line)
+        except NOT_AN_EVENT:
+            continue
+        yield line, event
+
+
+def _kind(event: Event) -> str:
+    tag = type(event).__struct_config__.tag
+    return event.name if isinstance(event, Unrecognised) else str(tag)

@@ -1,1 +1,0 @@
-"""From a record's bytes to columns and events: tolerant, cached, followed."""

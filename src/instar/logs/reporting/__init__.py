@@ -1,1 +1,0 @@
-"""One page that shows all of a run."""

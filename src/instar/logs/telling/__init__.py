@@ -1,1 +1,0 @@
-"""What runs come to, in words."""

@@ -1,0 +1,1 @@
+"""Formats events, summaries and comparisons as text."""

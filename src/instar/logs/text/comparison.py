@@ -1,0 +1,188 @@
+"""Formats a comparison as text or as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from instar.config.origins import in_yaml
+from instar.logs.query.alignment import LossReached, Saving, saving_text
+from instar.logs.query.compare import Cell, Comparison, ToLoss
+from instar.logs.query.groups import short_values
+from instar.logs.text.summary import NONE, markdown_table, metric_text
+from instar.logs.text.tables import aligned, wrapped
+from instar.record.format import duration, scientific, si, unit_text
+
+MOST_COLUMNS = 4
+"""groups that have a column each in the table of config differences"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A titled table with notes, or notes alone."""
+
+    title: str
+    headers: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+    numbers: bool = True
+    """all columns but the first are numbers"""
+
+
+def blocks(comparison: Comparison) -> Iterator[Block]:
+    """Yields the tables of a comparison in the order in which they are printed."""
+    names = [group.name for group in comparison.groups]
+    if comparison.warnings:
+        yield Block("warning", notes=comparison.warnings)
+    if any(len(group.runs) > 1 for group in comparison.groups):
+        yield _arms(comparison)
+    for metric, cells in comparison.metrics.items():
+        yield Block(
+            metric,
+            ("", *(place.text(comparison.unit) for place in comparison.places)),
+            tuple(
+                (group.name, *(_cell(metric, cell, len(group.runs)) for cell in row))
+                for group, row in zip(comparison.groups, cells, strict=True)
+            ),
+        )
+    if comparison.to_loss is not None:
+        yield _to_loss(comparison, comparison.to_loss, names)
+    if len(names) > 1:
+        yield _config(comparison, names)
+
+
+def text(comparison: Comparison, width: int | None = None) -> list[str]:
+    """Returns aligned lines of at most `width` columns where possible."""
+    lines: list[str] = []
+    for block in blocks(comparison):
+        lines += ["", block.title] if lines else [block.title]
+        if block.rows:
+            right = range(1, len(block.headers)) if block.numbers else ()
+            lines += aligned((block.headers, *block.rows), right, width)
+        lines += [line for note in block.notes for line in wrapped(f"  {note}", width)]
+    return lines
+
+
+def markdown(comparison: Comparison) -> list[str]:
+    """Returns Markdown sections and tables."""
+    lines = ["# Comparison"]
+    for block in blocks(comparison):
+        lines += ["", f"## {block.title}", ""]
+        if block.rows:
+            right = range(1, len(block.headers)) if block.numbers else ()
+            rows = [[cell.replace("|", "\\|") for cell in row] for row in block.rows]
+            lines += markdown_table(block.headers, rows, right=list(right))
+        lines += ["", *(f"- {note}" for note in block.notes)] if block.notes else []
+    return lines
+
+
+def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
+    """`b reaches val/loss 3 with 31% fewer FLOPs, 12% fewer tok than a`."""
+    base = names[0]
+    things = (
+        ("flops", "FLOPs"),
+        ("tokens", f"{unit}s"),
+        ("step", "steps"),
+        ("active_s", "active time"),
+    )
+    for name, by_axis, reached in zip(names[1:], goal.savings, goal.reached[1:], strict=True):
+        told = [(found, what) for axis, what in things if (found := by_axis[axis]) is not None]
+        if told:
+            words = ", ".join(saving_text(found, what) for found, what in told)
+            beside = _beside(max((found for found, _ in told), key=lambda found: found.pairs))
+            yield f"{name} reaches {goal.metric} {goal.target:g} with {words} than {base}{beside}"
+        else:
+            neither = [
+                who for who, found in ((base, goal.reached[0]), (name, reached)) if not any(found)
+            ]
+            who = " and ".join(neither) or "of no two runs of equal seed both"
+            one = len(neither) == 1
+            yield f"{name} and {base} cannot be compared: {who} do{'es' if one else ''} not reach it"
+
+
+def _beside(found: Saving) -> str:
+    parts = [f"{found.pairs} pairs of equal seed"] if found.pairs > 1 else []
+    parts += [] if found.pairs else ["no seed in common: means"]
+    if found.left_out:
+        several, what = found.left_out > 1, "pair" if found.pairs else "run"
+        parts.append(
+            f"{found.left_out} {f'{what}s do' if several else f'{what} does'} not reach it"
+        )
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _arms(comparison: Comparison) -> Block:
+    rows = tuple(
+        (
+            group.name,
+            str(len(group.runs)),
+            ", ".join(NONE if seed is None else str(seed) for seed in group.seeds),
+            ", ".join(run.path.name for run in group.runs),
+        )
+        for group in comparison.groups
+    )
+    note = "below: mean ± standard deviation over runs; n= where not all of them have a value"
+    return Block("groups", ("", "runs", "seeds", "folders"), rows, (note,), numbers=False)
+
+
+def _cell(metric: str, cell: Cell, runs: int) -> str:
+    if cell.mean is None:
+        return "nan" if cell.not_finite else NONE
+    deviation = "" if cell.deviation is None else f" ±{metric_text(metric, cell.deviation)}"
+    few = f" n={cell.runs}" if cell.runs < runs else ""
+    return f"{metric_text(metric, cell.mean)}{deviation}{few}"
+
+
+def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Block:
+    unit = unit_text(comparison.unit)
+    rows, notes = [], []
+    for name, group, reached in zip(names, comparison.groups, goal.reached, strict=True):
+        for run, found in zip(group.runs, reached, strict=True):
+            who = name if len(group.runs) == 1 else f"{name}: {run.path.name}"
+            rows.append((who, *_reached(found)))
+            if found is not None and found.left_at_step is not None:
+                notes.append(f"{who} is worse again at step {found.left_at_step:,}")
+            if found is not None and found.from_the_start:
+                notes.append(f"{who} has it from its first measurement on, maybe before")
+    headers = ("", "step", unit, "FLOPs", "active", "wall")
+    said = tuple(sentences(goal, names, comparison.unit))
+    return Block(
+        f"{goal.metric} {goal.target:g} is reached at", headers, tuple(rows), (*said, *notes)
+    )
+
+
+def _reached(found: LossReached | None) -> tuple[str, ...]:
+    if found is None:
+        return ("not reached", NONE, NONE, NONE, NONE)
+    at = found.at
+    return (
+        f"{at['step']:,.0f}",
+        si(round(at["tokens"])),
+        scientific(at["flops"]),
+        duration(at["active_s"]),
+        duration(at["wall_s"]),
+    )
+
+
+def _config(comparison: Comparison, names: Sequence[str]) -> Block:
+    if not comparison.config:
+        return Block("configs", notes=("no key differs",))
+    if len(names) <= MOST_COLUMNS:
+        rows = [(key, *_short(key, each)) for key, each in comparison.config.items()]
+        return Block("configs", ("", *names), tuple(rows), numbers=False)
+    rows = []
+    for key, each in comparison.config.items():
+        by_value: dict[str, tuple[object, list[str]]] = {}
+        for name, value in zip(names, each, strict=True):
+            by_value.setdefault(repr(value), (value, []))[1].append(name)
+        short = _short(key, [value for value, _ in by_value.values()])
+        rows += [
+            ("" if number else key, ", ".join(who), text)
+            for number, (text, (_, who)) in enumerate(zip(short, by_value.values(), strict=True))
+        ]
+    return Block("configs", ("", "runs", "value"), tuple(rows), numbers=False)
+
+
+def _short(key: str, values: Sequence[object]) -> list[str]:
+    whole = [NONE if value is None else in_yaml(value) for value in values]
+    return short_values(key, values, whole)

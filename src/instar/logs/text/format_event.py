@@ -1,0 +1,134 @@
+"""Formats events as the lines that the console prints while a run trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from instar.config.budget import parse_budget
+from instar.record.events import (
+    Alert,
+    AnalysisEvent,
+    Eval,
+    Event,
+    Failed,
+    Layers,
+    NewGradients,
+    OperationEvent,
+    Placed,
+    RunFinished,
+    RunStarted,
+    Saved,
+    Skip,
+    Stop,
+    Train,
+    Unrecognised,
+    Warn,
+    Wrote,
+    to_words,
+)
+from instar.record.format import (
+    TOK,
+    eval_line,
+    finished_lines,
+    header_line,
+    loss,
+    operation_lines,
+    saved_line,
+    si,
+    train_line,
+    unit_text,
+)
+
+_LONGEST = 200
+
+
+class EventFormatter:
+    """Formats the events of one run in order; remembers the unit of its tokens and why it stopped."""
+
+    def __init__(self, where: Path, width: int | None = None, unit: str = "token") -> None:
+        """`width`: columns for which lines are shortened; None: nothing is left out."""
+        self.where = where
+        self.width = width
+        self._unit = unit_text(unit) if unit else TOK
+        self._stopped = ""
+
+    def lines(self, event: Event) -> list[str]:
+        """Returns the console's lines for one event; none for a kind that the console does not print."""
+        match event:
+            case RunStarted():
+                self._unit = unit_text(event.unit)
+                return [header_line(event, self.where)]
+            case Train():
+                return [train_line(event, width=self.width, unit=self._unit)]
+            case Eval():
+                return [eval_line(event, width=self.width, unit=self._unit)]
+            case OperationEvent():
+                return operation_lines(event)
+            case Saved():
+                return [saved_line(event)]
+            case Stop():
+                self._stopped = "" if _is_budget(event.reason) else event.reason
+                return []
+            case RunFinished():
+                return finished_lines(event, self.where, self._stopped, "", self._unit)
+        return self._rare(event)
+
+    def every(self, event: Event) -> list[str]:
+        """Returns `lines`, or one line for a kind that the console does not print."""
+        match event:
+            case Stop():
+                self.lines(event)
+                resumable = "  resumable" if event.resumable else ""
+                return [f"{_step(event)}  stop: {event.reason}{resumable}"]
+            case NewGradients():
+                kept, new = (loss(g, 4) for g in (event.grad_norm_kept, event.grad_norm_new))
+                return [f"{_step(event)}  after {event.operation}  gn kept {kept}  new {new}"]
+            case Layers():
+                return [f"{_step(event)}  layers  gn {_groups(event.grad_norm)}"]
+            case AnalysisEvent() if not event.suggestions:
+                return [f"{_step(event)}  analysis: nothing to suggest"]
+        return self.lines(event)
+
+    def _rare(self, event: Event) -> list[str]:
+        match event:
+            case Skip():
+                return [f"{_step(event)}  update skipped: {event.reason}"]
+            case Alert():
+                return [f"{_step(event)}  alert: {event.name}: {event.message}"]
+            case Wrote():
+                return [f"{_step(event)}  wrote: {_short(event.prompt + event.text)}"]
+            case AnalysisEvent():
+                return [f"{_step(event)}  {suggestion}" for suggestion in event.suggestions]
+            case Warn():
+                return [f"warning: {event.message}"]
+            case Failed():
+                return [f"failed: {event.message}"]
+            case Unrecognised():
+                fields = {
+                    key: event.fields[key] for key in event.fields if key not in ("v", "kind")
+                }
+                return [f"{event.name}: {_short(json.dumps(to_words(fields)))}"]
+        return []
+
+
+def _groups(values: dict[str, float]) -> str:
+    return "  ".join(f"{name} {si(value)}" for name, value in values.items())
+
+
+def _is_budget(reason: str) -> bool:
+    """Whether a run ended because its budget was used up."""
+    try:
+        parse_budget(reason.removeprefix("reached "))
+    except ValueError:
+        return False
+    return True
+
+
+def _short(text: str) -> str:
+    line = text.replace("\n", "⏎")
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+
+
+def _step(event: Placed) -> str:
+    return f"{event.step:>7,}"

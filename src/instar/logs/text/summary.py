@@ -1,0 +1,285 @@
+"""Formats values, tables and summaries as text and as Markdown."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from instar.logs.query.summary import MetricValue, Summary
+from instar.logs.text.tables import aligned, wrapped
+from instar.record.events import OperationEvent
+from instar.record.format import (
+    bytes_text,
+    duration,
+    loss,
+    operation_lines,
+    percent,
+    scientific,
+    si,
+    unit_text,
+)
+
+_LABEL = 13
+_GROUPS = ("grad_norm/", "update_ratio/")
+"""metrics of single layers, which a summary leaves out"""
+
+NONE = "-"
+
+
+def metric_text(name: str, value: float | None) -> str:
+    """Formats a metric's value in the unit of the metric: `3.9865`, `3.0e-4`, `1.02M`, `647 MiB`, `41%`."""
+    if value is None:
+        return NONE
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    if name == "lr":
+        return scientific(value)
+    if name == "tokens_per_s":
+        return si(value)
+    if name == "memory_bytes":
+        return bytes_text(value)
+    if name in ("mfu", "data_wait"):
+        return percent(value)
+    return scientific(value, 2) if 0 < abs(value) < 1e-2 else loss(value, 4)
+
+
+def with_error(name: str, value: MetricValue) -> str:
+    error = "" if value.error is None else f" ±{metric_text(name, value.error)}"
+    return metric_text(name, value.value) + error
+
+
+def date(seconds: float) -> str:
+    """Local time, to the second; `-` for none."""
+    if seconds <= 0:
+        return NONE
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return NONE
+
+
+def state_text(summary: Summary) -> str:
+    return f"{summary.state}: {summary.reason}" if summary.reason else summary.state
+
+
+def folder(summary: Summary) -> str:
+    """Returns the name of a run's folder, which is unique among the runs beside it."""
+    return Path(summary.path).name or summary.path
+
+
+def best_held_out(summary: Summary) -> tuple[str, MetricValue] | None:
+    """Returns the best value of the metric that `checkpoints/best` follows, else of the first
+    held-out metric."""
+    held_out = [name for name in summary.best if name.startswith("val/")]
+    name = summary.best_metric if summary.best_metric in held_out else next(iter(held_out), None)
+    return None if name is None else (name, summary.best[name])
+
+
+def page(summary: Summary, width: int) -> list[str]:
+    """Returns a summary as lines of at most `width` columns; words are not split."""
+    lines = [folder(summary)]
+    for label, parts in facts(summary):
+        lines += _laid_out(label, parts, width)
+    if rows := list(metric_rows(summary)):
+        lines += ["", *aligned([("metric", "last", "at", "best", "at"), *rows], range(1, 5), width)]
+    if summary.operations:
+        lines += ["", "operations"]
+        for line in (line for each in summary.operations for line in operation_lines(each)):
+            lines += wrapped(line, width, " " * 9)
+    for label, said in (
+        ("alerts", summary.alerts),
+        ("warnings", summary.warnings),
+        ("not readable", summary.faults),
+    ):
+        if said:
+            lines += ["", label]
+            lines += [line for text in said for line in wrapped(f"  {text}", width)]
+    return lines
+
+
+def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
+    """Yields everything but the metrics: a label and the parts of its line."""
+    unit = unit_text(summary.unit)
+    ranks = [f"{summary.world_size} ranks"] if summary.world_size > 1 else []
+    size = f" {si(summary.parameters)}" if summary.parameters else ""
+    process = [f"process {summary.process}"] if summary.process else []
+    yield "state", [state_text(summary), *process]
+    if summary.go_on:
+        yield "go on with", [summary.go_on]
+    yield "where", [summary.path]
+    yield "model", [part for part in (f"{summary.model}{size}", summary.devices, *ranks) if part]
+    if summary.started:
+        again = [f"{summary.segments - 1} times gone on with"] if summary.segments > 1 else []
+        yield "started", [date(summary.started), *again]
+        yield "last line", [date(summary.seen)]
+    yield (
+        "reached",
+        [
+            f"step {summary.step:,}",
+            f"{summary.samples:,} samples",
+            *([f"{si(summary.tokens)} {unit}"] if summary.unit != "sample" else []),
+            f"epoch {summary.epoch:.2f}",
+            f"{scientific(summary.flops)} FLOPs",
+        ],
+    )
+    rate = summary.tokens_per_s
+    pace = [] if rate is None else [f"{si(rate)} {unit}/s"]
+    spent = [f"{duration(summary.active_s)} active", f"{duration(summary.wall_s)} wall"]
+    yield "time", [*spent, *pace]
+    if summary.memory_peak_bytes is not None:
+        yield "memory", [f"{bytes_text(summary.memory_peak_bytes)} at most"]
+    if summary.skipped_steps:
+        yield "skipped", [f"{summary.skipped_steps:,} steps"]
+    if summary.checkpoints:
+        yield (
+            "checkpoints",
+            [
+                f"{kept.name} ({', '.join(kept.pointers)})" if kept.pointers else kept.name
+                for kept in summary.checkpoints
+            ],
+        )
+
+
+def metric_rows(summary: Summary) -> Iterator[tuple[str, str, str, str, str]]:
+    """Metric, last value, its step, best value, its step."""
+    for name, last in summary.last.items():
+        if name.startswith(_GROUPS):
+            continue
+        best = summary.best.get(name)
+        yield (
+            name,
+            with_error(name, last),
+            f"{last.step:,}",
+            "" if best is None else metric_text(name, best.value),
+            "" if best is None else f"{best.step:,}",
+        )
+
+
+def one_lines(summaries: Sequence[Summary]) -> list[str]:
+    """Returns one line for each run, with the same fields in the same order; `-` for no value.
+
+    `finished  demo-e5s6m  step 200  486k tok  loss 3.801  best val 4.2071 at 200  20.9k tok/s
+    23.2s active  2 operations`; after them why a run ended that did not end by itself.
+    """
+    rows = [_line_cells(summary) for summary in summaries]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for summary, cells in zip(summaries, rows, strict=True):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        early = summary.state in ("stopped", "crashed")
+        lines.append(f"{line}  {first_line(summary.reason)}" if early else line.rstrip())
+    return lines
+
+
+def _line_cells(summary: Summary) -> list[str]:
+    unit = unit_text(summary.unit)
+    last, best = summary.last.get("loss"), best_held_out(summary)
+    rate = NONE if summary.tokens_per_s is None else si(summary.tokens_per_s)
+    name = "val" if best is None or best[0] == "val/loss" else best[0]
+    value, at = (NONE, NONE) if best is None else (loss(best[1].value, 4), f"{best[1].step:,}")
+    count = len(summary.operations)
+    return [
+        summary.state,
+        folder(summary),
+        f"step {summary.step:,}",
+        f"{si(summary.tokens)} {unit}",
+        f"loss {NONE if last is None else loss(last.value)}",
+        f"best {name} {value} at {at}",
+        f"{rate} {unit}/s",
+        f"{duration(summary.active_s)} active",
+        f"{count} operation{'' if count == 1 else 's'}",
+    ]
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def markdown(summaries: Sequence[Summary]) -> list[str]:
+    """Returns Markdown: one table for several runs, a page with sections for one."""
+    if len(summaries) != 1:
+        return _markdown_of_many(summaries)
+    (summary,) = summaries
+    lines = [f"# {_md(folder(summary))}", ""]
+    rows = [(label, _md(", ".join(parts))) for label, parts in facts(summary)]
+    lines += markdown_table(("", ""), rows)
+    if metrics := list(metric_rows(summary)):
+        head = ("metric", "last", "at step", "best", "at step")
+        lines += ["", "## Metrics", "", *markdown_table(head, metrics, right=(1, 2, 3, 4))]
+    if summary.operations:
+        lines += ["", "## Operations", "", *markdown_table(*_operation_table(summary.operations))]
+    for title, said in (
+        ("Alerts", summary.alerts),
+        ("Warnings", summary.warnings),
+        ("Not readable", summary.faults),
+    ):
+        if said:
+            lines += ["", f"## {title}", "", *(f"- {_md(text)}" for text in said)]
+    return lines
+
+
+def markdown_table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
+) -> list[str]:
+    """A table in Markdown; `right`: the columns of numbers, from 0."""
+    rule = ["---:" if number in right else "---" for number in range(len(headers))]
+    return [f"| {' | '.join(cells)} |" for cells in (headers, rule, *rows)]
+
+
+def _markdown_of_many(summaries: Sequence[Summary]) -> list[str]:
+    head = ("run", "state", "step", "tokens", "loss", "best", "at", "per s", "active", "operations")
+    rows = []
+    for summary in summaries:
+        unit = unit_text(summary.unit)
+        last, best = summary.last.get("loss"), best_held_out(summary)
+        rate = NONE if summary.tokens_per_s is None else f"{si(summary.tokens_per_s)} {unit}"
+        rows.append(
+            (
+                _md(folder(summary)),
+                summary.state,
+                f"{summary.step:,}",
+                f"{si(summary.tokens)} {unit}",
+                NONE if last is None else loss(last.value),
+                NONE if best is None else f"{_md(best[0])} {loss(best[1].value, 4)}",
+                NONE if best is None else f"{best[1].step:,}",
+                rate,
+                duration(summary.active_s),
+                str(len(summary.operations)),
+            )
+        )
+    return markdown_table(head, rows, right=(2, 3, 4, 6, 7, 8, 9))
+
+
+def _operation_table(
+    operations: Sequence[OperationEvent],
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    rows: list[tuple[str, ...]] = [
+        (
+            f"{o.step:,}",
+            _md(f"{o.verb} {o.name} {o.change}".rstrip()),
+            _md(o.reason),
+            _md(", ".join([o.preserves, *o.notes]).lstrip(", ")),
+        )
+        for o in operations
+    ]
+    return ("step", "operation", "because", "what it did"), rows
+
+
+def _md(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+
+
+def _laid_out(label: str, parts: Sequence[str], width: int) -> list[str]:
+    """`label        part, part,` and what does not fit beside them in lines below."""
+    lines, line = [], label.ljust(_LABEL)
+    for number, part in enumerate(parts):
+        more = part + ("," if number + 1 < len(parts) else "")
+        if len(line) > _LABEL and len(line) + 1 + len(more) > width:
+            lines.append(line)
+            line = " " * _LABEL
+        line += f" {more}" if len(line) > _LABEL else more
+    return [*lines, line]

@@ -1,0 +1,55 @@
+"""Tables and lines as plain text; light, because commands that read no run print them too."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+
+_GAP = "  "
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
+) -> list[str]:
+    """Cells below each other; the columns `right`, from 0, flush right.
+
+    Where all columns together are wider than `width`, those that are too many follow below, under
+    the first column once more.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for columns in _that_fit(widths, width):
+        lines += [""] if lines else []
+        lines += [
+            _GAP.join(
+                row[n].rjust(widths[n]) if n in right else row[n].ljust(widths[n]) for n in columns
+            ).rstrip()
+            for row in rows
+        ]
+    return lines
+
+
+def wrapped(line: str, width: int | None, indent: str = "    ") -> list[str]:
+    """A line, and what it is too long for in lines below it. Words are not parted."""
+    if width is None or len(line) <= width:
+        return [line]
+    return textwrap.wrap(
+        line,
+        max(width, 2 * len(indent)),
+        subsequent_indent=indent,
+        drop_whitespace=True,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _that_fit(widths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
+    """The columns of each table, by number."""
+    columns, used = [0], widths[0]
+    for number, width in enumerate(widths[1:], 1):
+        if limit is not None and used + len(_GAP) + width > limit and len(columns) > 1:
+            yield columns
+            columns, used = [0], widths[0]
+        columns.append(number)
+        used += len(_GAP) + width
+    yield columns

@@ -1,0 +1,1 @@
+"""The dashboard and the pages that are written to files."""

@@ -1,0 +1,293 @@
+"""The dashboard's addresses and their answers. All of them are GET; nothing is ever written."""
+
+from __future__ import annotations
+
+import asyncio
+import mimetypes
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from instar.config.errors import InstarError
+from instar.logs.query.stages import stages
+from instar.logs.query.state import run_status
+from instar.logs.query.summary import summarize, to_json
+from instar.logs.read.record import AXES, RecordedEvent, RunRecord, read
+from instar.logs.read.summary_cache import cached_summary
+from instar.logs.web.catalog import Catalog
+from instar.logs.web.curves import POINTS, Curves, marks, printable
+from instar.logs.web.sections import PARTS, comparison, sections
+from instar.logs.web.stream import RUNS_AT_MOST, EventStream, log_after, stream
+from instar.record.events import Event, to_words
+from instar.record.rundir import RunDir
+
+PAGE = (Path(__file__).parent / "page", Path(__file__).parent / "charts")
+EVENTS_AT_MOST = 1000
+_RANK = re.compile(r"rank_(\d{1,6})\.log")
+METRICS_AT_MOST = 64
+COMPARED_AT_MOST = 32
+_ONE = "/api/runs/{key}"
+
+
+def dashboard(folder: Path, is_ending: Callable[[], bool] = lambda: False) -> Starlette:
+    """The app over a folder of runs, or one run; `is_ending` ends the open streams."""
+    site = Site(folder, is_ending)
+    about = {
+        "summary": site.summary,
+        **dict.fromkeys(PARTS, site.sections),
+        "events": site.events,
+        "logs": site.logs,
+        "logs/{rank}": site.log,
+    }
+    routes = [
+        Route("/", site.page),
+        Route("/page/{name}", site.page),
+        Route("/api/runs", site.runs),
+        Route("/api/curves", site.curves),
+        Route("/api/compare", site.compare),
+        Route("/api/stream", site.stream),
+        *(Route(f"{_ONE}/{name}", answer) for name, answer in about.items()),
+    ]
+    handlers: dict[Any, Any] = {InstarError: _told, OSError: _told, HTTPException: _missing}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+class Site:
+    """The answers; those that read files run in threads."""
+
+    def __init__(self, folder: Path, is_ending: Callable[[], bool]) -> None:
+        self._folder = folder
+        self._is_ending = is_ending
+        self._catalog = Catalog(folder, row, unseen)
+        self._curves = Curves()
+        self._files = {
+            path.name: path for place in PAGE for path in place.iterdir() if path.is_file()
+        }
+
+    def page(self, request: Request) -> Response:
+        path = self._files.get(request.path_params.get("name", "index.html"))
+        if path is None:
+            raise HTTPException(404)
+        kind = mimetypes.guess_type(path.name)[0] or "text/plain"
+        kind = "text/javascript" if path.suffix == ".js" else kind
+        body = path.read_bytes()
+        return Response(body, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    def runs(self, request: Request) -> Response:  # noqa: ARG002
+        self._catalog.refresh()
+        catalog = self._catalog
+        seen = f"{catalog.boot}.{catalog.version}"
+        rows, _ = catalog.since(0)
+        return _json({"folder": str(self._folder), "seen": seen, "rows": rows})
+
+    def curves(self, request: Request) -> Response:
+        asked = request.query_params
+        points = min(max(_whole(asked.get("points"), POINTS), 5), POINTS)
+        metrics = asked.getlist("metric")[:METRICS_AT_MOST]
+        parts = []
+        for key in asked.getlist("run")[:RUNS_AT_MOST]:
+            run = self._catalog.find(key)
+            if run is None:
+                continue
+            try:
+                parts.append(self._curves.of(key, run, metrics, points))
+            except (InstarError, OSError) as error:
+                parts.append(msgspec.json.encode({"key": key, "error": str(error)}))
+        return Response(b'{"runs":[' + b",".join(parts) + b"]}", media_type="application/json")
+
+    async def stream(self, request: Request) -> EventStream:
+        last_id = request.headers.get("last-event-id", "")
+        asked = request.query_params
+        return await asyncio.to_thread(stream, self._catalog, asked, last_id, self._is_ending)
+
+    def summary(self, request: Request) -> Response:
+        return _json(summary_of(self._run(request)))
+
+    def sections(self, request: Request) -> Response:
+        part = request.url.path.rpartition("/")[2]
+        return _json(sections_of(self._run(request), part))
+
+    def compare(self, request: Request) -> Response:
+        keys = request.query_params.getlist("run")[:COMPARED_AT_MOST]
+        runs = [run for key in keys if (run := self._catalog.find(key)) is not None]
+        return _json({"sections": compared(runs)})
+
+    def events(self, request: Request) -> Response:
+        return _json(events_of(self._run(request)))
+
+    def logs(self, request: Request) -> Response:
+        return _json({"ranks": logs_of(self._catalog, self._run(request))})
+
+    def log(self, request: Request) -> Response:
+        rank = _whole(request.path_params["rank"], -1)
+        told = log_of(self._catalog, self._run(request), rank)
+        if told is None:
+            raise HTTPException(404)
+        return _json(told)
+
+    def _run(self, request: Request) -> RunDir:
+        run = self._catalog.find(request.path_params["key"])
+        if run is None:
+            raise HTTPException(404)
+        return run
+
+
+def _json(data: Any) -> Response:
+    return Response(msgspec.json.encode(data), media_type="application/json")
+
+
+def _told(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    body = msgspec.json.encode({"error": str(error)})
+    return Response(body, 422, media_type="application/json")
+
+
+def _missing(request: Request, error: HTTPException) -> Response:  # noqa: ARG001
+    body = msgspec.json.encode({"error": error.detail})
+    return Response(body, error.status_code, error.headers, "application/json")
+
+
+def _whole(text: str | None, default: int) -> int:
+    return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 9 else default
+
+
+def row(run: RunDir) -> dict[str, Any]:
+    """Returns a run's row in the list; for a run that cannot be read, the reason."""
+    seen = cached_summary(run)
+    begun = run.events.exists()
+    if seen.fault and begun:
+        return {"id": printable(run.id), "name": printable(run.path.name), "state": "unread"} | {
+            "reason": printable(seen.fault)
+        }
+    written = run.events if begun else run.config
+    status = run_status(run, seen.events, seen.seen or written.stat().st_mtime)
+    told: dict[str, Any] = to_words(
+        {
+            "id": printable(seen.id),
+            "name": printable(seen.name),
+            "state": status.state,
+            "reason": printable(status.reason),
+            "step": seen.step or 0,
+            "loss": seen.loss,
+            "best": seen.best,
+            "started": seen.started or written.stat().st_mtime,
+            "seen": seen.seen,
+            "model": printable(seen.model),
+            "unit": seen.unit,
+        }
+    )
+    return told
+
+
+def unseen(run: RunDir, written: float) -> dict[str, Any]:
+    """Returns the row of a run that has not been read yet; `written`: Unix seconds."""
+    return {
+        "id": printable(run.id),
+        "name": printable(run.name),
+        "state": "unseen",
+        "started": written,
+    }
+
+
+def summary_of(run: RunDir) -> dict[str, Any]:
+    """Returns what `instar logs summary --json` prints."""
+    return to_json(summarize(read(run)))
+
+
+def sections_of(run: RunDir, part: str) -> dict[str, Any]:
+    """Returns one of `sections.PARTS` of a run; with the stages, the model as it is now."""
+    # a run that has written nothing yet has a config
+    record = RunRecord(run, [], {}, ()) if part == "config" else read(run)
+    answer: dict[str, Any] = {"sections": sections(part, record)}
+    if part == "stages" and (found := stages(record)):
+        last = found[-1]
+        answer["shape"] = {"model": printable(last.model), "parameters": last.parameters}
+    return answer
+
+
+def compared(runs: Iterable[RunDir]) -> list[dict[str, Any]]:
+    """Returns the comparison of those of the runs that can be read."""
+    records = []
+    for run in runs:
+        with suppress(InstarError, OSError):
+            records.append(read(run))
+    return comparison(records)
+
+
+def events_of(run: RunDir) -> dict[str, Any]:
+    """Returns the latest `EVENTS_AT_MOST` events other than measurements, in order."""
+    record = read(run)
+    shown = record.events[-EVENTS_AT_MOST:]
+    return {
+        "total": len(record.events),
+        "events": [_event(record, logged) for logged in shown],
+        "faults": list(map(printable, record.faults)),
+    }
+
+
+def logs_of(catalog: Catalog, run: RunDir) -> list[int]:
+    """Returns the ranks that have a log."""
+    try:
+        names = [_RANK.fullmatch(path.name) for path in run.logs.iterdir()]
+    except OSError:
+        return []
+    ranks = sorted(int(name[1]) for name in names if name)
+    return [rank for rank in ranks if catalog.file(run, run.log(rank)) is not None]
+
+
+def log_of(catalog: Catalog, run: RunDir, rank: int) -> dict[str, Any] | None:
+    """Returns the end of a rank's log and the byte behind it; None: that rank has no log."""
+    path = catalog.file(run, run.log(rank))
+    if path is None:
+        return None
+    text, offset, skipped = log_after(path, 0)
+    return {"rank": rank, "text": text, "offset": offset, "skipped": skipped}
+
+
+def _event(record: RunRecord, logged: RecordedEvent) -> dict[str, Any]:
+    event = logged.event
+    fields = dict(_fields(event))
+    mark = next(iter(marks(RunRecord(record.run, [logged], {}, ()), axes=("step",))), None)
+    kind = str(fields.pop("name", "")) if "fields" in fields else _kind(event)
+    return {
+        "kind": kind,
+        "time": event.time,
+        "segment": event.segment,
+        "step": getattr(event, "step", None),
+        "title": mark["title"] if mark else kind.replace("_", " "),
+        "text": mark["text"] if mark else printable(_text(fields)),
+        "superseded": not logged.kept,
+        "fields": fields,
+    }
+
+
+def _text(fields: dict[str, Any]) -> str:
+    """The message of an event, or its numbers."""
+    if "message" in fields:
+        return str(fields["message"])
+    shown = {k: v for k, v in fields.items() if isinstance(v, str | int | float) and k not in _AXES}
+    told = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in shown.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in told.items())
+
+
+def _kind(event: Event) -> str:
+    return str(event.__struct_config__.tag)
+
+
+_AXES = frozenset(AXES)
+_PLACE = frozenset({"v", "time", "segment", "step"})
+
+
+def _fields(event: Event) -> Iterator[tuple[str, Any]]:
+    for name in event.__struct_fields__:
+        value = getattr(event, name)
+        if name not in _PLACE and value not in (None, "", (), {}, []):
+            yield name, to_words(value)

@@ -1,0 +1,298 @@
+/* The page over a server: what is chosen is shown, and what comes by the stream is added. */
+"use strict";
+
+const VIEWS = { curves: CurvesView, overview: OverviewView, events: EventsView, system: SystemView, logs: LogsView };
+const LINKS = { waiting: "connecting", live: "live", lost: "no connection" };
+const SETTLE_MS = 400;
+
+class App {
+  constructor() {
+    this.runs = new Runs();
+    this.selection = new RunSelection();
+    this.list = new List(this.runs, this.selection);
+    this.stream = new Stream(() => this.#where(), (name, data) => this.#hear(name, data));
+    this.timers = new Map();
+    this.shapes = new Map();
+    this.#tabs();
+    makeThemeButton();
+    preparePrint(() => this.view?.fit?.());
+    this.#drawer();
+    this.runs.told.addEventListener("list", () => this.#listed());
+    this.runs.told.addEventListener("curves", () => this.#soon());
+    this.runs.told.addEventListener("points", ({ detail }) => this.#grown(detail));
+    this.runs.told.addEventListener("happened", ({ detail }) => this.#happened(detail));
+    this.selection.told.addEventListener("change", () => this.draw());
+    state.told.addEventListener("anew", () => {
+      this.selection.read();
+      this.list.draw();
+      this.draw();
+    });
+    this.stream.told.addEventListener("state", ({ detail }) => this.#linked(detail));
+  }
+
+  async start() {
+    for (;;) {
+      try {
+        await this.runs.load();
+        break;
+      } catch {
+        this.#linked("lost");
+        await new Promise((done) => setTimeout(done, 1500));
+      }
+    }
+    byId("folder").textContent = this.runs.folder;
+    this.draw();
+    this.stream.open();
+  }
+
+  /** The runs as charts take them; a place that is free now keeps its colour. */
+  drawn() {
+    return this.selection.places.map((key) => {
+      const run = key === null ? null : this.runs.shown.get(key);
+      if (!run) return { id: "", name: "", series: {}, marks: [], names: [] };
+      const row = this.runs.rows.get(key);
+      if (row) run.name = labelOf(row);
+      return run;
+    });
+  }
+
+  setMetrics(metrics) {
+    state.setList("metrics", [...new Set(metrics)]);
+    this.view.draw?.();
+    this.#load();
+  }
+
+  /** Everything anew: other runs, or another view. */
+  draw() {
+    this.#latest();
+    this.list.draw();
+    this.#chosen();
+    this.#figures();
+    const { tab } = state;
+    for (const button of byId("tabs").children) {
+      const on = button.dataset.tab === tab;
+      button.setAttribute("aria-selected", String(on));
+      button.tabIndex = on ? 0 : -1;
+    }
+    this.view?.destroy();
+    const view = byId("view");
+    view.replaceChildren();
+    view.setAttribute("aria-labelledby", `tab-${tab}`);
+    this.view = null;
+    if (!this.selection.keys.length) {
+      const text = this.runs.rows.size ? "Choose a run." : "No run yet. The first one is shown here as soon as it starts.";
+      view.append(el("p", { className: "none faint", textContent: text }));
+    } else this.view = tab === "curves" ? new CurvesView(view, this) : new (VIEWS[tab] || SectionsView)(view, this, tab);
+    this.#load();
+  }
+
+  /** Without a choice, the latest run is shown. */
+  #latest() {
+    const there = this.selection.keys.filter((key) => this.runs.rows.has(key));
+    if (there.length || !this.runs.rows.size) return;
+    const rows = [...this.runs.rows.values()].sort((a, b) => (b.started || 0) - (a.started || 0) || (b.seen || 0) - (a.seen || 0));
+    this.selection.places = [rows[0].key];
+  }
+
+  async #load() {
+    const metrics = this.view?.metrics || state.list("metrics");
+    const loading = this.runs.show(this.selection.keys, metrics);
+    this.#soon();
+    try {
+      await loading;
+    } catch {
+      this.#settle("load", () => this.#load());
+      return;
+    }
+    this.follow();
+    if (this.selection.keys.length === 1) await this.#shape(this.selection.first);
+  }
+
+  /** What the model of a run has grown to. */
+  async #shape(key) {
+    try {
+      const { shape } = await ask(about(key, "stages"));
+      if (shape) this.shapes.set(key, shape);
+    } catch {
+      this.shapes.delete(key);
+    }
+    this.#figures();
+  }
+
+  /** Has the stream tell of what is shown now. */
+  follow() {
+    this.stream.open();
+  }
+
+  #where() {
+    const runs = [...this.runs.shown.values()].filter((run) => run.loaded && run.offset != null);
+    const metrics = new Set(runs.flatMap((run) => [...run.asked]));
+    const log = this.view?.place;
+    const shown = JSON.stringify([runs.map((run) => run.id), [...metrics].sort(), log?.log]);
+    const query = () => {
+      const asked = new URLSearchParams({ seen: this.runs.seen });
+      for (const run of runs) {
+        asked.append("run", `${run.id}:${run.offset}`);
+        run.held = false;
+      }
+      for (const metric of metrics) asked.append("metric", metric);
+      if (log) asked.append("log", `${log.log}:${log.offset}`);
+      return asked;
+    };
+    return { about: shown, behind: runs.some((run) => run.held), query };
+  }
+
+  #hear(name, data) {
+    if (name === "runs") this.runs.take(data);
+    else if (name === "news") this.runs.grow(data);
+    else if (name === "anew") this.#again(data.key);
+    else this.view?.hear?.(data);
+  }
+
+  async #again(key) {
+    try {
+      await this.runs.again(key);
+    } catch {
+      this.#settle("load", () => this.#load());
+      return;
+    }
+    this.follow();
+    this.#happened({ key, placed: true, operated: true });
+  }
+
+  #listed() {
+    if (!this.view) {
+      if (this.started) this.draw();
+      this.started = true;
+      return;
+    }
+    this.list.draw();
+    this.#chosen();
+    this.#figures();
+  }
+
+  #grown({ key, grown }) {
+    this.view?.points(key, grown);
+    if (key === this.selection.first) this.#figures();
+  }
+
+  #happened({ key, placed, operated }) {
+    this.#settle(`view ${key}`, () => this.view?.happened?.(key));
+    if (!placed) this.#settle(`marks ${key}`, () => this.runs.marksAgain(key).catch(() => {}));
+    if (operated && this.selection.keys.length === 1) this.#settle(`shape ${key}`, () => this.#shape(key));
+  }
+
+  /** Does what is asked for again and again once, a little later. */
+  #settle(name, act) {
+    if (this.timers.has(name)) return;
+    this.timers.set(name, setTimeout(() => {
+      this.timers.delete(name);
+      act();
+    }, SETTLE_MS));
+  }
+
+  #soon() {
+    if (this.frame) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = 0;
+      this.view?.curves();
+      this.#figures();
+    });
+  }
+
+  #chosen() {
+    const several = this.selection.keys.length > 1;
+    const items = this.selection.places.flatMap((key, place) => {
+      if (key === null) return [];
+      const row = this.runs.rows.get(key);
+      const remove = el("button", { type: "button", className: "plain", textContent: "×", attrs: { "aria-label": `Hide ${row ? labelOf(row) : key}` } });
+      remove.addEventListener("click", () => this.selection.toggle(key));
+      const item = el("li", {},
+        el("span", { className: "swatch" }),
+        el("span", { className: "name", textContent: row ? labelOf(row) : key }),
+        row ? el("span", { className: "badge", data: { state: row.state }, textContent: inState(row) }) : null,
+        row?.reason ? el("span", { className: "faint reason", textContent: row.reason }) : null,
+        several ? remove : null);
+      item.style.setProperty("--swatch", colour(place));
+      return [item];
+    });
+    byId("chosen").replaceChildren(...items);
+    const row = this.runs.rows.get(this.selection.first);
+    document.title = row ? `${several ? `${this.selection.keys.length} runs` : labelOf(row)} – Instar` : "Instar";
+  }
+
+  #figures() {
+    const key = this.selection.first;
+    const row = this.runs.rows.get(key);
+    const box = byId("figures");
+    box.hidden = !row || row.step == null || this.selection.keys.length > 1;
+    if (box.hidden) return;
+    const { series = {} } = this.runs.shown.get(key) || {};
+    const far = Object.values(series).reduce((a, b) => ((b.x.step?.at(-1) ?? -1) > (a?.x.step?.at(-1) ?? -1) ? b : a), null);
+    const at = (axis) => far?.x[axis]?.at(-1);
+    const unit = row.unit || "token";
+    const shape = this.shapes.get(key) || {};
+    const facts = [
+      ["Step", whole(at("step") > row.step ? at("step") : row.step)],
+      ["Loss", figure("loss", series.loss?.value.at(-1) ?? row.loss)],
+      ["Best val/loss", figure("loss", row.best)],
+      [`${unit[0].toUpperCase()}${unit.slice(1)}s`, onAxis("tokens", at("tokens"))],
+      ["FLOPs", onAxis("flops", at("flops"))],
+      ["Active time", onAxis("active_s", at("active_s"))],
+      ["Model", shape.model || row.model || "–"],
+      ["Parameters", shape.parameters ? onAxis("tokens", shape.parameters) : "–"],
+    ];
+    const text = JSON.stringify(facts);
+    if (text === this.told) return;
+    this.told = text;
+    box.replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
+  }
+
+  #linked(link) {
+    const sign = byId("link");
+    sign.dataset.state = link;
+    sign.textContent = LINKS[link];
+    byId("lost").hidden = link !== "lost";
+    if (link === "live" && this.lost) this.#load();
+    this.lost = link === "lost";
+  }
+
+  #tabs() {
+    const tabs = byId("tabs");
+    for (const tab of TABS) {
+      const button = el("button", { type: "button", id: `tab-${tab}`, textContent: tab[0].toUpperCase() + tab.slice(1), data: { tab }, attrs: { role: "tab", "aria-controls": "view" } });
+      button.addEventListener("click", () => {
+        state.set({ tab });
+        this.draw();
+      });
+      tabs.append(button);
+    }
+    tabs.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      const next = TABS[(TABS.indexOf(state.tab) + step + TABS.length) % TABS.length];
+      byId(`tab-${next}`).click();
+      byId(`tab-${next}`).focus();
+    });
+  }
+
+  /** On a narrow screen the list is folded away. */
+  #drawer() {
+    const button = byId("show-list");
+    const set = (open) => {
+      document.body.classList.toggle("listing", open);
+      button.setAttribute("aria-expanded", String(open));
+    };
+    button.addEventListener("click", () => set(!document.body.classList.contains("listing")));
+    byId("runs").addEventListener("click", (event) => {
+      if (event.target.closest("button.run")) set(false);
+    });
+    addEventListener("keydown", (event) => {
+      if (event.key === "Escape") set(false);
+    });
+  }
+}
+
+if (embedded) showExported(embedded);
+else new App().start();

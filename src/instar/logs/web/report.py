@@ -1,0 +1,291 @@
+"""The dashboard's page as one file: its styles, its scripts and its data are in it.
+
+The page asks for the same answers as in the dashboard and finds them in a block of JSON. Its
+content security policy allows these styles and this script only, and no request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+import instar
+from instar.config.errors import ConfigError, ConfigProblem
+from instar.logs.query.summary import summarize
+from instar.logs.read.record import ALIASES, read
+from instar.logs.text.summary import page as summary_lines
+from instar.logs.web.curves import chart_data, chart_series, printable, shortened
+from instar.logs.web.sections import MAX_ROWS, PARTS, comparison, folder_name, sections
+from instar.record.atomic import replace_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from instar.logs.plot.chart import Chart
+    from instar.logs.plot.compose import ChartRequest
+    from instar.logs.read.record import RunRecord
+    from instar.record.rundir import RunDir
+
+
+CURVE_BYTES = 3_600_000
+"""of all curves of a page, about"""
+POINT_BYTES = 75
+"""of one point over all axes, about"""
+MAX_POINTS = 2000
+MAX_PLOT_POINTS = 60_000
+"""of all curves of a plot"""
+MAX_MARKS = 400
+"""of all runs and one kind"""
+MAX_CONFIGS = 8
+"""runs that are shown with their whole config"""
+MAX_LAYERED = 3
+"""runs up to which metrics of layers are drawn"""
+TEXT_CHARACTERS = 100_000
+"""of the summaries for a browser without JavaScript"""
+_TITLES = {
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm, before clipping",
+    "memory_bytes": "Memory",
+    "mfu": "Model FLOPs utilization",
+    "data_wait": "Share of the time spent waiting for samples",
+    "tokens_per_s": "Throughput, per second",
+}
+_GROUPS = {
+    "grad_norm/": "Gradient norm by layer",
+    "update_ratio/": "Update ratio by layer",
+}
+_DIGITS = re.compile(r"\d+")
+_STYLE = re.compile(r'<link rel="stylesheet" href="/page/([\w.-]+)">\n')
+_MAIN = '<main id="main" tabindex="-1">\n'
+_SCRIPT = re.compile(r'<script src="/page/([\w.-]+)" defer></script>\n')
+
+
+@dataclass(frozen=True)
+class ReportPanel:
+    """One chart of the page."""
+
+    title: str
+    metrics: tuple[str, ...]
+    log: bool = False
+    wide: bool = False
+
+
+def write_report(run: RunDir) -> Path:
+    """Writes a run's `report.html` in its folder, whole or not at all, and returns its path.
+
+    Raises:
+        RecordError: its record cannot be read.
+        OSError: the file cannot be written.
+    """
+    replace_file(run.report, report_html([read(run)]).encode("utf-8", "backslashreplace"))
+    return run.report
+
+
+def report_html(records: Sequence[RunRecord]) -> str:
+    """Returns the page of one run, or of several side by side."""
+    charts = panels(records)
+    rows = max(10, MAX_ROWS // len(records))
+    parts = [part for part in PARTS if part != "config" or len(records) <= MAX_CONFIGS]
+    answers: dict[str, Any] = {"/api/curves": {"runs": _charted(records, charts)}}
+    if len(records) > 1:
+        answers["/api/compare"] = {"sections": comparison(records)}
+    for key, record in enumerate(records):
+        for part in parts:
+            answers[f"/api/runs/{key}/{part}"] = {"sections": sections(part, record, rows)}
+    title = folder_name(records[0]) if len(records) == 1 else f"{len(records)} runs"
+    texts = ["\n".join(summary_lines(summarize(record), 100)) for record in records]
+    data = {
+        "title": printable(title),
+        "footer": f"Written by Instar {instar.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
+        "panels": charts,
+        "answers": answers,
+    }
+    return _page(title, data, "\n\n".join(texts))
+
+
+def plot_html(records: Sequence[RunRecord], chart: Chart, wanted: ChartRequest) -> str:
+    """Returns a page with nothing but a plot, in which one can zoom and change the axis.
+
+    Raises:
+        ConfigError: an option that such a page does not draw.
+    """
+    _check_plot(wanted)
+    panels = [[ALIASES.get(metric, metric) for metric in panel] for panel in wanted.panels]
+    titles = [panel.label for panel in chart.panels]
+    if wanted.lr:
+        panels, titles = [*panels, ["lr"]], [*titles, "learning rate"]
+    metrics = [metric for panel in panels for metric in panel]
+    points = max(100, min(MAX_POINTS, MAX_PLOT_POINTS // (len(metrics) * len(records))))
+    runs = [
+        chart_data(record, points, metrics=metrics) | {"key": str(key), "name": printable(name)}
+        for key, (record, name) in enumerate(zip(records, chart.runs, strict=True))
+    ]
+    data = {
+        "title": printable(chart.title),
+        "lead": printable(chart.subtitle),
+        "panels": [
+            ReportPanel(title, tuple(each), wide=True)
+            for title, each in zip(titles, panels, strict=True)
+        ],
+        "answers": {"/api/curves": {"runs": runs}},
+        "wanted": {
+            "x": wanted.axis,
+            "log": "1" if wanted.log else "",
+            "smooth": str(wanted.weight),
+            "marks": "1" if wanted.marks else "0",
+        },
+    }
+    return _page(chart.title, data, "")
+
+
+def _check_plot(wanted: ChartRequest) -> None:
+    asked = {
+        "--by": wanted.by,
+        "--clip": wanted.clip,
+        "--log-x": wanted.log_x,
+        "--from": wanted.start is not None,
+        "--to": wanted.end is not None,
+    }
+    hint = "zoom in the page itself, or write a png, svg or pdf"
+    problems = [
+        ConfigProblem((), f"html has no {name}", hint, place=name)
+        for name, value in asked.items()
+        if value
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _page(title: str, data: dict[str, Any], text: str) -> str:
+    """The dashboard's page with everything that it would ask a server for."""
+    page = _asset("page/index.html")
+    style = "\n".join(_any_asset(name) for name in _STYLE.findall(page))
+    script = "\n".join(_any_asset(name) for name in _SCRIPT.findall(page))
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    # the script puts the page in its place; not <noscript>, which a blocked script does not show
+    plain = (
+        '<div class="plain-text"><p>JavaScript is off: the curves are not drawn.</p>'
+        f"<pre>{escape(printable(shortened(text, TEXT_CHARACTERS)))}</pre></div>\n"
+    )
+    block = f'<script type="application/json" id="data">{inlined(data)}</script>\n'
+    page = _SCRIPT.sub("", _STYLE.sub("", page))
+    page = page.replace('<meta charset="utf-8">\n', f'<meta charset="utf-8">\n{head}')
+    page = page.replace("<title>Instar</title>", f"<title>{escape(printable(title))}</title>")
+    page = page.replace("</head>", f"<style>{style}</style>\n</head>")
+    page = page.replace("<body>\n", '<body class="exported">\n')
+    page = page.replace(_MAIN, f"{_MAIN}{plain}")
+    return page.replace("</body>", f"{block}<script>{script}</script>\n</body>")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _any_asset(name: str) -> str:
+    there = (files("instar.logs.web") / "page" / name).is_file()
+    return _asset(f"{'page' if there else 'charts'}/{name}")
+
+
+def _asset(path: str) -> str:
+    return (files("instar.logs.web") / path).read_text(encoding="utf-8")
+
+
+def inlined(data: Any) -> str:
+    """Returns `data` as JSON that may stand in HTML: nothing in it ends a script or begins a
+    comment; numbers that are not finite are null."""
+    text = msgspec.json.encode(data).decode()
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def panels(records: Sequence[RunRecord]) -> list[ReportPanel]:
+    """Returns the charts that show all metrics of these runs; layers of a few runs only."""
+    there = dict.fromkeys(name for record in records for name in record.metrics)
+    curves = [n for n in there if not n.endswith(":error") and not n.startswith("test/")]
+    losses = tuple(name for name in ("loss", "val/loss") if name in there)
+    found = [ReportPanel("Loss", losses, wide=True)] if losses else []
+    layered = tuple(name for name in curves if name.startswith(tuple(_GROUPS)))
+    for prefix, title in _GROUPS.items():
+        members = _numbered(name for name in layered if name.startswith(prefix))
+        if members and len(records) <= MAX_LAYERED:
+            found.append(ReportPanel(title, members, log=True, wide=True))
+    shown = {*losses, *layered}
+    single = [ReportPanel(_TITLES.get(name, name), (name,)) for name in curves if name not in shown]
+    held_out = [panel for panel in single if "/" in panel.metrics[0]]
+    return [*found[:1], *held_out, *(p for p in single if p not in held_out), *found[1:]]
+
+
+def _numbered(names: Iterable[str]) -> tuple[str, ...]:
+    """`names` in their order, but those that differ in a number only together and counted up: an
+    inserted layer is between its neighbours."""
+    given = list(names)
+    stems = list(dict.fromkeys(_DIGITS.sub("", name) for name in given))
+    return tuple(
+        sorted(
+            given,
+            key=lambda name: (
+                stems.index(_DIGITS.sub("", name)),
+                [int(digits) for digits in _DIGITS.findall(name)],
+            ),
+        )
+    )
+
+
+def _charted(records: Sequence[RunRecord], charts: Sequence[ReportPanel]) -> list[dict[str, Any]]:
+    """The data of the curves, as many points of each as the page has room for."""
+    # the losses first, then single curves, then the many of layers
+    kinds = [[p for p in charts if p.wide and not p.log], [p for p in charts if not p.wide]]
+    kinds.append([panel for panel in charts if panel.log])
+    groups = [[metric for panel in kind for metric in panel.metrics] for kind in kinds]
+    share = CURVE_BYTES // POINT_BYTES // max(1, sum(map(bool, groups)))
+    found = [
+        chart_data(record, metrics=()) | {"key": str(key)} for key, record in enumerate(records)
+    ]
+    for metrics in groups:
+        points = _points(records, metrics, share)
+        for data, record in zip(found, records, strict=True):
+            data["series"] |= chart_series(record, points, metrics)
+    room = max(10, MAX_MARKS // len(found))
+    for data in found:
+        names = dict.fromkeys(mark["kind"] for mark in data["marks"])
+        of_kind = [[mark for mark in data["marks"] if mark["kind"] == name] for name in names]
+        data["marks"] = [mark for marks in of_kind for mark in _evenly(marks, room)]
+    return found
+
+
+def _points(records: Sequence[RunRecord], metrics: Sequence[str], room: int) -> int:
+    """How many points each curve may have so that all together have at most `room`, superseded
+    ones included; what short curves leave goes to long ones."""
+    lengths = list[int]()
+    for record in records:
+        for series in (record.series(metric) for metric in metrics if metric in record):
+            pieces = np.where(series.kept, 0, series.segment)
+            lengths += np.unique(pieces, return_counts=True)[1].tolist()
+    for number, length in enumerate(sorted(lengths)):
+        share = room // (len(lengths) - number)
+        if length > share:
+            return min(MAX_POINTS, share)
+        room -= length
+    return MAX_POINTS
+
+
+def _evenly(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of them, the first and the last included."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]

@@ -1,0 +1,92 @@
+"""Persistent buffers and training modes of any `nn.Module`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+
+def persistent_buffers(model: Module) -> dict[str, Tensor]:
+    """Returns the buffers of `state_dict()` by name, each tensor once.
+
+    Do not cache the result: a forward pass may replace a buffer, or fill one that was None.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[Tensor] = set()
+    for name, buffer in _registered(model):
+        if buffer is not None and buffer not in seen:
+            seen.add(buffer)
+            found[name] = buffer
+    return found
+
+
+def empty_buffers(model: Module) -> list[str]:
+    """Returns the names of persistent buffers that are None."""
+    return [name for name, buffer in _registered(model) if buffer is None]
+
+
+def has_buffers(model: Module) -> bool:
+    """Whether the model has persistent buffers, including those that are None."""
+    return next(_registered(model), None) is not None
+
+
+def _registered(model: Module) -> Iterator[tuple[str, Tensor | None]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def model_tensors(model: Module) -> dict[str, Tensor]:
+    """Returns what a checkpoint saves: parameters and persistent buffers, each tensor once."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {**parameters, **persistent_buffers(model)}
+
+
+def held_buffers(model: Module) -> dict[str, Tensor | None]:
+    """Returns copies of all persistent buffers, including None, for `load_buffers`."""
+    filled = {name: buffer.detach().clone() for name, buffer in persistent_buffers(model).items()}
+    return {**filled, **dict.fromkeys(empty_buffers(model))}
+
+
+@torch.no_grad()
+def load_buffers(model: Module, tensors: Mapping[str, Tensor | None]) -> None:
+    """Overwrites persistent buffers in place; one that is None or of another shape is replaced.
+
+    Raises:
+        AttributeError, KeyError: the model has no such module, or the module no such buffer.
+    """
+    for name, tensor in tensors.items():
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        buffer = owner._buffers.get(last)
+        if tensor is not None and buffer is not None and buffer.shape == tensor.shape:
+            buffer.copy_(tensor)
+        elif tensor is None:
+            owner.register_buffer(last, None)
+        else:
+            device = next((p.device for p in model.parameters()), tensor.device)
+            owner.register_buffer(last, tensor.to(device, copy=True))
+
+
+@contextmanager
+def evaluating(model: Module) -> Iterator[None]:
+    """Puts a model into evaluation mode, and restores all modes and buffers at the end.
+
+    Submodules may have different modes: users keep some in evaluation mode while training.
+    """
+    was_training, modes = model.training, [(each, each.training) for each in model.modules()]
+    buffers = held_buffers(model)
+    model.eval()
+    try:
+        yield
+    finally:
+        # by its own method first, which a subclass may override
+        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
+        load_buffers(model, buffers)

@@ -1,0 +1,1 @@
+"""Child processes of the launcher and of data workers."""

@@ -1,0 +1,1 @@
+"""Graphs of causal sets: sprinklings of Minkowski space, and percolation orders."""

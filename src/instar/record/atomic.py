@@ -1,0 +1,230 @@
+"""Atomic, durable writes: files and folders that are complete or do not exist.
+
+A file's content is durable once it is synced; its name is durable once its folder is. Everything
+that is published under a name goes through this module; tests record its calls and replay them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from instar.config.errors import ConfigError, InstarError
+from instar.config.files import make_folder as make_folder
+from instar.config.files import sync_folder as sync_folder
+
+ASIDE = ".tmp-"
+"""Prefix of the names of unpublished files and folders."""
+TRASH = ".trash-"
+"""Prefix of the names of folders that are being deleted."""
+DELETER = "instar-deleter"
+"""Name of the threads that delete."""
+
+
+class WriteError(InstarError):
+    """A file or folder cannot be written."""
+
+    exit_code = 3
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and wait until its content is on disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the content of a file that other code wrote is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def adopt_file(path: Path) -> None:
+    """Give a file that a library wrote the permissions of any new file, and sync it.
+
+    Libraries that write a temporary file and rename it leave mode 0600, regardless of the umask.
+    """
+    path.chmod(0o666 & ~_umask())
+    sync_file(path)
+
+
+def _umask() -> int:
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+    mask = os.umask(0o077)  # without /proc it can only be read by setting it
+    os.umask(mask)
+    return mask
+
+
+def rename(path: Path, to: Path) -> None:
+    """Rename a file or folder; an existing file is replaced, a folder with content is not."""
+    path.rename(to)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a file, or a folder and its content, ignoring errors.
+
+    Leftovers do no harm: their names are never read, and `sweep` removes them.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+@contextmanager
+def holding(make: Callable[[], None], path: Path) -> Iterator[None]:
+    """Create a temporary file or folder and hold a shared lock on it, so that `sweep` leaves it.
+
+    Another process may sweep the folder at the same time, such as a run that starts in the folder
+    that a model is exported to.
+    """
+    while True:
+        make()
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # swept before it was locked
+            continue
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        try:
+            held = os.path.samestat(path.stat(), os.fstat(descriptor))
+        except FileNotFoundError:
+            held = False
+        if held:
+            break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A temporary file to write and sync, renamed to `path` at the end of the block.
+
+    If the block raises, `path` stays as it was. `durable=False` does not wait for the disk; it is
+    for caches, which may be lost.
+    """
+    aside = path.with_name(f"{ASIDE}{secrets.token_hex(8)}")
+    try:
+        with holding(aside.touch, aside):
+            yield aside
+            rename(aside, path)
+    finally:
+        remove_tree(aside)
+    if durable:
+        sync_folder(path.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically: readers see the old or the new content, also after a crash."""
+    with atomic_file(path) as aside:
+        write_synced(aside, content)
+
+
+def discard(path: Path) -> None:
+    """Delete a published folder: rename it at once, then delete its content in a thread.
+
+    Freeing the pages of a large file takes as long as writing them. Call `finish_deleting` before
+    `os._exit`.
+    """
+    trash = path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}")
+    rename(path, trash)
+    sync_folder(path.parent)
+    threading.Thread(target=remove_tree, args=(trash,), name=DELETER).start()
+
+
+def finish_deleting(limit_s: float) -> None:
+    """Wait for deletions to finish, at most `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    for thread in threading.enumerate():
+        if thread.name == DELETER:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def sweep(folder: Path) -> None:
+    """Remove temporary files and folders that a crash left, but none that are being written."""
+    for pattern in (f"{ASIDE}*", f"{TRASH}*"):
+        for left_behind in folder.glob(pattern):
+            _remove_unless_held(left_behind)
+
+
+def _remove_unless_held(path: Path) -> None:
+    with ExitStack() as stack:
+        with suppress(OSError):  # a link, or a file system without locks
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        remove_tree(path)
+
+
+def check_new(folder: Path) -> None:
+    """Check that `folder` can be created: it is missing or empty, and not the working directory,
+    which would be replaced under the processes that are in it.
+
+    Raises:
+        WriteError: it is none of these.
+    """
+    if folder.resolve() == Path.cwd().resolve():
+        raise WriteError(f"{folder} is the working directory; choose a new folder")
+    if folder.exists() and not folder.is_dir():
+        raise WriteError(f"{folder} is a file; choose a new folder")
+    if folder.is_dir() and (first := next(folder.iterdir(), None)):
+        raise WriteError(f"{folder} is not empty, it holds {first.name}; choose a new folder")
+
+
+@contextmanager
+def atomic_dir(folder: Path, *, key: str = "", first_wins: bool = False) -> Iterator[Path]:
+    """A temporary folder to write in, renamed to `folder` at the end of the block.
+
+    Args:
+        key: the config key that names the folder; errors are then raised as `ConfigError`.
+        first_wins: keep the folder that another process has published meanwhile.
+
+    Raises:
+        WriteError: the folder cannot be written, and no `key` is given.
+        ConfigError: the folder cannot be written, and a `key` is given.
+    """
+    from safetensors import SafetensorError
+
+    folder = folder.absolute()
+    aside = folder.with_name(f"{ASIDE}{folder.name}-{secrets.token_hex(4)}")
+    try:
+        make_folder(folder.parent)
+        with holding(lambda: make_folder(aside), aside):
+            try:
+                yield aside
+                sync_folder(aside)
+                try:
+                    rename(aside, folder)
+                except OSError as error:
+                    if not first_wins or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+                sync_folder(folder.parent)
+            finally:
+                remove_tree(aside)
+    except (OSError, SafetensorError) as error:
+        message = f"cannot write {folder}: {getattr(error, 'strerror', None) or error}"
+        if key:
+            raise ConfigError.one(message, where=key, key=key) from error
+        raise WriteError(message) from error

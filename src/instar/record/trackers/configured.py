@@ -1,0 +1,96 @@
+"""The trackers of a config, and checks whether what they and alerts need is installed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+from instar.config.errors import ConfigProblem
+from instar.config.sections import AlertsConfig, RecordConfig, TrackersConfig
+from instar.record.trackers.tracker import Tracker
+
+PACKAGES = ("tensorboard", "wandb", "trackio", "mlflow")
+"""The name of each tracker, of its package, and of the extra that installs it."""
+
+
+def configured(config: TrackersConfig) -> list[Tracker]:
+    """Returns the configured trackers; their packages are imported when they start."""
+    found: list[Tracker] = []
+    if config.tensorboard is not None:
+        from instar.record.trackers.tensorboard import TensorBoard
+
+        found.append(TensorBoard(config.tensorboard))
+    if config.wandb is not None:
+        from instar.record.trackers.wandb import Wandb
+
+        found.append(Wandb(config.wandb))
+    if config.trackio is not None:
+        from instar.record.trackers.trackio import Trackio
+
+        found.append(Trackio(config.trackio))
+    if config.mlflow is not None:
+        from instar.record.trackers.mlflow import Mlflow
+
+        found.append(Mlflow(config.mlflow))
+    return found
+
+
+def missing(config: RecordConfig) -> list[ConfigProblem]:
+    """Returns problems of `record.trackers` and `record.alerts`: missing packages and programs."""
+    return [*_missing_trackers(config.trackers), *_missing_alerts(config.alerts)]
+
+
+def _missing_trackers(config: TrackersConfig) -> Iterator[ConfigProblem]:
+    for name in PACKAGES:
+        if getattr(config, name) is not None and find_spec(name) is None:
+            yield ConfigProblem(
+                (f"record.trackers.{name}",),
+                f"record.trackers.{name} needs the library `{name}`, which is not installed",
+                f"install the extra: pip install 'instar[{name}]', or leave it out",
+            )
+    uri = config.mlflow.uri if config.mlflow else None
+    if uri and _is_database(uri) and find_spec("sqlalchemy") is None:
+        yield ConfigProblem(
+            ("record.trackers.mlflow",),
+            f"record.trackers.mlflow.uri: {uri.partition(':')[0]} needs the library `sqlalchemy`, "
+            "which mlflow-skinny does not bring",
+            "pip install sqlalchemy alembic, or give a folder or the address of a server",
+        )
+
+
+def _is_database(uri: str) -> bool:
+    return uri.partition(":")[0].partition("+")[0] in ("sqlite", "postgresql", "mysql", "mssql")
+
+
+def _missing_alerts(config: AlertsConfig) -> Iterator[ConfigProblem]:
+    try:
+        argv = config.argv
+    except ValueError as error:
+        yield ConfigProblem(
+            ("record.alerts.command",),
+            f"record.alerts.command cannot be taken apart into words: {str(error).lower()}",
+            "give it as a list",
+        )
+    else:
+        if argv and shutil.which(argv[0]) is None:
+            yield ConfigProblem(
+                ("record.alerts.command",),
+                f"record.alerts.command: there is no program '{argv[0]}' here",
+                "give its path; a shell's own words need: [sh, -c, …]",
+            )
+    if config.webhook is not None and not _is_web(config.webhook):
+        yield ConfigProblem(
+            ("record.alerts.webhook",),
+            "record.alerts.webhook must be an address of http or https",
+            "e.g. https://example.org/hooks/1",
+        )
+
+
+def _is_web(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        return False

@@ -1,0 +1,131 @@
+"""MLflow: a local folder by default, or any store with a URI.
+
+The folder is MLflow's legacy file store, which it enables with `MLFLOW_ALLOW_FILE_STORE=true` (also
+for `mlflow ui`); `mlflow-skinny` has no other local store without SQLAlchemy. Its axes are the step
+and the time; other axes are separate metrics (`at/tokens`, …). A resumed run continues the same
+run. MLflow can neither remove points nor change parameters: superseded points stay, and a changed
+setting becomes a tag.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from instar.config.sections import MlflowConfig
+from instar.record.events import Event, Placed, RunFinished
+from instar.record.trackers.tracker import Outcome, TrackedRun, measured, note, totals
+
+URI = "MLFLOW_TRACKING_URI"
+
+METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
+LONGEST_NAME, LONGEST_PARAMETER, LONGEST_TAG = 250, 6000, 8000
+"""Limits of MLflow."""
+
+_STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "crashed": "FAILED"}
+
+
+class Mlflow:
+    name = "mlflow"
+
+    def __init__(self, config: MlflowConfig) -> None:
+        self.where = ""
+        self._config = config
+        self._client: Any = None
+        self._own = ""
+        self._metrics: list[Any] = []
+
+    def start(self, run: TrackedRun) -> None:
+        uri = store_uri(self._config.uri, run.folder)
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        if is_folder(uri):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=uri)
+        where = f"{uri} {self._config.experiment}"
+        own = run.ids.get(self.name, where)
+        if own is None:
+            own = self._client.create_run(self._experiment(), run_name=run.name).info.run_id
+            run.ids.keep(self.name, where, own)
+        else:
+            self._client.update_run(own, status="RUNNING")
+        self._own = own
+        self.where = f"{uri} run {own}"
+        self._set(run)
+
+    def _experiment(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        name = self._config.experiment
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:  # another run created it meanwhile
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _set(self, run: TrackedRun) -> None:
+        """Logs the config as parameters; one with another value already as a tag."""
+        from mlflow.entities import Param
+
+        there = self._client.get_run(self._own).data.params
+        said = {_name(key): str(value)[:LONGEST_PARAMETER] for key, value in run.config.items()}
+        new = [Param(key, value) for key, value in said.items() if key not in there]
+        for start in range(0, len(new), PARAMETERS_AT_ONCE):
+            self._client.log_batch(self._own, params=new[start : start + PARAMETERS_AT_ONCE])
+        for key, value in said.items():
+            if there.get(key, value) != value:
+                self._tag(f"changed/{key}", value)
+        self._tag("folder", str(run.folder))
+
+    def take(self, event: Event) -> None:
+        from mlflow.entities import Metric
+
+        if isinstance(event, Placed):
+            numbers = measured(event)
+            if isinstance(event, RunFinished):
+                numbers = {f"final/{name}": value for name, value in totals(event).items()}
+            when = round(event.time * 1000)
+            self._metrics += [
+                Metric(_name(key), value, when, event.step) for key, value in numbers.items()
+            ]
+        if said := note(event):
+            at = (
+                "" if said.kind == "checkpoint" else f" {said.step:09d}"
+            )  # only the last one is kept
+            self._tag(f"{said.kind}{at}", f"{said.title}: {said.text}")
+        if len(self._metrics) >= METRICS_AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        points, self._metrics = self._metrics, []
+        for start in range(0, len(points), METRICS_AT_ONCE):
+            self._client.log_batch(self._own, metrics=points[start : start + METRICS_AT_ONCE])
+
+    def finish(self, outcome: Outcome) -> None:
+        self.flush()
+        self._client.set_terminated(self._own, status=_STATUS[outcome])
+
+    def _tag(self, key: str, text: str) -> None:
+        self._client.set_tag(self._own, _name(key), text[:LONGEST_TAG])
+
+
+def store_uri(chosen: str | None, folder: Path) -> str:
+    """Returns the URI of the store for a run in `folder`."""
+    chosen = chosen or os.environ.get(URI) or str(folder.absolute().parent / "mlruns")
+    return chosen if ":" in chosen else Path(chosen).absolute().as_uri()
+
+
+def is_folder(uri: str) -> bool:
+    return uri.startswith("file:")
+
+
+def _name(text: str) -> str:
+    """Returns a name with the characters that MLflow allows."""
+    return re.sub(r"[^\w. /:-]", "_", text)[:LONGEST_NAME]

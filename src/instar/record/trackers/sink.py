@@ -1,0 +1,235 @@
+"""Sends events to trackers while a run trains, or later by replaying its record.
+
+Every tracker has its own queue and thread, so that one that hangs or fails delays neither training
+nor other trackers. A full queue drops events; the record has them all, and `instar logs export RUN
+--to TOOL` replays it into the tracker.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from instar.config.errors import InstarError
+from instar.config.files import open_regular
+from instar.record.events import NOT_AN_EVENT, Event, Placed, Warn, decode
+from instar.record.recorder import Sink
+from instar.record.trackers.tracker import Outcome, TrackedRun, Tracker, outcome
+
+logger = logging.getLogger(__name__)
+
+
+QUEUE_EVENTS = 10_000
+"""queued for one tracker at most"""
+FLUSH_EVERY_S = 2.0
+CLOSE_WAIT_S = 5.0
+"""for which the end of a run waits for all trackers together"""
+
+
+class TrackerSink:
+    """Writes events to another sink, and then queues them for the trackers.
+
+    The first failure of each tracker is written to the record as a warning and passed to `tell`, in
+    the thread that writes.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        trackers: Sequence[Tracker],
+        run: TrackedRun,
+        tell: Callable[[str], None],
+        *,
+        queue_events: int = QUEUE_EVENTS,
+        close_wait_s: float = CLOSE_WAIT_S,
+    ) -> None:
+        self._sink = sink
+        self._tell = tell
+        self._run = run
+        self._close_wait_s = close_wait_s
+        self._faults: deque[str] = deque()
+        self._queues = [TrackerQueue(each, run, self._faults, queue_events) for each in trackers]
+
+    def write(self, event: Event) -> None:
+        self._sink.write(event)
+        event = msgspec.structs.replace(event, time=time.time())
+        for queue_ in self._queues:
+            queue_.put(event)
+        if self._faults:
+            self._report_faults()
+
+    def sync(self) -> None:
+        self._sink.sync()
+
+    def close(self) -> None:
+        """Waits for the trackers, reports those that lack events, and closes the other sink."""
+        try:
+            if self._queues:
+                self._sink.sync()
+                self._end_queues()
+        finally:
+            self._sink.close()
+
+    def _end_queues(self) -> None:
+        queues, self._queues = self._queues, []
+        for queue_ in queues:
+            queue_.end()
+        until = time.monotonic() + self._close_wait_s
+        for queue_ in queues:
+            queue_.join(until - time.monotonic())
+        self._faults += filter(None, (queue_.shortage() for queue_ in queues))
+        self._report_faults()
+
+    def _report_faults(self) -> None:
+        while self._faults:
+            message = self._faults.popleft()
+            logger.warning("%s", message)
+            self._tell(message)
+            with suppress(InstarError):
+                self._sink.write(Warn(message=message))
+
+
+class TrackerQueue:
+    """The queue and the thread of one tracker; the thread starts with the first event."""
+
+    def __init__(
+        self, tracker: Tracker, run: TrackedRun, faults: deque[str], queue_events: int
+    ) -> None:
+        self._tracker = tracker
+        self._run = run
+        self._faults = faults
+        self._offered = 0
+        self._taken = 0
+        self._told = False
+        self._queue: queue.Queue[Event | None] = queue.Queue(queue_events)
+        self._ending = threading.Event()
+        self._outcome: Outcome = "finished"
+        self._thread = threading.Thread(target=self._work, name=f"to {tracker.name}", daemon=True)
+
+    def put(self, event: Event) -> None:
+        """Queues an event; drops it if the queue is full."""
+        self._offered += 1
+        if self._offered == 1:
+            self._attempt("starting", self._thread.start)
+        with suppress(queue.Full):
+            self._queue.put_nowait(event)
+
+    def end(self) -> None:
+        """Signals that no more events come."""
+        self._ending.set()
+        with suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+    def join(self, seconds: float) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, seconds))
+
+    def shortage(self) -> str:
+        """Returns a warning if the tracker lacks events and has not been reported before."""
+        lacking = self._offered - self._taken
+        if self._told or not (lacking or self._thread.is_alive()):
+            return ""
+        ended = ", and has not ended yet" if self._thread.is_alive() else ""
+        return (
+            f"{self._tracker.name} was too slow for this run: it lacks {lacking:,} of "
+            f"{self._offered:,} events{ended}; {self._replay_hint()}"
+        )
+
+    def _replay_hint(self) -> str:
+        return f"afterwards: instar logs export {self._run.folder} --to {self._tracker.name}"
+
+    def _work(self) -> None:
+        opened = self._attempt("starting", lambda: self._tracker.start(self._run))
+        flushed = time.monotonic()
+        while opened and self._take_next():
+            if time.monotonic() - flushed >= FLUSH_EVERY_S:
+                self._attempt("writing", self._tracker.flush)
+                flushed = time.monotonic()
+        if opened:
+            self._attempt("ending", lambda: self._tracker.finish(self._outcome))
+
+    def _take_next(self) -> bool:
+        """Takes the next event if one comes in time; returns False at the end."""
+        try:
+            event = self._queue.get(timeout=0 if self._ending.is_set() else FLUSH_EVERY_S)
+        except queue.Empty:
+            return not self._ending.is_set()
+        if event is None:
+            return False
+        self._outcome = outcome(self._outcome, event)
+        self._taken += self._attempt("taking an event", lambda: self._tracker.take(event))
+        return True
+
+    def _attempt(self, doing: str, call: Callable[[], None]) -> bool:
+        """Calls the tracker; returns whether it succeeded, and reports the first failure."""
+        try:
+            call()
+            return True
+        except BaseException as error:  # a library may raise SystemExit
+            if not self._told:
+                self._told = True
+                said = " ".join(str(error).split())[:300]
+                self._faults.append(
+                    f"{self._tracker.name} failed at {doing}, training goes on: "
+                    f"{type(error).__name__}: {said}; {self._replay_hint()}"
+                )
+            return False
+
+
+FLUSH_EVERY = 10_000
+"""events"""
+_NO_LIMIT = 2**63 - 1
+
+
+class TrackerFailed(InstarError):  # noqa: N818
+    """A tracker failed while a record was replayed."""
+
+
+def kept_lines(record: Path, last_steps: Mapping[int, int]) -> Iterator[tuple[Event, bytes]]:
+    """Yields events of a record with their lines, except superseded ones and invalid lines.
+
+    Args:
+        last_steps: the last step of each segment that is not superseded.
+
+    Raises:
+        OSError: the record cannot be read.
+    """
+    with open_regular(record) as file:
+        for line in file:
+            try:
+                event = decode(line)
+            except NOT_AN_EVENT:
+                continue
+            if isinstance(event, Placed) and event.step > last_steps.get(event.segment, _NO_LIMIT):
+                continue
+            yield event, line.rstrip(b"\n") + b"\n"
+
+
+def replay(tracker: Tracker, run: TrackedRun, record: Path, last_steps: Mapping[int, int]) -> int:
+    """Sends all events of a run that are not superseded to a tracker; returns their number.
+
+    Raises:
+        TrackerFailed: the tracker failed, or the record cannot be read.
+    """
+    count = 0
+    ended: Outcome = "finished"
+    try:
+        tracker.start(run)
+        for count, (event, _) in enumerate(kept_lines(record, last_steps), 1):
+            tracker.take(event)
+            ended = outcome(ended, event)
+            if count % FLUSH_EVERY == 0:
+                tracker.flush()
+        tracker.finish(ended)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise TrackerFailed(f"{run.folder}: {tracker.name} does not take it: {said}") from error
+    return count

@@ -1,0 +1,209 @@
+"""The tracker protocol, and events as trackers need them: measurements, totals and notes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from instar.config.files import read_regular
+from instar.config.origins import redacted_value
+from instar.record.atomic import replace_file
+from instar.record.events import (
+    AXES,
+    Alert,
+    AnalysisEvent,
+    Event,
+    Failed,
+    OperationEvent,
+    Placed,
+    RunFinished,
+    RunStarted,
+    Saved,
+    Skip,
+    Stop,
+    Warn,
+    Wrote,
+    metrics,
+)
+from instar.record.format import operation_lines, saved_line
+
+Outcome = Literal["finished", "stopped", "crashed"]
+"""How a run ended: by itself, resumable by a signal, or otherwise."""
+
+
+def outcome(before: Outcome, event: Event) -> Outcome:
+    """Returns the outcome of a run whose last event is `event`."""
+    if isinstance(event, RunStarted):
+        return "crashed"
+    if isinstance(event, Stop) and event.resumable:
+        return "stopped"
+    if isinstance(event, Stop | RunFinished) and before != "stopped":
+        return "finished"
+    return before
+
+
+Scalar = str | int | float | bool | None
+
+KEPT_BACK = "record."
+"""Config keys that no tracker receives, such as addresses that may contain secrets."""
+
+
+class Tracker(Protocol):
+    """One tool. A single thread, not that of training, calls all methods; any may raise."""
+
+    name: str
+    where: str
+    """where the tool stores the run, once it has started"""
+
+    def start(self, run: TrackedRun) -> None:
+        """Opens a new run of the tool, or the one of this run before it was resumed."""
+        ...
+
+    def take(self, event: Event) -> None:
+        """Takes one event, with its time."""
+        ...
+
+    def flush(self) -> None:
+        """Writes the events taken so far, so that they survive this process."""
+        ...
+
+    def finish(self, outcome: Outcome) -> None: ...
+
+
+class Ids:
+    """Ids of a run in other tools, stored in its folder so that a resumed run continues there.
+
+    Without a path nothing is stored: every replay is a new run.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+
+    def get(self, tool: str, where: str) -> str | None:
+        """Returns the id in the tool's project or store `where`; None if it is unknown."""
+        known = self._read().get(tool)
+        if isinstance(known, dict) and known.get("where") == where:
+            return str(known["id"]) if known.get("id") else None
+        return None
+
+    def keep(self, tool: str, where: str, value: str) -> None:
+        if self._path is None:
+            return
+        with self._lock:
+            known = self._read() | {tool: {"id": value, "where": where}}
+            replace_file(self._path, json.dumps(known, indent=2).encode())
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            known = json.loads(read_regular(self._path)) if self._path else {}
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as trackers receive it."""
+
+    folder: Path
+    config: Mapping[str, Scalar]
+    """by dotted keys"""
+    ids: Ids
+
+    @property
+    def name(self) -> str:
+        """`grow-r7f3a`"""
+        return self.folder.absolute().name
+
+    @classmethod
+    def live(cls, folder: Path, config: Mapping[str, Any]) -> TrackedRun:
+        """Returns a run that is training; `config` is nested."""
+        return cls(folder, flat(config), Ids(folder / "trackers.json"))
+
+    @classmethod
+    def replayed(cls, folder: Path, config: Mapping[str, Any]) -> TrackedRun:
+        """Returns a run that is read from its record."""
+        return cls(folder, flat(config), Ids(None))
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Returns a nested config with dotted keys, lists as JSON, without `KEPT_BACK` and secrets."""
+    return {
+        key: redacted_value(key, value)
+        for key, value in _flat(config, "")
+        if not key.startswith(KEPT_BACK)
+    }
+
+
+def _flat(value: Mapping[str, Any], above: str) -> Iterator[tuple[str, Scalar]]:
+    for name, inner in value.items():
+        key = f"{above}{name}"
+        if isinstance(inner, Mapping) and inner:
+            yield from _flat(inner, f"{key}.")
+        elif isinstance(inner, str | int | float | bool | None):
+            yield key, inner
+        else:
+            yield key, json.dumps(inner, default=str)
+
+
+_TOTALS = ("loss", "best_loss", "best_step", "tokens_per_s", "step", *AXES)
+
+Level = Literal["info", "warn", "error"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """An event other than a measurement, as text."""
+
+    kind: str
+    """operation, checkpoint, alert, …"""
+    step: int
+    title: str
+    text: str
+    level: Level = "info"
+
+
+def measured(event: Event) -> dict[str, float]:
+    """Returns the metrics of an event and its axes other than the step (`at/tokens`, …), for tools
+    whose only axis is the step; empty if it has no metrics."""
+    if not (isinstance(event, Placed) and (values := metrics(event))):
+        return {}
+    return values | {f"at/{axis}": getattr(event, axis) for axis in AXES}
+
+
+def totals(event: RunFinished) -> dict[str, float]:
+    """Returns the final values of a run."""
+    values = ((name, getattr(event, name)) for name in _TOTALS)
+    return {name: value for name, value in values if value is not None}
+
+
+def note(event: Event) -> Note | None:
+    """Returns the note of an event; None if it has none."""
+    match event:
+        case RunStarted(resumed_from=str(name), step=step):
+            return Note("resume", step, "resume", f"resumed from {name}, step {step:,}")
+        case OperationEvent(step=step, verb=verb, name=name):
+            text = "\n".join(line.strip() for line in operation_lines(event))
+            return Note("operation", step, f"{verb} {name}", text)
+        case Saved(step=step):
+            return Note("checkpoint", step, "checkpoint", saved_line(event).strip())
+        case Alert(step=step, name=name, message=message):
+            return Note("alert", step, name, message, "warn")
+        case AnalysisEvent(step=step, suggestions=suggestions) if suggestions:
+            return Note("analysis", step, "analysis", "\n".join(suggestions))
+        case Wrote(step=step, prompt=prompt, text=text):
+            return Note("sample", step, "sample", f"{prompt}{text}")
+        case Skip(step=step, reason=reason):
+            return Note("skip", step, "update skipped", reason, "warn")
+        case Warn(step=step, message=message):
+            return Note("warning", step or 0, "warning", message, "warn")
+        case Failed(step=step, rank=rank, message=message):
+            return Note("failed", step or 0, f"rank {rank} failed", message, "error")
+        case Stop(step=step, reason=reason):
+            return Note("stop", step, "stop", reason)
+    return None

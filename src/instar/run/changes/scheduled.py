@@ -1,0 +1,234 @@
+"""Scheduled operations of a live run: find the one that is due and carry it out on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from instar.config.errors import ConfigError
+from instar.config.sections import Operation
+from instar.distributed.agree import agree
+from instar.distributed.failure import PeerError, RunFailed
+from instar.models.architecture import mask_of
+from instar.run.changes.live_growth import Candidate, build_candidate_stepper, make_candidate
+from instar.run.loop.checkpointing import best_is_now, save
+from instar.run.loop.components import Components
+from instar.run.loop.dead_parameters import GradientWatch
+from instar.run.loop.state import RunState, fraction_used
+from instar.run.loop.step import Stepper, freeze
+from instar.run.loop.validation import validate
+from instar.schedule.operations import FOLD, Change, State, carried_out, planned, when_due
+from instar.schedule.settings import is_frozen, patterns_of
+from instar.schedule.triggers import Entry, Moment, due, last_step, next_entry, too_large
+
+
+def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
+    """Carry out all operations that are due between two steps, in order. A collective.
+
+    Returns:
+        the new state, and whether the model was re-evaluated, which may end the run.
+
+    Raises:
+        RunFailed: an operation failed, and its entry does not set `on_failure: skip`.
+    """
+    mask = mask_of(state.in_force.architecture)
+    if mask is not None and state.step >= mask.end:
+        state = carry_out(state, parts, FOLD, reason=f"open since step {mask.end:,}")
+    state = lower_lr_if_due(state, parts)
+    loss, again = state.loss, False
+    while (found := next_due(state, parts, loss)) is not None:
+        entry, reason = found
+        state = carry_out(state, parts, entry.operation, entry=entry, reason=reason, loss=loss)
+        if entry.reevaluate:
+            state = validate(state, parts, judged=False)
+            loss, again = state.loss, True
+    return state, again
+
+
+def lower_lr_if_due(state: RunState, parts: Components) -> RunState:
+    """Lower the learning rate if the metric of `learning_rate.plateau` does not improve."""
+    reason = parts.tracker.why_slow(state.metrics)
+    metrics, fallen = parts.tracker.slow_down(state.metrics, state.settings.lr)
+    if metrics == state.metrics:
+        return state
+    # metrics are the same on all ranks; still, rank 0 decides
+    told = agree(parts.world, fallen)
+    state = replace(state, metrics=metrics)
+    if told is None:
+        return state
+    return carry_out(state, parts, Operation("set_lr", told), reason=reason)
+
+
+def check_ahead(state: RunState, parts: Components) -> None:
+    """Check that the rest of the schedule is possible for the current model.
+
+    Raises:
+        ConfigError: it is not; names the entry and what would be possible.
+    """
+    for _ in stages_ahead(state, parts):
+        pass
+
+
+def stages_ahead(state: RunState, parts: Components) -> Iterator[State]:
+    """Yield the current settings and architecture, and those after each remaining operation.
+
+    A mask stays open while settings change; it is folded before the next growth, or at the end.
+
+    Raises:
+        ConfigError: see `check_ahead`.
+    """
+    stage, first = state.in_force, next_entry(parts.entries, state.history)
+    yield stage
+    for entry in parts.entries[first.number :] if first is not None else ():
+        try:
+            found = when_due(stage, entry.operation)
+            after = carried_out(found, entry.operation, state.step)
+        except ValueError as error:
+            raise ConfigError.one(str(error), where=entry.place) from error
+        if found is not stage:
+            yield found
+        skipped = entry.on_failure == "skip" and too_large(entry, after.architecture)
+        stage = found if skipped else after
+        if not skipped:
+            yield stage
+    if (mask := mask_of(stage.architecture)) is not None:
+        yield carried_out(stage, FOLD, mask.end)
+
+
+def next_due(state: RunState, parts: Components, loss: float | None) -> tuple[Entry, str] | None:
+    """Return the entry of the schedule that fires now, and the reason; rank 0 decides."""
+    entry = next_entry(parts.entries, state.history)
+    if entry is None or parts.sync.stop_requested:
+        return None
+    reason = due(entry, moment(state, parts, loss), state.in_force)
+    # between evaluations the reason depends only on counts, which are the same on every rank
+    if loss is not None or reason is not None:
+        told = agree(parts.world, reason)
+        reason = None if told is None else str(told)
+    return None if reason is None else (entry, reason)
+
+
+def moment(state: RunState, parts: Components, loss: float | None) -> Moment:
+    """Return the values that triggers depend on."""
+    last = last_step(state.history)
+    return Moment(
+        step=state.step,
+        tokens=state.progress.tokens,
+        fraction=fraction_used(parts.budgets, state.progress, state.epochs),
+        since_last=state.step - (last or 0),
+        loss=loss,
+        losses=state.losses,
+        operated=last == state.step,
+    )
+
+
+def carry_out(
+    state: RunState,
+    parts: Components,
+    operation: Operation,
+    *,
+    entry: Entry | None = None,
+    reason: str = "",
+    loss: float | None = None,
+) -> RunState:
+    """Carry out an operation and add it to the history; if it fails, the run is unchanged.
+
+    A collective.
+
+    Args:
+        entry: the operation's entry in the schedule, if any.
+        reason: why it is carried out, for the history and the log.
+        loss: validation loss of this step, for the log.
+
+    Raises:
+        RunFailed: the operation failed, and `entry` does not allow skipping it.
+    """
+    begun, before, step = time.perf_counter(), state.in_force, state.step
+    parts.sync.begin(f"{operation.name} after step {step}", step)
+    number = None if entry is None else entry.number
+    change = Change(operation, step, state.progress.samples, number, reason=reason)
+    candidate: Candidate | None = None
+    stepper: Stepper = parts.stepper
+    try:
+        after, plan = planned(before, operation, step)
+        if entry is not None and (why := too_large(entry, after.architecture)):
+            raise ValueError(why)
+        if plan is not None:
+            lenient = entry is not None and entry.allow_inexact
+            candidate = make_candidate(state, parts, operation, after, plan, allow_inexact=lenient)
+            stepper = build_candidate_stepper(parts, candidate, after)
+    except (ValueError, RuntimeError, MemoryError, PeerError) as error:
+        # all ranks get here: either all failed alike, or a collective raised on all of them
+        skip = entry is not None and entry.on_failure == "skip"
+        return _failed(state, parts, change, error, skip=skip)
+    if candidate is not None:
+        if candidate.plan.label != "exact":
+            state = _leave_measured(state, parts)
+        parts.stepper = stepper
+        # position embeddings beyond the samples' length have no gradient yet
+        if candidate.plan.makes_new and operation.name != "extend_context":
+            stepper.watch = GradientWatch(
+                candidate.plan, operation.name, after.architecture.parameters()
+            )
+        state = replace(state, grown_at=step)
+    state = _apply_settings(
+        state.changed(change, after), parts, before, grown=candidate is not None
+    )
+    if candidate is not None:
+        parts.logger.tell_interval(state.progress, grown=True)
+    parts.logger.operated(
+        state.progress,
+        change,
+        before,
+        after,
+        proof=candidate.proof if candidate else None,
+        seconds=time.perf_counter() - begun,
+        loss=loss,
+    )
+    return state
+
+
+def _leave_measured(state: RunState, parts: Components) -> RunState:
+    """Discard this step's evaluation before the model is replaced; save first if it is a best."""
+    if parts.config.checkpoint.on_best and best_is_now(state, parts):
+        save(state, parts, "best so far", wait=True)
+    return replace(state, evaluated_at=-1, judged_at=-1)
+
+
+def _apply_settings(state: RunState, parts: Components, before: State, *, grown: bool) -> RunState:
+    """Update the components that store a setting; the others read the settings at every step."""
+    was, after = before.settings, state.in_force
+    now = after.settings
+    if now.context != was.context:
+        parts.stepper.task = parts.task.at(after.architecture, now.context)
+        cursor = state.progress.samples
+        phase = parts.loaders.next(state.phase, parts.task, now.context, cursor)
+        parts.read(phase)
+        state = replace(state, phase=phase)
+    # a grown model is built with its parameters frozen
+    if now.frozen != was.frozen and not grown:
+        freeze(parts.stepper, parts.config, now.frozen)
+        own = after.facts(after.architecture).frozen
+        thawed = [n for n in sorted(own) if is_frozen(was.frozen, n) > is_frozen(now.frozen, n)]
+        if thawed:
+            told = ", ".join(patterns_of(thawed, after.architecture.parameters()))
+            parts.logger.warn(
+                f"{told} trains from now on, which the task's own module had frozen", state.step
+            )
+    return state
+
+
+def _failed(
+    state: RunState, parts: Components, change: Change, error: Exception, *, skip: bool
+) -> RunState:
+    """Handle a failed operation: skip it for good with a warning, or save and raise RunFailed."""
+    what = f"{change.operation.name} after step {change.step:,} failed: {error}"
+    if skip:
+        parts.logger.warn(f"{what}; skipped, the run is as it was", change.step)
+        return state.changed(replace(change, skipped=str(error)), state.in_force)
+    save(state, parts, "an operation failed", must=True)
+    raise RunFailed(
+        f"{what}; the run is as it was before, and saved. Correct the schedule, or let the entry say "
+        f"on_failure: skip, and go on: instar resume {parts.saver.root} --set schedule=FILE"
+    ) from error

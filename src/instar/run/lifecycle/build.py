@@ -1,0 +1,136 @@
+"""Builds the trainer of a checked config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from instar.config.budget import parse_budget
+from instar.distributed.agree import raise_on_all_ranks
+from instar.distributed.rank_log import RankLog
+from instar.distributed.signals import StopSignal
+from instar.distributed.world import World
+from instar.models.shape import facts_of
+from instar.record.console import Console
+from instar.record.control import Inbox
+from instar.record.recorder import Sink
+from instar.record.rundir import RunDir
+from instar.run.lifecycle.inputs import resolve_precision
+from instar.run.lifecycle.preflight import Prepared
+from instar.run.loop.components import Components
+from instar.run.loop.data_phase import LoaderFactory
+from instar.run.loop.early_stopping import MetricTracker
+from instar.run.loop.state import RunState
+from instar.run.loop.step import PeakFlops, build_stepper
+from instar.run.loop.sync_point import SyncPoint
+from instar.run.loop.trainer import Trainer
+from instar.run.output.run_logger import RunLogger
+from instar.run.output.save import Saver, SaveResult
+from instar.run.output.text_samples import TextSampler
+from instar.run.output.weight_analysis import WeightAnalyzer
+from instar.schedule.operations import State, initial_state
+from instar.schedule.triggers import entries
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def build(
+    prepared: Prepared,
+    world: World,
+    signal: StopSignal,
+    sink: Sink,
+    console: Console,
+    log: RankLog,
+    run_dir: RunDir,
+    began: State | None = None,
+) -> Trainer:
+    """Build the trainer of a run at step 0; the caller must close it. A collective.
+
+    Args:
+        began: settings and architecture at the run's step 0, if the config has changed since.
+    """
+    config = resolve_precision(prepared, world).config
+    elastic = config.parallel.elastic if config.reproducible == "elastic" else None
+    if elastic:
+        _round_alike(elastic.threads, world.device)
+    task = prepared.spec.task(config)
+    if began is not None and began.architecture != task.architecture:
+        task = task.at(began.architecture, began.settings.context)
+    first = config if began is None else began.config
+    initial = initial_state(first, task.architecture, facts_of(task))
+    with raise_on_all_ranks(world, "building the model"):
+        bare = task.build().to(world.device)
+    stepper = build_stepper(config, world, task, bare, initial.settings.frozen)
+    budgets = [parse_budget(text) for text in config.train.until]
+    seconds = [budget for budget in budgets if budget.kind == "seconds"]
+    logger = RunLogger(
+        world,
+        sink,
+        console,
+        log_interval=config.record.log_interval,
+        budgets=budgets,
+        peak=PeakFlops(world.device, config.precision, world.size) if world.is_main else None,
+        best_metric=config.checkpoint.best_of[0],
+    )
+
+    def saved(save: SaveResult) -> None:
+        signal.resumable = signal.resumable or save.path is not None
+        logger.saved(save)
+
+    time_budget = min(seconds, key=lambda b: b.amount, default=None)
+    parts = Components(
+        config,
+        world,
+        initial,
+        entries(config),
+        budgets,
+        stepper,
+        LoaderFactory(config, world),
+        SyncPoint(world, signal, time_budget, Inbox(run_dir.control)),
+        Saver(
+            config.checkpoint,
+            world,
+            run_dir.path,
+            saved,
+            limit_s=config.parallel.timeout_s,
+            better=config.metrics[config.checkpoint.best_of[0]],
+        ),
+        logger,
+        log,
+        MetricTracker(config),
+        TextSampler(config.record, run_dir.path, world),
+        WeightAnalyzer(config.record.analyze_every if world.is_main else None),
+    )
+    phase = parts.loaders.first(task, initial.settings.context)
+    parts.read(phase)
+    return Trainer(parts, RunState(initial, phase))
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Context manager that restores torch's process-wide settings, which a run changes."""
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    workspace = os.environ.get(WORKSPACE)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if workspace is None:
+            os.environ.pop(WORKSPACE, None)
+
+
+def _round_alike(threads: int, device: torch.device) -> None:
+    """Make rounding reproducible: fix the number of threads; use deterministic kernels on a GPU.
+
+    Kernels divide sums among threads, and some GPU kernels add in the order of arrival.
+    """
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        os.environ.setdefault(WORKSPACE, ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)

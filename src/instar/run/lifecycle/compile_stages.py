@@ -1,0 +1,77 @@
+"""Compiles the graphs of all stages of a schedule before the first step.
+
+torch caches compiled graphs on disk, by graph, shapes and settings. A model that grows later loads
+its graphs from the cache, which saves seconds to minutes of compilation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from instar.run.changes.scheduled import stages_ahead
+from instar.run.loop.components import Components
+from instar.run.loop.generators import generator_states, restore_generators
+from instar.run.loop.state import RunState
+from instar.run.loop.step import Stepper, build_stepper, enter, to_device
+from instar.schedule.operations import State
+
+logger = logging.getLogger(__name__)
+
+
+def compile_stages(state: RunState, parts: Components) -> int:
+    """Run a forward and a backward pass of the current and every remaining stage. A collective.
+
+    The run is unchanged afterwards. The stages' models are built one at a time, in addition to the
+    run's own.
+
+    Returns:
+        the number of stages; 0 unless the config sets `compile_stages: true`.
+    """
+    config, device = parts.config, parts.world.device
+    if not (config.compile and config.compile_stages):
+        return 0
+    begun, generators = time.monotonic(), generator_states(device)
+    stepper: Stepper | None = None
+    before: State | None = None
+    number = 0
+    for number, stage in enumerate(stages_ahead(state, parts), start=1):
+        parts.sync.begin(f"compiling stage {number}", state.step)
+        # the same model is recompiled only if the shape of its samples changes
+        if stepper is None or before is None or _model(before) != _model(stage):
+            task = parts.task.at(stage.architecture, stage.settings.context)
+            bare = task.shell().to(device)
+            stepper = build_stepper(config, parts.world, task, bare, stage.settings.frozen)
+        stepper.task = parts.task.at(stage.architecture, stage.settings.context)
+        _run_once(stepper, stage, parts.world.size)
+        before = stage
+    del stepper
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    restore_generators(generators, device)
+    seconds = time.monotonic() - begun
+    parts.logger.console.say(f"compiled the graphs of {number} stages in {seconds:.1f} s")
+    logger.info("compiled the graphs of %d stages in %.1f s", number, seconds)
+    return number
+
+
+def _model(stage: State) -> object:
+    """Return the parts of a stage that require a new model."""
+    return stage.architecture, stage.settings.frozen
+
+
+def _run_once(stepper: Stepper, stage: State, ranks: int) -> None:
+    """Run a micro-batch of held-out samples, which every rank can read, forward and backward."""
+    settings, source = stage.settings, stepper.task.held_out("val")
+    size = min(settings.batch_size, -(-settings.global_batch // ranks))
+    # the last sample of a text may be shorter
+    indices = np.resize(np.arange(max(1, len(source) - 1)), size)
+    batch = to_device(source.read(indices), stepper.world.device)
+    enter(stepper.bare_model, 0)
+    with stepper.autocast():
+        loss = stepper.task.loss_sum(stepper.model, batch)
+    torch.autograd.backward(loss)

@@ -1,0 +1,526 @@
+"""Offline growth and analysis of a checkpoint on disk, of any task.
+
+Growth creates a new run folder with one checkpoint, the same as the operations would have produced
+in the live run. Analysis runs no user code: a checkpoint describes its own tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from instar.checkpoint.listing import checkpoints
+from instar.checkpoint.manifest import (
+    COMPONENTS,
+    STATE,
+    CheckpointError,
+    Facts,
+    Manifest,
+    Pattern,
+    encode_json,
+    read_manifest,
+)
+from instar.checkpoint.store import Checkpoint, CheckpointWriter, load
+from instar.checkpoint.tensor_file import Outline, outlines, reading, write_tensors
+from instar.config.errors import ConfigError, InstarError
+from instar.config.fields import from_values
+from instar.config.files import read_regular
+from instar.config.language import LanguageConfig
+from instar.config.load import load as load_config
+from instar.config.roots import LANGUAGE, root_of
+from instar.config.schema import RunConfig
+from instar.config.sections import Operation
+from instar.data.text.dataset import open_data
+from instar.data.text.tokenizer import TOKENIZER_FILE
+from instar.growth.analysis import (
+    NO_ATTENTION,
+    HeadEntropy,
+    WeightAnalysis,
+    analyze,
+    attention_entropy,
+)
+from instar.growth.apply import (
+    GrowthStep,
+    TensorReader,
+    grow_buffers,
+    grow_parameters,
+    grow_states,
+    moments_mode,
+)
+from instar.growth.plan import GrowthPlan, Label
+from instar.growth.proof import Probe, Proof, compare
+from instar.models.architecture import Architecture
+from instar.models.gpt import load_gpt, named_generator
+from instar.models.graph_shape import GraphShape
+from instar.models.module import load_buffers
+from instar.models.shape import ArchitectureError, Fixed, Growable, Parameter, count_parameters
+from instar.record import atomic
+from instar.record.atomic import atomic_dir, check_new
+from instar.record.rundir import RunDir
+from instar.run.changes.live_growth import probe, probe_samples
+from instar.run.lifecycle.resume import began_with, branch_of
+from instar.run.loop.dead_parameters import dead_ranks
+from instar.run.loop.optimizer import copy_tensors
+from instar.run.loop.step import enter, to_device
+from instar.schedule.operations import (
+    Change,
+    History,
+    State,
+    effective,
+    fold,
+    history_from_json,
+    history_to_json,
+    initial_state,
+    number_of,
+    planned,
+)
+from instar.tasks.task import SavedModel, Task, task_factory
+
+REASON = "instar grow"
+PROBE_SAMPLES, PROBE_TOKENS = 4, 128
+"""shape [samples, tokens] of the random tokens on which a proof compares logits"""
+
+
+Build = Callable[[Any], torch.nn.Module]
+
+
+class NotProven(InstarError):  # noqa: N818
+    """An operation changed the function more than its label allows; nothing was written."""
+
+
+@dataclass(frozen=True)
+class GrowthStage:
+    """An operation and its effect on the model."""
+
+    operation: Operation
+    label: Label | None
+    """None: an operation on settings"""
+    bound_nats: float | None
+    notes: tuple[str, ...]
+    parameters: int
+    """number of parameters after the operation"""
+
+
+@dataclass(frozen=True)
+class OfflineGrowth:
+    """Result of `grow`."""
+
+    path: Path
+    parameters_before: int
+    stages: tuple[GrowthStage, ...]
+    proof: Proof | None
+    seconds: float
+    warning: str = ""
+    """about adapters that cannot learn; empty if there are none"""
+    checked_on: str = ""
+    """samples of the proof, in words"""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "path": str(self.path)}
+
+
+@dataclass(frozen=True)
+class _Course:
+    """Result of planning the operations: growth steps, history, and the final state."""
+
+    links: tuple[GrowthStep, ...]
+    """growth steps, in order"""
+    stages: tuple[GrowthStage, ...]
+    shapes: tuple[Growable, ...]
+    """shape after each growth step"""
+    history: History
+    state: State
+
+
+def grow(
+    source: Checkpoint, out: Path, operations: Sequence[Operation], *, check: bool = False
+) -> OfflineGrowth:
+    """Create the run `out`, with one checkpoint: `source` after `operations`.
+
+    All operations, also those on settings, are added to the history. A mask of an operation opens
+    from the checkpoint's step on, when the run is resumed.
+
+    Args:
+        check: compare the outputs before and after, and write nothing unless the labels hold: of a
+            GPT on random tokens, of other models on held-out samples of the run.
+
+    Raises:
+        ConfigError: an operation is not possible for this model; or, with `check`, the run's data
+            cannot be opened.
+        CheckpointError: `source` is not a run's checkpoint.
+        WriteError: `out` cannot be written or is not empty.
+        NotProven: a label does not hold.
+    """
+    begun = time.perf_counter()
+    check_new(out)
+    run = RunDir(source.path.absolute().parent.parent)
+    if not run.config.is_file():
+        raise CheckpointError(
+            f"{source.path}: not in the folder of a run, whose {run.config.name} says from which "
+            "seed new values are drawn"
+        )
+    config = _with_task(run, source.manifest)
+    try:
+        history = history_from_json(source.manifest.history)
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
+    model, state = _in_force(config, history, source)
+    course = _carry_out(operations, config.seed, history, state, source)
+    with atomic_dir(out) as aside:
+        there = RunDir(aside)
+        there.logs.mkdir()
+        for file in (run.config, run.path / TOKENIZER_FILE):
+            if file.is_file():
+                atomic.write_synced(aside / file.name, read_regular(file))
+        made = _write(source, there, course, model.build)
+        proof, checked_on = None, ""
+        if check:
+            promised = _promised(course.stages)
+            if config.task == LANGUAGE:
+                proof, checked_on = _prove_on_tokens(source.path, made, promised), "random tokens"
+            else:
+                task = _task_of(run)
+                tasks = [
+                    task.at(each.architecture, each.settings.context)
+                    for each in (state, course.state)
+                ]
+                proof = _prove_on_samples(tasks, model.build, source, load(made), promised)
+                checked_on = "held-out samples"
+            if not proof.holds:
+                names = ", ".join(stage.operation.name for stage in course.stages)
+                raise NotProven(
+                    f"{names}: not {proof.label}: outputs moved by {proof.max_logit_diff:.3g} "
+                    f"({proof.max_logit_diff_relative:.1g} of the largest), the loss on {checked_on} "
+                    f"by {proof.delta_loss:+.3g}; {out} was not made"
+                )
+    before = count_parameters(state.architecture).total
+    path = RunDir(out).checkpoints / made.name
+    with reading(path / COMPONENTS["model"].file()) as read:
+        dead = dead_ranks(course.state.architecture.parameters(), read)
+    seconds = time.perf_counter() - begun
+    return OfflineGrowth(path, before, course.stages, proof, seconds, dead, checked_on)
+
+
+def _with_task(run: RunDir, manifest: Manifest) -> RunConfig:
+    """Return the run's config at step 0; imports the class of a custom task.
+
+    Raises:
+        Untrusted: the class belongs to another user.
+    """
+    if ":" not in began_with(run, manifest).task:
+        return began_with(run, manifest)
+    now = load_config(str(run.config), checks=()).config
+    return from_values(root_of(now.task), manifest.config) if manifest.config else now
+
+
+def _task_of(run: RunDir) -> Task:
+    """Return the run's task with its data, to compare models on held-out samples."""
+    loaded = load_config(str(run.config), checks=())
+    return task_factory(loaded.config.task).spec(loaded, 1).task(loaded.config)
+
+
+def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[SavedModel, State]:
+    """Return the model of a checkpoint, and its settings and architecture."""
+    try:
+        model = task_factory(config.task).saved(config, source.manifest.architecture)
+        state = fold(initial_state(config, model.begun, model.facts), history)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source.path}: not a model that can grow:\n{error}") from error
+    if encode_json(dict(state.architecture.to_dict())) != encode_json(dict(model.architecture)):
+        raise CheckpointError(
+            f"{source.path}: its run.yaml and its history lead to another architecture than its own"
+        )
+    return model, state
+
+
+def _carry_out(
+    operations: Sequence[Operation], seed: int, history: History, state: State, source: Checkpoint
+) -> _Course:
+    step = source.manifest.step
+    cursor = int(source.state.get("progress", {}).get("samples", 0))
+    links: list[GrowthStep] = []
+    stages: list[GrowthStage] = []
+    shapes: list[Growable] = []
+    for operation in operations:
+        with _as_config_error():
+            state, plan = planned(state, operation, step)
+        if plan is not None:
+            key = (seed, number_of(history))
+            table = state.architecture.parameters()
+            links.append(GrowthStep(plan, table, key, moments_mode(operation)))
+            shapes.append(state.architecture)
+        history = (*history, Change(operation, step, cursor, reason=REASON))
+        stages.append(_stage(operation, plan, state.architecture))
+    return _Course(tuple(links), tuple(stages), tuple(shapes), history, state)
+
+
+def _stage(operation: Operation, plan: GrowthPlan | None, grown: Growable) -> GrowthStage:
+    size = count_parameters(grown).total
+    if plan is None:
+        return GrowthStage(operation, None, None, (), size)
+    return GrowthStage(operation, plan.label, plan.bound_nats, plan.notes, size)
+
+
+@contextmanager
+def _as_config_error() -> Iterator[None]:
+    """Context manager: turn the ValueError of an impossible operation into a ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError.one(str(error), where="--op") from error
+
+
+def _write(source: Checkpoint, there: RunDir, course: _Course, build: Build) -> Path:
+    saved = source.manifest
+    exact = all(stage.label in (None, "exact") for stage in course.stages)
+    draft = CheckpointWriter(there.path, saved.step)
+    with draft.removed_on_error():
+        draft.open()
+        for component in source.components:
+            if component != "model" or not saved.buffers:
+                _write_component(component, source, draft.aside, course.links)
+        buffers = _write_with_buffers(source, draft.aside, course, build) if saved.buffers else []
+        atomic.write_synced(draft.aside / STATE, encode_json(_state(source.state, exact)))
+        draft.add_files(path for path in draft.aside.rglob("*") if path.is_file())
+        told = ", ".join(stage.operation.name for stage in course.stages)
+        facts = Facts(
+            data=saved.data,
+            tokenizer=saved.tokenizer,
+            progress=saved.progress,
+            loss=saved.loss if exact else None,
+            metrics=saved.metrics if exact else {},
+            better=saved.better,
+            reason=f"{REASON}: {told}",
+            left_out=saved.left_out,
+            config=saved.config,
+            buffers=buffers,
+        )
+        return draft.publish(
+            architecture=course.state.architecture.to_dict(),
+            history=history_to_json(course.history),
+            facts=facts,
+            world_size=saved.world_size,
+        )
+
+
+def _write_component(
+    component: str, source: Checkpoint, aside: Path, links: tuple[GrowthStep, ...]
+) -> None:
+    """Write one component's file, grown; per-rank components are copied unchanged."""
+    known = COMPONENTS[component]
+    if known.pattern is Pattern.PER_RANK:
+        for rank in range(source.manifest.world_size):
+            to = aside / known.file(rank)
+            atomic.make_folder(to.parent)
+            atomic.write_synced(to, read_regular(source.path / known.file(rank)))
+        return
+    file = source.path / known.file()
+    grow = grow_states if component == "optimizer" else grow_parameters
+    with reading(file) as read:
+        grown = grow(links, TensorReader(outlines(file), read))
+        write_tensors(aside / known.file(), grown.outlines, grown.read)
+
+
+def _write_with_buffers(
+    source: Checkpoint, aside: Path, course: _Course, build: Build
+) -> list[str]:
+    """Write the file of a model with persistent buffers, grown; return the buffers' names.
+
+    New elements of a buffer have the values of a new module, so a module of each shape is built.
+    """
+    file = COMPONENTS["model"].file()
+    with reading(source.path / file) as read:
+        buffers = {name: read(name) for name in source.manifest.buffers}
+        stored = {n: each for n, each in outlines(source.path / file).items() if n not in buffers}
+        parameters = grow_parameters(course.links, TensorReader(stored, read))
+        for link, shape in zip(course.links, course.shapes, strict=True):
+            buffers = grow_buffers(link.plan, buffers, build(shape))
+        added = {name: Outline(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
+        write_tensors(
+            aside / file,
+            {**parameters.outlines, **added},
+            lambda name: buffers[name] if name in buffers else parameters.read(name),
+        )
+    return sorted(buffers)
+
+
+def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
+    """Return the run's state; unless growth is exact, without this step's measurements."""
+    if exact or not state:
+        return dict(state)
+    kept = {**state, "evaluated_at": -1, "losses": []}
+    if "story" in state:
+        kept["story"] = {**state["story"], "interval": None}
+    return kept
+
+
+def _promised(stages: Sequence[GrowthStage]) -> GrowthPlan:
+    """Return an empty plan with the weakest label; if bounded, with the sum of the bounds."""
+    labels = [stage.label for stage in stages if stage.label is not None]
+    weakest: Label = max(labels, key=get_args(Label).index, default="exact")
+    bound = sum(stage.bound_nats or 0.0 for stage in stages)
+    return GrowthPlan({}, weakest, bound if weakest == "bounded" else None)
+
+
+def _prove_on_samples(
+    tasks: Sequence[Task],
+    build: Build,
+    before: Checkpoint,
+    after: Checkpoint,
+    promised: GrowthPlan,
+) -> Proof:
+    """Compare both models on the same held-out samples: in float64, or in float32 if the task's
+    code does not accept float64."""
+    models = [
+        _restored(task, build, each) for task, each in zip(tasks, (before, after), strict=True)
+    ]
+    samples = probe_samples(tasks[0].held_out("val"), tasks[0], models[0], torch.device("cpu"))
+    pairs = [*zip(tasks, models, strict=True)]
+    single = [copy.deepcopy(model) for model in models]
+    try:
+        old, new = (probe(task, model.double(), samples.in_double()) for task, model in pairs)
+    except (RuntimeError, TypeError, ValueError):
+        old, new = (probe(task, model, samples) for task, model in zip(tasks, single, strict=True))
+    return compare(promised, old, new, torch.float32)
+
+
+def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Module:
+    model = build(task.architecture)
+    tensors = checkpoint.tensors("model")
+    copy_tensors(
+        dict(model.named_parameters()), {n: tensors[n] for n, _ in model.named_parameters()}
+    )
+    load_buffers(model, {name: tensors[name] for name in checkpoint.manifest.buffers})
+    enter(model, checkpoint.manifest.step)
+    return model
+
+
+def _prove_on_tokens(before: Path, after: Path, promised: GrowthPlan) -> Proof:
+    """Compare two GPTs on random tokens, in float64: only the rounding of the weights remains."""
+    models = [load_gpt(path).double() for path in (before, after)]
+    rows = min(model.arch.vocab_size for model in models)
+    columns = min(PROBE_TOKENS, *(model.arch.context for model in models))
+    generator = named_generator(REASON)
+    tokens_BT = torch.randint(rows, (PROBE_SAMPLES, columns + 1), generator=generator)
+    probes = []
+    for model in models:
+        with torch.no_grad():
+            logits_BTV = model(tokens_BT[:, :-1])
+        loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+        probes.append(Probe(logits_BTV, loss.item()))
+    return compare(promised, probes[0], probes[1], torch.float32)
+
+
+SAMPLES = 8
+"""number of held-out samples for the entropy of attention heads"""
+
+
+@dataclass(frozen=True)
+class CheckpointAnalysis:
+    """A weight analysis and the checkpoints that it is about."""
+
+    path: Path
+    against: Path | None
+    analysis: WeightAnalysis
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        against = None if self.against is None else str(self.against)
+        return {"path": str(self.path), "against": against, **self.analysis.to_dict()}
+
+
+def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAnalysis:
+    """Analyze the weights of a checkpoint, and their changes since an earlier one.
+
+    Args:
+        against: the earlier checkpoint; None: the one saved before `path`, if there is one.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    against = against or _saved_before(path)
+    checkpoint = load(path)
+    manifest = checkpoint.manifest
+    component = "ema" if "ema" in checkpoint.components else "model"
+    parameters = _described(checkpoint, component)
+    before = steps = None
+    if against is not None:
+        earlier = load(against)
+        # a moving average is compared with a moving average
+        before = earlier.tensors("ema" if "ema" in earlier.components else "model")
+        steps = manifest.step - earlier.manifest.step
+    heads, reason = _attention(path, manifest)
+    found = analyze(
+        checkpoint.tensors(component),
+        parameters,
+        heads=heads,
+        no_heads=reason,
+        before=before,
+        steps=steps,
+    )
+    return CheckpointAnalysis(path, against, found)
+
+
+def _described(checkpoint: Checkpoint, component: str) -> Mapping[str, Parameter]:
+    """Return the parameters of a checkpoint. If no built-in task has its architecture, every tensor
+    with two or more dimensions counts as a matrix."""
+    manifest = checkpoint.manifest
+    there = outlines(checkpoint.path / COMPONENTS[component].file())
+    for shape_of in (Architecture.from_dict, GraphShape.from_dict):
+        try:
+            parameters = shape_of(manifest.architecture).parameters()
+        except (ArchitectureError, KeyError, TypeError, ValueError):
+            continue
+        if {n: e.shape for n, e in parameters.items()} == {n: e.shape for n, e in there.items()}:
+            return parameters
+    tensors = (
+        (name, each.shape)
+        for name, each in there.items()
+        if name not in manifest.buffers and each.dtype.is_floating_point
+    )
+    return Fixed(tuple(tensors)).parameters()
+
+
+def _saved_before(path: Path) -> Path | None:
+    there = checkpoints(path.absolute().parent.parent)
+    line = read_manifest(path).line or None
+    names = [each.name for each in there]
+    at = names.index(path.name) if path.name in names else 0
+    before = (each for each in reversed(there[:at]) if branch_of(each, line) is None)
+    return next(before, None)
+
+
+def _attention(path: Path, manifest: Manifest) -> tuple[tuple[HeadEntropy, ...], str]:
+    """Return the entropy of attention heads over held-out samples, or why there is none."""
+    folder = RunDir(path.absolute().parent.parent)
+    if not folder.config.is_file():
+        return (), "the checkpoint is not in the folder of a run"
+    try:
+        run, _ = effective(began_with(folder, manifest), history_from_json(manifest.history))
+        if not isinstance(run, LanguageConfig):
+            return (), NO_ATTENTION
+        model = load_gpt(path)
+        # the data's location may have changed since: take it from the current config
+        now = load_config(str(folder.config), checks=(), import_task=False).config.data.path
+        dataset = open_data(run.data.model_copy(update={"path": now}), run.data_seed)
+        if manifest.data and dataset.fingerprint != manifest.data:
+            return (), f"{dataset.path} is not the data that the run was trained on"
+        windows = dataset.held_out("val", model.arch.context)
+    except ConfigError as error:
+        return (), str(error.problems[0])
+    except ValueError as error:
+        return (), str(error)
+    whole = max(1, len(windows) - 1)  # the last may be shorter
+    chosen = np.linspace(0, whole - 1, min(SAMPLES, whole)).astype(np.int64)
+    batch = to_device(windows.read(chosen), torch.device("cpu"))
+    return attention_entropy(model, batch["inputs"]), ""

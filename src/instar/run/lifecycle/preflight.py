@@ -1,0 +1,226 @@
+"""Preflight checks of a run, before anything is started or created.
+
+Keys that the config leaves open are derived from the data and written into it, so that a run is
+determined by its config and its history alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from instar.config.budget import parse_budget
+from instar.config.checks import rank_checks
+from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.load import Loaded
+from instar.config.schema import RunConfig
+from instar.record.format import bytes_text
+from instar.record.rundir import check_run_dir
+from instar.record.system import host_bytes
+from instar.record.trackers.configured import missing
+from instar.schedule.forecast import Forecast, checked_forecast
+from instar.schedule.operations import LENGTHS
+from instar.schedule.triggers import evaluates_at_start
+from instar.tasks.task import Say, TaskSpec, task_factory
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked run, ready to start."""
+
+    config: RunConfig
+    """config without open keys"""
+    spec: TaskSpec
+    forecast: Forecast
+    derived: Mapping[str, object]
+    """derived values by dotted key"""
+
+
+def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) -> None:
+    """Prepare the data set unless it exists. One process calls this for all ranks.
+
+    Raises:
+        ConfigError: it cannot be prepared, or exists and contradicts the config.
+    """
+    config = loaded.config
+    _check_place(loaded, world_size)
+    task_factory(config.task).prepare(loaded, world_size, say)
+
+
+def preflight(
+    loaded: Loaded, world_size: int, *, new: bool = True, assume: Say | None = None
+) -> Prepared:
+    """Check a config against the data, the machine and the number of ranks.
+
+    Imports no torch and initialises no device.
+
+    Args:
+        new: the run gets a new folder; False: it is resumed.
+        assume: called with what a run would prepare and what is assumed of it, if the data set does
+            not exist; None: it must exist (`prepare_data`).
+
+    Raises:
+        ConfigError: lists all mistakes.
+    """
+    config = loaded.config
+    problems: list[ConfigProblem] = []
+    if new:
+        with _collecting(problems):
+            check_run_dir(config.record, config.name)
+    spec: TaskSpec | None = None
+    assumptions: list[str] = []
+    with _collecting(problems):
+        if assume is None:
+            spec = task_factory(config.task).spec(loaded, world_size)
+        else:
+            spec = task_factory(config.task).assumed_spec(loaded, assumptions.append, world_size)
+            for said in assumptions:
+                assume(said)
+    if spec is None:
+        raise ConfigError(*problems)
+    if config.test.at_end and not assumptions:
+        with _collecting(problems):
+            spec.check_test()
+    global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
+    if global_batch < world_size:
+        problems.append(
+            loaded.problem(
+                "train.batch_size",
+                f"a global batch of {global_batch} samples leaves some of {world_size} ranks "
+                "without any at every step",
+                f"make batch_size × gradient_accumulation_steps at least {world_size}",
+            )
+        )
+    with _collecting(problems):
+        _check_place(loaded, world_size)
+    if not assumptions and spec.samples(config.context) is None:
+        problems += _epochs(loaded)
+    if problems:
+        raise ConfigError(*problems)
+    if not new:
+        # the schedule's progress is in the history, and is checked when the run is resumed
+        without = config.model_copy(update={"schedule": ()})
+        loaded = dataclasses.replace(loaded, config=without)
+    told = checked_forecast(loaded, spec, world_size)
+    course = config.learning_rate
+    if not assumptions and told.steps is None and course.lr_decay_iters is None and course.has_end:
+        raise ConfigError(
+            loaded.problem(
+                "learning_rate.lr_decay_iters",
+                f"learning_rate.lr_decay_iters is needed: a {course.shape} course must know its "
+                "last step, and nobody knows how many samples this source has",
+                "give it, or a budget such as 2000it",
+            )
+        )
+    return _resolved(config, spec, told)
+
+
+_KEPT = ("weights", "gradients", "optimizer", "ema")
+"""parts of a step's memory that only a smaller model reduces"""
+BEYOND = 10
+"""Upper bound on the error factor of the forecast of activation memory."""
+
+
+def check_memory(
+    loaded: Loaded, told: Forecast, device: str, device_bytes: int | None = None
+) -> None:
+    """Check that the model fits in memory, before it is built.
+
+    Args:
+        device: `auto` if not known yet; then only the weights are checked, which are built in host
+            memory.
+        device_bytes: memory of a GPU; None: unknown.
+
+    Raises:
+        ConfigError: it does not fit; states the required and the available memory.
+    """
+    needed = told.stages[0].memory_bytes
+    own = host_bytes()
+    kept = sum(needed.get(part, 0) for part in _KEPT)
+    bounds = [(needed.get("weights", 0), own, "for its weights", "the machine")]
+    limit, place = (own, "the machine") if device == "cpu" else (device_bytes, "the GPU")
+    if limit is not None:
+        bounds.append((kept, limit, "for weights, gradients and optimizer", place))
+        whole = sum(needed.values())
+        bounds.append((whole // BEYOND, limit, f"in a step ({bytes_text(whole)} in all)", place))
+    for size, there, what, where in bounds:
+        if size > there:
+            raise ConfigError(
+                loaded.problem(
+                    "model",
+                    f"the model of {told.stages[0].parameters.total:,} parameters needs "
+                    f"{bytes_text(size)} {what}, and {where} has {bytes_text(there)}",
+                    "make the model or the micro-batch smaller",
+                )
+            )
+
+
+def _resolved(config: RunConfig, spec: TaskSpec, told: Forecast) -> Prepared:
+    derived = {**spec.derived, "eval.at_start": evaluates_at_start(config)}
+    derived["data.seed"] = config.seed
+    if told.steps is not None:
+        # a run shorter than its warm-up still needs a valid learning-rate schedule
+        derived["learning_rate.lr_decay_iters"] = max(
+            told.steps, config.learning_rate.warmup_iters + 1
+        )
+    derived = {key: value for key, value in derived.items() if _value(config, key) is None}
+    return Prepared(_with(config, derived), spec, told, derived)
+
+
+def _epochs(loaded: Loaded) -> list[ConfigProblem]:
+    """Return a problem if epochs are to be counted across streams of unknown length."""
+    config = loaded.config
+    counted = any(parse_budget(text).kind == "epochs" for text in config.train.until)
+    changes = [operation.name for operation in config.schedule if operation.name in LENGTHS]
+    if not (counted and changes):
+        return []
+    return [
+        loaded.problem(
+            "train.until",
+            f"{changes[0]} begins a stream anew, and how much of an epoch was done by then is "
+            "not known before its end was met",
+            "give train.until in steps or tokens, or use kind rows or tokens",
+        )
+    ]
+
+
+def _check_place(loaded: Loaded, world_size: int) -> None:
+    """Raise ConfigError if the config contradicts the number of ranks, or a package is missing."""
+    problems = [*rank_checks(loaded.config, world_size), *missing(loaded.config.record)]
+    if problems:
+        raise ConfigError(
+            *(
+                loaded.problem(problem.keys[0], problem.message, problem.hint)
+                for problem in problems
+            )
+        )
+
+
+def _value(config: RunConfig, key: str) -> object:
+    section, _, field = key.partition(".")
+    return getattr(getattr(config, section), field)
+
+
+def _with(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
+    updates: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, field = key.partition(".")
+        updates.setdefault(section, {})[field] = value
+    sections: dict[str, BaseModel] = {
+        name: getattr(config, name).model_copy(update=fields) for name, fields in updates.items()
+    }
+    return config.model_copy(update=sections)
+
+
+@contextmanager
+def _collecting(problems: list[ConfigProblem]) -> Iterator[None]:
+    """Context manager that collects the problems of a ConfigError, so that later checks run too."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems

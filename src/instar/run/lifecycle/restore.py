@@ -1,0 +1,251 @@
+"""Restores a checkpoint into a new run; later steps are the same as without the interruption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from instar.checkpoint.inspect import read_header
+from instar.checkpoint.manifest import COMPONENTS, CheckpointError, encode_json
+from instar.checkpoint.store import Checkpoint
+from instar.config.sections import Operation
+from instar.distributed.agree import raise_on_all_ranks
+from instar.models.module import empty_buffers, load_buffers, persistent_buffers
+from instar.run.changes.scheduled import carry_out
+from instar.run.loop.checkpointing import LEFT_OUT
+from instar.run.loop.components import Components
+from instar.run.loop.dead_parameters import dead_ranks
+from instar.run.loop.generators import restore_generators, seed_generators
+from instar.run.loop.optimizer import copy_tensors, load_optimizer_tensors
+from instar.run.loop.state import RunState
+from instar.run.loop.step import build_stepper, freeze
+from instar.schedule.operations import Change, History, fold, history_from_json, states
+from instar.tasks.task import Task
+
+MODEL = COMPONENTS["model"].file()
+
+
+def restore(
+    state: RunState,
+    parts: Components,
+    checkpoint: Checkpoint,
+    *,
+    override: Operation | None = None,
+    allow: Collection[str] = (),
+) -> tuple[RunState, list[str]]:
+    """Restore everything in a checkpoint into a new run. A collective.
+
+    Args:
+        state: at step 0.
+        override: settings that the resume changes; appended to the history.
+        allow: what may have changed: architecture (if every tensor keeps its shape), data,
+            tokenizer.
+
+    Returns:
+        the state, and warnings: parts left out of the checkpoint and their consequences, buffers
+        that differ, adapters that cannot learn.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or of other data, or lacks a component.
+    """
+    history = _history(checkpoint, override)
+    _check_architecture(parts, checkpoint, history, allow)
+    _check_data(parts, checkpoint, allow)
+    try:
+        return _restore(state, parts, checkpoint, history)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # intact by its checksums, and still not a state that a run saves
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
+
+
+def _history(checkpoint: Checkpoint, override: Operation | None) -> History:
+    manifest = checkpoint.manifest
+    try:
+        history = history_from_json(manifest.history)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    if override is None:
+        return history
+    cursor = int(manifest.progress.get("samples", 0))
+    return (*history, Change(override, manifest.step, cursor, reason="set at resume"))
+
+
+def _restore(
+    state: RunState, parts: Components, checkpoint: Checkpoint, history: History
+) -> tuple[RunState, list[str]]:
+    without = checkpoint.manifest.left_out
+    # both branches build the shape after the history
+    if saved := dict(checkpoint.state):
+        if "dataset" in without:
+            saved["progress"] = {**saved["progress"], "samples": 0}
+        state = restore_state(state, parts, saved, history)
+    else:
+        # an imported checkpoint, perhaps grown since: its run starts here
+        state = replay(state, parts, history)
+    stepper, world = parts.stepper, parts.world
+    warnings = load_model(stepper.bare_model, checkpoint)
+    if "optimizer" not in without:
+        load_optimizer_tensors(
+            stepper.optimizers, stepper.parameters, _component(checkpoint, "optimizer")
+        )
+    if stepper.ema is not None:
+        kept = checkpoint.tensors("ema" if "ema" in checkpoint.components else "model")
+        copy_tensors(stepper.ema, {name: kept[name] for name in stepper.ema if name in kept})
+    if "scheduler" in without:
+        again = Operation("reset_lr_schedule")
+        state = carry_out(state, parts, again, reason="its state was not saved")
+    if "rng" not in without and checkpoint.manifest.world_size == world.size:
+        restore_generators(checkpoint.tensors("rng", rank=world.rank), world.device)
+    else:
+        # saved generator states are per rank: useless for another number of ranks
+        seed_generators(parts.config.seed, state.step, world.rank)
+    warnings += [
+        f"{checkpoint.path.name} was saved without its {part} state: {LEFT_OUT[part]}"
+        for part in without
+    ]
+    dead = dead_ranks(stepper.parameters, stepper.parameters.__getitem__)
+    return state, [*warnings, f"{checkpoint.path.name}: {dead}"] if dead else warnings
+
+
+def restore_state(
+    state: RunState, parts: Components, saved: Mapping[str, Any], history: History
+) -> RunState:
+    """Restore the state from a state.json, and build the model after the history. A collective.
+
+    The caller must load the model's weights.
+
+    Raises:
+        LookupError, TypeError, ValueError: `saved` is not the contents of a state.json.
+    """
+    state = replay(state, parts, history, restored="course" in saved)
+    state = RunState.from_json(saved, state.in_force, state.phase, history)
+    parts.logger.epochs = state.phase.epochs
+    # empty if the run was not fp16 until now: then the scaler starts with its defaults
+    if scaler := saved["scaler"]:
+        parts.stepper.scaler.load_state_dict(scaler)
+    parts.logger.restore(saved["story"], state.progress)
+    return state
+
+
+def replay(
+    state: RunState, parts: Components, history: History, *, restored: bool = False
+) -> RunState:
+    """Fold a history; build the model and open the data after it (law 1). A collective.
+
+    Args:
+        state: at step 0, with an empty history.
+        restored: the caller restores the epoch lengths of earlier phases, so only the data of the
+            last phase are opened.
+    """
+    before, now, task, phase = parts.initial, parts.initial, parts.task, state.phase
+    begun = list[tuple[int, int, Task]]()
+    """context, cursor and task of each phase after the first"""
+    for change, after in states(parts.initial, history):
+        context = after.settings.context
+        # keep the same task object: the loader factory reuses the data opened for it
+        if (context, after.architecture) != (now.settings.context, now.architecture):
+            task = task.at(after.architecture, context)
+        if context != now.settings.context:
+            begun.append((context, change.cursor, task))
+        now = after
+    for number, (context, cursor, its_task) in enumerate(begun, start=1):
+        if restored and number < len(begun):
+            phase = parts.loaders.passed(phase, context, cursor)
+        else:
+            phase = parts.loaders.next(phase, its_task, context, cursor)
+    if now.architecture != before.architecture:
+        with raise_on_all_ranks(parts.world, "building the model"):
+            bare = task.shell().to(parts.world.device)
+        parts.stepper = build_stepper(parts.config, parts.world, task, bare, now.settings.frozen)
+    elif now.settings.frozen != before.settings.frozen:
+        freeze(parts.stepper, parts.config, now.settings.frozen)
+    parts.stepper.task = task
+    if phase != state.phase:
+        parts.read(phase)
+    return replace(state, history=history, in_force=now, phase=phase)
+
+
+def load_model(model: Module, checkpoint: Checkpoint) -> list[str]:
+    """Load a checkpoint's parameters and persistent buffers into a model.
+
+    Returns:
+        warnings about buffers that only the model or only the checkpoint has: earlier versions
+        saved none, and a forward pass may register more.
+
+    Raises:
+        CheckpointError: the component `model` is missing.
+        AttributeError, KeyError, ValueError: the checkpoint is of another model.
+    """
+    tensors = _component(checkpoint, "model")
+    parameters = dict(model.named_parameters())
+    buffers = {name: t for name, t in tensors.items() if name not in parameters}
+    copy_tensors(parameters, {name: t for name, t in tensors.items() if name not in buffers})
+    there = persistent_buffers(model)
+    later = sorted(buffers.keys() - there.keys() - set(empty_buffers(model)))
+    missing = sorted(there.keys() - buffers.keys())
+    load_buffers(model, buffers)
+    warnings = []
+    if missing:
+        warnings.append(
+            f"{checkpoint.path.name} was saved without the buffers {', '.join(missing)}: they begin "
+            "as the module makes them"
+        )
+    if later:
+        warnings.append(
+            f"{checkpoint.path.name} has the buffers {', '.join(later)}, which a new module does not "
+            "register: they are restored"
+        )
+    return warnings
+
+
+def _check_data(parts: Components, checkpoint: Checkpoint, allow: Collection[str]) -> None:
+    for name, fingerprint in parts.task.fingerprints().items():
+        was = getattr(checkpoint.manifest, name)
+        if was and was != fingerprint and name not in allow:
+            raise CheckpointError(
+                f"{checkpoint.path}: trained with another {name} (fingerprint {was[:12]}) than the "
+                f"config names now ({fingerprint[:12]}); to go on all the same: --allow {name}"
+            )
+
+
+def _check_architecture(
+    parts: Components, checkpoint: Checkpoint, history: History, allow: Collection[str]
+) -> None:
+    """Raise CheckpointError unless the saved architecture is that of config and history, or is
+    allowed to differ and has the same tensors."""
+    try:
+        now = fold(parts.initial, history).architecture
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path}: of another architecture: {error}") from error
+    was, is_now = checkpoint.manifest.architecture, json.loads(encode_json(now.to_dict()))
+    if was == is_now:
+        return
+    saved = {name: entry.shape for name, entry in read_header(checkpoint.path / MODEL).items()}
+    # buffers are in the file, but not in the table
+    fits = all(saved.get(name) == entry.shape for name, entry in now.parameters().items())
+    if fits and "architecture" in allow:
+        return
+    what = ", ".join(
+        f"{key} {was.get(key)} → {is_now.get(key)}"
+        for key in sorted({**was, **is_now})
+        if was.get(key) != is_now.get(key)
+    )
+    may = "; to go on: --allow architecture" if fits else ""
+    raise CheckpointError(
+        f"{checkpoint.path}: of another architecture than the config's: {what}{may}"
+    )
+
+
+def _component(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
+    if name not in checkpoint.components:
+        raise CheckpointError(
+            f"{checkpoint.path}: its {name} is missing; go on from another one: instar checkpoint "
+            f"list {checkpoint.path.parent.parent}"
+        )
+    return checkpoint.tensors(name)

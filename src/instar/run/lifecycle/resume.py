@@ -1,0 +1,363 @@
+"""Resume: choose the checkpoint, and find what the config changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from instar.checkpoint.listing import (
+    BEST,
+    Line,
+    checkpoints,
+    latest_intact,
+    left_at,
+    line_of,
+    pointed_at,
+    pointers,
+)
+from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from instar.checkpoint.store import LATEST, Checkpoint, load
+from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.fields import (
+    PLACES,
+    PRIVATE,
+    SPELLED,
+    from_values,
+    is_fixed,
+    is_launch_only,
+    values,
+    with_values,
+)
+from instar.config.load import PRESET, Loaded
+from instar.config.load import load as load_config
+from instar.config.origins import DEFAULT, DERIVED
+from instar.config.roots import plain_root_of
+from instar.config.schema import RunConfig
+from instar.config.sections import Operation
+from instar.config.suggestions import nearest
+from instar.data.text.corpus import same_place
+from instar.record.rundir import RunDir
+from instar.schedule.operations import (
+    SETTING_OF,
+    History,
+    effective,
+    history_from_json,
+    override,
+    overrides,
+)
+
+LAUNCH_KEY = "instar/run"
+"""Key under which a launch stores its run's folder and, in a second line, the checkpoint that it
+resumed from, for restarted ranks."""
+
+
+SET = "--set"
+"""origin of a value from the command line"""
+
+DERIVES = "learning_rate.lr_decay_iters"
+"""The only key that is derived from the budget if the config leaves it open."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """How to resume a run."""
+
+    run: RunDir
+    start: str = "latest"
+    """latest, best, best-<metric>, or a step"""
+    allow: tuple[str, ...] = ()
+    """what may have changed: architecture, data, tokenizer"""
+    fresh: bool = False
+    """start at step 0 if nothing was saved yet"""
+    given: bool = False
+    """the config is a file of the user's, not the run's own run.yaml"""
+    asked: bool = True
+    """a person requested it and means the values on the command line; False for `resume: auto` and
+    for restarted ranks, whose command line is the same each time"""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Config of a resumed run, and its changes."""
+
+    loaded: Loaded
+    """the config at the checkpoint with the changes of this resume"""
+    began: RunConfig
+    """the config at step 0"""
+    history: History
+    changed: Mapping[str, tuple[Any, Any]]
+    """(before, after) of the keys that this resume changes"""
+    origins: Mapping[str, str]
+    """origin of each of these values"""
+    launch: Mapping[str, Any]
+    """launch-only keys whose values hold for this process"""
+
+    @property
+    def operation(self) -> Operation | None:
+        """The operation that the resume appends to the history, if any."""
+        after = {key: value for key, (_, value) in self.changed.items()}
+        return override(after, self.origins) if after else None
+
+    def resolved(self, config: RunConfig, derived: Collection[str]) -> Continuation:
+        """Return the continuation with the values of `config` for the open keys `derived`."""
+        began, now = values(self.began), values(config)
+        filled = {key: now[key] for key in derived if began.get(key) in (None, "auto")}
+        changed, origins = dict(self.changed), dict(self.origins)
+        for key in derived:
+            if is_launch_only(key) or key in filled:
+                continue
+            if now[key] != (before := self._before(key)):
+                changed[key], origins[key] = (before, now[key]), DERIVED
+        return replace(
+            self, began=with_values(self.began, filled), changed=changed, origins=origins
+        )
+
+    def _before(self, key: str) -> Any:
+        config, settings = effective(self.began, self.history)
+        return getattr(settings, SETTING_OF[key]) if key in SETTING_OF else values(config)[key]
+
+
+def automatic(config: RunConfig, remembered: str | None = None) -> Resume | None:
+    """Return the run that `resume: auto`, or a launcher that restarts its ranks, resumes, if any.
+
+    Args:
+        remembered: folder of the run that the same launch started before.
+    """
+    folder = remembered
+    if folder is None and config.resume == "auto":
+        folder = config.record.run_dir
+    if folder is None or not RunDir(Path(folder)).holds_run():
+        return None
+    path, here = Path(folder), Path.cwd()
+    run = RunDir(path.relative_to(here) if path.is_relative_to(here) else path)
+    return Resume(run, fresh=True, given=True, asked=False)
+
+
+def choose(
+    resume: Resume, *, check: bool = True
+) -> tuple[Checkpoint | None, list[CheckpointError]]:
+    """Choose the checkpoint to resume from.
+
+    Args:
+        check: verify every byte of the checkpoint.
+
+    Returns:
+        the checkpoint, or None if nothing was saved and `resume.fresh` is set; and the errors of
+        later checkpoints.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint; names what is wrong.
+    """
+    root = resume.run.path
+    if resume.fresh and not checkpoints(root):
+        return None, []
+    named = named_checkpoint(resume)
+    return latest_intact(root, check=check) if named is None else (load(named, check=check), [])
+
+
+def named_checkpoint(resume: Resume) -> Path | None:
+    """Return the checkpoint that `resume.start` names; None: the latest intact one.
+
+    Raises:
+        CheckpointError: it does not exist.
+    """
+    root, start = resume.run.path, resume.start
+    if start == "latest":
+        return None
+    if start.startswith(BEST):
+        best = pointed_at(root, start)
+        if best is None:
+            others = ", ".join(name for name in pointers(root) if name != LATEST)
+            raise CheckpointError(
+                f"{root}: no checkpoint is its {start}; "
+                + (f"there are {others}" if others else "checkpoint.on_best saves one at each best")
+            )
+        return best
+    there = {path.name: path for path in checkpoints(root)}
+    if start.isdecimal() and (found := _of_step(root, int(start), list(there.values()))):
+        return found
+    name = f"step-{start}" if start[:1].isdecimal() else start
+    if name not in there:
+        meant = nearest(start, [LATEST, BEST, *there]) if name == start else None
+        hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(there) or 'none'}"
+        raise CheckpointError(f"{root}: no checkpoint {name}; {hint}")
+    return there[name]
+
+
+def _of_step(root: Path, step: int, there: Sequence[Path]) -> Path | None:
+    """Return the checkpoint of a step: the newest on the run's line, else the only one on a branch.
+
+    Raises:
+        CheckpointError: several branches have one, and the line has none.
+    """
+    every = [path for path in there if re.fullmatch(rf"step-0*{step}(\.\d+)?", path.name)]
+    line = line_of(root)
+    on_line = [path for path in every if branch_of(path, line) is None]
+    if not on_line and len(every) > 1:
+        names = ", ".join(path.name for path in every)
+        raise CheckpointError(
+            f"{root}: {names} lie on branches that the run has left; say which: --from {every[-1].name}"
+        )
+    return (on_line or every)[-1] if every else None
+
+
+def branch_of(path: Path, line: Line | None) -> int | None:
+    """Return the step at which a checkpoint's branch leaves the run's line; None: the checkpoint is
+    on the line, or its manifest cannot be read."""
+    try:
+        return left_at(read_manifest(path), line)
+    except CheckpointError:
+        return None
+
+
+def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) -> Continuation:
+    """Read the run's config at step 0 and its history up to a checkpoint, and find the changes.
+
+    A value from `--set` is a change if it differs from the current one; a value from a file, if it
+    differs from the file's value when it was last read. Keys that a file omits are unchanged.
+
+    Raises:
+        ConfigError: keys that cannot change any more, or a damaged run.yaml; lists all of them.
+        CheckpointError: the checkpoint's config or history is unreadable in this version.
+    """
+    manifest = checkpoint.manifest if checkpoint is not None else None
+    if manifest is not None and not resume.given:
+        check_complete(resume.run, loaded, manifest)
+    try:
+        began = began_with(resume.run, manifest)
+        if began.task != loaded.config.task:
+            raise _cannot_change(resume.run, {"task": (began.task, loaded.config.task)})
+        own = {key: value for key, value in values(began).items() if not is_launch_only(key)}
+        began = with_values(loaded.config, own)
+        history = history_from_json(manifest.history if manifest is not None else ())
+        in_force, settings = effective(began, history)
+        given = [(key, value) for key, value, origin in overrides(history) if origin != SET]
+        read_last = values(with_values(began, dict(given)))
+    except (LookupError, TypeError, ValueError) as error:
+        where = checkpoint.path if checkpoint is not None else resume.run.path
+        raise CheckpointError(f"{where}: its history cannot be read: {error}") from error
+    held, now = values(in_force), values(loaded.config)
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key, value in now.items():
+        if is_launch_only(key):
+            continue
+        if key in SPELLED and same_place(held[key], value):
+            continue
+        if key == "data.seed" and in_force.data_seed == loaded.config.data_seed:
+            continue  # the run is older than the key
+        setting = SETTING_OF.get(key)
+        before = held[key] if setting is None else getattr(settings, setting)
+        origin = loaded.origins.get(key, DEFAULT)
+        if key == "precision" and value == "auto":
+            is_new = False  # the precision resolved at step 0 holds on any machine
+        elif origin == SET:
+            is_new = value != (before if resume.asked else held[key])
+        else:
+            left_open = origin == DEFAULT or (value is None and (key == DERIVES or is_fixed(key)))
+            is_new = not left_open and value not in (read_last[key], before)
+        if is_new:
+            changed[key] = (before, value)
+    # an imported checkpoint has no state of a run
+    untrained = checkpoint is not None and not checkpoint.state
+    if refused := {
+        key: pair
+        for key, pair in changed.items()
+        if is_fixed(key, resume.allow, untrained=untrained)
+    }:
+        raise _cannot_change(resume.run, refused)
+    chosen = own | {key: held[key] for key in own} | {key: new for key, (_, new) in changed.items()}
+    if resume.given and now[DERIVES] is None and "train.until" in changed:
+        chosen[DERIVES] = None
+    began_at = manifest.config if manifest is not None else {}
+    launch = {
+        key: value
+        for key, value in now.items()
+        if is_launch_only(key)
+        and key not in PLACES
+        and not key.startswith(PRIVATE)
+        and (loaded.origins.get(key) == SET or began_at.get(key, value) != value)
+    }
+    config = with_values(loaded.config, chosen)
+    origins = {key: loaded.origins.get(key, DEFAULT) for key in changed}
+    return Continuation(replace(loaded, config=config), began, history, changed, origins, launch)
+
+
+def began_with(run: RunDir, manifest: Manifest | None) -> RunConfig:
+    """Return the run's config at step 0: from a checkpoint's manifest, else from run.yaml.
+
+    No user code is imported: the sections of a task `module:class` are plain data.
+
+    Raises:
+        ConfigError: run.yaml is needed and cannot be read.
+        CheckpointError: the manifest's config is unreadable in this version.
+    """
+    if manifest is not None and manifest.config:
+        try:
+            return from_values(plain_root_of(str(manifest.config["task"])), manifest.config)
+        except (LookupError, TypeError, ValueError) as error:
+            where = f"{run.checkpoints}: step {manifest.step}"
+            raise CheckpointError(f"{where}: its config cannot be read: {error}") from error
+    step = manifest.step if manifest is not None else 0
+    file = _before_rewritten(run, step) or run.config
+    return load_config(str(file), checks=(), import_task=False).config
+
+
+def _before_rewritten(run: RunDir, step: int) -> Path | None:
+    """Return the config file of a checkpoint of an older Instar, which rewrote run.yaml later."""
+    steps = [
+        int(match[1])
+        for path in run.path.glob("run-until-step-*.yaml")
+        if (match := re.fullmatch(r"run-until-step-(\d+)\.yaml", path.name))
+    ]
+    until = min((each for each in steps if step <= each), default=None)
+    return None if until is None else run.path / f"run-until-step-{until}.yaml"
+
+
+def check_complete(run: RunDir, loaded: Loaded, manifest: Manifest) -> None:
+    """Raise ConfigError if a run's own run.yaml lacks keys that it had, as when truncated."""
+    origins = loaded.origins
+    lost = [
+        key
+        for key in manifest.config
+        if key in origins and (origins[key] == DEFAULT or origins[key].startswith(PRESET))
+    ]
+    if lost:
+        more = f" and {len(lost) - 1} more keys" if len(lost) > 1 else ""
+        raise ConfigError.one(
+            f"damaged: {lost[0]}{more} that the run began with are missing",
+            where=str(run.config),
+            hint=_restore(run),
+        )
+
+
+def with_restoring(run: RunDir, error: ConfigError) -> ConfigError:
+    """Add to an error in a run's own run.yaml how to restore the file."""
+    try:
+        load_config(str(run.config), import_task=False)
+        return error  # the mistake is in a value on the command line, not in the file
+    except ConfigError:
+        if not checkpoints(run.path):
+            return error
+    said = f"this is the run's own config; {_restore(run)}"
+    return ConfigError(*error.problems, ConfigProblem((), said, place=str(run.config)))
+
+
+def _restore(run: RunDir) -> str:
+    return f"restore it: instar checkpoint inspect {run.path} --config > {run.config}"
+
+
+def _cannot_change(run: RunDir, refused: Mapping[str, tuple[Any, Any]]) -> ConfigError:
+    return ConfigError(
+        *(
+            ConfigProblem(
+                (),
+                f"{key} was {was!r} when the run began and cannot become {new!r}",
+                "start a new run for that",
+                place=str(run.config),
+            )
+            for key, (was, new) in refused.items()
+        )
+    )

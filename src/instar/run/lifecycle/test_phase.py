@@ -1,0 +1,278 @@
+"""Final test: evaluates the whole test split on all ranks, with the best weights or the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.nn import Module
+
+from instar.checkpoint.listing import BEST, pointed_at
+from instar.checkpoint.manifest import CheckpointError, encode_json, read_json, read_manifest
+from instar.checkpoint.store import Checkpoint, load
+from instar.data.columns import Columns, Ragged, leaves
+from instar.data.order import Int64Array
+from instar.data.split import Subset
+from instar.distributed.agree import agree, gather_parts, raise_on_all_ranks
+from instar.distributed.world import World
+from instar.record.atomic import make_folder, replace_file
+from instar.run.lifecycle.restore import load_model
+from instar.run.loop.components import Components
+from instar.run.loop.evaluate import TestResult, evaluate
+from instar.run.loop.optimizer import copy_tensors
+from instar.run.loop.state import RunState
+from instar.run.loop.step import enter
+from instar.schedule.operations import fold, history_from_json
+from instar.tasks.task import Task
+
+FOLDER = "test"
+RESULT = "result.json"
+
+
+def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -> TestResult | None:
+    """Test, and write `test/result.json` and the task's predictions. A collective.
+
+    Args:
+        weights: best, last, or the name of the current weights.
+
+    Returns:
+        the result, or None if a stop was requested meanwhile.
+
+    Raises:
+        RunFailed: a rank could not read its samples.
+        CheckpointError: the best checkpoint cannot be read.
+    """
+    world, folder = parts.world, run / FOLDER
+    parts.sync.begin("the final test", state.step)
+    with _weights(state, parts, run, weights) as (task, model, step, whose):
+        source = task.held_out("test")
+        with raise_on_all_ranks(world, "making the test's folder"):
+            if world.is_main:
+                make_folder(folder)
+                Predictions.clear(folder)
+        numbers = source.numbers if isinstance(source, Subset) else None
+        written = Predictions(folder, world, numbers) if _wanted(state, parts) else None
+        result = evaluate(
+            task,
+            model,
+            source,
+            world,
+            batch_size=parts.config.eval.batch_size or state.settings.batch_size,
+            limit=None,
+            seed=parts.config.seed,
+            autocast=parts.stepper.autocast,
+            safe=parts.sync,
+            see=written.see if written else None,
+        )
+    if result is None:
+        return None
+    tested = TestResult(step, whose, result)
+    file = written.finish() if written else None
+    confusions: dict[str, list[list[int]]] = {}
+    with raise_on_all_ranks(world, "writing the test's result"):
+        if world.is_main:
+            confusions = confusion(file) if file else {}
+            predicted = written.samples if written else 0
+            replace_file(folder / RESULT, encode_json(tested.to_dict(confusions, predicted)))
+            if file and predicted != result.samples:
+                parts.logger.warn(
+                    f"{file} has predictions of {predicted:,} of {result.samples:,} test samples",
+                    state.step,
+                )
+    parts.logger.tested(state.progress, tested, confusions, folder)
+    return tested
+
+
+def is_tested(state: RunState, parts: Components, run: Path) -> bool:
+    """Whether the final test's result exists for the weights that it would test now."""
+    step = state.step
+    if parts.config.test.weights == "best" and (best := pointed_at(run, BEST)) is not None:
+        step = read_manifest(best).step
+    try:
+        return bool(read_json(run / FOLDER / RESULT).get("step") == step)
+    except CheckpointError:
+        return False
+
+
+def _wanted(state: RunState, parts: Components) -> bool:
+    """Whether predictions are configured; warns and returns False if pyarrow is missing."""
+    if parts.config.test.predictions and find_spec("pyarrow") is None:
+        parts.logger.warn(
+            "predictions are not written: pyarrow is not installed (pip install 'instar[hf]')",
+            state.step,
+        )
+        return False
+    return parts.config.test.predictions
+
+
+@contextmanager
+def _weights(
+    state: RunState, parts: Components, run: Path, weights: str
+) -> Iterator[tuple[Task, Module, int, str]]:
+    """Context manager: yield task, model, step and name of the weights to test. A collective.
+
+    These are the best checkpoint's if `weights` is best and there is one; else the current weights,
+    or their moving average if there is one.
+    """
+    path = ""
+    with raise_on_all_ranks(parts.world, "choosing the weights to test"):
+        if parts.world.is_main and weights == "best":
+            best = pointed_at(run, BEST)
+            path = str(load(best).path) if best is not None else ""
+    path = str(agree(parts.world, path))
+    if path:
+        with raise_on_all_ranks(parts.world, "reading the best checkpoint"):
+            # rank 0 has just read every byte of it
+            checkpoint = load(Path(path), check=False)
+            task, model = _revived(parts, checkpoint)
+        enter(model, checkpoint.manifest.step)
+        yield task, model, checkpoint.manifest.step, "best"
+        return
+    enter(parts.stepper.bare_model, state.step)
+    parts.stepper.share_buffers()
+    with parts.stepper.averaged_weights():
+        name = "last" if weights == "best" else weights
+        yield parts.task, parts.stepper.bare_model, state.step, name
+
+
+def _revived(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Module]:
+    """Rebuild task and model of a checkpoint, in the shape that it had."""
+    history = history_from_json(checkpoint.manifest.history)
+    state = fold(parts.initial, history)
+    task = parts.task.at(state.architecture, state.settings.context)
+    model = task.shell().to(parts.world.device)
+    load_model(model, checkpoint)
+    if "ema" in checkpoint.components:
+        # the average is used with the buffers of the weights, as in evaluations during training
+        copy_tensors(dict(model.named_parameters()), checkpoint.tensors("ema"))
+    return task, model
+
+
+FILE = "predictions.parquet"
+SAMPLE = "sample"
+"""column of the sample's number in the data"""
+PREDICTED = ".predicted"
+"""suffix of a column of predictions, after the name of the target's column"""
+
+
+class Predictions:
+    """Gathers the predictions of all ranks into one Parquet file. Requires pyarrow."""
+
+    def __init__(self, folder: Path, world: World, numbers: Int64Array | None = None) -> None:
+        """
+        Args:
+            numbers: sample numbers of the split, [samples]; default: positions in the split.
+        """
+        self._folder, self._world, self._numbers = folder, world, numbers
+        self._tables: list[Any] = []
+        self.samples = 0
+        """number of samples with predictions in the file that `finish` wrote; set on rank 0"""
+
+    @staticmethod
+    def clear(folder: Path) -> None:
+        """Remove the files of an earlier test."""
+        for file in (folder / FILE, *folder.glob(".part-*")):
+            file.unlink(missing_ok=True)
+
+    def see(self, places: Int64Array, predicted: Columns) -> None:
+        """Add the predictions of samples of this rank.
+
+        Args:
+            places: positions of the samples in the split.
+        """
+        import pyarrow as pa
+
+        numbers = places if self._numbers is None else self._numbers[places]
+        columns = {SAMPLE: pa.array(numbers)}
+        columns |= {name: _array(name, column) for name, column in leaves(predicted)}
+        self._tables.append(pa.table(columns))
+
+    def finish(self) -> Path | None:
+        """Write the file on rank 0. A collective.
+
+        The ranks' parts are sent through the process group, because hosts may not share a file
+        system.
+
+        Returns:
+            the file on rank 0; None on other ranks, and if there are no predictions.
+        """
+        part = b""
+        with raise_on_all_ranks(self._world, "encoding predictions"):
+            if self._tables:
+                part = _encoded(self._tables)
+        parts = gather_parts(self._world, part)
+        with raise_on_all_ranks(self._world, "writing predictions"):
+            if tables := [_decoded(one) for one in parts if one]:
+                self.samples = len(set().union(*(one[SAMPLE].to_pylist() for one in tables)))
+                replace_file(self._folder / FILE, _encoded(tables, sort=True))
+        return self._folder / FILE if self.samples else None
+
+
+def _encoded(tables: Sequence[Any], *, sort: bool = False) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table, sink = pa.concat_tables(tables), pa.BufferOutputStream()
+    pq.write_table(table.sort_by(SAMPLE) if sort else table, sink)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def _decoded(content: bytes) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    return pq.read_table(pa.BufferReader(content))
+
+
+def confusion(file: Path) -> dict[str, list[list[int]]]:
+    """Return the confusion matrix of every classification target: counts by true class (row) and
+    predicted class (column). Targets of -1 are ignored."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(file)
+    found = {}
+    for name in table.column_names:
+        target = name.removesuffix(PREDICTED)
+        if target == name or target not in table.column_names:
+            continue
+        of_target, of_name = _flat(table[target]), _flat(table[name])
+        if not pa.types.is_integer(of_name.type):
+            continue
+        true, said = of_target.to_numpy(), of_name.to_numpy()
+        counted = true >= 0
+        classes = int(max(true.max(), said.max())) + 1
+        matrix = np.zeros((classes, classes), dtype=np.int64)
+        np.add.at(matrix, (true[counted], said[counted]), 1)
+        found[target] = matrix.tolist()
+    return found
+
+
+def _flat(column: Any) -> Any:
+    """Flatten a column of node-level predictions; return others unchanged."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lists = pa.types.is_list(column.type)
+    return pc.list_flatten(column) if lists else column
+
+
+def _array(name: str, column: NDArray[Any] | Ragged) -> Any:
+    import pyarrow as pa
+
+    if isinstance(column, Ragged):
+        offsets = column.offsets - column.offsets[0]
+        return pa.ListArray.from_arrays(offsets.astype(np.int32), _array(name, column.flat))
+    if column.ndim == 1:
+        return pa.array(column)
+    if column.ndim == 2:
+        return pa.FixedSizeListArray.from_arrays(pa.array(column.reshape(-1)), column.shape[1])
+    raise ValueError(
+        f"{name}: a prediction is a number or a list of numbers, not {column.shape[1:]}"
+    )

@@ -1,0 +1,301 @@
+"""Trial: one micro-batch of a task, forward and backward, before anything of a run is created.
+
+It finds mistakes in a user's model, loss or samples, instead of step 1 or the first growth. The
+model is discarded, and random generators are restored.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
+
+from instar.config.errors import ConfigError
+from instar.config.schema import RunConfig
+from instar.config.user_code import what_happened
+from instar.data.columns import Columns, Ragged, leaves
+from instar.data.split import SampleSet
+from instar.distributed.failure import RunFailed
+from instar.distributed.world import World
+from instar.run.lifecycle.preflight import Prepared
+from instar.run.loop.generators import generator_states, restore_generators, seed_generators
+from instar.run.loop.step import DTYPES, enter, to_device
+from instar.tasks.custom import CustomTaskSpec, check_table
+from instar.tasks.task import Batch, SampleSetSpec, Task
+
+
+def try_out(prepared: Prepared, world: World) -> list[str]:
+    """Run one micro-batch as in training, evaluation and growth.
+
+    Rank-local, without collectives. Tasks on text are built in and not tried.
+
+    Returns:
+        warnings.
+
+    Raises:
+        ConfigError: the run would fail; says why in terms of the task.
+    """
+    if not isinstance(prepared.spec, SampleSetSpec):
+        return []
+    generators = generator_states(world.device)
+    try:
+        return _Trial(prepared, world, prepared.spec.data).run()
+    finally:
+        restore_generators(generators, world.device)
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class _Trial:
+    prepared: Prepared
+    world: World
+    data: SampleSet
+
+    @property
+    def config(self) -> RunConfig:
+        return self.prepared.config
+
+    def run(self) -> list[str]:
+        task = self.prepared.spec.task(self.config)
+        with self._telling("module"):
+            model = task.build()
+            self._check_new(model)
+            model = model.to(self.world.device)
+        enter(model, 0)
+        samples = self._training_samples()
+        batch = to_device(samples, self.world.device)
+        unused = self._train(task, model, samples, batch)
+        held_out = self._held_out()
+        model.zero_grad(set_to_none=True)
+        self._evaluate(task, model, held_out)
+        self._grow(task, model, held_out)
+        return unused
+
+    def _check_new(self, model: Module) -> None:
+        """Raise ValueError if `module` reuses parameters: each rank and growth need a new model."""
+        spec = self.prepared.spec
+        before = spec.built if isinstance(spec, CustomTaskSpec) else ()
+        kept = {id(parameter) for ref in before if (parameter := ref()) is not None}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in kept:
+                raise ValueError(
+                    f"two calls returned the same parameter {name}; module() must make a new model "
+                    "at every call, or copy.deepcopy one that is kept"
+                )
+
+    def _training_samples(self) -> Columns:
+        # do not start workers for one micro-batch
+        alone = replace(self.data, data=self.data.data.model_copy(update={"workers": 0}))
+        with self._telling("samples"):
+            source, order = alone.train(self.config.seed)
+            count = min(self.config.train.batch_size, order.samples_per_epoch)
+            indices = order.indices(0, 0, count)
+            samples, again = source.read(indices), source.read(indices)
+            if differing := _differing(samples, again):
+                raise ValueError(
+                    f"{differing} differs when the same samples are read again; what is drawn at "
+                    "random belongs in data.transform, which is given a generator"
+                )
+            weight = source.weights(indices)
+            if not (math.isfinite(weight) and weight > 0):
+                raise ValueError(
+                    f"the first {count} samples weigh {weight:g}, which is no positive number"
+                )
+        return samples
+
+    def _held_out(self) -> Columns:
+        with self._telling("samples"):
+            source = self.data.held_out("val")
+            size = self.config.eval.batch_size or self.config.train.batch_size
+            return source.read(np.arange(min(size, len(source))))
+
+    def _train(self, task: Task, model: Module, samples: Columns, batch: Batch) -> list[str]:
+        """Run a forward and a backward pass; return warnings."""
+        seed_generators(self.config.seed, 0, 0)
+        with self._telling("loss", samples, model):
+            with self._autocast():
+                loss = task.loss_sum(model, batch)
+            self._check_loss(loss, model, samples)
+            loss.backward()  # type: ignore[no-untyped-call]
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        half = [n for n, p in trained.items() if p.dtype == torch.float16]
+        if half and self.config.precision == "fp16":
+            raise self._error(
+                f"{_listed(half)} is float16 already, and precision: fp16 scales gradients of "
+                "float32 parameters",
+                "leave the parameters in float32, or set precision: fp32",
+            )
+        sparse = [n for n, p in trained.items() if p.grad is not None and p.grad.is_sparse]
+        if sparse:
+            raise self._error(
+                f"{sparse[0]} has sparse gradients, which cannot be clipped or added up",
+                "make its module with sparse=False",
+            )
+        warnings = []
+        if unused := [name for name, p in trained.items() if p.grad is None]:
+            warnings.append(self._unused(unused))
+        grads = {n: p.grad for n, p in trained.items() if p.grad is not None}
+        if broken := [name for name, grad in grads.items() if not grad.isfinite().all()]:
+            warnings.append(
+                f"{self.config.task}: the gradient of {_listed(broken)} is not finite on the first "
+                "micro-batch; steps with such a gradient are skipped"
+            )
+        return warnings
+
+    def _check_loss(self, loss: Tensor, model: Module, samples: Columns) -> None:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                "no parameter of the model requires a gradient, so nothing would train"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not depend on the model's parameters: leave out detach(), item(), "
+                "numpy() and torch.no_grad() on the way from the model to the loss"
+            )
+        if not math.isfinite(value := loss.item()):
+            name = _not_finite(samples)
+            cause = f": {name} holds values that are not finite" if name else ""
+            raise ValueError(f"the loss of the first micro-batch is {value}{cause}")
+
+    def _unused(self, names: list[str]) -> str:
+        """Return a warning about unused parameters.
+
+        Raises:
+            ConfigError: DDP would wait for their gradients.
+        """
+        parallel, listed = self.config.parallel, _listed(names)
+        ddp = self.world.size > 1 and self.config.reproducible == "fixed"
+        if ddp and not (parallel.ddp.find_unused_parameters or parallel.ddp.static_graph):
+            raise self._error(
+                f"{listed} took no part in the loss of the first micro-batch, and with "
+                f"{self.world.size} ranks DDP waits for every parameter's gradient",
+                "remove what is not used, set requires_grad_(False) on it, or set "
+                "parallel.ddp.find_unused_parameters: true",
+            )
+        return (
+            f"{self.config.task}: {listed} took no part in the loss of the first micro-batch, and "
+            "may never train"
+        )
+
+    def _evaluate(self, task: Task, model: Module, samples: Columns) -> None:
+        model.eval()
+        batch = to_device(samples, self.world.device)
+        with self._telling("measure", samples, model), torch.no_grad(), self._autocast():
+            task.measure(model, batch)
+        if self.config.test.at_end and self.config.test.predictions:
+            with self._telling("predict", samples, model), torch.no_grad(), self._autocast():
+                task.predict(model, batch)
+
+    def _grow(self, task: Task, model: Module, samples: Columns) -> None:
+        """Check what the schedule's growth requires of the task."""
+        begun, seen = task.architecture, []
+        for stage in self.prepared.forecast.stages:
+            if stage.architecture != begun and stage.architecture not in seen:
+                seen.append(stage.architecture)
+        if not seen:
+            return
+        batch = to_device(samples, self.world.device)
+        with self._telling("outputs", samples, model), torch.no_grad():
+            task.outputs(model, batch)
+        with self._telling("growth: the model cannot be copied"):
+            copy.deepcopy(model)
+        for architecture in seen:
+            with self._telling("module"):
+                grown = task.at(architecture, self.config.context).shell()
+                there = {name: tuple(p.shape) for name, p in grown.named_parameters()}
+                check_table(f"{self.config.task} after growth", architecture, there)
+
+    def _autocast(self) -> torch.autocast:
+        dtype = DTYPES[self.config.precision]
+        enabled = dtype != torch.float32
+        return torch.autocast(self.world.device.type, dtype=dtype, enabled=enabled)
+
+    @contextmanager
+    def _telling(
+        self, what: str, samples: Columns | None = None, model: Module | None = None
+    ) -> Iterator[None]:
+        """Context manager: turn errors into a ConfigError that names the task's part and batch."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise self._error(
+                f"a micro-batch of {self.config.train.batch_size} samples does not fit in memory: "
+                f"{error}",
+                "lower train.batch_size, and raise train.gradient_accumulation_steps",
+            ) from error
+        except (Exception, SystemExit) as error:
+            said = str(error) if isinstance(error, RunFailed) else what_happened(error)
+            batch = f"; the batch has {_described(samples)}" if samples is not None else ""
+            raise self._error(f"{what} failed: {said}{batch}", _hint(samples, model)) from error
+
+    def _error(self, message: str, hint: str = "") -> ConfigError:
+        return ConfigError.one(
+            f"{self.config.task}: {message}", where="task", hint=hint, key="task"
+        )
+
+
+def _hint(samples: Columns | None, model: Module | None) -> str:
+    """Return a hint about float64 samples: NumPy's default, which most models do not accept."""
+    if samples is None or model is None:
+        return ""
+    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        return ""
+    double = [name for name, column in leaves(samples) if _dtype(column) == np.float64]
+    if not double:
+        return ""
+    return f"the model is not in float64: return {double[0]}.astype('float32') from samples()"
+
+
+def _described(samples: Columns) -> str:
+    told = []
+    for name, column in leaves(samples):
+        shape = column.flat.shape if isinstance(column, Ragged) else column.shape
+        ragged = "ragged " if isinstance(column, Ragged) else ""
+        told.append(f"{name} {ragged}{_dtype(column)}{list(shape)}")
+    return ", ".join(told)
+
+
+def _differing(one: Columns, other: Columns) -> str:
+    """Return the first column in which two reads of the same samples differ, or an empty string."""
+    others = dict(leaves(other))
+    for name, column in leaves(one):
+        again = others.get(name)
+        if again is None or _bytes(column) != _bytes(again):
+            return name
+    return ""
+
+
+def _bytes(column: NDArray[Any] | Ragged) -> tuple[bytes, ...]:
+    if isinstance(column, Ragged):
+        return column.flat.tobytes(), column.sizes.tobytes()
+    return (column.tobytes(),)
+
+
+def _not_finite(samples: Columns) -> str:
+    """Return the first column with values that are not finite, or an empty string."""
+    for name, column in leaves(samples):
+        values = column.flat if isinstance(column, Ragged) else column
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            return name
+    return ""
+
+
+def _dtype(column: NDArray[Any] | Ragged) -> np.dtype[Any]:
+    return column.values.dtype if isinstance(column, Ragged) else column.dtype
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

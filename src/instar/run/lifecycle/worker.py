@@ -1,0 +1,543 @@
+"""One rank of a run: join the process group, agree on the run, build it, train, save, leave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+from instar.checkpoint.listing import (
+    checkpoints,
+    continued,
+    is_on,
+    line_of,
+    point,
+    pointed_at,
+    write_line,
+)
+from instar.checkpoint.manifest import CheckpointError, RunStart, read_manifest
+from instar.checkpoint.store import LATEST, Checkpoint, load
+from instar.config.load import Loaded
+from instar.config.origins import DERIVED, in_yaml, resolved
+from instar.config.schema import RunConfig
+from instar.config.sections import Operation
+from instar.distributed.agree import agree, raise_on_all_ranks
+from instar.distributed.failure import (
+    STOPPED,
+    Interrupted,
+    PeerError,
+    RunFailed,
+    describe_failure,
+    exit_code_of,
+    exits_fail,
+    stopped_before_start,
+)
+from instar.distributed.rank_log import RankLog
+from instar.distributed.signals import StopSignal, training_started
+from instar.distributed.world import World, join, recall, remember
+from instar.logs.read.cache import columns_kept
+from instar.models.shape import count_parameters
+from instar.record.alerts import AlertSink, Notifier, Rules
+from instar.record.atomic import finish_deleting, replace_file, sweep
+from instar.record.console import Console, open_console, silent_console
+from instar.record.control import Inbox
+from instar.record.events import Failed, RecordError, RunStarted
+from instar.record.recorder import Recorder, Silent, Sink
+from instar.record.rundir import RunDir, create_run_dir, hold, this_process
+from instar.record.system import gpu_bytes, machine, versions
+from instar.record.trackers.configured import configured
+from instar.record.trackers.sink import TrackerSink
+from instar.record.trackers.tracker import TrackedRun
+from instar.run.changes.scheduled import check_ahead
+from instar.run.lifecycle.build import build
+from instar.run.lifecycle.compile_stages import compile_stages
+from instar.run.lifecycle.inputs import compare_inputs, resolve_precision
+from instar.run.lifecycle.preflight import Prepared, check_memory, preflight, prepare_data
+from instar.run.lifecycle.restore import replay, restore
+from instar.run.lifecycle.resume import (
+    LAUNCH_KEY,
+    Continuation,
+    Resume,
+    automatic,
+    branch_of,
+    choose,
+    continuation,
+)
+from instar.run.lifecycle.test_phase import final_test, is_tested
+from instar.run.lifecycle.trial import try_out
+from instar.run.loop.checkpointing import best_is_now
+from instar.run.loop.state import Decision
+from instar.run.loop.sync_point import SyncPoint
+from instar.run.loop.trainer import Trainer
+from instar.run.output.operation_text import shape_text
+from instar.schedule.operations import INCOMPARABLE, Change, State, initial_state
+from instar.tasks.task import task_factory
+
+logger = logging.getLogger(__name__)
+
+
+DELETING_S = 60.0
+"""Longest wait of a finished run for the deletion of old checkpoints, in seconds. Any that are left
+are deleted when the run is resumed."""
+
+_kept: list[object] = []
+"""The last multi-rank trainer, kept until the process ends or trains again. DDP's reducer may hold
+the last reference to the transport, whose destructor joins its threads while it holds the GIL, for
+which these may wait: a deadlock. By the time of another run the threads have ended."""
+
+_calls = count()
+"""Number of calls of `run` in this process. A script may train in a loop: each call is a run of its
+own, which is found again after the launcher has restarted the script."""
+
+
+def run(
+    loaded: Loaded,
+    log: RankLog,
+    signal: StopSignal,
+    resume: Resume | None = None,
+    *,
+    only_test: bool = False,
+) -> None:
+    """Train as one rank of the world that the environment variables describe. A collective.
+
+    Args:
+        resume: how to resume a run; None: a new run, unless the config or a restart says otherwise.
+        only_test: train no steps; run the final test of the checkpoint that `resume` names.
+
+    Raises:
+        ConfigError: the run cannot start; nothing was created.
+        CheckpointError: there is no intact checkpoint to resume from, or it is of another run.
+        RunDirBusy: another process is training in the run's folder.
+        RunFailed: the run started and cannot continue.
+        Interrupted: a stop was requested, and all ranks stopped at the same step.
+    """
+    patience_s = 0.5
+    _kept.clear()
+    try:
+        with exits_fail("the task's code"):
+            _live(loaded, log, signal, resume, only_test=only_test)
+        # only after success: otherwise a scheduler or other ranks wait for this one to end
+        patience_s = DELETING_S
+    finally:
+        finish_deleting(patience_s)
+        if log.path is not None and log.rank == 0 and loaded.config.record.report:
+            _report(RunDir(log.path.parent.parent))
+
+
+def _report(run_dir: RunDir) -> None:
+    """Write the run's HTML report; a failure is only a warning."""
+    try:
+        from instar.logs.web.report import write_report
+
+        write_report(run_dir)
+    except Exception as error:
+        logger.warning("no report: %s: %s", type(error).__name__, error)
+
+
+def _live(
+    loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None, *, only_test: bool
+) -> None:
+    with (
+        ExitStack() as record,  # outlives the process group, which knows at its end who was lost
+        join(loaded.config.parallel, loaded.config.device) as world,
+        ExitStack() as stack,
+    ):
+        console = open_console() if world.is_main else silent_console()
+        record.enter_context(closing(console))
+        asked, launch_key = resume, f"{LAUNCH_KEY}/{next(_calls)}"
+        resume, before = _agree_to_resume(loaded, resume, world, launch_key)
+        start, goes_on, warnings = None, None, list[str]()
+        if resume is not None:
+            start, warnings = _choose(resume, world)
+            if start is None:
+                console.say(f"{resume.run.path}: nothing was saved yet, so the run begins anew")
+            if asked is not None and start is not None and start.path.name == before:
+                # restarted before a new save: what was set is not in the checkpoint's history yet
+                resume = replace(resume, asked=asked.asked)
+            with raise_on_all_ranks(world, "reading the config that the run goes on with"):
+                goes_on = continuation(resume, loaded, start)
+                loaded = goes_on.loaded
+        world.at("preparing data")
+        with raise_on_all_ranks(world, "preparing data"):
+            if world.is_main:
+                prepare_data(loaded, world.size, console.say)
+        began: State | None = None
+        with raise_on_all_ranks(world, "checking the config"):
+            prepared = preflight(loaded, world.size, new=resume is None)
+            check_memory(loaded, prepared.forecast, world.device.type, gpu_bytes(world.device))
+        derived = set(prepared.derived)
+        if prepared.config.precision == "auto":
+            prepared = resolve_precision(prepared, world)
+            loaded = replace(loaded, origins={**loaded.origins, "precision": "auto"})
+            derived.add("precision")
+        with raise_on_all_ranks(world, "checking the config"):
+            if goes_on is not None:
+                goes_on = goes_on.resolved(prepared.config, derived)
+                began = _began(goes_on, prepared, world)
+        # a run in a folder that `resume: auto` names can always be resumed
+        begun = start is not None
+        signal.resumable = begun or loaded.config.resume == "auto"
+        world.at("comparing the ranks' inputs")
+        compare_inputs(prepared, world)
+        world.at("trying one micro-batch")
+        with raise_on_all_ranks(world, "trying one micro-batch"):
+            told = [] if resume else try_out(prepared, world)
+        if SyncPoint(world, signal).sync():
+            raise stopped_before_start(resumable=signal.resumable)
+        run_dir = resume.run if resume else _agree_on_run_dir(prepared, loaded, world, launch_key)
+        with raise_on_all_ranks(world, "taking the run's folder"):
+            if world.is_main:
+                record.enter_context(hold(run_dir, console.warn))
+                Inbox(run_dir.control).clear()
+                for folder in (run_dir.path, run_dir.checkpoints):
+                    sweep(folder)
+        log.open(run_dir.path)
+        logger.info("rank %d of %d on %s", world.rank, world.size, world.device)
+        sink: Sink = Silent()
+        recorder: Recorder | None = None
+        with raise_on_all_ranks(world, "opening the record"):
+            if world.is_main:
+                record.enter_context(columns_kept(run_dir))
+                recorder = Recorder(run_dir.events, tell=console.warn)
+                sink = _record(recorder, run_dir, prepared.config, console)
+        record.enter_context(closing(sink))
+        record.enter_context(_failures_told(sink, log))
+        trainer = build(prepared, world, signal, sink, console, log, run_dir, began)
+        if recorder is not None:
+            trainer.parts.sync.failing = recorder.failure
+        if world.size > 1:
+            _kept.append(trainer)
+        stack.enter_context(closing(trainer))
+        if resume is not None and goes_on is not None:
+            resume_from(trainer, start, goes_on.operation, allow=resume.allow, warnings=warnings)
+            if world.is_main and not only_test:
+                name = start.path.name if start else ""
+                remember(launch_key, f"{run_dir.path.absolute()}\n{name}")
+        signal.resumable = signal.resumable or start is not None
+        over = trainer.over() if start is not None and not only_test else None
+        if not only_test:
+            _begin_line(trainer, start, run_dir)
+        event = _started(trainer, prepared, run_dir, start, goes_on)
+        trainer.parts.logger.opened(event, run_dir.path, only_test=only_test)
+        for warning in told:
+            trainer.parts.logger.warn(warning, trainer.state.step)
+        if trainer.parts.logger.peak is not None and (slow := trainer.parts.logger.peak.warning):
+            trainer.parts.logger.warn(slow, trainer.state.step)
+        if goes_on is not None and not only_test and over is None:
+            trainer.parts.logger.overridden(trainer.state.progress, goes_on.changed)
+        if goes_on is not None:
+            for key, value in goes_on.launch.items():
+                console.say(f"{key}: {in_yaml(value)}, for this process")
+        if only_test:
+            name = start.path.name if start else "last"
+            if final_test(trainer.state, trainer.parts, run_dir.path, weights=name) is None:
+                raise Interrupted(f"again: instar test {run_dir.path}")
+            return
+        if start is not None:
+            _name_best(trainer, start.path, run_dir)
+        decision = _to_the_end(trainer, run_dir) if over is None else _end(trainer, run_dir, over)
+    if decision.failed:
+        raise RunFailed(
+            f"{decision.reason}; saved at step {trainer.state.step:,}: make room, then go on with: "
+            f"instar resume {run_dir.path}"
+        )
+    if decision.interrupted:
+        raise Interrupted(f"go on with: instar resume {run_dir.path}")
+
+
+def _record(recorder: Recorder, run_dir: RunDir, config: RunConfig, console: Console) -> Sink:
+    """Return the sink of all events: the record, the trackers, and the alerts."""
+    sink: Sink = recorder
+    if trackers := configured(config.record.trackers):
+        told = TrackedRun.live(run_dir.path, config.model_dump(mode="json"))
+        sink = TrackerSink(sink, trackers, told, console.warn)
+    alerts = config.record.alerts
+    notifier = Notifier(run_dir, alerts.argv, alerts.webhook)
+    return AlertSink(sink, Rules(alerts, INCOMPARABLE), notifier, console.warn)
+
+
+@contextmanager
+def _failures_told(sink: Sink, log: RankLog) -> Iterator[None]:
+    """Context manager that records why a run failed.
+
+    The launcher is informed first, because closing the record may take a while. The record's last
+    event is the failure, unless the run was stopped on request.
+    """
+    try:
+        yield
+    except BaseException as error:
+        log.record_failure(error)
+        code = exit_code_of(error)
+        if code not in (0, *STOPPED):
+            failure = describe_failure(error, log.rank, log.step)
+            rank = error.rank if isinstance(error, PeerError) else log.rank
+            with suppress(RecordError):
+                sink.write(
+                    Failed(message=failure.sentence(), rank=rank, step=log.step, exit_code=code)
+                )
+        raise
+
+
+def _begin_line(trainer: Trainer, start: Checkpoint | None, run_dir: RunDir) -> None:
+    """Start a new line of the run at `start`; later checkpoints are then on a branch.
+
+    A collective.
+    """
+    with raise_on_all_ranks(trainer.parts.world, "writing from where the run goes on"):
+        if trainer.parts.world.is_main:
+            trainer.parts.line = continued(start.manifest if start is not None else None)
+            write_line(run_dir.path, trainer.parts.line)
+            if start is not None:
+                point(run_dir.path, LATEST, start.path)
+
+
+def _name_best(trainer: Trainer, start: Path, run_dir: RunDir) -> None:
+    """Update the best pointers at a resume. A collective.
+
+    A run may have ended between a save and the update of its pointers. A pointer to a checkpoint on
+    a branch is set to the best checkpoint of this line, or removed if that was deleted.
+    """
+    root, line = run_dir.path, trainer.parts.line
+    with raise_on_all_ranks(trainer.parts.world, "naming the best checkpoint"):
+        if not trainer.parts.world.is_main:
+            return
+        here = best_is_now(trainer.state, trainer.parts)
+        for metric, pointer in trainer.parts.tracker.pointers.items():
+            if metric in here:
+                point(root, pointer, start)
+                continue
+            named = pointed_at(root, pointer)
+            if named is None or branch_of(named, line) is None:
+                continue
+            best = trainer.state.metrics.best.get(metric)
+            found = _at_step(root, best.best_step, line) if best is not None else None
+            if found is not None:
+                point(root, pointer, found)
+            else:
+                (root / "checkpoints" / pointer).unlink()
+
+
+def _at_step(root: Path, step: int | None, line: Sequence[RunStart]) -> Path | None:
+    """Return the newest checkpoint of a step on a line."""
+    for path in reversed(checkpoints(root)):
+        with suppress(CheckpointError):
+            manifest = read_manifest(path)
+            if manifest.step == step and is_on(manifest, line):
+                return path
+    return None
+
+
+def _to_the_end(trainer: Trainer, run_dir: RunDir) -> Decision:
+    """Train, save and test; return why the run ended."""
+    training_started()
+    try:
+        compile_stages(trainer.state, trainer.parts)
+        outcome = trainer.train()
+        trainer.save(outcome.decision.reason, must=True)
+    except BaseException:
+        trainer.parts.saver.abandon()
+        if trainer.parts.world.size == 1:  # with several ranks, a collective could hang
+            with suppress(Exception):
+                trainer.parts.logger.tell_interval(trainer.state.progress)
+        raise
+    return _close(trainer, run_dir, outcome.decision, test=trainer.parts.config.test.at_end)
+
+
+def _end(trainer: Trainer, run_dir: RunDir, reason: str) -> Decision:
+    """End a resumed run that is complete: save nothing, and run the final test only if missing."""
+    trainer.parts.logger.console.say(
+        f"{reason}: nothing is left to train, and nothing was saved or set; to go on, give a later "
+        f"end: instar resume {run_dir.path} --until BUDGET"
+    )
+    missing = False
+    if trainer.parts.config.test.at_end:
+        with raise_on_all_ranks(trainer.parts.world, "looking for the test's result"):
+            if trainer.parts.world.is_main:
+                missing = not is_tested(trainer.state, trainer.parts, run_dir.path)
+        missing = bool(agree(trainer.parts.world, missing))
+    decision = Decision(reason, interrupted=False)
+    return _close(trainer, run_dir, decision, test=missing)
+
+
+def _close(trainer: Trainer, run_dir: RunDir, decision: Decision, *, test: bool) -> Decision:
+    """Run the final test, unless a stop was requested, and log the end of the run."""
+    if test and not decision.interrupted:
+        weights = trainer.parts.config.test.weights
+        if final_test(trainer.state, trainer.parts, run_dir.path, weights=weights) is None:
+            decision = trainer.parts.sync.decision()
+    trainer.parts.sync.answer("stop")
+    trainer.parts.logger.closed(
+        trainer.state.progress, decision, trainer.state.metrics.best, run_dir.path
+    )
+    return decision
+
+
+def _choose(resume: Resume, world: World) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint that rank 0 chooses (None: nothing saved yet), and warnings.
+
+    A collective. The warnings say why later checkpoints were passed over.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint.
+    """
+    path, warnings = "", list[str]()
+    with raise_on_all_ranks(world, "choosing a checkpoint"):
+        if world.is_main:
+            chosen, skipped = choose(resume)
+            path = str(chosen.path) if chosen else ""
+            warnings = [f"passed over: {error}" for error in skipped]
+            left = chosen and branch_of(chosen.path, line_of(resume.run.path))
+            if chosen is not None and left is not None:
+                warnings.append(
+                    f"{chosen.path.name} lies on a branch that the run left at step {left:,}"
+                )
+    path = str(agree(world, path))
+    if not path:
+        return None, warnings
+    with raise_on_all_ranks(world, "reading the checkpoint"):
+        # rank 0 has just read every byte of it
+        return load(Path(path), check=False), warnings
+
+
+def resume_from(
+    trainer: Trainer,
+    checkpoint: Checkpoint | None,
+    override: Operation | None = None,
+    *,
+    allow: Collection[str] = (),
+    warnings: Sequence[str] = (),
+) -> None:
+    """Restore a checkpoint and apply what the resume changes. A collective.
+
+    Args:
+        checkpoint: None: nothing saved yet.
+        override: the settings that the resume changes.
+        allow: see `restore`.
+        warnings: logged together with those of `restore`.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or of other data.
+    """
+    world = trainer.parts.world
+    told = list(warnings)
+    if checkpoint is not None:
+        with raise_on_all_ranks(world, "going on from the checkpoint"):
+            trainer.state, found = restore(
+                trainer.state, trainer.parts, checkpoint, override=override, allow=allow
+            )
+            told += found
+        with raise_on_all_ranks(world, "looking at what is still to come"):
+            check_ahead(trainer.state, trainer.parts)
+    elif override is not None:
+        with raise_on_all_ranks(world, "applying what is set anew"):
+            change = Change(override, 0, 0, reason="set at resume")
+            trainer.state = replay(trainer.state, trainer.parts, (change,))
+    state = trainer.state
+    again = trainer.parts.loaders.to_read_again(state.phase, state.progress.samples)
+    if again:
+        told.append(
+            f"the data is a stream, which is read from its beginning: about {again:,} samples are "
+            "read again before the first step"
+        )
+    for warning in told:
+        trainer.parts.logger.warn(warning, trainer.state.step)
+
+
+def _began(goes_on: Continuation, prepared: Prepared, world: World) -> State:
+    """Return settings and architecture at the run's step 0."""
+    spec, began = prepared.spec, goes_on.began
+    if began.model != prepared.config.model:
+        config = prepared.config.model_copy(update={"model": began.model})
+        first = replace(goes_on.loaded, config=config)
+        spec = task_factory(config.task).spec(first, world.size)
+    return initial_state(began, spec.architecture)
+
+
+def _agree_to_resume(
+    loaded: Loaded, resume: Resume | None, world: World, launch_key: str
+) -> tuple[Resume | None, str]:
+    """Find the run to resume, on rank 0. A collective.
+
+    It is the requested one, that of `resume: auto`, or the run that this launch started or resumed
+    before its ranks were restarted.
+
+    Returns:
+        the resume, and the name of the checkpoint from which this launch resumed before, or "".
+    """
+    told = ["", ""]
+    with raise_on_all_ranks(world, "looking for the run"):
+        if world.is_main:
+            folder, _, before = (recall(launch_key) or "").partition("\n")
+            if folder or resume is None:
+                found = automatic(loaded.config, folder or None)
+                told = [str(found.run.path) if found else "", before]
+    folder, before = map(str, cast("list[str]", agree(world, told)))
+    if not folder:
+        return resume, before
+    return replace(
+        resume or Resume(RunDir(Path(folder)), given=True),
+        run=RunDir(Path(folder)),
+        start=LATEST,
+        fresh=True,
+        asked=False,
+    ), before
+
+
+def _agree_on_run_dir(prepared: Prepared, loaded: Loaded, world: World, launch_key: str) -> RunDir:
+    """Create the run's folder with the resolved config on rank 0; return it on all ranks.
+
+    A collective.
+    """
+    path = ""
+    with raise_on_all_ranks(world, "making the run's folder"):
+        if world.is_main:
+            made = create_run_dir(
+                prepared.config.record,
+                prepared.config.name,
+                lambda run: _write_config(run, prepared, loaded.origins),
+            )
+            for name, file in prepared.spec.kept.items():
+                replace_file(made.path / name, file.read_bytes())
+            path = str(made.path)
+            remember(launch_key, str(made.path.absolute()))
+    return RunDir(Path(str(agree(world, path))))
+
+
+def _write_config(run_dir: RunDir, prepared: Prepared, origins: Mapping[str, str]) -> None:
+    origins = {**origins, **dict.fromkeys(prepared.derived, DERIVED)}
+    replace_file(run_dir.config, resolved(prepared.config, origins).encode())
+
+
+def _started(
+    trainer: Trainer,
+    prepared: Prepared,
+    run_dir: RunDir,
+    start: Checkpoint | None,
+    goes_on: Continuation | None,
+) -> RunStarted:
+    world = trainer.parts.world
+    device = str(world.device) if world.device.type == "cpu" else "cuda"
+    facts = machine(device)
+    name = str(facts.get("gpu", "cpu"))
+    how = "DDP" if trainer.parts.config.reproducible == "fixed" else "elastic"
+    shape = trainer.state.in_force.architecture
+    return RunStarted(
+        run_id=run_dir.id,
+        step=trainer.state.step,
+        resumed_from=start.path.name if start else None,
+        launch=dict(goes_on.launch) if goes_on else {},
+        model=shape_text(shape),
+        parameters=count_parameters(shape).total,
+        devices=name if world.size == 1 else f"{world.size}×{name} {how}",
+        world_size=world.size,
+        unit=prepared.spec.unit,
+        better=dict(prepared.config.metrics),
+        best_metric=prepared.config.checkpoint.best_of[0],
+        architecture=dict(trainer.parts.task.describe()),
+        versions=versions(),
+        machine=facts | this_process(),
+    )

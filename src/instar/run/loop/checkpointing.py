@@ -1,0 +1,136 @@
+"""Checkpointing between two steps: the contents of a checkpoint, and when one is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+from instar.checkpoint.manifest import COMPONENTS, Facts
+from instar.config.fields import kept
+from instar.config.schema import CheckpointConfig
+from instar.models.module import model_tensors, persistent_buffers
+from instar.record.control import ASKED_FOR
+from instar.run.loop.components import Components
+from instar.run.loop.generators import generator_states
+from instar.run.loop.optimizer import optimizer_tensors
+from instar.run.loop.state import Every, RunState
+from instar.run.loop.sync_point import SaveRequest
+from instar.run.output.save import Snapshot
+from instar.schedule.operations import history_to_json
+
+LEFT_OUT = {
+    "optimizer": COMPONENTS["optimizer"].lost,
+    "scheduler": "the learning rate's course begins again, with its warm-up",
+    "dataset": "the data begin again at the first sample: what was seen will be seen again",
+    "rng": COMPONENTS["rng"].lost,
+}
+"""Consequence of each part of the state that a config may leave out."""
+
+
+def best_is_now(state: RunState, parts: Components) -> tuple[str, ...]:
+    """Return the metrics whose best value so far is that of the current weights."""
+    here = state.judged_at == state.step
+    return parts.tracker.best_at(state.metrics, state.step) if here else ()
+
+
+def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
+    """Return everything to save after a step; tensors are not copied. A collective."""
+    stepper, progress, config = parts.stepper, state.progress, parts.config.checkpoint
+    without = [part for part in LEFT_OUT if not getattr(config, f"save_{part}_state")]
+    model = stepper.bare_model
+    # a buffer may be a view of a parameter, and the file format has no views
+    copies = {name: buffer.clone() for name, buffer in persistent_buffers(model).items()}
+    components = {"model": {**model_tensors(model), **copies}}
+    if "optimizer" not in without:
+        components["optimizer"] = optimizer_tensors(stepper.optimizers, stepper.parameters)
+    if stepper.ema is not None:
+        components["ema"] = stepper.ema
+    if "rng" not in without:
+        components["rng"] = generator_states(parts.world.device)
+    evaluated = state.evaluated_at == progress.step
+    return Snapshot(
+        progress=progress,
+        components=components,
+        state=to_json(state, parts),
+        architecture=dict(parts.task.describe()),
+        history=history_to_json(state.history),
+        facts=Facts(
+            **parts.task.fingerprints(),
+            progress=dataclasses.asdict(progress),
+            loss=state.loss if evaluated else None,
+            metrics=dict(state.evaluated) if evaluated else {},
+            better=dict(parts.config.metrics),
+            reason=reason,
+            left_out=without,
+            buffers=sorted(copies),
+            config=kept(parts.initial.config),
+            line=list(parts.line),
+        ),
+        best=tuple(parts.tracker.pointers[name] for name in best_is_now(state, parts)),
+    )
+
+
+def to_json(state: RunState, parts: Components) -> dict[str, object]:
+    """Return the contents of state.json. A collective."""
+    return {
+        **state.to_json(),
+        "story": parts.logger.state(),
+        "scaler": parts.stepper.scaler.state_dict(),
+    }
+
+
+def save(
+    state: RunState, parts: Components, reason: str, *, wait: bool = False, must: bool = False
+) -> None:
+    """Save a checkpoint of this step. A collective.
+
+    Args:
+        wait: return only after the checkpoint is on disk.
+        must: raise if the save fails, as for the last checkpoint.
+
+    Raises:
+        RunFailed, CheckpointError: see `Saver.save`.
+    """
+    parts.sync.begin(f"saving step {state.step}", state.step)
+    parts.stepper.share_buffers()
+    parts.saver.save(snapshot(state, parts, reason), wait=wait, must=must)
+    parts.sync.save_requested = SaveRequest.NONE
+    if wait or must:
+        # a background save may still fail, so a request stays open and is saved after the next step
+        parts.sync.answer("save")
+
+
+def save_if_due(state: RunState, parts: Components) -> RunState:
+    """Save if due: an interval has ended, rank 0's clock, growth, a new best, or a request.
+
+    A collective.
+    """
+    parts.saver.poll()
+    if state.save_asked_at == state.step:
+        return state
+    config, request = parts.config.checkpoint, parts.sync.save_requested
+    reasons = [text for every, text in intervals(config) if state.due(every)]
+    if config.on_growth and state.grown_at == state.step:
+        reasons.append("after growth")
+    if config.on_best and best_is_now(state, parts):
+        reasons.append("best so far")
+    if request is SaveRequest.PERSON:
+        reasons.append(ASKED_FOR)
+    elif request is SaveRequest.CLOCK:
+        reasons.append(f"every {config.every_minutes:g} min")
+    if reasons:
+        # a person is waiting for the save
+        save(state, parts, ", ".join(reasons), wait=request is SaveRequest.PERSON)
+    return replace(state, save_asked_at=state.step)
+
+
+def intervals(config: CheckpointConfig) -> list[tuple[Every, str]]:
+    """Return the intervals of saves in steps and tokens, with their descriptions."""
+    found = []
+    if config.every_steps:
+        found.append((Every(config.every_steps), f"every {config.every_steps:,} steps"))
+    if config.every_tokens:
+        found.append(
+            (Every(config.every_tokens, "tokens"), f"every {config.every_tokens:,} tokens")
+        )
+    return found

@@ -1,0 +1,171 @@
+"""Data phases: training samples and their order, when the sample length changes.
+
+Samples are windows of a number of tokens. When that length changes, the samples and their order
+change too; a *phase* is the part of a run with one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from instar.config.errors import ConfigError
+from instar.config.schema import RunConfig
+from instar.data.broadcast import BroadcastReceiver, BroadcastSender
+from instar.data.loader import Laned, LocalReader, Prefetcher, Reader
+from instar.data.order import UNKNOWN, Order
+from instar.data.source import Source, close
+from instar.data.workers import keep_freed_memory
+from instar.distributed.agree import P2PChannel, agree, raise_on_all_ranks
+from instar.distributed.world import World
+from instar.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class DataPhase:
+    """Part of a run with samples of one length."""
+
+    context: int
+    """tokens per sample"""
+    samples_per_epoch: int
+    """UNKNOWN until the end of a stream is reached"""
+    number: int = 0
+    since: int = 0
+    """cursor at the start of the phase, in samples of the run"""
+    epochs_before: float = 0.0
+    """passes over the data in earlier phases"""
+
+    def epochs(self, cursor: int) -> float:
+        """Passes over the data since step 0."""
+        return self.epochs_before + (cursor - self.since) / self.samples_per_epoch
+
+    def place(self, cursor: int) -> int:
+        """Number of samples consumed since the phase began."""
+        return cursor - self.since
+
+    def whole_epochs(self, cursor: int) -> int:
+        """Number of complete epochs of this phase at a cursor of the run."""
+        return max(0, self.place(cursor)) // self.samples_per_epoch
+
+    def learnt(self, samples_per_epoch: int) -> DataPhase:
+        """Return the phase with the length of an epoch, now that it is known."""
+        return replace(self, samples_per_epoch=samples_per_epoch)
+
+    def state(self) -> dict[str, Any]:
+        """Return as JSON what does not follow from config and history."""
+        return {"samples_per_epoch": self.samples_per_epoch, "epochs_before": self.epochs_before}
+
+    def restored(self, state: Mapping[str, Any]) -> DataPhase:
+        """Return the phase with the values of `state()`."""
+        return replace(
+            self,
+            samples_per_epoch=msgspec.convert(state["samples_per_epoch"], int),
+            epochs_before=msgspec.convert(state["epochs_before"], float),
+        )
+
+
+class LoaderFactory:
+    """Creates this rank's loader: the rank reads its samples, or receives them from rank 0.
+
+    All ranks call its methods in the same order.
+    """
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        keep_freed_memory()
+        self._config, self._world = config, world
+        dispatched = config.data.strategy == "dispatched" and world.size > 1
+        self._parcels = P2PChannel(world) if dispatched else None
+        self._feeds = 0
+        elastic = config.reproducible == "elastic"
+        self._slices = config.parallel.elastic.virtual_ranks if elastic else world.size
+        self._opened: tuple[Task, int, Source, Order] | None = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads samples itself."""
+        return self._parcels is None or self._world.is_main
+
+    def first(self, task: Task, context: int) -> DataPhase:
+        """Return the first phase of a run. A collective."""
+        return DataPhase(context, self._per_epoch(task, 0))
+
+    def next(self, phase: DataPhase, task: Task, context: int, cursor: int) -> DataPhase:
+        """Return the phase after `phase`, which starts at `cursor`. A collective.
+
+        Args:
+            task: has samples of the new phase.
+        """
+        number = phase.number + 1
+        return DataPhase(
+            context, self._per_epoch(task, number), number, cursor, phase.epochs(cursor)
+        )
+
+    def passed(self, phase: DataPhase, context: int, cursor: int) -> DataPhase:
+        """Return the phase after `phase` without opening its data, for a phase that is over; the
+        length of its epochs is UNKNOWN."""
+        return DataPhase(context, UNKNOWN, phase.number + 1, cursor)
+
+    def to_read_again(self, phase: DataPhase, cursor: int) -> int:
+        """Approximate number of samples that a rank must read and discard to reach a cursor."""
+        if not self._config.data.read_from_start:
+            return 0
+        passed = phase.place(cursor) % phase.samples_per_epoch
+        return passed if self._parcels is not None else passed // self._world.size
+
+    def open(self, task: Task, phase: DataPhase) -> Prefetcher:
+        """Open this rank's loader of the phase's training samples; the caller must close it."""
+        return Prefetcher(self._reader(task, phase), self._config.data.prefetch)
+
+    def _reader(self, task: Task, phase: DataPhase) -> Reader:
+        size, rank = self._world.size, self._world.rank
+        each = self._slices // size
+        own = [range(one * each, (one + 1) * each) for one in range(size)]
+        self._feeds += 1
+        if self._parcels is None:
+            return LocalReader(*self._samples(task, phase), self._slices, own[rank], f"rank {rank}")
+        if not self._world.is_main:
+            return BroadcastReceiver(self._parcels, self._feeds)
+        everyones = range(self._slices)
+        reader = LocalReader(*self._samples(task, phase), self._slices, everyones, "rank 0")
+        return BroadcastSender(reader, own, self._parcels, self._feeds)
+
+    def _per_epoch(self, task: Task, number: int) -> int:
+        known = UNKNOWN
+        with raise_on_all_ranks(self._world, "opening the data"):
+            if self.reads:
+                self._forget()
+                source, order = task.train_samples(number)
+                self._check_lanes(order)
+                self._opened = task, number, source, order
+                known = order.samples_per_epoch
+        return int(str(agree(self._world, known)))
+
+    def _check_lanes(self, order: Order) -> None:
+        """Raise ConfigError if there are fewer lanes than slices."""
+        own = self._parcels is None and self._world.size > 1
+        if own and isinstance(order, Laned) and order.lanes < self._slices:
+            raise ConfigError.one(
+                f"this stream has {order.lanes} shard{'' if order.lanes == 1 else 's'}, too few for "
+                f"{self._slices} ranks to read their own",
+                where="data.strategy",
+                hint="say data.strategy: dispatched, or cut the data into more files",
+                key="data.strategy",
+            )
+
+    def _samples(self, task: Task, phase: DataPhase) -> tuple[Source, Order]:
+        if self._opened is not None and self._opened[:2] == (task, phase.number):
+            _, _, source, order = self._opened
+        else:
+            self._forget()
+            source, order = task.train_samples(phase.number)
+        self._opened = None
+        return source, order
+
+    def _forget(self) -> None:
+        """Close a source that was opened and is not used by a loader; ends its worker processes."""
+        if self._opened is not None:
+            close(self._opened[2])
+            self._opened = None

@@ -1,0 +1,212 @@
+"""Early stopping, and the learning rate's decay on a plateau.
+
+Evaluations are numbered e = 1, 2, 3 … A value is *better* if it improves on the best so far by more
+than `delta` in the rule's direction; until there is a best, it must improve on `start` in the same
+way, and without a start any finite value is better. The best so far is the last value that was
+better, so gains too small to count add up. NaN and ±inf are never better.
+
+The first `grace` evaluations can set the best, but do not count against the patience. The metric is
+on a plateau when each of the last `patience` evaluations, all after the grace, was not better.
+
+Pure functions of frozen states; `msgspec` converts a state to JSON for the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from instar.checkpoint.listing import BEST, best_pointer
+from instar.config.schema import Direction, PlateauConfig, RunConfig, Watch
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A metric and its plateau criterion: a `Watch` without open values."""
+
+    metric: str
+    direction: Direction
+    delta: float = 0.0
+    patience: int = 5
+    grace: int = 0
+    start: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Everything that a `RuleState` depends on: all fields but the patience."""
+        delta, grace, start = self.delta, self.grace, self.start
+        return f"{self.metric} {self.direction} delta {delta!r} grace {grace} start {start!r}"
+
+    @classmethod
+    def of(cls, watch: Watch, direction: Direction) -> Rule:
+        """Create a rule from a config; `direction` is the default."""
+        return cls(
+            metric=watch.metric,
+            direction=watch.direction or direction,
+            delta=watch.delta,
+            patience=watch.patience,
+            grace=watch.grace,
+            start=watch.start,
+        )
+
+
+@dataclass(frozen=True)
+class RuleState:
+    """State of a rule after the evaluations so far."""
+
+    best: float | None = None
+    """None: no finite value so far, or none better than the rule's start"""
+    best_step: int | None = None
+    seen: int = 0
+    """number of evaluations so far"""
+    since: int = 0
+    """number of last evaluations that count against the patience"""
+
+
+def see(rule: Rule, state: RuleState, value: float, step: int) -> RuleState:
+    """Return the state after one more evaluation, at `step`."""
+    seen = state.seen + 1
+    if is_better(rule, state, value):
+        return RuleState(best=value, best_step=step, seen=seen)
+    return replace(state, seen=seen, since=state.since + (seen > rule.grace))
+
+
+def is_better(rule: Rule, state: RuleState, value: float) -> bool:
+    """Whether a value is better than the best so far."""
+    to_beat = rule.start if state.best is None else state.best
+    if not math.isfinite(value) or to_beat is None:
+        return math.isfinite(value)
+    gain = value - to_beat if rule.direction == "max" else to_beat - value
+    return gain > rule.delta
+
+
+def stands_still(rule: Rule, state: RuleState) -> bool:
+    return state.since >= rule.patience
+
+
+def why(rule: Rule, state: RuleState) -> str:
+    """Describe for how long a metric has not been better, and than what."""
+    times = f"for {state.since} evaluation{'s' * (state.since != 1)}"
+    better = f"better by more than {rule.delta:g}" if rule.delta else "better"
+    if state.best is not None:
+        return f"{rule.metric} has not been {better} than {state.best:g} (step {state.best_step}) {times}"
+    if rule.start is not None:
+        return f"{rule.metric} has not been {better} than {rule.start:g} (the start) {times}"
+    return f"{rule.metric} has not been finite {times}"
+
+
+def give_up(
+    rules: Sequence[Rule], states: Sequence[RuleState], mode: Literal["any", "all"]
+) -> str | None:
+    """Return the reason for early stopping, or None.
+
+    Args:
+        mode: stop when any metric is on a plateau, or only when all are. Without rules: never.
+    """
+    pairs = list(zip(rules, states, strict=True))
+    still = [why(rule, state) for rule, state in pairs if stands_still(rule, state)]
+    enough = bool(still) and (mode == "any" or len(still) == len(pairs))
+    return " and ".join(still) if enough else None
+
+
+def lower(
+    rule: Rule, state: RuleState, plateau: PlateauConfig, lr: float, first_lr: float
+) -> tuple[RuleState, float | None]:
+    """Lower the peak learning rate on a plateau.
+
+    On a plateau the peak becomes `lr` × the plateau's factor, at least `min_lr_ratio` × `first_lr`;
+    the count of evaluations restarts and the best is kept.
+
+    Returns:
+        the new state, and the new peak, or None if it is not lowered.
+    """
+    if plateau.factor is None or not stands_still(rule, state):
+        return state, None
+    fallen = max(lr * plateau.factor, plateau.min_lr_ratio * first_lr)
+    return replace(state, since=0), fallen if fallen < lr else None
+
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class MetricState:
+    """States of all rules after the evaluations so far."""
+
+    best: Mapping[str, RuleState] = field(default_factory=dict)
+    """by metric: the loss, and every metric of `checkpoint.best_of`"""
+    stopping: Mapping[str, RuleState] = field(default_factory=dict)
+    """early stopping, by the rule's key: a changed rule starts without state"""
+    plateau: Mapping[str, RuleState] = field(default_factory=dict)
+    """learning rate on a plateau, by the rule's key"""
+
+
+class MetricTracker:
+    """The rules of a config: best values, early stopping, learning rate on a plateau."""
+
+    def __init__(self, config: RunConfig) -> None:
+        directions = config.metrics
+        self._stopping, self._plateau = config.early_stopping, config.learning_rate.plateau
+        self._first_lr = config.optimizer.lr
+        kept = dict.fromkeys((LOSS, *config.checkpoint.best_of))
+        self.best = {name: Rule(name, directions[name]) for name in kept}
+        self.rules = tuple(Rule.of(rule, directions[rule.metric]) for rule in self._stopping.rules)
+        self.plateau = Rule.of(self._plateau, directions[self._plateau.metric])
+        self.pointers = {
+            name: BEST if number == 0 else best_pointer(name)
+            for number, name in enumerate(config.checkpoint.best_of)
+        }
+        """pointer to the best checkpoint of each metric"""
+
+    def see(self, so_far: MetricState, metrics: Mapping[str, float], step: int) -> MetricState:
+        """Return the states after one more evaluation, at `step`."""
+        return MetricState(
+            best={
+                name: see(rule, so_far.best.get(name, RuleState()), metrics[name], step)
+                for name, rule in self.best.items()
+            },
+            stopping={
+                rule.key: see(rule, _of(rule, so_far.stopping), metrics[rule.metric], step)
+                for rule in self.rules
+            },
+            plateau=self._slowing(
+                see(self.plateau, self._standing(so_far), metrics[self.plateau.metric], step)
+            ),
+        )
+
+    def give_up(self, judgement: MetricState) -> str | None:
+        """Return the reason for early stopping, or None."""
+        states = [_of(rule, judgement.stopping) for rule in self.rules]
+        return give_up(self.rules, states, self._stopping.mode)
+
+    def slow_down(self, judgement: MetricState, lr: float) -> tuple[MetricState, float | None]:
+        """Return the states, and the new peak learning rate, or None if it is not lowered."""
+        before = self._standing(judgement)
+        state, fallen = lower(self.plateau, before, self._plateau, lr, self._first_lr)
+        if state == before:
+            return judgement, None
+        return replace(judgement, plateau=self._slowing(state)), fallen
+
+    def why_slow(self, judgement: MetricState) -> str:
+        """Describe for how long the metric of `learning_rate.plateau` has not been better."""
+        return why(self.plateau, self._standing(judgement))
+
+    def best_at(self, judgement: MetricState, step: int) -> tuple[str, ...]:
+        """Return the metrics whose best value is that of this step."""
+        return tuple(
+            name
+            for name in self.pointers
+            if name in judgement.best and judgement.best[name].best_step == step
+        )
+
+    def _standing(self, judgement: MetricState) -> RuleState:
+        return _of(self.plateau, judgement.plateau)
+
+    def _slowing(self, standing: RuleState) -> dict[str, RuleState]:
+        return {self.plateau.key: standing}
+
+
+def _of(rule: Rule, standings: Mapping[str, RuleState]) -> RuleState:
+    return standings.get(rule.key, RuleState())

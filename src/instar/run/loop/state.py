@@ -1,0 +1,263 @@
+"""State of a run: everything that a checkpoint stores except tensors, as one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+
+from instar.config.budget import Budget
+from instar.run.loop.data_phase import DataPhase
+from instar.run.loop.early_stopping import MetricState
+from instar.schedule.operations import Change, History, State
+from instar.schedule.settings import Settings
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Totals since step 0."""
+
+    step: int = 0
+    """optimizer steps, including skipped ones"""
+    samples: int = 0
+    """the cursor: samples consumed over all ranks"""
+    tokens: int = 0
+    """loss weight consumed: for language, target tokens"""
+    flops: float = 0.0
+    """forward and backward FLOPs, counted from the architecture"""
+    active_s: float = 0.0
+    """seconds spent in training steps"""
+
+    def __post_init__(self) -> None:
+        if min(dataclasses.astuple(self)) < 0:
+            raise ValueError(f"totals are never negative: {self}")
+
+    def after_step(self, samples: int, tokens: int, flops: float, seconds: float) -> Progress:
+        """Return the progress after one more step."""
+        return replace(
+            self,
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            flops=self.flops + flops,
+            active_s=self.active_s + seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Every:
+    """An interval of training: `Every(500)` steps, `Every(10**9, "tokens")`."""
+
+    count: int
+    unit: Literal["steps", "tokens", "epochs"] = "steps"
+
+    def due(self, before: int, now: int) -> bool:
+        """Whether a multiple of the interval lies in (before, now]."""
+        return now // self.count > before // self.count
+
+
+REACHED = "reached "
+"""Prefix of the reason if a budget is used up."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Reason why all ranks leave the training loop at this step."""
+
+    reason: str
+    interrupted: bool
+    """a stop was requested before the run's end"""
+    failed: bool = False
+    """interrupted by a failure, not by a request"""
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether a budget of the run is used up."""
+        return self.reason.startswith(REACHED)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run between two steps, the same on every rank.
+
+    `to_json` gives what a checkpoint stores in addition to tensors and history; `from_json` is its
+    inverse.
+    """
+
+    in_force: State
+    """current settings and architecture: the config after the history"""
+    phase: DataPhase
+    """data phase of the next samples"""
+    progress: Progress = Progress()
+    before: Progress = Progress()
+    """progress before the last step"""
+    history: History = ()
+    metrics: MetricState = field(default_factory=MetricState)
+    """best values, early stopping and plateau, after all evaluations so far"""
+    evaluated: Mapping[str, float] = field(default_factory=dict)
+    """metrics of the last evaluation"""
+    losses: tuple[tuple[int, float], ...] = ()
+    """(step, validation loss) since the last operation of the schedule, as many as triggers need"""
+    skipped_in_a_row: int = 0
+    """number of consecutive last steps with a gradient that was not finite"""
+    resumed_s: float = 0.0
+    """seconds of training before this start of the run"""
+    evaluated_at: int = -1
+    """step of the last evaluation of this model; -1: none"""
+    judged_at: int = -1
+    """step of the last evaluation that counts for the best value and for early stopping"""
+    evaluation_asked_at: int = -1
+    """step of the last check whether an evaluation is due"""
+    save_asked_at: int = 0
+    """step of the last check whether a save is due"""
+    grown_at: int = -1
+    """step of the last operation that replaced the model; -1: none"""
+    sampled_at: int = 0
+    """step of the last sample text; only rank 0 knows it"""
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def settings(self) -> Settings:
+        """The current hyperparameters."""
+        return self.in_force.settings
+
+    @property
+    def loss(self) -> float | None:
+        """Validation loss of this step, also after a resume; None: not evaluated at this step."""
+        step, loss = self.losses[-1] if self.losses else (-1, None)
+        return loss if step == self.step else None
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data so far."""
+        return self.phase.epochs(self.progress.samples)
+
+    def due(self, every: Every | None) -> bool:
+        """Whether an interval ended with the last step; None is never due."""
+        if every is None:
+            return False
+        before, now = (self._position(each, every.unit) for each in (self.before, self.progress))
+        return every.due(before, now)
+
+    def _position(self, progress: Progress, unit: Literal["steps", "tokens", "epochs"]) -> int:
+        match unit:
+            case "steps":
+                return progress.step
+            case "tokens":
+                return progress.tokens
+            case "epochs":
+                return self.phase.whole_epochs(progress.samples)
+
+    def stepped(self, samples: int, tokens: int, flops: float, seconds: float) -> RunState:
+        """Return the state after one more step."""
+        progress = self.progress.after_step(samples, tokens, flops, seconds)
+        return replace(self, progress=progress, before=self.progress)
+
+    def changed(self, change: Change, in_force: State) -> RunState:
+        """Return the state after a change of the run, carried out or skipped."""
+        # losses before an operation of the schedule must not count for a plateau after it
+        losses = self.losses if change.entry is None else ()
+        return replace(self, history=(*self.history, change), in_force=in_force, losses=losses)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "course": self.phase.state(),
+            "judgement": msgspec.to_builtins(self.metrics),
+            "evaluated_at": self.evaluated_at,
+            "metrics": dict(self.evaluated),
+            "judged_at": self.judged_at,
+            "asked_at": self.evaluation_asked_at,
+            "losses": self.losses,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    @classmethod
+    def from_json(
+        cls, state: Mapping[str, Any], in_force: State, phase: DataPhase, history: History
+    ) -> RunState:
+        """Return the state whose `to_json` is `state`.
+
+        Args:
+            in_force, phase: after `history`, which is in the checkpoint's manifest.
+
+        Raises:
+            LookupError, TypeError, ValueError: `state` is not a result of `to_json`.
+        """
+
+        def read(key: str, kind: Any, default: object = msgspec.UNSET) -> Any:
+            value = state[key] if default is msgspec.UNSET else state.get(key, default)
+            return msgspec.convert(value, kind)
+
+        progress: Progress = read("progress", Progress)
+        evaluated_at: int = read("evaluated_at", int)
+        return cls(
+            in_force=in_force,
+            phase=phase.restored(state["course"]) if "course" in state else phase,
+            progress=progress,
+            # an evaluation stays due if the run stopped between a step and its evaluation
+            before=replace(
+                progress, step=max(0, progress.step - 1), samples=max(0, progress.samples - 1)
+            ),
+            history=history,
+            metrics=read("judgement", MetricState),
+            evaluated=read("metrics", dict[str, float], {}),
+            losses=read("losses", tuple[tuple[int, float], ...], ()),
+            skipped_in_a_row=read("skipped_in_a_row", int),
+            resumed_s=progress.active_s,
+            evaluated_at=evaluated_at,
+            judged_at=read("judged_at", int, evaluated_at),
+            evaluation_asked_at=read("asked_at", int, evaluated_at),
+            save_asked_at=progress.step,
+            sampled_at=progress.step,
+        )
+
+
+def budget_met(
+    budgets: Sequence[Budget],
+    progress: Progress,
+    *,
+    epochs: float,
+    validation_loss: float | None,
+    resumed_s: float = 0.0,
+) -> Budget | None:
+    """Return the first budget that is used up, or None; the same on every rank.
+
+    Budgets in seconds depend on rank 0's clock, which requests the end (`run/loop/sync_point.py`).
+    Here only the seconds before a resume count, which all ranks know.
+
+    Args:
+        epochs: passes over the data so far.
+        validation_loss: of an evaluation at this step, else None.
+        resumed_s: seconds of training before this start of the run.
+    """
+    used = _used(progress, epochs) | {"seconds": resumed_s}
+    for budget in budgets:
+        if budget.kind == "loss":
+            if validation_loss is not None and validation_loss < budget.amount:
+                return budget
+        elif used[budget.kind] >= budget.amount:
+            return budget
+    return None
+
+
+def fraction_used(budgets: Sequence[Budget], progress: Progress, epochs: float) -> float | None:
+    """Return the used fraction of the counted budget nearest to its end; None without one."""
+    used = _used(progress, epochs)
+    shares = [used[b.kind] / b.amount for b in budgets if b.kind in used]
+    return max(shares, default=None)
+
+
+def _used(progress: Progress, epochs: float) -> dict[str, float]:
+    return {
+        "steps": float(progress.step),
+        "tokens": float(progress.tokens),
+        "samples": float(progress.samples),
+        "epochs": epochs,
+    }

@@ -1,0 +1,176 @@
+"""Synchronization of all ranks between pieces of work: failures, stop requests, save requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, TypeVar, cast
+
+from instar.config.budget import Budget
+from instar.distributed.agree import (
+    Flag,
+    FlagReducer,
+    PendingFlags,
+    agree,
+    gather,
+    raise_on_all_ranks,
+)
+from instar.distributed.signals import StopSignal
+from instar.distributed.world import World
+from instar.record.control import Command, Inbox
+from instar.run.loop.state import REACHED, Decision
+
+T = TypeVar("T")
+
+
+class SaveRequest(IntEnum):
+    """Origin of an unscheduled save request. Only rank 0 sends one."""
+
+    NONE = 0
+    CLOCK = 1
+    PERSON = 2
+
+
+class Stopped(Exception):  # noqa: N818
+    """Raised on all ranks: a stop was requested, and a rank has no input for this piece of work."""
+
+
+class SyncPoint:
+    """Exchanges stop requests, save requests and rank-local failures between ranks (law 3).
+
+    Each piece of work begins with rank-local work that can fail on one rank alone. Each rank then
+    `report`s its status without waiting, and all ranks call `finish` before the first collective
+    that would hang if a rank were missing.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        signal: StopSignal,
+        time_budget: Budget | None = None,
+        inbox: Inbox | None = None,
+    ) -> None:
+        """
+        Args:
+            time_budget: seconds of training, over the whole run, until rank 0 requests the end.
+            inbox: external requests, read on rank 0.
+        """
+        self.world = world
+        self.signal = signal
+        self.pulse = FlagReducer(world)
+        self.time_budget = time_budget
+        self.active_s: Callable[[], float] = lambda: 0.0
+        """seconds of training so far, including those before a resume; called on rank 0"""
+        self.stop_requested = False
+        self.save_requested = SaveRequest.NONE
+        self.inbox = inbox if world.is_main else None
+        self.save_is_due: Callable[[], bool] = lambda: False
+        """called on rank 0 at every report"""
+        self.failing: Callable[[], str | None] = lambda: None
+        """returns why rank 0 cannot continue, or None; called at every report. A reason makes all
+        ranks stop and save."""
+        self._failed: str | None = None
+        self._reason: dict[str, str | bool] | None = None
+        """why this rank has requested the end, since the last decision"""
+        self.where = "start-up"
+
+    def begin(self, where: str, step: int) -> None:
+        """Set the piece of work that this rank begins, for messages about failures and hangs."""
+        self.where = where
+        self.world.at(where, step)
+
+    def attempt(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """Call `work`, which is rank-local; return (result, None) or (None, error)."""
+        try:
+            return work(), None
+        except Exception as error:
+            return None, error
+
+    def report(self, failure: Exception | None = None, *, giving_up: bool = False) -> PendingFlags:
+        """Send this rank's status without waiting for the others.
+
+        Args:
+            failure: error of the rank-local work.
+            giving_up: this rank cancelled a wait because it `wants_to_stop`, and cannot continue.
+        """
+        sums = float(self._wish_to_save()), float(giving_up)
+        if failure is not None:
+            return self.pulse.send(Flag.ERROR, sums)
+        return self.pulse.send(Flag.STOP if self.wants_to_stop() else Flag.NONE, sums)
+
+    def finish(self, beat: PendingFlags, failure: Exception | None = None) -> None:
+        """Receive the status of all ranks and store their requests. A collective.
+
+        Args:
+            beat: from `report`.
+            failure: as passed to `report`.
+
+        Raises:
+            PeerError: a rank failed; names it and its error.
+            Stopped: a rank cannot continue, and all must stop.
+        """
+        said = beat.wait()
+        if said.errors:
+            with raise_on_all_ranks(self.world, f"in {self.where}"):
+                if failure is not None:
+                    raise failure
+        self.stop_requested = self.stop_requested or said.stop > 0
+        self.save_requested = max(self.save_requested, SaveRequest(int(said.sums[0])))
+        if said.sums[1] > 0:
+            raise Stopped
+
+    def sync(self) -> bool:
+        """`report` and `finish` at once; return whether a stop is requested. A collective."""
+        self.finish(self.report())
+        return self.stop_requested
+
+    def answer(self, command: Command) -> None:
+        """Acknowledge an external request as done."""
+        if self.inbox is not None:
+            self.inbox.answer(command)
+
+    def decision(self) -> Decision:
+        """Turn the stop request into a decision: rank 0 chooses among the ranks' reasons.
+
+        A collective. Resets the request, so later work stops only for a new one.
+        """
+        posted = [cast(dict[str, Any], r) for r in gather(self.world, self._reason) if r]
+        chosen = next((reason for reason in posted if reason["interrupted"]), posted[0])
+        said = cast(dict[str, Any], agree(self.world, chosen))
+        if not said["interrupted"]:
+            self.time_budget = None
+        self._reason, self.stop_requested = None, False
+        return Decision(said["reason"], said["interrupted"], said["failed"])
+
+    def wants_to_stop(self) -> bool:
+        """Whether this rank requests a stop; stays true if the request is withdrawn later."""
+        self._reason = self._reason or self._why_stop()
+        return self._reason is not None
+
+    def _wish_to_save(self) -> SaveRequest:
+        if not self.world.is_main:
+            return SaveRequest.NONE
+        if self._asked("save"):
+            return SaveRequest.PERSON
+        return SaveRequest.CLOCK if self.save_is_due() else SaveRequest.NONE
+
+    def _why_stop(self) -> dict[str, str | bool] | None:
+        """Return the arguments of this rank's `Decision` as JSON; None: it requests no stop."""
+        self._failed = self._failed or self.failing()
+        asked = "instar control stop" if self._asked("stop") else None
+        if told := self.signal.requested or asked or self._failed:
+            return {"reason": told, "interrupted": True, "failed": told == self._failed}
+        if self._late():
+            reason = f"{REACHED}{self.time_budget}"
+            return {"reason": reason, "interrupted": False, "failed": False}
+        return None
+
+    def _asked(self, command: Command) -> bool:
+        return self.inbox is not None and self.inbox.asked(command)
+
+    def _late(self) -> bool:
+        return (
+            self.time_budget is not None
+            and self.world.is_main
+            and self.active_s() >= self.time_budget.amount
+        )

@@ -1,0 +1,203 @@
+"""Training loop: decide, change, save, step, evaluate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+from instar.data.loader import StepBatch, WaitCancelled
+from instar.distributed.agree import PendingFlags, agree
+from instar.distributed.world import RunFailed
+from instar.run.changes.scheduled import change_if_due
+from instar.run.loop.checkpointing import save, save_if_due
+from instar.run.loop.components import Components
+from instar.run.loop.gradients import LayerStats
+from instar.run.loop.state import REACHED, Decision, Every, Progress, RunState, budget_met
+from instar.run.loop.step import StepResult
+from instar.run.loop.sync_point import Stopped
+from instar.run.loop.validation import validate, validate_if_due
+from instar.schedule.settings import learning_rate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Progress and decision at the end of a run."""
+
+    progress: Progress
+    decision: Decision
+
+
+class Trainer:
+    """Trains a run from its first step to its end. All ranks call the same methods."""
+
+    def __init__(self, parts: Components, state: RunState) -> None:
+        self.parts, self.state = parts, state
+        self._step_begun: float | None = None
+        parts.sync.active_s = self.active_s
+        parts.sync.save_is_due = parts.saver.overdue
+
+    def train(self) -> Outcome:
+        """Train until a budget is used up, early stopping, or a stop request. A collective.
+
+        Raises:
+            RunFailed: a rank failed, or too many consecutive steps had a non-finite gradient.
+        """
+        parts = self.parts
+        if parts.config.eval.at_start and self.state.step == 0:
+            self.evaluate()
+        # a resumed run may have stopped between a step and its evaluation
+        self.state = validate_if_due(self.state, parts)
+        while (decision := self.decide()) is None:
+            self.state, reevaluated = change_if_due(self.state, parts)
+            if reevaluated:
+                continue
+            self.state = save_if_due(self.state, parts)
+            self.step()
+            self.state = validate_if_due(self.state, parts)
+            self.state = parts.text_sampler.sample_if_due(self.state, parts.stepper, parts.logger)
+            parts.weight_analyzer.analyze_if_due(
+                self.state, parts.stepper, parts.validation, parts.logger
+            )
+        parts.weight_analyzer.finish(self.state, parts.logger)
+        if not decision.interrupted and self.state.evaluated_at != self.state.step:
+            self.evaluate()
+        parts.logger.tell_interval(self.state.progress)
+        self.state = parts.text_sampler.sample_if_due(
+            self.state, parts.stepper, parts.logger, last=not decision.interrupted
+        )
+        return Outcome(self.state.progress, decision)
+
+    def step(self) -> None:
+        """Train on the next global batch. A collective.
+
+        No effect if a stop is requested while a rank waits for its samples.
+        """
+        state, parts, number = self.state, self.parts, self.state.step
+        begun = self._step_begun = time.perf_counter()
+        parts.sync.begin(f"step {number + 1}", number + 1)
+        parts.rank_log.step = number + 1
+        lr = learning_rate(state.settings, number)
+        layers_every = parts.config.record.layers_every
+        if layers_every and Every(layers_every).due(number, number + 1) and parts.world.is_main:
+            parts.stepper.layers = LayerStats()
+        try:
+            batch, flags = self._next_batch()
+            # receive the other ranks' status at the latest point where leaving hangs no rank
+            hear = partial(parts.sync.finish, flags)
+            result = parts.stepper.step(batch, number, lr, before_sync=hear)
+        except Stopped:
+            self._step_begun = None
+            return
+        weight, seconds = batch.weight, time.perf_counter() - begun
+        state = self.state.stepped(
+            batch.plan.count, round(weight), parts.task.flops(weight), seconds
+        )
+        skipped = state.skipped_in_a_row + 1 if result.skipped else 0
+        self.state = replace(state, skipped_in_a_row=skipped)
+        self._step_begun = None
+        self._record(batch, result, lr)
+
+    def _next_batch(self) -> tuple[StepBatch, PendingFlags]:
+        """Return this rank's share of the next samples; a rank that cannot read ends all ranks."""
+        state, parts = self.state, self.parts
+        assert parts.loader is not None
+        take = partial(
+            parts.loader.take,
+            state.phase.place(state.progress.samples),
+            state.settings.global_batch,
+            state.settings.batch_size,
+            parts.sync.wants_to_stop,
+        )
+        if not parts.loaders.reads:
+            parts.world.position.expect("the samples that rank 0 sends")
+        begun = time.perf_counter()
+        batch, failure = parts.sync.attempt(take)
+        parts.logger.waited(time.perf_counter() - begun)
+        gave_up = isinstance(failure, WaitCancelled)
+        failure = None if gave_up else failure
+        flags = parts.sync.report(failure, giving_up=gave_up)
+        if batch is None:
+            parts.sync.finish(flags, failure)
+            raise RunFailed(f"{parts.sync.where}: no batch, and no rank said why")
+        if batch.epoch_samples != state.phase.samples_per_epoch:
+            phase = state.phase.learnt(batch.epoch_samples)
+            self.state = replace(state, phase=phase)
+            parts.logger.epochs = phase.epochs
+        return batch, flags
+
+    def _record(self, batch: StepBatch, result: StepResult, lr: float) -> None:
+        """Record the step; raise RunFailed after too many consecutive skipped steps."""
+        parts, progress, skipped = self.parts, self.state.progress, self.state.skipped_in_a_row
+        parts.logger.stepped(self.state, batch, result, lr)
+        if (layers := parts.stepper.layers) is not None:
+            parts.logger.layered(progress, layers)
+            parts.stepper.layers = None
+        if (watch := parts.stepper.watch) is not None:
+            parts.logger.reached_new(progress, watch)
+            if watch.over:
+                parts.stepper.watch = None
+        if not skipped:
+            return
+        parts.logger.skipped(progress, skipped)
+        if skipped >= parts.config.train.max_skipped_steps:
+            raise RunFailed(
+                f"step {progress.step}: the gradient was not finite for {skipped} steps in a row; "
+                "lower optimizer.lr or clip harder, or look for bad samples"
+            )
+
+    def evaluate(self) -> None:
+        """Evaluate now. A collective."""
+        self.state = validate(self.state, self.parts)
+
+    def save(self, reason: str, *, wait: bool = False, must: bool = False) -> None:
+        """Save now, see `checkpointing.save`. A collective."""
+        save(self.state, self.parts, reason, wait=wait, must=must)
+
+    def decide(self) -> Decision | None:
+        """Return why the run ends here, or None. Rank 0 decides for all ranks.
+
+        A collective only after a stop request, after an evaluation, or when a counted budget is
+        used up, which every rank knows; otherwise there is nothing to decide.
+        """
+        parts = self.parts
+        if parts.sync.stop_requested:
+            return parts.sync.decision()
+        reason = self._end_reason()
+        if reason is None and self.state.evaluated_at != self.state.step:
+            return None
+        told = agree(parts.world, reason)
+        return None if told is None else Decision(str(told), interrupted=False)
+
+    def over(self) -> str | None:
+        """Return why a run that was just resumed is complete; None: there is something left to do.
+
+        The same on all ranks, which have restored the same state. A run whose last step is not
+        evaluated is not complete.
+        """
+        return self._end_reason() if self.state.evaluated_at == self.state.step else None
+
+    def _end_reason(self) -> str | None:
+        """Return the budget that is used up, or, if just evaluated, early stopping's reason."""
+        state, parts = self.state, self.parts
+        met = budget_met(
+            parts.budgets,
+            state.progress,
+            epochs=state.epochs,
+            validation_loss=state.loss,
+            resumed_s=state.resumed_s,
+        )
+        if met is not None:
+            return f"{REACHED}{met}"
+        evaluated = state.evaluated_at == state.step
+        return parts.tracker.give_up(state.metrics) if evaluated else None
+
+    def active_s(self) -> float:
+        """Seconds of training over the whole run, including the current step."""
+        begun = self._step_begun
+        now = 0.0 if begun is None else time.perf_counter() - begun
+        return self.state.progress.active_s + now
+
+    def close(self, limit_s: float = 0.2) -> None:
+        """Stop reading samples; see `Components.close`."""
+        self.parts.close(limit_s)

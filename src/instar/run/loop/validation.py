@@ -1,0 +1,73 @@
+"""Validation of a run: evaluates the validation split and updates the run's state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from instar.run.loop.checkpointing import best_is_now
+from instar.run.loop.components import Components
+from instar.run.loop.evaluate import evaluate
+from instar.run.loop.state import Every, RunState
+from instar.run.loop.step import enter
+from instar.schedule.triggers import losses_needed
+
+
+def validate_if_due(state: RunState, parts: Components) -> RunState:
+    """Evaluate if an interval has ended. Each step is checked once, also after a resume.
+
+    A collective.
+    """
+    if state.step in (0, state.evaluation_asked_at):
+        return state
+    epochs = parts.config.eval.eval_epochs
+    every = Every(state.settings.eval_interval) if epochs is None else Every(epochs, "epochs")
+    due = state.due(every)
+    if due and state.evaluated_at != state.step:
+        state = validate(state, parts)
+    # an evaluation that a stop request cut short stays due
+    if not due or state.evaluated_at == state.step:
+        state = replace(state, evaluation_asked_at=state.step)
+    return state
+
+
+def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunState:
+    """Evaluate the weights, or their moving average if there is one. A collective.
+
+    Args:
+        judged: the result counts for the best value, for early stopping and for the plateau.
+
+    Returns:
+        the state with the result; unchanged if a stop was requested meanwhile.
+    """
+    config, stepper = parts.config, parts.stepper
+    parts.sync.begin(f"evaluation at step {state.step}", state.step)
+    enter(stepper.bare_model, state.step)
+    stepper.share_buffers()
+    with stepper.averaged_weights():
+        result = evaluate(
+            parts.task,
+            stepper.bare_model,
+            parts.validation,
+            parts.world,
+            batch_size=config.eval.batch_size or state.settings.batch_size,
+            limit=state.settings.eval_iters
+            # evaluations are compared with each other, so batch_size must not change the subset
+            and state.settings.eval_iters * parts.initial.settings.batch_size,
+            seed=config.data_seed,
+            autocast=stepper.autocast,
+            safe=parts.sync,
+        )
+    if result is None:
+        return state
+    kept = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
+    state = replace(
+        state,
+        evaluated=result.values(),
+        evaluated_at=state.step,
+        losses=(*state.losses, (state.step, result.loss))[-kept:],
+    )
+    if judged:
+        metrics = parts.tracker.see(state.metrics, result.values(), state.step)
+        state = replace(state, metrics=metrics, judged_at=state.step)
+    parts.logger.evaluated(state.progress, result, best=best_is_now(state, parts) if judged else ())
+    return state

@@ -1,0 +1,83 @@
+"""Text of an operation: its changes for the display, and the block in rank 0's log."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from instar.growth.proof import Proof
+from instar.models.architecture import AXES
+from instar.models.lora import Lora
+from instar.models.shape import Growable, streams_of
+from instar.schedule.operations import Change, State
+
+Differences = Mapping[str, tuple[Any, Any]]
+
+
+def differences(before: State, after: State) -> Differences:
+    """Return the settings and parts of the architecture that differ, as (before, after) by name."""
+    pairs: tuple[tuple[Any, Any], ...] = (
+        (before.settings, after.settings),
+        (before.architecture, after.architecture),
+    )
+    return {
+        field.name: (getattr(was, field.name), getattr(now, field.name))
+        for was, now in pairs
+        for field in dataclasses.fields(was)
+        if getattr(was, field.name) != getattr(now, field.name)
+    }
+
+
+def shape_text(shape: Growable) -> str:
+    """Return `12L/768d`: the number of blocks, and of channels of the residual stream."""
+    sizes = shape.sizes()
+    parts = [f"{sizes['layers']}L"] if "layers" in sizes else []
+    parts += [f"{sizes[stream]}d" for stream in streams_of(shape)[:1]]
+    return "/".join(parts) or ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
+def changed_text(differ: Differences) -> str:
+    """Return `2048→3072`, with names if several values changed."""
+    sizes = {name: pair for name, pair in differ.items() if name in AXES.values()}
+    told = sizes or {name: pair for name, pair in differ.items() if name != "mask"}
+    texts = {name: f"{_short(was)}→{_short(now)}" for name, (was, now) in told.items()}
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return ", ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def log_block(
+    change: Change, differ: Differences, loss: float | None, proof: Proof | None, *, ddp: bool
+) -> str:
+    """Return the log lines of an operation, in the format that existing log parsers expect."""
+    value = "" if change.operation.value is None else f" {change.operation.value}"
+    lines = [
+        f"=== SCALING OPERATION TRIGGERED{' (DDP SYNC)' * ddp} ===",
+        f"Operation: {change.operation.name}{value}",
+        f"Trigger reason: {change.reason}",
+        f"Current val loss: {'not evaluated here' if loss is None else f'{loss:.4f}'}",
+        *(f"{name}: {_short(was)} -> {_short(now)}" for name, (was, now) in differ.items()),
+        *([] if proof is None else [f"Proof: {in_words(proof)}"]),
+        "=== SCALING OPERATION COMPLETE ===",
+    ]
+    return "\n".join(lines)
+
+
+def in_words(proof: Proof) -> str:
+    """Return `exact, max|Δlogit| 2.1e-06 (relative 4.0e-07), Δloss -1.2e-08: holds`."""
+    return (
+        f"{proof.label}, max|Δlogit| {proof.max_logit_diff:.1e} "
+        f"(relative {proof.max_logit_diff_relative:.1e}), Δloss {proof.delta_loss:.1e}: "
+        f"{'holds' if proof.holds else 'does not hold'}"
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, tuple):
+        return ", ".join(map(_short, value)) or "none"
+    if isinstance(value, Lora):
+        return f"{value.target} r={value.rank} α={value.alpha:g}"
+    return str(value)

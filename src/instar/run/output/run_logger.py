@@ -1,0 +1,459 @@
+"""Writes a run's events to the record and the display."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from instar.config.budget import Budget
+from instar.config.origins import in_yaml, redacted_value
+from instar.data.loader import StepBatch
+from instar.distributed.agree import gather, reduce_sums
+from instar.distributed.world import World
+from instar.growth.analysis import WeightAnalysis
+from instar.growth.apply import moments_mode
+from instar.growth.proof import Proof
+from instar.models.shape import count_parameters
+from instar.record.console import Console
+from instar.record.events import (
+    AnalysisEvent,
+    Eval,
+    Layers,
+    NewGradients,
+    OperationEvent,
+    Placed,
+    RunFinished,
+    RunStarted,
+    Saved,
+    Skip,
+    Stop,
+    Train,
+    Warn,
+    Wrote,
+)
+from instar.record.format import confusion_lines, si
+from instar.record.recorder import Sink
+from instar.record.system import memory_bytes
+from instar.run.loop.dead_parameters import GradientWatch
+from instar.run.loop.early_stopping import RuleState
+from instar.run.loop.evaluate import Evaluation, TestResult
+from instar.run.loop.gradients import LayerStats
+from instar.run.loop.state import Decision, Every, Progress, RunState
+from instar.run.loop.step import PeakFlops, StepResult
+from instar.run.output.operation_text import changed_text, differences, log_block
+from instar.run.output.save import SaveResult
+from instar.schedule.operations import Change, State
+
+logger = logging.getLogger(__name__)
+
+
+LARGEST_TABLE = 12
+"""maximum number of classes of a confusion matrix that is displayed"""
+
+P = TypeVar("P", bound=Placed)
+
+_MEMORY = {
+    "asymmetric": "optimizer mapped",
+    "mapped": "optimizer mapped, copies alike",
+    "reset": "optimizer reset",
+}
+"""Effect of an operation on the optimizer's state, in words."""
+
+
+class RunLogger:
+    """Accumulates step results and logs them every `log_interval` steps.
+
+    A logged loss is the exact mean over all ranks and all steps of an interval, which starts after
+    every `log_interval`-th step and after growth. In between, the terminal shows rank 0's own share
+    of one step. An interval that the run's end cuts short is logged as far as it got. A checkpoint
+    stores the interval, so that a resumed run logs the same as an uninterrupted one.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        sink: Sink,
+        console: Console,
+        *,
+        log_interval: int,
+        budgets: Sequence[Budget],
+        peak: PeakFlops | None,
+        best_metric: str = "loss",
+    ) -> None:
+        """
+        Args:
+            peak: peak FLOP/s of all ranks' devices together; None on ranks that do not log.
+            best_metric: metric of the pointer `checkpoints/best`.
+        """
+        self.world, self.sink, self.console = world, sink, console
+        self.interval = Every(log_interval)
+        self.epochs: Callable[[int], float] = lambda _: 0.0
+        """passes over the data at a cursor; set by the trainer"""
+        self.budgets = budgets
+        self.best_metric = best_metric
+        self.peak = peak
+        self.started = time.monotonic()
+        self.paused_s = 0.0
+        """total seconds between saves and the resumes from them"""
+        self.last_loss: float | None = None
+        self.last_step = math.nan, 0.0
+        """gradient norm and learning rate of the last step"""
+        self._forget(Progress())
+
+    def _forget(self, progress: Progress) -> None:
+        """Start a new interval."""
+        self.since = self.told = progress
+        self.loss_sum: torch.Tensor | None = None
+        self.weight = 0.0
+        self.waited_s = 0.0
+
+    def opened(self, event: RunStarted, where: Path, *, only_test: bool = False) -> None:
+        """Log the start of the run.
+
+        Args:
+            only_test: write no event: a test alone does not supersede the record after its step.
+        """
+        if not only_test:
+            self.sink.write(event)
+        self.console.header(event, where)
+
+    def waited(self, seconds: float) -> None:
+        """Add time spent waiting for samples."""
+        self.waited_s += seconds
+
+    def stepped(self, state: RunState, batch: StepBatch, result: StepResult, lr: float) -> None:
+        """Add a step; log the interval after the first step and after every `log_interval`-th.
+
+        A collective when an interval is logged.
+        """
+        progress, total = state.progress, result.loss_sum
+        before = self.loss_sum
+        self.loss_sum = total if before is None else before.to(total.dtype) + total
+        self.weight += batch.weight
+        self.last_step = result.grad_norm, lr
+        if progress.step > 1 and not state.due(self.interval):
+            if self.console.due:
+                weight = sum(micro.weight for micro in batch.micro_batches)
+                loss = total.item() / weight if weight else math.nan
+                event = self._train_event(progress, loss, result.grad_norm, lr)
+                self.console.progress(event, self._eta(progress))
+            return
+        self.tell_interval(progress)
+        self._forget(progress)
+        if self.peak is not None:
+            self.peak.measure_again()
+
+    def tell_interval(self, progress: Progress, *, grown: bool = False) -> None:
+        """Log the steps of the current interval that are not logged yet. A collective.
+
+        Args:
+            grown: start a new interval, because the next steps train another model.
+        """
+        if self.loss_sum is None:
+            return
+        if progress.step > self.told.step:
+            sums = reduce_sums(self.world, {"loss": self.loss_sum.item()})
+            self.last_loss = sums["loss"] / self.weight
+            grad_norm, lr = self.last_step
+            event = self._train_event(progress, self.last_loss, grad_norm, lr)
+            event = msgspec.structs.replace(event, steps=progress.step - self.since.step)
+            self.console.train(self._write(progress, event), self._eta(progress))
+            logger.info(
+                "step %d: loss %.4f, gradient norm %.3f", progress.step, event.loss, grad_norm
+            )
+            self.told = progress
+        if grown:
+            self._forget(progress)
+
+    def _train_event(self, progress: Progress, loss: float, grad_norm: float, lr: float) -> Train:
+        seconds = progress.active_s - self.since.active_s
+        return Train(
+            step=progress.step,
+            tokens=progress.tokens,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens_per_s=(progress.tokens - self.since.tokens) / seconds,
+            mfu=None
+            if self.peak is None
+            else self.peak.share((progress.flops - self.since.flops) / seconds),
+            data_wait=self.waited_s / seconds,
+            memory_bytes=memory_bytes(str(self.world.device)),
+        )
+
+    def layered(self, progress: Progress, layers: LayerStats) -> None:
+        """Log a step's gradient norm and update ratio (0 if skipped) per layer."""
+        self._write(
+            progress,
+            Layers(
+                step=progress.step,
+                grad_norm=dict(layers.grad_norm),
+                update_ratio=dict(layers.update_ratio),
+            ),
+        )
+
+    def wrote(self, progress: Progress, prompt: str, text: str) -> None:
+        """Log a sample text."""
+        self._write(progress, Wrote(step=progress.step, prompt=prompt, text=text))
+        logger.info("step %d: wrote %r", progress.step, text)
+
+    def skipped(self, progress: Progress, consecutive: int) -> None:
+        self._write(progress, Skip(step=progress.step, consecutive=consecutive))
+        self.console.warn(f"step {progress.step}: gradient not finite, update skipped on all ranks")
+
+    def evaluated(
+        self, progress: Progress, result: Evaluation, *, best: Sequence[str], split: str = "val"
+    ) -> None:
+        event = Eval(
+            step=progress.step,
+            split=split,
+            loss=result.loss,
+            eval_tokens=round(result.weight),
+            seconds=result.seconds,
+            standard_error=result.metrics["loss"].standard_error,
+            best=self.best_metric in best,
+            best_of=tuple(best),
+            extra={name: m.value for name, m in result.metrics.items() if name != "loss"},
+            errors={
+                name: m.standard_error
+                for name, m in result.metrics.items()
+                if name != "loss" and m.standard_error is not None
+            },
+        )
+        self.console.evaluated(self._write(progress, event))
+        told = {"val": "validation"}.get(split, split)
+        logger.info("step %d: %s loss %.4f", progress.step, told, result.loss)
+
+    def tested(
+        self,
+        progress: Progress,
+        tested: TestResult,
+        confusions: Mapping[str, list[list[int]]],
+        where: Path,
+    ) -> None:
+        """Log the result of the final test."""
+        self.evaluated(progress, tested.evaluation, best=(), split="test")
+        for target, matrix in confusions.items():
+            if len(matrix) <= LARGEST_TABLE:
+                for line in confusion_lines(target, matrix):
+                    self.console.say(line)
+        self.console.say(f"tested the weights of step {tested.step:,} ({tested.weights}) → {where}")
+        logger.info("tested the weights of step %d (%s)", tested.step, tested.weights)
+
+    def saved(self, save: SaveResult) -> None:
+        """Log the result of a save, of this step or an earlier one."""
+        step = save.snapshot.progress.step
+        if save.path is None:
+            self.warn(f"step {step:,} could not be saved, training goes on: {save.error}", step)
+            return
+        event = Saved(
+            step=step,
+            path=str(save.path),
+            reason=save.snapshot.facts.reason,
+            seconds=save.seconds,
+            stall_s=save.stall_s,
+            size_bytes=save.size_bytes(),
+        )
+        self._write(save.snapshot.progress, event)
+        self.sink.sync()
+        logger.info("saved %s in %.2f s: %s", save.path.name, save.seconds, event.reason)
+
+    def operated(
+        self,
+        progress: Progress,
+        change: Change,
+        before: State,
+        after: State,
+        *,
+        proof: Proof | None,
+        seconds: float,
+        loss: float | None,
+    ) -> None:
+        """Log an operation between two steps; `proof` is given for operations on the model."""
+        operation, differ = change.operation, differences(before, after)
+        notes, measured = list[str](), dict[str, float]()
+        if proof is not None:
+            sizes = [count_parameters(state.architecture).total for state in (before, after)]
+            notes = ["→".join(map(si, sizes)), _MEMORY[moments_mode(operation)]]
+            measured = {
+                "max_logit_diff": proof.max_logit_diff,
+                "max_logit_diff_relative": proof.max_logit_diff_relative,
+                "delta_loss": proof.delta_loss,
+                "parameters_before": sizes[0],
+                "parameters_after": sizes[1],
+            }
+        event = OperationEvent(
+            step=progress.step,
+            name=operation.name,
+            value=operation.value,
+            verb="SET" if proof is None else "GROW",
+            change=changed_text(differ),
+            reason=change.reason,
+            notes=tuple(notes),
+            preserves=proof.label if proof else "",
+            proof=measured,
+            seconds=seconds,
+            architecture=dict(after.architecture.to_dict()) if proof else {},
+        )
+        self.console.operated(self._write(progress, event))
+        self.sink.sync()
+        logger.info("%s", log_block(change, differ, loss, proof, ddp=self.world.size > 1))
+
+    def reached_new(self, progress: Progress, watch: GradientWatch) -> None:
+        """Log the gradients of an operation's new parameters; warn if they are dead."""
+        kept, new = watch.norms[-1]
+        event = NewGradients(
+            step=progress.step, operation=watch.operation, grad_norm_kept=kept, grad_norm_new=new
+        )
+        self._write(progress, event)
+        if watch.dead:
+            self.warn(
+                f"no gradient has reached the parameters that {watch.operation} made new: they "
+                "will never train",
+                progress.step,
+            )
+        elif watch.over and (dead := watch.unreached):
+            some = ", ".join(f"{count} of {name}" for name, count in list(dead.items())[:3])
+            self.warn(
+                f"no gradient has reached some rows or columns that {watch.operation} made new, "
+                f"and they will never train: {some}{', …' if len(dead) > 3 else ''}",
+                progress.step,
+            )
+
+    def analyzed(self, progress: Progress, found: WeightAnalysis, seconds: float) -> None:
+        """Log the result of a weight analysis; `progress` is where it was started."""
+        event = AnalysisEvent(
+            step=progress.step,
+            findings=found.to_dict(),
+            suggestions=found.suggestions,
+            seconds=seconds,
+        )
+        self._write(progress, event)
+        for suggestion in found.suggestions:
+            self.console.say(f"step {progress.step:,}: {suggestion}")
+
+    def overridden(self, progress: Progress, changed: Mapping[str, tuple[object, object]]) -> None:
+        """Log the config keys that were changed at a resume, as (before, after)."""
+        for key, values in changed.items():
+            shown = [redacted_value(key, value) for value in values]
+            before, after = map(in_yaml, shown)
+            event = OperationEvent(
+                step=progress.step,
+                name="override",
+                value={key: shown[1]},
+                change=f"{key} {before} → {after}",
+                reason="set at resume",
+            )
+            self._write(progress, event)
+            self.console.say(f"{key}: {before} → {after}")
+
+    def warn(self, message: str, step: int) -> None:
+        """Log a warning."""
+        self.sink.write(Warn(message=message, step=step))
+        self.console.warn(message)
+        logger.warning("%s", message)
+
+    def closed(
+        self, progress: Progress, decision: Decision, best: Mapping[str, RuleState], where: Path
+    ) -> None:
+        """Log the regular end of the run: its reason and its totals."""
+        self._write(
+            progress,
+            Stop(step=progress.step, reason=decision.reason, resumable=decision.interrupted),
+        )
+        lowest = best.get("loss", RuleState())
+        followed = best.get(self.best_metric, RuleState())
+        event = RunFinished(
+            step=progress.step,
+            loss=self.last_loss,
+            best_loss=lowest.best,
+            best_step=lowest.best_step,
+            best_metric=self.best_metric,
+            best_value=followed.best,
+            best_value_step=followed.best_step,
+            tokens_per_s=progress.tokens / progress.active_s if progress.active_s else None,
+        )
+        event = self._write(progress, event)
+        stopped = "" if decision.is_budget else decision.reason
+        self.console.finished(event, where, stopped=stopped)
+
+    def state(self) -> dict[str, Any]:
+        """Return the logger's state as JSON. A collective."""
+        interval: dict[str, Any] | None = None
+        sums = gather(self.world, None if self.loss_sum is None else self.loss_sum.item())
+        if self.loss_sum is not None:
+            interval = {
+                "loss_sums": sums,
+                "weight": self.weight,
+                "waited_s": self.waited_s,
+                "since": dataclasses.asdict(self.since),
+            }
+        return {
+            "interval": interval,
+            "last_loss": self.last_loss,
+            "wall_s": self.wall_s(),
+            "paused_s": self.paused_s,
+            "saved_at": time.time(),
+        }
+
+    def restore(self, state: Mapping[str, Any], progress: Progress) -> None:
+        """Restore what `state` returned; the pause since the save counts as wall-clock time."""
+        saved_at, wall_s = (msgspec.convert(state[key], float) for key in ("saved_at", "wall_s"))
+        pause = max(0.0, time.time() - saved_at)
+        self.paused_s = msgspec.convert(state.get("paused_s", 0.0), float) + pause
+        self.started = time.monotonic() - wall_s - pause
+        self.last_loss = msgspec.convert(state["last_loss"], float | None)
+        self._forget(progress)
+        if (interval := state.get("interval")) is not None:
+            sums = msgspec.convert(interval["loss_sums"], list[float])
+            rank = self.world.rank
+            whole = math.fsum(sums) if rank == 0 else 0.0
+            mine = sums[rank] if len(sums) == self.world.size else whole
+            self.loss_sum = torch.tensor(mine, dtype=torch.float64, device=self.world.device)
+            self.weight = msgspec.convert(interval["weight"], float)
+            self.waited_s = msgspec.convert(interval["waited_s"], float)
+            self.since = msgspec.convert(interval["since"], Progress)
+
+    def wall_s(self) -> float:
+        """Wall-clock seconds since the run began, including pauses."""
+        return time.monotonic() - self.started
+
+    def _write(self, progress: Progress, event: P) -> P:
+        """Write an event with the run's totals and return it as written."""
+        placed = msgspec.structs.replace(
+            event,
+            samples=progress.samples,
+            tokens=progress.tokens,
+            epoch=self.epochs(progress.samples),
+            flops=progress.flops,
+            wall_s=self.wall_s(),
+            active_s=progress.active_s,
+        )
+        self.sink.write(placed)
+        return placed
+
+    def _eta(self, progress: Progress) -> float | None:
+        """Estimated seconds until the first budget is used up, at the pace so far (without pauses
+        between resumes); None without a budget that allows an estimate."""
+        running = self.wall_s() - self.paused_s
+        used = {
+            "steps": float(progress.step),
+            "tokens": float(progress.tokens),
+            "samples": float(progress.samples),
+            "epochs": self.epochs(progress.samples),
+            "seconds": progress.active_s,
+        }
+        left = [
+            running * (budget.amount / used[budget.kind] - 1.0)
+            for budget in self.budgets
+            if budget.kind != "loss" and used[budget.kind] > 0
+        ]
+        return max(0.0, min(left)) if left else None

@@ -1,0 +1,231 @@
+"""Saving snapshots of a run, in the foreground or asynchronously while training continues."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from instar.checkpoint.listing import RetentionPolicy, point, prune
+from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Facts, Pattern
+from instar.checkpoint.store import publish
+from instar.config.errors import InstarError
+from instar.config.schema import CheckpointConfig, Direction
+from instar.distributed.agree import raise_on_all_ranks
+from instar.distributed.parallel import check_replicas_equal
+from instar.distributed.world import RunFailed, World, with_own_group
+from instar.run.loop.state import Progress
+
+logger = logging.getLogger(__name__)
+
+
+MAX_FAILURES = 3
+"""Number of consecutive failed saves that ends the run."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that this rank saves at one step."""
+
+    progress: Progress
+    components: Mapping[str, Mapping[str, torch.Tensor]]
+    state: Mapping[str, Any]
+    architecture: Mapping[str, Any]
+    history: list[Any]
+    facts: Facts
+    best: tuple[str, ...] = ()
+    """best pointers to set to this checkpoint, one per metric whose best value so far it has"""
+
+    def replicated(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that must be equal on all ranks, as `<component>/<name>`."""
+        return {
+            f"{component}/{name}": tensor
+            for component, tensors in self.components.items()
+            if COMPONENTS[component].pattern is Pattern.REPLICATED
+            for name, tensor in tensors.items()
+        }
+
+    def held(self, rank: int) -> Snapshot:
+        """Return a CPU copy of what this rank writes, so that the next step may change it."""
+        own = {
+            component: {name: tensor.detach().to("cpu", copy=True) for name, tensor in part.items()}
+            for component, part in self.components.items()
+            if rank == 0 or COMPONENTS[component].pattern is Pattern.PER_RANK
+        }
+        return replace(self, components=own)
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """Result of a save."""
+
+    snapshot: Snapshot
+    path: Path | None
+    """None: the save failed"""
+    seconds: float
+    """duration from the snapshot to the published folder"""
+    stall_s: float
+    """duration for which training was blocked"""
+    error: InstarError | None = None
+
+    def size_bytes(self) -> int:
+        files = self.path.rglob("*") if self.path else ()
+        return sum(file.stat().st_size for file in files if file.is_file())
+
+
+class Saver:
+    """Saves snapshots, one at a time, in the background if `checkpoint.asynchronous` is set.
+
+    All ranks call `save` at the same steps. A failed save is a warning, and the next one is tried
+    as usual; `MAX_FAILURES` in a row end the run. If replicas differ, the run ends before anything
+    is written.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        world: World,
+        root: Path,
+        tell: Callable[[SaveResult], None],
+        limit_s: float = 600.0,
+        better: Direction = "min",
+    ) -> None:
+        """
+        Args:
+            tell: called with the result of every save, on the calling thread.
+            limit_s: longest wait for a background save, in seconds.
+            better: direction in which the first metric of `best_of` improves.
+        """
+        self.config, self.world, self.root, self.tell = config, world, root, tell
+        self.limit_s = limit_s
+        self.keep = RetentionPolicy(
+            config.keep_last, config.keep_best, config.keep_every, config.best_of[0], better
+        )
+        # background saves use their own process group, so that training does not wait for them
+        self.writers = with_own_group(world) if config.asynchronous else world
+        self.last_save = time.monotonic()
+        self.failures = 0
+        self.pending: Future[SaveResult] | None = None
+
+    def overdue(self) -> bool:
+        """Whether `every_minutes` have passed since the last save, by this rank's clock."""
+        every = self.config.every_minutes
+        return every is not None and time.monotonic() - self.last_save > 60.0 * every
+
+    def save(self, snapshot: Snapshot, *, wait: bool = False, must: bool = False) -> None:
+        """Save a snapshot. A collective.
+
+        Args:
+            wait: return after the save; by default a background save returns as soon as the next
+                step may change the tensors.
+            must: like `wait`, and raise if the save fails.
+
+        Raises:
+            RunFailed: replicas differ, or too many consecutive saves have failed.
+            CheckpointError, PeerError: the save failed, and `must` is set.
+        """
+        begun = self.last_save = time.monotonic()
+        self.finish()
+        check_replicas_equal(self.world, snapshot.replicated())
+        if self.config.asynchronous and not (wait or must):
+            held = snapshot.held(self.world.rank)
+            stall_s = time.monotonic() - begun
+            self.pending = in_background(
+                lambda: self._write(held, self.writers, begun, stall_s), "instar-saver"
+            )
+            return
+        saved = self._write(snapshot, self.world, begun)
+        self._over(saved)
+        if must and saved.error is not None:
+            raise saved.error
+
+    def poll(self) -> None:
+        """Report a background save that has succeeded; `finish` reports failures, on all ranks."""
+        if self.pending is not None and self.pending.done() and self.pending.exception() is None:
+            saved = self.pending.result()
+            if saved.error is None:
+                self.pending = None
+                self._over(saved)
+
+    def finish(self) -> None:
+        """Wait for the background save, if there is one.
+
+        Raises:
+            RunFailed: too many consecutive saves have failed, or this one exceeds `limit_s`.
+        """
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            try:
+                saved = pending.result(self.limit_s)
+            except futures.TimeoutError as error:
+                raise RunFailed(
+                    f"the last save has not ended within {self.limit_s:g} s; is the disk of "
+                    f"{self.root} there?"
+                ) from error
+            self._over(saved)
+
+    def abandon(self, limit_s: float = 1.0) -> None:
+        """Wait at most `limit_s` seconds for a background save; ignore its result (failed run)."""
+        if self.pending is not None:
+            futures.wait([self.pending], limit_s)
+
+    def _over(self, saved: SaveResult) -> None:
+        self.tell(saved)
+        self.failures = self.failures + 1 if saved.error is not None else 0
+        if self.failures >= MAX_FAILURES:
+            raise RunFailed(f"{self.failures} saves in a row have failed, the last: {saved.error}")
+
+    def _write(
+        self, snapshot: Snapshot, world: World, begun: float, stall_s: float | None = None
+    ) -> SaveResult:
+        path: Path | None = None
+        error: InstarError | None = None
+        try:
+            path = publish(
+                self.root,
+                snapshot.progress.step,
+                snapshot.components,
+                snapshot.state,
+                architecture=snapshot.architecture,
+                history=snapshot.history,
+                facts=snapshot.facts,
+                world=world,
+                # a background save leaves disk and CPU to training
+                files_at_once=4 if stall_s is None else 1,
+            )
+            with raise_on_all_ranks(world, "tidying up the checkpoints"):
+                if world.is_main:
+                    for name in snapshot.best:
+                        point(self.root, name, path)
+                    prune(self.root, self.keep)
+        except InstarError as failure:
+            if failure.exit_code != CheckpointError.exit_code:
+                raise
+            error = failure
+        seconds = time.monotonic() - begun
+        return SaveResult(snapshot, path, seconds, seconds if stall_s is None else stall_s, error)
+
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` in a daemon thread, which unlike an executor's does not delay process exit."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return future

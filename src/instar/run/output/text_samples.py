@@ -1,0 +1,63 @@
+"""Sample texts, generated during training."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from instar.config.errors import ConfigError
+from instar.config.sections import RecordConfig
+from instar.data.text.tokenizer import Tokenizer, load_tokenizer
+from instar.distributed.world import World
+from instar.run.loop.state import Every, RunState
+from instar.run.loop.step import Stepper, enter
+from instar.run.output.run_logger import RunLogger
+from instar.tasks.task import GeneratesText
+
+logger = logging.getLogger(__name__)
+
+
+class TextSampler:
+    """Generates text on rank 0, at the evaluation after every `sample_every` steps, and at the end.
+
+    It has its own random generator, so training is bit-identical with and without it.
+    """
+
+    def __init__(self, config: RecordConfig, run: Path, world: World) -> None:
+        self._run, self._config = run, config
+        self._on = world.is_main and config.sample_tokens > 0
+        self._every = Every(config.sample_every) if config.sample_every else None
+
+    def sample_if_due(
+        self, state: RunState, stepper: Stepper, run_logger: RunLogger, *, last: bool = False
+    ) -> RunState:
+        """Generate a text if due; return the state with the step of the sample.
+
+        Args:
+            last: the run ends here, so a sample is due.
+        """
+        step, model, task = state.step, stepper.bare_model, stepper.task
+        due = last or (self._every is not None and self._every.due(0, step - state.sampled_at))
+        if not (due and self._on) or step == state.sampled_at or state.evaluated_at != step:
+            return state
+        if not isinstance(task, GeneratesText) or (tokenizer := self._tokenizer()) is None:
+            return state
+        enter(model, step)
+        prompt = self._config.sample_prompt or "\n"
+        try:
+            with stepper.averaged_weights(), stepper.autocast():
+                text = task.sample_text(model, tokenizer, prompt, self._config.sample_tokens)
+        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+            # weights that are not finite give no distribution to draw from; the run continues
+            run_logger.warn(f"step {step:,}: the model could not write: {error}", step)
+        else:
+            run_logger.wrote(state.progress, prompt, text)
+        return replace(state, sampled_at=step)
+
+    def _tokenizer(self) -> Tokenizer | None:
+        try:
+            return load_tokenizer(self._run)
+        except ConfigError as error:
+            logger.info("no sample text: %s", error)
+            return None

@@ -1,0 +1,101 @@
+"""Weight analysis during training, on a copy of the weights, in a thread of rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from functools import partial
+
+import numpy as np
+import torch
+
+from instar.data.source import Source
+from instar.growth.analysis import (
+    CausalAttention,
+    WeightAnalysis,
+    analyze,
+    attention_entropy,
+)
+from instar.models.shape import Parameter
+from instar.run.loop.optimizer import copy_tensors
+from instar.run.loop.state import Every, Progress, RunState
+from instar.run.loop.step import Stepper, enter, to_device
+from instar.run.output.run_logger import RunLogger
+from instar.run.output.save import in_background
+
+SAMPLES = 4
+"""number of held-out samples for the entropy of attention heads"""
+LAST_WAIT_S = 60.0
+
+
+Analyzed = tuple[Progress, WeightAnalysis, float]
+"""(progress at the analysis, its result, its duration in seconds)"""
+
+
+class WeightAnalyzer:
+    """Runs one analysis at a time; skips one that is due while another is running."""
+
+    def __init__(self, every: int | None) -> None:
+        """
+        Args:
+            every: steps between analyses; None: no analyses.
+        """
+        self._every = None if every is None else Every(every)
+        self._pending: Future[Analyzed] | None = None
+        self._before: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+    def analyze_if_due(
+        self, state: RunState, stepper: Stepper, validation: Source, run_logger: RunLogger
+    ) -> None:
+        """Start an analysis at the end of every interval; record one that has finished."""
+        if self._pending is not None and self._pending.done():
+            self.finish(state, run_logger)
+        before, step = self._before, state.step
+        again = before is not None and before[0] == step
+        if not state.due(self._every) or self._pending is not None or again:
+            return
+        task = stepper.task
+        model = task.shell()
+        copy_tensors(
+            dict(model.named_parameters()),
+            {name: p.detach() for name, p in stepper.parameters.items()},
+        )
+        enter(model, step)
+        indices = np.arange(min(SAMPLES, len(validation)))
+        batch = to_device(validation.read(indices), torch.device("cpu"))
+        self._before = step, {name: p.detach() for name, p in model.named_parameters()}
+        analyze = partial(
+            _analyze, model.eval(), task.architecture.parameters(), batch, state.progress, before
+        )
+        self._pending = in_background(analyze, "instar-weight-analysis")
+
+    def finish(self, state: RunState, run_logger: RunLogger) -> None:
+        """Record the running analysis, if there is one; wait for it up to `LAST_WAIT_S` seconds."""
+        pending, self._pending = self._pending, None
+        if pending is None or not wait([pending], LAST_WAIT_S).done:
+            return
+        try:
+            run_logger.analyzed(*pending.result())
+        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+            # a failed analysis must not end the run
+            run_logger.warn(f"the analysis failed: {error}", state.step)
+
+
+def _analyze(
+    model: torch.nn.Module,
+    parameters: Mapping[str, Parameter],
+    batch: Mapping[str, torch.Tensor],
+    progress: Progress,
+    before: tuple[int, Mapping[str, torch.Tensor]] | None,
+) -> Analyzed:
+    begun = time.monotonic()
+    heads = attention_entropy(model, batch["inputs"]) if isinstance(model, CausalAttention) else ()
+    found = analyze(
+        dict(model.named_parameters()),
+        parameters,
+        heads=heads,
+        before=before[1] if before else None,
+        steps=progress.step - before[0] if before else None,
+    )
+    return progress, found, time.monotonic() - begun

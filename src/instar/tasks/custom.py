@@ -1,0 +1,505 @@
+"""Custom tasks: train a user's PyTorch model.
+
+The config names a subclass of `CustomTask`, `task: module:class`. Everything else works as for the
+built-in tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from instar.config.errors import ConfigError, InstarError
+from instar.config.load import Loaded
+from instar.config.roots import custom_task_class
+from instar.config.schema import Direction, RunConfig, SamplesConfig
+from instar.config.sections import Section
+from instar.config.user_code import what_happened
+from instar.data.columns import Columns
+from instar.data.split import SampleSet
+from instar.data.user_source import as_source
+from instar.distributed.failure import exits_fail
+from instar.models.architecture import NONE_FROZEN, FrozenParameters, state_bytes
+from instar.models.module import persistent_buffers
+from instar.models.shape import Fixed, Growable, ModuleFacts, buffers_of, count_parameters
+from instar.tasks.task import (
+    Batch,
+    SampleSetSpec,
+    SampleSetTask,
+    SavedModel,
+    Say,
+    Tally,
+    split_samples,
+)
+
+M = TypeVar("M", bound=Section)
+D = TypeVar("D", bound=SamplesConfig)
+
+
+class CustomTask(Generic[M, D]):
+    """Base class of a user's task. Subclasses must define `samples`, `module` and `loss`."""
+
+    Model: ClassVar[type[Section]] = Section
+    """class of the config's section `model`"""
+    Data: ClassVar[type[SamplesConfig]] = SamplesConfig
+    """class of the config's section `data`"""
+    better: ClassVar[Mapping[str, Direction]] = {}
+    """metrics that `measure` returns in addition to the loss, and whether higher (max) or lower
+    (min) is better"""
+    unit: ClassVar[str] = "sample"
+    """name of a sample, for the display"""
+    fields: ClassVar[Sequence[str]] = ()
+    """names of the parts of a sample that is a tuple, as torch data sets return"""
+
+    def __init__(self, model: M, data: D, seed: int) -> None:
+        """
+        Args:
+            seed: seed of the data: `data.seed`, or the run's seed if that is not set.
+        """
+        self.model, self.data, self.seed = model, data, seed
+
+    def samples(self) -> Any:
+        """Return all samples, the same in every process; the config says how to split them.
+
+        Returns:
+            arrays or tensors by name, each [samples, …] or `Ragged`; a list of samples, each a
+            mapping of arrays by name; a map-style data set of torch or PyTorch Geometric; or a
+            `Source`.
+        """
+        raise NotImplementedError
+
+    def shape(self) -> Growable | None:
+        """Return the shape of the model at step 0, whose named axes can grow; None: no growth."""
+        return None
+
+    def module(self, shape: Any) -> nn.Module:
+        """Build a model of this shape. torch's generator is seeded for its initial values."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of each sample of a batch, [samples]."""
+        raise NotImplementedError
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return the metrics that `better` names, per sample: [samples] each."""
+        return {}
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the model's outputs, which the proof of growth compares.
+
+        Default: the model applied to the batch's first column.
+        """
+        said: Tensor = model(next(iter(batch.values())))
+        return said
+
+    def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return the columns that the final test saves, per sample: [samples] or [samples, n]."""
+        return {}
+
+    def flops(self, shape: Growable) -> int:
+        """Forward and backward FLOPs per sample. Default: 6 per weight of a matrix."""
+        return 6 * count_parameters(shape).matmul
+
+
+NEEDED = ("samples", "module", "loss")
+"""Methods that a task must define."""
+
+
+@dataclass(frozen=True, eq=False)
+class CustomTaskSpec(SampleSetSpec):
+    """`TaskSpec` of a user's task."""
+
+    own: CustomTask[Any, Any]
+    architecture: Growable
+    built: tuple[weakref.ref[nn.Parameter], ...]
+    """parameters of the first model, which is discarded; the trial checks that none is reused"""
+
+    @property
+    def unit(self) -> str:
+        return self.own.unit
+
+    @property
+    def derived(self) -> dict[str, object]:
+        return {}
+
+    def units(self, context: int) -> int:
+        return self.samples(context)
+
+    def weight(self, context: int) -> int:  # noqa: ARG002
+        return 1
+
+    def flops(self, architecture: Any, context: int) -> int:  # noqa: ARG002
+        return self.own.flops(architecture)
+
+    def memory(
+        self,
+        architecture: Any,
+        context: int,
+        batch_size: int,
+        device: str,
+        still: FrozenParameters = NONE_FROZEN,
+    ) -> dict[str, int]:
+        """See `TaskSpec`. Activations are not included: their size is unknown."""
+        del context, batch_size, device
+        return state_bytes(architecture.parameters(), still)
+
+    def style(self, architecture: Any) -> Sequence[tuple[str, Sequence[str]]]:
+        sizes = architecture.sizes()
+        return [("shape", [", ".join(f"{axis} {size}" for axis, size in sizes.items())])]
+
+    def facts(self, shape: Any) -> ModuleFacts:
+        """See `models.shape.facts_of`."""
+        return module_facts(self.own, shape, self.own.seed)
+
+    def task(self, config: RunConfig) -> CustomTaskAdapter:
+        return CustomTaskAdapter(self.own, self.architecture, self.data, config.seed)
+
+
+class CustomTaskAdapter(SampleSetTask):
+    """Adapts a user's task to the trainer's protocol (`tasks/task.py: Task`)."""
+
+    def __init__(
+        self, own: CustomTask[Any, Any], architecture: Any, data: SampleSet, seed: int
+    ) -> None:
+        super().__init__(data, seed)
+        self.own, self.architecture = own, architecture
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        return ("loss", *self.own.better)
+
+    @property
+    def random(self) -> bool:
+        """Always true: a user's model may draw, so generators are seeded for every micro-batch."""
+        return True
+
+    def at(self, architecture: Any, context: int) -> CustomTaskAdapter:  # noqa: ARG002
+        return CustomTaskAdapter(self.own, architecture, self.data, self.seed)
+
+    def facts(self, shape: Any) -> ModuleFacts:
+        """See `models.shape.facts_of`."""
+        return module_facts(self.own, shape, self.seed)
+
+    def build(self) -> nn.Module:
+        return made(self.own, self.architecture, self.seed)
+
+    def shell(self) -> nn.Module:
+        return self.build()
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._losses(model, batch).float().sum()
+
+    def measure(self, model: nn.Module, batch: Batch) -> dict[str, Tally]:
+        losses = self._losses(model, batch).float()
+        ones = torch.ones_like(losses)
+        with exits_fail(f"{_name(self.own)}.measure"):
+            measured = self.own.measure(model, batch)
+        if not isinstance(measured, Mapping):
+            raise ValueError(
+                f"{_name(self.own)}.measure must return tensors by name, not {_kind(measured)}"
+            )
+        given = {"loss": losses, **measured}
+        missing = [name for name in self.own.better if name not in given]
+        if missing:
+            raise ValueError(f"{_name(self.own)}.measure gave no {', '.join(missing)}")
+        for name in self.own.better:
+            self._check_each(f"measure's {name}", given[name], batch)
+        return {name: Tally(given[name].float(), ones) for name in self.metrics}
+
+    def predict(self, model: nn.Module, batch: Batch) -> Columns:
+        with exits_fail(f"{_name(self.own)}.predict"):
+            said = self.own.predict(model, batch)
+        if not isinstance(said, Mapping):
+            raise ValueError(
+                f"{_name(self.own)}.predict must return tensors by name, not {_kind(said)}"
+            )
+        for name, values in said.items():
+            first = values[:, 0] if isinstance(values, Tensor) and values.ndim == 2 else values
+            self._check_each(f"predict's {name}", first, batch)
+        return {name: _numbers(values) for name, values in said.items()}
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        with exits_fail(f"{_name(self.own)}.outputs"):
+            said: object = self.own.outputs(model, batch)
+        if not (
+            isinstance(said, Tensor) and said.is_floating_point() and said.ndim and said.numel()
+        ):
+            raise ValueError(
+                f"{_name(self.own)}.outputs must return one tensor of floating-point numbers, by "
+                f"which growth is checked, not {_kind(said)}; where the model returns something "
+                "else, define outputs(self, model, batch), e.g. return model(batch['x'])[0]"
+            )
+        return said
+
+    def flops(self, weight: float) -> float:
+        return weight * self.own.flops(self.architecture)
+
+    def describe(self) -> dict[str, Any]:
+        return dict(self.architecture.to_dict())
+
+    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        with exits_fail(f"{_name(self.own)}.loss"):
+            losses = self.own.loss(model, batch)
+        self._check_each("loss", losses, batch)
+        return losses
+
+    def _check_each(self, what: str, values: object, batch: Batch) -> None:
+        samples = _samples(batch)
+        if not isinstance(values, Tensor):
+            raise ValueError(
+                f"{_name(self.own)}.{what} must be a tensor [samples], one value for each of "
+                f"{samples}, not {_kind(values)}"
+            )
+        if values.shape != (samples,):
+            hint = ": say reduction='none'" if what == "loss" else ""
+            raise ValueError(
+                f"{_name(self.own)}.{what} must be [samples], one for each of {samples}, not "
+                f"{list(values.shape)}{hint}"
+            )
+
+
+@dataclass(frozen=True)
+class CustomTaskFactory:
+    """`TaskFactory` of a user's task."""
+
+    name: str
+
+    def prepare(self, loaded: Loaded, world_size: int, say: Say) -> None:
+        """No effect: the user prepares the samples."""
+
+    def spec(self, loaded: Loaded, world_size: int) -> CustomTaskSpec:  # noqa: ARG002
+        """See `TaskFactory`."""
+        return self._spec(loaded.config)
+
+    def assumed_spec(self, loaded: Loaded, say: Say, world_size: int = 1) -> CustomTaskSpec:  # noqa: ARG002
+        """See `TaskFactory`."""
+        return self._spec(loaded.config)
+
+    def saved(self, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+        """See `TaskFactory`."""
+        own, shape = self._task(config)
+        if shape is None:
+            module = made(own, None, config.seed)
+            shape = Fixed(tuple((n, tuple(p.shape)) for n, p in module.named_parameters()))
+        return SavedModel(
+            shape,
+            architecture,
+            lambda shape: made(own, shape, config.seed),
+            lambda shape: module_facts(own, shape, config.seed),
+        )
+
+    def _task(self, config: RunConfig) -> tuple[CustomTask[Any, Any], Growable | None]:
+        """Return an instance of the user's class, and its shape at step 0."""
+        found = custom_task_class(self.name)
+        if not issubclass(found, CustomTask):
+            raise _wrong(f"{self.name} is no subclass of CustomTask", "class MyTask(CustomTask): …")
+        missing = [n for n in NEEDED if getattr(found, n) is getattr(CustomTask, n)]
+        if missing:
+            raise _wrong(
+                f"{self.name} lacks {', '.join(missing)}", "docs/custom-task.md has an example"
+            )
+        assert isinstance(config.data, SamplesConfig)
+        with _telling(f"{self.name} cannot be made"):
+            own: CustomTask[Any, Any] = found(config.model, config.data, config.data_seed)
+        with _telling(f"{self.name}.shape() failed"):
+            shape = own.shape()
+        if shape is not None:
+            _check_shape(f"{self.name}.shape()", shape)
+        return own, shape
+
+    def _spec(self, config: RunConfig) -> CustomTaskSpec:
+        own, shape = self._task(config)
+        assert isinstance(config.data, SamplesConfig)
+        with _telling(f"{self.name}.module() failed"):
+            module = made(own, shape, config.seed)
+        named = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        if shape is None:
+            shape = Fixed(tuple(named.items()))
+        else:
+            check_table(self.name, shape, named)
+            _check_buffers(self.name, shape, _facts_in(module))
+        built = tuple(map(weakref.ref, module.parameters()))
+        del module
+        data = self._split(own, config.data, config.data_seed)
+        data.held_out("val")
+        return CustomTaskSpec(data, own, shape, built)
+
+    def _split(self, own: CustomTask[Any, Any], data: SamplesConfig, seed: int) -> SampleSet:
+        with _telling(f"{self.name}.samples() failed"):
+            given = own.samples()
+        try:
+            source = as_source(given, own.fields)
+        except ValueError as error:
+            raise _wrong(f"{self.name}.samples(): {error}") from None
+        except (Exception, SystemExit) as error:
+            raise _wrong(f"{self.name}.samples(): {what_happened(error)}") from error
+        return SampleSet(source, split_samples(source, data, seed), data)
+
+
+def made(own: CustomTask[Any, Any], shape: Any, seed: int) -> nn.Module:
+    """Build a model whose initial values depend on the seed alone.
+
+    Raises:
+        TypeError, ValueError: `module` returned something that cannot be trained.
+    """
+    with torch.random.fork_rng(devices=[]), exits_fail(f"{_name(own)}.module"):
+        torch.manual_seed(seed)
+        module: object = own.module(shape)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module() must return a torch.nn.Module, not {_kind(module)}")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no size yet; give lazy modules their sizes, as in nn.Linear(in, out)"
+            )
+    _check_state(module)
+    for each in module.modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            if 0 in buffer.stride():
+                # resuming and DDP write into buffers, which an expanded tensor does not allow
+                setattr(each, name, buffer.contiguous())
+    if next(module.parameters(), None) is None:
+        raise ValueError("the module has no parameters to train")
+    return module
+
+
+def _check_state(module: nn.Module) -> None:
+    """Raise ValueError for state that cannot be trained, or not be saved in a checkpoint."""
+    for name, each in module.named_modules():
+        if type(each).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                f"{name or 'the module'} has get_extra_state(), which no checkpoint here holds; "
+                "keep such a state in a buffer (register_buffer)"
+            )
+    for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"the parameter {name} is of type {parameter.dtype}; keep integers in a buffer, and "
+                "a complex number as two real ones (torch.view_as_complex)"
+            )
+    for name, buffer in persistent_buffers(module).items():
+        try:
+            safetensors.torch.save({name: buffer.new_empty(0)})
+            storable = buffer.layout == torch.strided
+        except (KeyError, NotImplementedError, RuntimeError, ValueError):
+            storable = False
+        if not storable:
+            raise ValueError(
+                f"the buffer {name}, of type {buffer.dtype} and layout {buffer.layout}, cannot be "
+                "saved; register it with persistent=False, or as dense tensors of another type"
+            )
+
+
+def module_facts(own: CustomTask[Any, Any], shape: Any, seed: int) -> ModuleFacts:
+    """Return the facts of a module of this shape; builds the module once per shape."""
+    known: dict[str, ModuleFacts] = vars(own).setdefault("_facts", {})
+    key = repr(shape)
+    if key not in known:
+        with _telling(f"{_name(own)}.module() failed for {shape}"):
+            known[key] = _facts_in(made(own, shape, seed))
+    return known[key]
+
+
+def _facts_in(module: nn.Module) -> ModuleFacts:
+    return ModuleFacts(
+        frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
+        {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module).items()},
+    )
+
+
+def _check_shape(where: str, shape: Any) -> None:
+    """Raise ConfigError if a shape cannot grow."""
+    growable: Growable = shape
+    if not (dataclasses.is_dataclass(shape) and hasattr(shape, "resized")):
+        raise _wrong(
+            f"{where} must return a Shape, not {_kind(shape)}",
+            "@dataclass(frozen=True) class Axes(Shape): one field an axis, and table(self, t)",
+        )
+    with _telling(f"{where}: its table failed"):
+        growable.parameters()
+
+
+def check_table(task: str, shape: Growable, there: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ConfigError if a shape's table and a model of the shape differ in a parameter.
+
+    Args:
+        there: shapes of the model's parameters, by name.
+    """
+    told = {parameter: entry.shape for parameter, entry in shape.parameters().items()}
+    if there == told:
+        return
+    for name in [*there, *told]:
+        if there.get(name) != told.get(name):
+            raise _wrong(
+                f"{task}: the shape's table says that {name} is "
+                f"{_size(told.get(name))}, and in the model it is {_size(there.get(name))}",
+                "the table must name every parameter of the module, with the axes it has",
+            )
+
+
+def _check_buffers(task: str, shape: Growable, facts: ModuleFacts) -> None:
+    """Raise ConfigError if a buffer of the shape's table is missing in the model or differs."""
+    for name, entry in buffers_of(shape).items():
+        if facts.buffers.get(name) != entry.shape:
+            raise _wrong(
+                f"{task}: the shape's table says that the buffer {name} is {_size(entry.shape)}, and "
+                f"in the model it is {_size(facts.buffers.get(name))}",
+                "table.buffer and table.batch_norm are for persistent buffers of the module",
+            )
+
+
+def _numbers(values: Tensor) -> NDArray[Any]:
+    """Convert to a type that NumPy and Parquet have: floating-point numbers become float32."""
+    values = values.detach().cpu()
+    return (values.float() if values.is_floating_point() else values).numpy()
+
+
+def _samples(batch: Batch) -> int:
+    """Number of samples of a batch."""
+    name, first = next(iter(batch.items()))
+    offsets = batch.get(f"{name}.offsets")
+    return len(first) if offsets is None else len(offsets) - 1
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else "×".join(map(str, shape))
+
+
+def _name(own: CustomTask[Any, Any]) -> str:
+    return type(own).__name__
+
+
+def _kind(value: object) -> str:
+    """Describe a value for an error message."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(str, value))}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Context manager for user code before a run starts: its errors become ConfigErrors."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except InstarError as error:
+        raise _wrong(f"{what}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise _wrong(f"{what}: {what_happened(error)}") from error
+
+
+def _wrong(message: str, hint: str = "") -> ConfigError:
+    return ConfigError.one(message, where="task", hint=hint, key="task")

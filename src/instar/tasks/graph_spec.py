@@ -1,0 +1,230 @@
+"""Graph task without torch: opens, surveys and splits the samples."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import xxhash
+
+from instar.config.errors import ConfigError
+from instar.config.graph import GENERATORS, GraphConfig
+from instar.config.load import Loaded
+from instar.config.schema import RunConfig
+from instar.config.sections import Section
+from instar.config.user_code import load_named, what_happened
+from instar.data.arrays import Arrays, InMemorySource, WeightedSource, holds_arrays, open_arrays
+from instar.data.columns import Columns
+from instar.data.order import Int64Array
+from instar.data.source import Source
+from instar.data.split import SampleSet
+from instar.data.user_source import as_source
+from instar.models.architecture import NONE_FROZEN, FrozenParameters, state_bytes
+from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
+from instar.models.shape import ArchitectureError
+from instar.tasks.graph_survey import GraphSurvey, ragged, survey_graphs
+from instar.tasks.task import SampleSetSpec, SavedModel, Say, split_samples
+
+if TYPE_CHECKING:
+    from instar.models.graph import GraphNetwork
+    from instar.tasks.graph import GraphTask
+
+
+class Generator(Protocol):
+    """Generator of graphs, for a `data.source` of `GENERATORS`."""
+
+    def prepare(self, options: Section, folder: Path, seed: int, say: Say) -> object:
+        """Write the graphs into an array store unless it exists.
+
+        Raises:
+            ConfigError: the folder contains something else, or graphs of other options.
+        """
+        ...
+
+    def preview(self, options: Section, seed: int) -> Columns:
+        """Generate a few graphs in memory, for a forecast before any are stored."""
+        ...
+
+
+def generator_of(source: str) -> Generator:
+    """Return the generator of this name, one of `GENERATORS`."""
+    found: Any = importlib.import_module(f"{GENERATORS[source]}.generate")
+    generator: Generator = found
+    return generator
+
+
+@dataclass(frozen=True, eq=False)
+class GraphTaskSpec(SampleSetSpec):
+    """`TaskSpec` of a graph network on surveyed graphs."""
+
+    config: GraphConfig
+    architecture: GraphShape
+    survey: GraphSurvey
+
+    @property
+    def unit(self) -> str:
+        return self.config.model.level
+
+    @property
+    def derived(self) -> dict[str, object]:
+        return {
+            "data.path": str(_folder(self.config)) if _is_stored(self.config) else None,
+            "model.n_mlp": self.architecture.mlp,
+            "model.n_readout": self.architecture.readout,
+        }
+
+    def units(self, context: int) -> int:
+        return self.samples(context) * self.weight(context)
+
+    def weight(self, context: int) -> int:  # noqa: ARG002
+        return round(self.survey.mean_nodes) if self.unit == "node" else 1
+
+    def flops(self, architecture: GraphShape, context: int) -> int:
+        of_graph = flops_per_graph(architecture, self.survey.mean_nodes, self.survey.mean_edges)
+        return round(of_graph / self.weight(context))
+
+    def memory(
+        self,
+        architecture: GraphShape,
+        context: int,
+        batch_size: int,
+        device: str,
+        still: FrozenParameters = NONE_FROZEN,
+    ) -> dict[str, int]:
+        """See `TaskSpec`. Activations are not included: their size depends on the graphs."""
+        del context, batch_size, device
+        return state_bytes(
+            architecture.parameters(),
+            still,
+            optimizer=self.config.optimizer.name,
+            ema=self.config.train.ema is not None,
+        )
+
+    def style(self, architecture: GraphShape) -> Sequence[tuple[str, Sequence[str]]]:
+        arch, survey = architecture, self.survey
+        shape = f"{arch.layers} layers × {arch.width} wide, MLP {arch.mlp}, readout {arch.readout}"
+        pooling = f"pooling {', '.join(arch.pooling)}" if arch.level == "graph" else "no pooling"
+        style = [arch.layer, f"flow {arch.flow}", arch.norm, arch.activation, pooling]
+        style += [f"dropout {arch.dropout:g}"] * (arch.dropout > 0)
+        heads = [f"{head.name} ({head.kind})" for head in self.config.model.heads]
+        graphs = f"{survey.mean_nodes:.1f} nodes and {survey.mean_edges:.1f} edges in the mean"
+        return [
+            ("shape", [shape]),
+            ("style", [", ".join(style)]),
+            ("heads", [", ".join(heads)]),
+            ("graphs", [graphs]),
+        ]
+
+    def task(self, config: RunConfig) -> GraphTask:
+        from instar.tasks.graph import GraphTask
+
+        return GraphTask(_graph(config), self.architecture, self.data, self.survey)
+
+
+def prepare(loaded: Loaded, world_size: int, say: Say) -> None:  # noqa: ARG001
+    """See `TaskFactory`: generates and stores graphs; the user prepares all other data."""
+    config = _graph(loaded.config)
+    if (options := config.data.generator_options) is not None:
+        generator = generator_of(config.data.source)
+        generator.prepare(options, _folder(config), config.data_seed, say)
+
+
+def spec(loaded: Loaded, world_size: int) -> GraphTaskSpec:  # noqa: ARG001
+    """See `TaskFactory`: reads every graph once."""
+    config = _graph(loaded.config)
+    source = _opened(config)
+    splits = split_samples(source, config.data, config.data_seed)
+    survey = survey_graphs(source, splits, config.model)
+    try:
+        shape = resolve_graph(config.model, survey.features, survey.graph_features)
+    except ArchitectureError as error:
+        raise ConfigError(
+            *(loaded.problem(m.keys[0], m.message, m.hint) for m in error.problems)
+        ) from None
+    nodes = _nodes(source)
+    if config.model.level == "node":
+        source = WeightedSource(source, nodes)
+    # nearly all of a step's work is per node
+    samples = SampleSet(source, splits, config.data, costs=nodes)
+    samples.held_out("val")
+    return GraphTaskSpec(samples, config, shape, survey)
+
+
+def assumed_spec(loaded: Loaded, say: Say, world_size: int = 1) -> GraphTaskSpec:
+    """See `TaskFactory`: a few generated graphs replace those that are not stored yet."""
+    config = _graph(loaded.config)
+    options = config.data.generator_options
+    if options is None or holds_arrays(_folder(config)):
+        return spec(loaded, world_size)
+    source = InMemorySource(generator_of(config.data.source).preview(options, config.data_seed))
+    say(
+        f"no data in {_folder(config)} yet; a run would generate them: {len(source)} {config.data.source} "
+        "stand in for them"
+    )
+    everything = {"train": np.arange(len(source))}
+    survey = survey_graphs(source, {"val": everything["train"]}, config.model)
+    shape = resolve_graph(config.model, survey.features, survey.graph_features)
+    return GraphTaskSpec(SampleSet(source, everything, config.data), config, shape, survey)
+
+
+def saved(config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+    """See `TaskFactory`."""
+    shape = GraphShape.from_dict(architecture)
+    begun = resolve_graph(_graph(config).model, shape.features, shape.graph_features)
+    return SavedModel(begun, shape.to_dict(), _module)
+
+
+def _module(shape: GraphShape) -> GraphNetwork:
+    from instar.models.graph import GraphNetwork
+
+    return GraphNetwork(shape)
+
+
+def _opened(config: GraphConfig) -> Source:
+    if _is_stored(config):
+        return open_arrays(_folder(config))
+    make = load_named(config.data.source, key="data.source")
+    try:
+        return as_source(make())
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise _wrong(f"{config.data.source}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise _wrong(f"{config.data.source} failed: {what_happened(error)}") from error
+
+
+def _wrong(message: str) -> ConfigError:
+    return ConfigError.one(message, where="data.source", key="data.source")
+
+
+def _is_stored(config: GraphConfig) -> bool:
+    return ":" not in config.data.source
+
+
+def _folder(config: GraphConfig) -> Path:
+    """Folder of the stored graphs, which may not exist yet."""
+    options = config.data.generator_options
+    if options is None:
+        return Path(config.data.source)
+    if config.data.path is not None:
+        return Path(config.data.path)
+    told = f"{config.data_seed} {options.model_dump_json()}"
+    name = config.data.source.replace("_", "-")
+    return Path("data", f"{name}-{xxhash.xxh3_64_hexdigest(told.encode())[:8]}")
+
+
+def _nodes(source: Source) -> Int64Array:
+    """Number of nodes of every graph."""
+    if isinstance(source, Arrays):
+        return source.sizes("x")
+    return ragged(source.read(np.arange(len(source)))["x"]).sizes
+
+
+def _graph(config: RunConfig) -> GraphConfig:
+    assert isinstance(config, GraphConfig)
+    return config

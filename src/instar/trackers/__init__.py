@@ -1,1 +1,0 @@
-"""A run's record in other people's trackers."""

@@ -1,0 +1,119 @@
+"""Which checkpoints lie on the line that a run is on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from instar.checkpoint.listing import (
+    LINE,
+    RetentionPolicy,
+    checkpoints,
+    continued,
+    is_on,
+    latest,
+    latest_intact,
+    left_at,
+    line_of,
+    prune,
+    write_line,
+)
+from instar.checkpoint.manifest import CheckpointError, Facts, RunStart, read_manifest
+from instar.checkpoint.store import LATEST, publish
+
+
+def save(root: Path, step: int, line: list[RunStart], loss: float | None = None) -> Path:
+    tensors = {"weight": torch.full((4,), float(step))}
+    facts = Facts(loss=loss, line=line)
+    state = {"starts": len(line)}
+    return publish(root, step, {"model": tensors}, state, architecture={}, facts=facts)
+
+
+def damage(path: Path, file: str = "model.safetensors") -> None:
+    (path / file).write_bytes(b"")
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Path:
+    """Saved at 10, 20 and 30; gone back to 20, and saved at 25."""
+    first = continued(None)
+    for step in (10, 20, 30):
+        save(tmp_path, step, first)
+    second = continued(read_manifest(tmp_path / "checkpoints" / "step-20"))
+    write_line(tmp_path, second)
+    save(tmp_path, 25, second)
+    return tmp_path
+
+
+def names(root: Path) -> list[str]:
+    return [path.name for path in checkpoints(root)]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_what_was_saved_behind_the_step_gone_back_to_lies_on_a_branch(
+    forked: Path, written: bool
+) -> None:
+    """Also where only the manifests are left to tell."""
+    if not written:
+        (forked / "checkpoints" / LINE).unlink()
+    line = line_of(forked)
+    found = {path.name: left_at(read_manifest(path), line) for path in checkpoints(forked)}
+    assert found == {"step-10": None, "step-20": None, "step-30": 20, "step-25": None}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
+def test_behind_a_damaged_latest_the_newest_of_the_same_line_is_found(
+    forked: Path, file: str
+) -> None:
+    damage(forked / "checkpoints" / "step-25", file)
+    found, skipped = latest_intact(forked)
+    assert found.path.name == "step-20"
+    assert len(skipped) == 1
+
+
+def test_without_a_pointer_the_latest_is_the_newest_of_the_line(forked: Path) -> None:
+    shutil.rmtree(forked / "checkpoints" / "step-25")
+    (forked / "checkpoints" / LATEST).unlink()
+    assert latest(forked).name == "step-20"
+
+
+def test_where_only_a_branch_is_whole_nothing_is_taken_and_the_branch_is_named(
+    forked: Path,
+) -> None:
+    for step in (10, 20, 25):
+        damage(forked / "checkpoints" / f"step-{step}")
+    with pytest.raises(CheckpointError, match="step-30: on a branch"):
+        latest_intact(forked)
+
+
+def test_a_branch_takes_no_place_of_the_line_and_goes_when_it_is_old(forked: Path) -> None:
+    second = list(read_manifest(forked / "checkpoints" / "step-25").line)
+    prune(forked, RetentionPolicy(last=2, best=0))
+    assert names(forked) == ["step-20", "step-30", "step-25"]
+    save(forked, 28, second)
+    prune(forked, RetentionPolicy(last=2, best=0))
+    assert names(forked) == ["step-25", "step-28"]
+
+
+def test_the_best_that_stays_is_that_of_the_line(tmp_path: Path) -> None:
+    first = continued(None)
+    save(tmp_path, 10, first, loss=2.0)
+    save(tmp_path, 20, first, loss=1.0)
+    second = continued(read_manifest(tmp_path / "checkpoints" / "step-10"))
+    write_line(tmp_path, second)
+    for step in (11, 12, 13):
+        save(tmp_path, step, second, loss=3.0)
+    prune(tmp_path, RetentionPolicy(last=1, best=1))
+    assert names(tmp_path) == ["step-10", "step-13"]
+
+
+def test_checkpoints_without_a_line_all_count(tmp_path: Path) -> None:
+    for step in (10, 30, 20):
+        save(tmp_path, step, [])
+    assert line_of(tmp_path) is None
+    assert latest_intact(tmp_path)[0].path.name == "step-20"
+    line = continued(read_manifest(tmp_path / "checkpoints" / "step-20"))
+    assert all(is_on(read_manifest(path), line) for path in checkpoints(tmp_path))

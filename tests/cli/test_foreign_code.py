@@ -1,0 +1,322 @@
+"""Whose code commands run: readers nobody's, whoever trains only what is trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from typed import typed
+from written_runs import place, writing
+
+from instar.checkpoint.manifest import Facts
+from instar.checkpoint.store import publish
+from instar.cli.main import instar as commands
+from instar.config.load import load
+from instar.config.user_code import TRUST_VARIABLE, Untrusted, module_files
+from instar.logs.web import app
+from instar.logs.web.catalog import Catalog
+from instar.logs.web.sections import PARTS
+from instar.record.events import Eval
+from instar.record.rundir import RunDir
+
+SCRIPT = Path(sys.executable).with_name("instar")
+CANARY = "open({mark!r}, 'a').write(__name__ + '\\n')\nraise SystemExit(f'{{__name__}} was run')\n"
+SHADOWS = ("notes", "torch", "numpy", "rich", "matplotlib", "yaml", "site", "sitecustomize")
+"""modules that a hostile folder may bring, which shadow real ones where it is on the path"""
+
+READING = {
+    "logs list": ["."],
+    "logs summary": ["a"],
+    "logs plot": ["a", "b", "--output", "plot.svg"],
+    "logs compare": ["a", "b"],
+    "logs tail": ["a"],
+    "logs events": ["a"],
+    "logs export": ["a", "--to", "csv", "--output", "out"],
+    "logs report": ["a", "b", "--output", "one.html"],
+    "report": ["a", "b", "--output", "two.html"],
+    "dashboard": [],  # what it serves is asked for below
+    "checkpoint list": ["a", "--verify"],
+    "checkpoint inspect": ["a"],
+    "checkpoint verify": ["a"],
+    "checkpoint diff": ["a", "b"],
+    "checkpoint analyze": ["a"],
+    "checkpoint export": ["a", "hf", "--to", "hf"],
+    "checkpoint import": ["a", "--to", "imported"],
+    "config show": ["a/run.yaml", "--origin"],
+    "config validate": ["a/run.yaml"],
+    "config diff": ["a/run.yaml", "b/run.yaml"],
+    "control": ["a", "status"],
+    "sample": ["a"],
+    "data inspect": ["a"],
+}
+TAKE_NO_RUN = {"init", "config schema"}
+RUN_ITS_CODE = {"train", "resume", "test", "grow", "schedule check", "data prepare"}
+
+
+def leaves(group: click.Group, before: str = "") -> Iterator[str]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from leaves(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}"
+
+
+def hostile(folder: Path, task: str, mark: Path, **more: Any) -> RunDir:
+    """A run with a record and a checkpoint, whose config names code that lies beside it."""
+    with writing(folder, {"name": "theirs"}) as writer:
+        writer.start()
+        writer.train(1, 3.0)
+        writer.write(Eval(split="val", loss=2.0, **place(2)))
+        writer.stop(2)
+    run = RunDir(folder)
+    text = run.config.read_text().replace("task: language", f"task: {task}")
+    section = "\nmodel: {width: 3, copy: 1, inner: {depth: 2}}\n\ndata: {val: 21, side: left}\n"
+    head, _, rest = text.partition("\nmodel:")
+    tail = rest[rest.index("\ntrain:") :]
+    run.config.write_text(head + section + tail)
+    for name in SHADOWS:
+        (folder / f"{name}.py").write_text(CANARY.format(mark=str(mark)))
+    change = {"operation": {"name": "change_lr", "value": 0.5}, "step": 1, "cursor": 4}
+    publish(
+        folder,
+        2,
+        {"model": {"weight": torch.zeros(3, 2)}},
+        {},
+        architecture={"width": 3},
+        history=more.get("history", [change]),
+        facts=Facts(reason="test"),
+    )
+    return run
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder with two foreign runs and their modules, and the file that a module writes."""
+    mark = tmp_path / "was-run"
+    there = tmp_path / "there"
+    hostile(there / "a", "notes:Task", mark)
+    hostile(there / "b", "b.notes:Task", mark, history=[])
+    for name in SHADOWS:
+        shutil.copy(there / "a" / f"{name}.py", there)
+    return there, mark
+
+
+def test_every_command_is_known_to_read_or_to_run_code() -> None:
+    assert set(leaves(commands)) == READING.keys() | TAKE_NO_RUN | RUN_ITS_CODE  # type: ignore[arg-type]
+
+
+def test_reading_a_foreign_run_imports_nothing_of_it(theirs: tuple[Path, Path]) -> None:
+    there, mark = theirs
+    asked = {name: [*name.split(), *words] for name, words in READING.items() if words}
+    outcomes = dict(zip(asked, typed([(there, argv) for argv in asked.values()]), strict=True))
+    for name, outcome in outcomes.items():
+        assert "Traceback" not in outcome.err, (name, outcome.err)
+    assert not mark.exists()
+    good = ("logs", "report", "config", "checkpoint list", "checkpoint diff", "control")
+    failed = {n: o.err for n, o in outcomes.items() if n.startswith(good) and o.code}
+    assert failed == {}
+    # what needs the model says whose it is
+    for name in ("sample", "checkpoint export"):
+        assert outcomes[name].code in (2, 3), name
+    shown = outcomes["config show"].out
+    assert "inner: {depth: 2}" in shown
+    assert "copy: 1" in shown
+    assert "side: left" in shown
+
+
+def test_a_foreign_folder_as_working_directory_shadows_no_module(
+    theirs: tuple[Path, Path],
+) -> None:
+    there, mark = theirs
+    for argv in (
+        ["logs", "compare", ".", "../b"],
+        ["checkpoint", "diff", ".", "../b"],
+        ["checkpoint", "analyze", "."],
+        ["config", "show", "run.yaml"],
+        ["logs", "summary", "."],
+    ):
+        done = subprocess.run(
+            [SCRIPT, *argv], cwd=there / "a", capture_output=True, text=True, check=False
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+    assert not mark.exists()
+
+
+def test_what_the_dashboard_tells_of_a_foreign_run_imports_nothing(
+    theirs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, mark = theirs
+    monkeypatch.chdir(there)
+    catalog = Catalog(there, app.row, app.unseen)
+    catalog.refresh()
+    run = catalog.find("a")
+    assert run is not None
+    assert "notes:Task" in str(app.sections_of(run, "config"))
+    app.summary_of(run)
+    for part in PARTS:
+        app.sections_of(run, part)
+    app.compared([run, run])
+    assert not mark.exists()
+
+
+def test_difference_tells_settings_of_a_task_whose_class_is_not_there(
+    theirs: tuple[Path, Path],
+) -> None:
+    there, _ = theirs
+    (outcome,) = typed([(there, ["checkpoint", "diff", "a", "b", "--json"])])
+    settings = json.loads(outcome.out)["settings"]
+    assert settings["in force: lr"] == {"a": 5e-4, "b": 1e-3}
+    assert settings["task"] == {"a": "notes:Task", "b": "b.notes:Task"}
+
+
+# whoever trains
+
+
+def config(folder: Path, text: str) -> Path:
+    path = folder / "own.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def owned(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """Files that another user owns, as far as `stat` says: a test may not be root."""
+    others: set[Path] = set()
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        found = real(path, **options)
+        if path.absolute() in others:
+            return os.stat_result([*found[:4], 54321, *found[5:10]])
+        return found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.delenv(TRUST_VARIABLE, raising=False)
+    return others
+
+
+NAMED = {
+    "task": "task: theirs_task:Task",
+    "source": "task: graph\ndata: {source: theirs_task:samples}",
+    "transform": "data: {transform: theirs_task:change}",
+    "alert": "record: {alerts: {command: [theirs]}}",
+}
+
+
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("whose", ["config", "folder", "module"])
+def test_another_users_code_is_not_run_unasked(
+    named: str, whose: str, tmp_path: Path, owned: set[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (named, whose) == ("alert", "module"):
+        return  # a program is no module
+    monkeypatch.chdir(tmp_path)
+    path = config(tmp_path, NAMED[named])
+    mark = tmp_path / "was-run"
+    module = tmp_path / "theirs_task.py"
+    module.write_text(CANARY.format(mark=str(mark)))
+    owned.add({"config": path, "folder": tmp_path, "module": module}[whose])
+    with pytest.raises(Untrusted) as raised:
+        load("own.yaml")
+    assert "--trust-code" in str(raised.value)
+    assert "54321" in str(raised.value)
+    assert not mark.exists()
+
+
+def test_a_foreign_config_without_code_needs_no_trust(tmp_path: Path, owned: set[Path]) -> None:
+    path = config(tmp_path, "train: {batch_size: 3}")
+    owned.add(path)
+    assert load(str(path)).config.train.batch_size == 3
+
+
+def test_a_package_is_followed_to_the_module_without_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mark = tmp_path / "was-run"
+    for package in ("outer", "outer/inner"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(CANARY.format(mark=str(mark)))
+    (tmp_path / "outer" / "inner" / "task.py").write_text("")
+    (tmp_path / "plain" / "deep").mkdir(parents=True)
+    (tmp_path / "plain" / "deep" / "task.py").write_text("")
+    found = set(module_files("outer.inner.task:Task"))
+    assert {tmp_path / "outer/__init__.py", tmp_path / "outer/inner/task.py"} <= found
+    assert {tmp_path / "plain", tmp_path / "plain/deep/task.py"} <= set(
+        module_files("plain.deep.task:Task")
+    )
+    assert not mark.exists()
+
+
+GATED = """
+import os, sys
+from pathlib import Path
+real = Path.stat
+def stat(path, **options):
+    found = real(path, **options)
+    if path.name == "own.yaml":
+        return os.stat_result([*found[:4], 54321, *found[5:10]])
+    return found
+Path.stat = stat
+from instar.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_without_a_terminal_a_foreign_config_is_refused_and_the_flag_runs_it(
+    tmp_path: Path,
+) -> None:
+    config(tmp_path, "task: theirs_task:Task")
+    (tmp_path / "theirs_task.py").write_text("print('was run')\nclass Task: pass\n")
+    argv = [sys.executable, "-c", GATED, "config", "show", "own.yaml"]
+    refused = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "--trust-code" in refused.stderr
+    assert "was run" not in refused.stdout
+    trusted = subprocess.run(
+        [*argv, "--trust-code"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert trusted.returncode == 0, trusted.stderr
+    assert "was run" in trusted.stdout
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 2)])
+def test_on_a_terminal_whoever_sits_there_is_asked(answer: str, code: int, tmp_path: Path) -> None:
+    config(tmp_path, "task: theirs_task:Task")
+    (tmp_path / "theirs_task.py").write_text("print('was run')\nclass Task: pass\n")
+    said = on_terminal(["config", "show", "own.yaml"], f"{answer}\n", tmp_path, code)
+    assert "Run this code?" in said
+    assert ("was run" in said) == (answer == "y")
+
+
+def on_terminal(argv: Sequence[str], answer: str, folder: Path, code: int) -> str:
+    pid, descriptor = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.execv(sys.executable, [sys.executable, "-c", GATED, *argv])
+    os.write(descriptor, answer.encode())
+    said = b""
+    while True:
+        try:
+            part = os.read(descriptor, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        said += part
+    _, status = os.waitpid(pid, 0)
+    os.close(descriptor)
+    assert os.waitstatus_to_exitcode(status) == code, said.decode()
+    return said.decode()

@@ -1,0 +1,321 @@
+"""What is set at a resume: an operation of the history, from that step on; the config stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import INSTAR, Forks
+
+from instar.checkpoint.store import load
+from instar.config.errors import ConfigError
+from instar.config.fields import PLACES, differing
+from instar.config.fields import values as values_of
+from instar.logs.query.config import config_lines, config_values
+from instar.record.rundir import RunDir
+from instar.run.lifecycle.resume import Continuation, Resume, continuation
+from instar.schedule.checks import load_checked
+
+Typed = Callable[..., str]
+
+SCHEDULE = [
+    {"name": "change_lr", "value": 0.5, "when": {"at_step": 2}},
+    {"name": "change_batch_size", "value": 2, "when": {"at_step": 2}},
+    {"name": "change_lr", "value": 0.5, "when": {"at_step": 10}},
+    {"name": "change_batch_size", "value": 2, "when": {"at_step": 10}},
+]
+BEGUN = (
+    "--set",
+    "record.run_dir=run",
+    "--set",
+    "record.log_interval=1",
+    "--set",
+    "checkpoint.every_steps=4",
+    "--set",
+    "checkpoint.keep_last=99",
+    "--set",
+    "learning_rate.shape=constant",
+    "--set",
+    "learning_rate.warmup_iters=0",
+    "--set",
+    "learning_rate.lr_decay_iters=8",
+    "--set",
+    f"schedule={json.dumps(SCHEDULE)}",
+)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+def manifest(run: Path, step: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "checkpoints" / step / "manifest.json").read_text())
+    return found
+
+
+def overrides(run: Path, step: str) -> list[Any]:
+    """The override entries of a checkpoint's history, with the steps at which they were made."""
+    history = manifest(run, step)["history"]
+    found = [(entry["step"], entry["operation"]) for entry in history]
+    return [(step, made["value"]) for step, made in found if made["name"] == "override"]
+
+
+def rates(run: Path) -> dict[int, float]:
+    """The learning rate of each step, as it was recorded last."""
+    return {event["step"]: event["lr"] for event in events(run, "train")}
+
+
+def consumed(run: Path) -> dict[int, int]:
+    """The samples of each step, as they were recorded last."""
+    totals = {0: 0} | {event["step"]: event["samples"] for event in events(run, "train")}
+    return {step: totals[step] - totals[step - 1] for step in totals if step}
+
+
+@pytest.fixture(scope="module")
+def begun(
+    tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Path], Path], forks: Forks
+) -> Path:
+    """A run of 8 steps, of lr 1e-3 and batches of 4, which were halved and doubled after step 2."""
+    place = fill(tmp_path_factory.mktemp("begun"))
+    child = forks.start(INSTAR, ["train", "tiny.yaml", *BEGUN], place=place)
+    assert child.finish() == 0, child.output()
+    assert rates(place / "run")[8] == 5e-4
+    assert consumed(place / "run")[8] == 8
+    return place
+
+
+@pytest.fixture
+def run(begun: Path, place: Path) -> Path:
+    shutil.copytree(begun, place, dirs_exist_ok=True)
+    return place / "run"
+
+
+@pytest.mark.parametrize("lr", [3e-4, 1e-3])
+def test_a_setting_counts_from_the_resume_on_whatever_was_made_of_the_old_one(
+    typed: Typed, run: Path, lr: float
+) -> None:
+    """Also where it is the value that the config has had all along."""
+    before = (run / "run.yaml").read_bytes()
+    more = ("--set", f"optimizer.lr={lr}", "--set", "train.batch_size=4", "--until", "12it")
+    said = typed("resume", "run", *more)
+    assert f"optimizer.lr: 0.0005 → {lr}" in said
+    assert "train.batch_size: 8 → 4" in said
+    assert rates(run)[9] == rates(run)[10] == lr
+    assert consumed(run)[9] == consumed(run)[10] == 4
+    # the schedule is where it was: its next entries multiply what was set
+    assert rates(run)[11] == lr / 2
+    assert consumed(run)[11] == 8
+    assert (run / "run.yaml").read_bytes() == before
+    assert overrides(run, "step-8") == []
+    [(step, values)] = overrides(run, "step-12")
+    assert (step, values["optimizer.lr"], values["train.batch_size"]) == (8, lr, 4)
+    origins = manifest(run, "step-12")["history"][2]["operation"]["options"]["origins"]
+    assert set(origins.values()) == {"--set"}
+    assert manifest(run, "step-12")["config"]["optimizer.lr"] == 1e-3
+
+
+def test_resumes_follow_upon_each_other_and_older_checkpoints_know_nothing_of_later_ones(
+    typed: Typed, run: Path
+) -> None:
+    typed("resume", "run", "--until", "9it", "--set", "optimizer.lr=3e-4")
+    typed("resume", "run", "--until", "10it", "--set", "train.clip=0.5")
+    typed("resume", "run", "--until", "13it")
+    assert [set(values) for _, values in overrides(run, "step-13")] == [
+        {"train.until", "optimizer.lr"},
+        {"train.until", "train.clip"},
+        {"train.until"},
+    ]
+    assert rates(run)[10] == 3e-4
+    assert rates(run)[13] == 1.5e-4
+    told = json.loads(typed("checkpoint", "diff", "--json", *at(run, 8, 13)))["settings"]
+    assert told["train.clip"] == {"a": 1.0, "b": 0.5}
+    assert told["optimizer.lr"] == {"a": 1e-3, "b": 3e-4}
+    assert told["in force: lr"] == {"a": 5e-4, "b": 1.5e-4}
+
+    said = typed("resume", "run", "--from", "4", "--until", "6it")
+    assert "train.clip" not in said
+    assert "optimizer.lr" not in said
+    assert overrides(run, "step-6") == [(4, {"train.until": ["6it"]})]
+    assert rates(run)[6] == 5e-4
+
+
+def test_what_reads_a_run_says_what_is_in_force_at_its_latest_checkpoint(
+    typed: Typed, run: Path
+) -> None:
+    shutil.copytree(run, run.parent / "before")
+    typed("resume", "run", "--until", "9it", "--set", "train.clip=0.5")
+    values, faults = config_values([RunDir(run.parent / "before"), RunDir(run)])
+    assert not faults
+    told = differing(values)
+    assert told["train.clip"] == (1.0, 0.5)
+    assert told["train.until"] == (["8it"], ["9it"])
+    lines = {line.key: line for line in config_lines(RunDir(run))}
+    assert (lines["train.clip"].value, lines["train.clip"].origin) == ("0.5", "set at step 8")
+    assert "set at resume: train.until" in typed("checkpoint", "inspect", "run")
+
+
+def at(run: Path, *steps: int) -> list[str]:
+    return [str(run / "checkpoints" / f"step-{step}") for step in steps]
+
+
+def test_a_value_that_is_set_again_to_what_it_was_is_so(typed: Typed, run: Path) -> None:
+    typed("resume", "run", "--until", "9it", "--set", "train.clip=0.5")
+    said = typed("resume", "run", "--until", "10it", "--set", "train.clip=1.0")
+    assert "train.clip: 0.5 → 1.0" in said
+    assert [values.get("train.clip") for _, values in overrides(run, "step-10")] == [0.5, 1.0]
+    # the same again is nothing new
+    typed("resume", "run", "--until", "11it", "--set", "train.clip=1.0")
+    assert overrides(run, "step-11")[2:] == [(10, {"train.until": ["11it"]})]
+
+
+def test_what_says_how_a_process_runs_holds_for_that_process_alone(typed: Typed, run: Path) -> None:
+    typed("resume", "run", "--until", "10it", "--set", "record.log_interval=2")
+    assert 9 not in rates(run)
+    started = events(run, "run_started")[-1]
+    assert started["launch"] == {"record.log_interval": 2}
+    assert overrides(run, "step-10") == [(8, {"train.until": ["10it"]})]
+    typed("resume", "run", "--until", "12it")
+    assert 11 in rates(run)
+
+
+def test_the_same_command_does_not_take_back_what_operations_did(typed: Typed, place: Path) -> None:
+    auto = ("train", "tiny.yaml", *BEGUN, "--set", "resume=auto", "--set", "optimizer.lr=2e-3")
+    typed(*auto, "--until", "4it")
+    typed(*auto, "--until", "6it")
+    run = place / "run"
+    assert rates(run)[6] == 1e-3
+    assert consumed(run)[6] == 8
+    assert overrides(run, "step-6") == [(4, {"train.until": ["6it"]})]
+
+
+def test_a_config_that_was_edited_counts_where_it_was_edited(typed: Typed, place: Path) -> None:
+    auto = ("train", "tiny.yaml", *BEGUN, "--set", "resume=auto")
+    typed(*auto, "--until", "4it")
+    run, file = place / "run", place / "tiny.yaml"
+    typed("resume", "run", "--until", "5it", "--set", "train.clip=0.5")
+    file.write_text(file.read_text() + "optimizer: {lr: 3e-4}\n")
+    said = typed(*auto, "--until", "6it")
+    assert "optimizer.lr: 0.0005 → 0.0003" in said
+    assert rates(run)[6] == 3e-4
+    typed(*auto, "--until", "7it")
+    # what a person has set stays, for the file says nothing of it
+    assert [set(values) for _, values in overrides(run, "step-7")] == [
+        {"train.until", "train.clip"},
+        {"train.until", "optimizer.lr"},
+        {"train.until"},
+    ]
+    origin = manifest(run, "step-7")["history"][3]["operation"]["options"]["origins"]
+    assert origin["optimizer.lr"].startswith("tiny.yaml:6")
+
+
+def test_run_yaml_counts_where_it_was_edited(typed: Typed, run: Path) -> None:
+    file = run / "run.yaml"
+    whole = file.read_text()
+    file.write_text(whole.replace("clip: 1.0", "clip: 0.5"))
+    assert "train.clip: 1.0 → 0.5" in typed("resume", "run", "--until", "9it")
+    typed("resume", "run", "--until", "10it", "--set", "train.clip=0.25")
+    assert "train.clip" not in typed("resume", "run", "--until", "11it")
+    file.write_text(whole)
+    assert "train.clip: 0.25 → 1.0" in typed("resume", "run", "--until", "12it")
+
+
+def test_growth_after_a_resume_with_another_end_is_that_of_a_run_that_had_it_at_once(
+    typed: Typed, place: Path
+) -> None:
+    grow = json.dumps([{"name": "widen_mlp", "value": 192, "when": {"at_step": 6}}])
+    more = ("--set", f"schedule={grow}", "--set", "learning_rate.lr_decay_iters=8")
+    typed("train", "tiny.yaml", *more, "--set", "record.run_dir=whole")
+    typed("train", "tiny.yaml", *more, "--set", "record.run_dir=parts", "--until", "4it")
+    typed("resume", "parts", "--until", "8it")
+    models = [
+        (place / name / "checkpoints" / "step-8" / "model.safetensors").read_bytes()
+        for name in ("whole", "parts")
+    ]
+    assert models[0] == models[1]
+
+
+def test_a_checkpoint_grows_with_the_history_that_led_to_it(typed: Typed, run: Path) -> None:
+    typed("resume", "run", "--until", "9it", "--set", "train.batch_size=3")
+    for step, batch in ((8, 8), (9, 3)):
+        [checkpoint] = at(run, step)
+        out = f"grown-{step}"
+        typed("grow", checkpoint, out, "--op", "widen_mlp=192")
+        typed("resume", out, "--until", "10it")
+        assert consumed_after(run.parent / out) == batch
+
+
+def consumed_after(run: Path) -> int:
+    first, *_ = events(run, "train")
+    progress = next((run / "checkpoints").glob("step-[89]/manifest.json"))
+    return int(first["samples"] - json.loads(progress.read_text())["progress"]["samples"])
+
+
+def gone_on(run: Path) -> Continuation | str:
+    """What a resume would go on with, or why it is refused."""
+    place = RunDir(run)
+    checkpoint = load(run / "checkpoints" / "step-8", check=False)
+    try:
+        return continuation(Resume(place), load_checked(str(place.config)), checkpoint)
+    except ConfigError as error:
+        return str(error)
+
+
+def says_so_or_is_as_it_was(run: Path, whole: Continuation, text: str) -> bool:
+    """Whether a resume under `text` as run.yaml is refused; else it says what is other, or nothing
+    that the weights depend on is."""
+    (run / "run.yaml").write_text(text)
+    found = gone_on(run)
+    if isinstance(found, str):
+        assert "run.yaml" in found
+        return True
+    told = {*found.changed, *found.launch, *PLACES}
+    was, now = values_of(whole.loaded.config), values_of(found.loaded.config)
+    silent = {key for key in now if now[key] != was[key]} - told
+    assert all(key.startswith("record.") for key in silent), silent
+    return False
+
+
+def test_a_run_yaml_that_was_cut_is_refused_after_whatever_line(run: Path) -> None:
+    whole = gone_on(run)
+    assert isinstance(whole, Continuation)
+    assert not whole.changed
+    lines = (run / "run.yaml").read_text().splitlines(keepends=True)
+    for end in range(len(lines)):
+        refused = says_so_or_is_as_it_was(run, whole, "".join(lines[:end]))
+        assert refused or not "".join(lines[end:]).strip(), end
+
+
+def test_no_changed_digit_of_a_run_yaml_is_used_without_a_word(run: Path) -> None:
+    whole = gone_on(run)
+    assert isinstance(whole, Continuation)
+    text = (run / "run.yaml").read_text()
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        value = line.partition("  #")[0]
+        for at_, char in enumerate(value):
+            if char.isdigit():
+                changed = f"{line[:at_]}{(int(char) + 1) % 10}{line[at_ + 1 :]}"
+                edited = "".join([*lines[:number], changed, *lines[number + 1 :]])
+                says_so_or_is_as_it_was(run, whole, edited)
+
+
+def test_a_damaged_run_yaml_is_restored_by_the_command_that_is_named(
+    typed: Typed, run: Path
+) -> None:
+    file = run / "run.yaml"
+    whole = file.read_text()
+    file.write_text(whole[: whole.index("optimizer:")])
+    said = typed("resume", "run", "--until", "9it", code=2)
+    assert "optimizer.name" in said
+    command = "instar checkpoint inspect run --config > run/run.yaml"
+    assert command in said
+    file.write_text(whole.replace("n_layer: 2", "n_layer: ["))
+    assert command in typed("resume", "run", "--until", "9it", code=2)
+    file.write_text(typed("checkpoint", "inspect", "run", "--config"))
+    said = typed("resume", "run", "--until", "9it")
+    assert overrides(run, "step-9") == [(8, {"train.until": ["9it"]})]

@@ -1,0 +1,94 @@
+"""Every number in a config has a largest value, told as any other mistake is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from instar.config.budget import parse_budget
+from instar.config.errors import ConfigError
+from instar.config.fields import choices, json_schema, keys
+from instar.config.load import load
+from instar.config.roots import ROOTS, root_of
+from instar.config.sections import LARGEST
+
+BEYOND = 10**15
+"""more than any bound but that of the seed"""
+
+
+def numbers(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every number that a JSON Schema describes."""
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from numbers(item, f"{path}[{index}]")
+    elif isinstance(node, dict):
+        if node.get("type") in ("integer", "number") and "enum" not in node:
+            yield path, node
+        for name, inner in node.items():
+            if name != "default":
+                yield from numbers(inner, f"{path}.{name}")
+
+
+@pytest.mark.parametrize("task", ROOTS)
+def test_every_number_has_both_bounds(task: str) -> None:
+    found = dict(numbers(json_schema(root_of(task))))
+    assert len(found) > 60
+    unbounded = [
+        path
+        for path, node in found.items()
+        if not ({"maximum", "exclusiveMaximum"} & node.keys())
+        or not ({"minimum", "exclusiveMinimum"} & node.keys())
+    ]
+    assert unbounded == []
+
+
+def numeric_keys() -> list[tuple[str, str]]:
+    found = []
+    for task in ROOTS:
+        root = root_of(task)
+        for key in keys(root):
+            kinds = [each.get("type") for each in choices(root, tuple(key.split(".")))]
+            if {"integer", "number"} & set(kinds) and key not in ("seed", "data.seed"):
+                found.append((task, key))
+    return found
+
+
+@pytest.mark.parametrize(("task", "key"), numeric_keys())
+def test_a_number_beyond_its_bound_is_a_mistake_that_names_key_and_bound(
+    task: str, key: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(None, [f"task={task}", f"{key}={BEYOND}"])
+    (problem,) = (each for each in raised.value.problems if each.key == key)
+    assert str(BEYOND) in problem.message
+    assert "at most" in problem.message or "less than" in problem.message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "model.n_layer=1000000",
+        "data.workers=1000000",
+        "record.sample_tokens=2147483648",
+        "early_stopping.rules=[{patience: 1000000000000000}]",
+        "schedule=[{name: change_lr, value: 2, max_wait_iters: 1000000000000000}]",
+        "schedule=[{name: change_lr, value: 2, when: {at_step: 1000000000000000}}]",
+        "data.mixture=[{source: stdlib, weight: 1.0e300}]",
+    ],
+)
+def test_what_no_machine_can_do_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(None, [given])
+    assert "at most" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["1e999999999it", "1e300s", "9" * 400 + "tok", "loss<1e40"])
+def test_budgets_are_bounded_too(text: str) -> None:
+    with pytest.raises(ValueError, match="budget"):
+        parse_budget(text)
+
+
+def test_the_largest_number_is_accepted() -> None:
+    assert load(None, [f"eval.eval_interval={LARGEST}"]).config.eval.eval_interval == LARGEST

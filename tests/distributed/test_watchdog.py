@@ -1,0 +1,128 @@
+"""Ranks that hang are ended and named; ranks that only take their time are not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from toy_room import Mishap, Room
+
+from instar.distributed.watchdog import WatchdogLimits
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def let_pass(seconds: float) -> None:
+    """The passing of this time is what is tried, not something waited for."""
+    threading.Event().wait(seconds)
+
+
+def test_a_rank_that_sleeps_before_a_meeting_is_named_by_all_with_its_line(tmp_path: Path) -> None:
+    room = Room(tmp_path, silence_s=2, timeout_s=2, mishap=Mishap("sleep", 1, "evaluation"))
+    with room.launch() as ranks:
+        assert ranks.ended() == [4]
+        assert ranks.seconds_since_mishap([0, 1]) <= room.timeout_s + 2
+        summary = ranks.said()
+    wanted = "rank 1 has not entered a collective (gathering answers) for 2 s: it is in eval"
+    for said in (summary, room.log(0), room.log(1)):
+        assert wanted in said
+        assert "toy_room.py" in said
+    # Each rank's log shows where it was itself.
+    assert "time.sleep(10 * LIMIT_S)" in room.log(1)
+    assert "time.sleep(10 * LIMIT_S)" not in room.log(0)
+
+
+def test_a_rank_that_sleeps_in_a_backward_pass_is_named(tmp_path: Path) -> None:
+    """Ranks meet there in a collective that nobody counts."""
+    room = Room(tmp_path, silence_s=2, timeout_s=2, mishap=Mishap("sleep", 1, "backward"))
+    with room.launch() as ranks:
+        assert ranks.ended() == [4]
+        assert ranks.seconds_since_mishap([0, 1]) <= room.timeout_s + 2
+        said = ranks.said()
+    assert re.search(r"all other ranks wait for rank 1: it is in step \d+, at toy_room.py", said)
+
+
+def test_a_group_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """Ctrl-Z and fg, or a suspended machine: nobody has moved, and nobody is to blame."""
+    room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
+    with room.alone() as ranks:
+        ranks.wait_for("stepping-0", "stepping-1")
+        with stopped(room.pid(0), room.pid(1)):
+            let_pass(3 * room.timeout_s)
+        ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
+        for rank in (0, 1):
+            os.kill(room.pid(rank), signal.SIGTERM)
+        assert ranks.ended() == [75, 75]
+
+
+def test_ranks_go_on_while_their_launcher_and_its_store_are_stopped(tmp_path: Path) -> None:
+    room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
+    with room.launch() as ranks:
+        ranks.wait_for("stepping-0", "stepping-1")
+        with stopped(ranks.processes[0].pid):
+            let_pass(3 * room.timeout_s)
+            ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
+        ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
+        ranks.processes[0].terminate()
+        assert ranks.ended() == [75]
+
+
+def test_a_frozen_rank_that_serves_the_store_is_named(tmp_path: Path) -> None:
+    room = Room(tmp_path, silence_s=2, mishap=Mishap("freeze", 0, "step"))
+    with room.alone() as ranks:
+        assert ranks.seconds_since_mishap([1]) <= room.silence_s + 2
+        assert ranks.processes[1].wait(5) == 4
+    assert re.search(
+        r"rank 0 has not answered for \d s: last seen in .*step \d+; the store at", room.log(1)
+    )
+
+
+def test_a_killed_rank_that_serves_the_store_is_named(tmp_path: Path) -> None:
+    room = Room(tmp_path, mishap=Mishap("kill", 0, "step"))
+    with room.alone() as ranks:
+        assert ranks.seconds_since_mishap([1]) <= 2
+        assert ranks.processes[1].wait(5) == 4
+    assert re.search(r"rank 0 is gone: last seen in .*step \d+; lost the store at", room.log(1))
+
+
+def test_ranks_stop_and_save_when_torchrun_is_killed(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    with room.torchrun() as ranks:
+        ranks.wait_for("stepping-0", "stepping-1")
+        ranks.processes[0].kill()
+        ranks.wait_for("saved-0", "saved-1")
+    assert (tmp_path / "saved-0").read_text() == (tmp_path / "saved-1").read_text()
+    # Whoever notices it first asks all to stop, and the other may be done before it has noticed.
+    assert any("lost the store at " in room.log(rank) for rank in (0, 1))
+
+
+def test_a_rank_that_failed_alone_is_named_by_the_others(tmp_path: Path) -> None:
+    room = Room(tmp_path, mishap=Mishap("fail", 1, "backward"))
+    with room.launch() as ranks:
+        assert ranks.ended() == [4]
+        assert re.search(r"rank 1 failed at step \d+: OSError: the disk is gone", ranks.said())
+    assert "rank 1 failed: OSError: the disk is gone" in room.log(0)
+
+
+@pytest.mark.parametrize(("size", "interval_s"), [(2, 0.5), (100, 1.0), (1000, 10.0)])
+def test_the_more_ranks_the_rarer_the_heartbeats(size: int, interval_s: float) -> None:
+    assert WatchdogLimits.of(60, 600, size).interval_s == interval_s
+
+
+def test_silence_is_never_longer_than_a_wait() -> None:
+    assert WatchdogLimits.of(silence_s=60, timeout_s=8, size=2) == WatchdogLimits(8, 8, 0.5)

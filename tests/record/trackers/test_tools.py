@@ -1,0 +1,81 @@
+"""Every tracker for real, without a network: what was written is read back by the tool itself."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracked import INFINITE_STEP, NAN_STEP, TOOLS, loss, process, read_back, read_when, written
+
+STEPS = 10_000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    run = tmp_path / "demo-ab3cd"
+    run.mkdir()
+    return run
+
+
+def curve(found: dict[str, Any]) -> dict[int, float]:
+    return dict(found["points"])
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_whole_run_is_read_back(folder: Path, tool: str) -> None:
+    written(tool, folder, 0, STEPS)
+    found = read_back(tool, folder)
+    assert [step for step, _ in found["points"]] == list(range(1, STEPS + 1))
+    values = curve(found)
+    assert math.isnan(values.pop(NAN_STEP))
+    assert values.pop(INFINITE_STEP) == math.inf
+    assert values == pytest.approx({step: loss(step) for step in values}, rel=1e-6)
+    assert found["tokens"][-1] == [STEPS, 64 * STEPS]
+    told = json.dumps(found["config"])
+    assert "model.n_layer" in told
+    assert "9it" in told
+    assert "secret" not in told
+    assert "64→128" in found["notes"]["operation"][0][1]
+    assert "it rises" in found["notes"]["alert"][0][1]
+    assert "best_loss" in json.dumps(found["final"])
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_a_killed_run_had_written_is_there_and_it_goes_on_as_the_same_run(
+    folder: Path, tool: str
+) -> None:
+    with process("write", tool, folder, 0, 200, "wait") as writer:
+        before = read_when(tool, folder, 200)
+        writer.kill()
+    assert len(before["points"]) == 200
+    assert read_back(tool, folder)["points"][-1][0] == 200
+    written(tool, folder, 150, 250)
+    after = read_back(tool, folder)
+    assert after["runs"] == 1
+    assert set(curve(after)) == set(range(1, 251))
+    steps = [step for step, _ in after["points"]]
+    if tool == "tensorboard":  # which drops what a session start supersedes
+        assert steps == list(range(1, 251))
+    else:
+        assert steps == [*range(1, 201), *range(151, 251)]
+
+
+def test_wandb_neither_watches_the_machine_nor_keeps_code_or_output(folder: Path) -> None:
+    written("wandb", folder, 0, 20)
+    assert not {"stats", "output", "output_raw", "files"} & set(read_back("wandb", folder)["kinds"])
+    kept = [path for path in folder.glob("wandb/offline-run-*/files/**/*") if path.is_file()]
+    assert kept == []
+
+
+def test_trackers_import_neither_torch_nor_tensorflow(folder: Path) -> None:
+    code = (
+        "import sys; from tracked import *; from pathlib import Path;"
+        "write('tensorboard', Path(sys.argv[1]), 0, 5);"
+        "assert not {'torch', 'tensorflow'} & set(sys.modules)"
+    )
+    import subprocess
+    import sys
+
+    support = Path(__file__).parents[2] / "support"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=support)

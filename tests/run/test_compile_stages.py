@@ -1,0 +1,112 @@
+"""A run that compiled its stages beforehand finds their graphs in torch's cache when it grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instar.config.fields import from_values
+from instar.config.load import load
+from instar.models.architecture import mask_of
+from instar.run.changes.scheduled import stages_ahead
+from instar.run.lifecycle.compile_stages import compile_stages
+from instar.run.loop.trainer import Trainer
+
+Make = Callable[..., Trainer]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, on import of inductor
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch's cache on the disk, empty; and in this process nothing compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch.compiler.reset()
+
+
+def schedule(*entries: Any) -> str:
+    return f"schedule={json.dumps([dict(entry) for entry in entries])}"
+
+
+def at(step: int, name: str, value: Any, **more: Any) -> dict[str, Any]:
+    return {"name": name, "value": value, "when": {"at_step": step}, **more}
+
+
+def looked_up() -> tuple[int, int]:
+    """Graphs that were found in the cache, and graphs that were not, since this was last asked."""
+    from torch._dynamo.utils import counters
+
+    kinds = (("aot_autograd", "autograd_cache"), ("inductor", "fxgraph_cache"))
+    found = [sum(counters[of][f"{name}_{what}"] for of, name in kinds) for what in ("hit", "miss")]
+    counters.clear()
+    return found[0], found[1]
+
+
+def test_a_growth_after_it_finds_its_graphs(
+    trainer: Make, losses: Callable[[str], list[float]]
+) -> None:
+    few = (
+        schedule(at(2, "widen_mlp", 192)),
+        "train.until=[4it]",
+        "learning_rate.lr_decay_iters=14",
+        "checkpoint.every_minutes=null",
+        "model.dropout=0.1",
+    )
+    compiled = trainer(*few, "compile=true", "compile_stages=true", name="compiled")
+    looked_up()
+    assert compile_stages(compiled.state, compiled.parts) == 2
+    assert looked_up()[1] > 0
+    compiled.train()
+    hits, misses = looked_up()
+    assert (hits >= 2, misses) == (True, 0)
+    # dropout draws what it would have drawn: the random generators are as they were
+    trainer(*few, "compile=true", name="without").train()
+    assert losses("compiled") == losses("without")
+
+
+def test_nothing_is_compiled_unless_it_is_asked_for(trainer: Make) -> None:
+    for name, keys in (("eager", ["compile_stages=true"]), ("without", ["compile=true"])):
+        made = trainer("checkpoint.every_minutes=null", *keys, name=name)
+        assert compile_stages(made.state, made.parts) == 0
+
+
+def test_stages_are_those_that_the_schedule_will_make(trainer: Make) -> None:
+    made = trainer(
+        schedule(
+            at(1, "change_lr", 0.5),
+            at(2, "widen_mlp", 4096, max_params=40_000, on_failure="skip"),
+            at(3, "insert_layers", 1, mask=2),
+        )
+    )
+    stages = list(stages_ahead(made.state, made.parts))
+    sizes = [stage.architecture.sizes() for stage in stages]
+    assert [(each["layers"], each["mlp"]) for each in sizes] == [
+        (2, 128),
+        (2, 128),
+        (3, 128),
+        (3, 128),
+    ]
+    assert [mask_of(stage.architecture) is not None for stage in stages] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert stages[1].settings.lr == made.state.settings.lr / 2
+
+
+def test_a_config_with_the_key_of_earlier_versions_loads(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("compile: true\ncompile_ahead: auto\n")
+    config = load(str(file)).config
+    assert config.compile
+    saved = {"compile": True, "compile_ahead": "auto"}
+    assert from_values(type(config), saved).compile

@@ -1,0 +1,102 @@
+"""Parameters that an operation made and that no gradient reaches are noticed, also a part of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from growing import batch, grown, operation, random_gpt
+from shapes import gpt2, llama
+
+from instar.growth.plan import GrowthPlan
+from instar.models.architecture import Architecture
+from instar.models.gpt import GPT
+from instar.models.lora import Lora
+from instar.run.loop.dead_parameters import LONGEST_WATCH, GradientWatch
+
+SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
+GPT2, LLAMA = gpt2(**SIZES), llama(**SIZES)
+STYLES = pytest.mark.parametrize("base", [GPT2, LLAMA], ids=["gpt2", "llama"])
+
+
+def watched(model: GPT, plan: GrowthPlan) -> GradientWatch:
+    """After as many steps as the watch wants to see."""
+    watch = GradientWatch(plan, "growth", model.arch.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    while not watch.over:
+        model(*batch(model.arch)).backward()
+        watch.see({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return watch
+
+
+@STYLES
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("widen_mlp", 20),
+        ("widen_hidden", 24),
+        ("add_heads", 2),
+        ("insert_layers", 1),
+        ("stack_layers", 2),
+        ("resize_vocab", 17),
+        ("set_lora_rank", {"target": "all", "rank": 3}),
+    ],
+)
+def test_every_part_of_what_operations_make_is_reached(
+    base: Architecture, name: str, value: object
+) -> None:
+    model, plan = grown(random_gpt(base), operation(name, value))
+    watch = watched(model, plan)
+    assert (len(watch.norms), watch.dead, watch.unreached) == (3, False, {})
+
+
+@STYLES
+def test_a_new_block_with_adapters_takes_three_steps(base: Architecture) -> None:
+    """The block's writers are zero, and behind them the adapters' B, and behind these A."""
+    adapted = random_gpt(replace(base, lora=(Lora("attn", 2, 4.0),)))
+    model, plan = grown(adapted, operation("insert_layers", 1, **{"from": "normal"}))
+    watch = GradientWatch(plan, "growth", model.arch.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    left = []
+    for _ in range(3):
+        model(*batch(model.arch)).backward()
+        watch.see({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+        left.append(set(watch.unreached))
+    assert any(name.endswith("query.lora_a") for name in left[1])
+    assert not left[2]
+    assert watch.over
+    assert not watch.dead
+
+
+@STYLES
+def test_a_part_that_no_gradient_reaches_is_noticed(base: Architecture) -> None:
+    model, plan = grown(random_gpt(base), operation("set_lora_rank", {"target": "mlp", "rank": 4}))
+    with torch.no_grad():
+        model.get_parameter("blocks.0.mlp.up.lora_a")[1:].zero_()
+    watch = watched(model, plan)
+    assert len(watch.norms) == LONGEST_WATCH
+    assert not watch.dead
+    dead = {f"blocks.0.mlp.up.lora_{side}": 3 for side in "ab"}
+    assert watch.unreached == dead
+
+
+def test_new_units_that_are_zero_on_both_sides_are_noticed() -> None:
+    model, plan = grown(random_gpt(LLAMA), operation("widen_mlp", 20))
+    with torch.no_grad():
+        for name in ("gate", "up"):
+            model.get_parameter(f"blocks.0.mlp.{name}.weight")[15:].zero_()
+    dead = watched(model, plan).unreached
+    assert dead == {f"blocks.0.mlp.{name}.weight": 5 for name in ("gate", "up", "down")}
+
+
+def test_a_step_without_an_update_tells_nothing() -> None:
+    model, plan = grown(random_gpt(GPT2), operation("widen_mlp", 20))
+    watch = GradientWatch(plan, "growth", model.arch.parameters())
+    for _ in range(4):
+        watch.see({n: torch.full_like(p, torch.nan) for n, p in model.named_parameters()})
+    assert not watch.over

@@ -1,0 +1,172 @@
+"""`precision: auto` is resolved before a run; a run's speed is told as a share of what is possible."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import science
+import tiny_run
+import torch
+from forks import children_as_ranks, forks
+
+from instar.config.load import Loaded, load
+from instar.distributed.world import World
+from instar.record import system
+from instar.record.events import Train, Warn, read_events
+from instar.record.rundir import RunDir
+from instar.run.lifecycle.inputs import resolve_precision
+from instar.run.lifecycle.preflight import Prepared
+from instar.run.lifecycle.resume import Resume, continuation
+from instar.run.loop import step as step_module
+from instar.run.loop.step import PeakFlops
+from instar.run.loop.trainer import Trainer
+
+HERE = World(0, 0, 1, torch.device("cpu"), "none")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cfg(config: Callable[..., Loaded], tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(config("train.until=[2it]").to_yaml(origin=False), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Makes the kernel list other features of the processor."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+
+    def write(text: str) -> None:
+        file = tmp_path / "cpuinfo"
+        file.write_text(f"processor\t: 0\n{text}\n")
+        monkeypatch.setattr(system, "CPUINFO", file)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("line", "units"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16 avx512_vnni", True),
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
+        ("model name\t: bf16", False),
+    ],
+)
+def test_bf16_units_are_those_that_the_kernel_lists(
+    cpuinfo: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, line: str, units: bool
+) -> None:
+    cpuinfo(line)
+    assert system.has_bf16_units() == units
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
+    assert system.has_bf16_units() == units
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
+    assert not system.has_bf16_units()
+
+
+def test_auto_takes_bf16_where_there_are_units(
+    cpuinfo: Callable[[str], None], prepared: Callable[..., Prepared]
+) -> None:
+    cpuinfo("flags\t: avx512_bf16")
+    for preset in ("fast", "plain"):
+        asked = prepared(f"preset={preset}")
+        assert asked.config.precision == "auto"
+        assert resolve_precision(asked, HERE).config.precision == "bf16"
+    assert resolve_precision(prepared("precision=fp32"), HERE).config.precision == "fp32"
+    cpuinfo("flags\t: avx512_vnni")
+    assert resolve_precision(prepared("preset=fast"), HERE).config.precision == "fp32"
+    assert resolve_precision(prepared("precision=bf16"), HERE).config.precision == "bf16"
+
+
+def test_other_tasks_keep_fp32_unless_told(cpuinfo: Callable[[str], None]) -> None:
+    cpuinfo("flags\t: avx512_bf16")
+    assert load(None, ["task=graph"]).config.precision == "auto"
+    assert not load(None, ["task=graph"]).config.prefers_bf16
+
+
+def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("precision: bf16\n")
+    going_on = Resume(RunDir(tmp_path), given=True)
+    resumed = continuation(going_on, load(None, ["precision=auto"]), None)
+    assert resumed.loaded.config.precision == "bf16"
+    assert not resumed.changed
+
+
+@pytest.mark.parametrize(("older", "expected"), [(1, "fp32"), (2, "bf16")])
+def test_all_ranks_must_have_units(tmp_path: Path, older: int, expected: str) -> None:
+    """Two real ranks, of which the one numbered `older`, if any, is an older processor."""
+    place = tiny_run.Place(tmp_path, science.forks())
+    (tmp_path / "squares.txt").write_text(tiny_run.TEXT, encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(tiny_run.CONFIG, encoding="utf-8")
+    body = "failures:bf16_units_except_on_rank"
+    words = ["train", "run.yaml", "--set", "record.run_dir=run", "--set", "train.until=[2it]"]
+    ranks = children_as_ranks(place.forks, 2, body, words, older, place=place.path)
+    assert tiny_run.codes(ranks) == [0, 0], tiny_run.said(ranks)
+    text = (place.path / "run" / "run.yaml").read_text(encoding="utf-8")
+    assert re.search(rf"^precision: {expected} +# auto$", text, re.MULTILINE)
+    assert load(str(place.path / "run" / "run.yaml")).config.precision == expected
+
+
+def warnings(path: Path) -> list[str]:
+    return [event.message for event in read_events(path) if isinstance(event, Warn)]
+
+
+def test_bf16_without_units_is_warned_of_with_the_figure(cfg: Path, tmp_path: Path) -> None:
+    peak = PeakFlops(CPU, "bf16", 1)
+    peak.measured = {"fp32": 2.6e11, "bf16": 1e11}
+    assert "2.6 times as long as in fp32" in peak.warning
+    peak.measured = {"fp32": 1e11, "bf16": 2.6e11}
+    assert not peak.warning
+    assert not PeakFlops(CPU, "fp32", 1).warning
+    run_dir = tmp_path / "run"
+    slow = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    command = [forks().command, "train", str(cfg)]
+    words = ["--set", "precision=bf16", "--set", f"record.run_dir={run_dir}"]
+    subprocess.run([*command, *words], env=slow, check=True, capture_output=True)
+    (told,) = warnings(run_dir / "events.jsonl")
+    assert re.search(r"bf16 on a processor without bf16 units: .* [\d.]+ times as long", told)
+
+
+def test_the_peak_of_a_slow_type_is_that_of_fp32() -> None:
+    peak = PeakFlops(CPU, "bf16", 2)
+    assert peak.measured.keys() == {"fp32", "bf16"}
+    fastest = max(peak.measured.values())
+    assert peak.share(fastest) == pytest.approx(0.5)
+
+
+def test_no_run_uses_more_than_all_that_was_seen_to_be_possible() -> None:
+    peak = PeakFlops(CPU, "fp32", 1)
+    possible = peak.measured["fp32"]
+    assert peak.share(possible / 2) == pytest.approx(0.5)
+    assert peak.share(20 * possible) == 1.0
+    assert peak.share(possible) == pytest.approx(0.05)
+
+
+def test_a_peak_taken_on_a_busy_machine_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter((1e9, 8e9, 2e9, 4e9))
+    monkeypatch.setattr(step_module, "measure_peak_flops", lambda *_: next(seen))
+    peak = PeakFlops(CPU, "fp32", 2)
+    assert peak.share(1e9) == pytest.approx(0.5)
+    for _ in range(10):  # only the first three measure
+        peak.measure_again()
+    assert peak.share(1e9) == pytest.approx(1 / 16)
+
+
+def test_a_recorded_share_is_at_most_1(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    run = trainer()
+    assert run.parts.logger.peak is not None
+    run.parts.logger.peak._best = 1.0  # as if measured on the busiest of machines
+    run.parts.logger.peak._left = 0
+    run.train()
+    shares = [
+        event.mfu for event in read_events(tmp_path / "events.jsonl") if isinstance(event, Train)
+    ]
+    assert shares
+    assert all(share is not None and 0 < share <= 1 for share in shares)

@@ -1,0 +1,226 @@
+"""The final test on real ranks: every sample once, by the weights that were best."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import science
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from science import evaluations, last_step, pointed, result
+from tiny_run import Place, codes, events, said
+
+from instar.data.split import divide_samples
+from instar.logs.query.summary import summarize
+from instar.logs.read.record import read
+from instar.logs.text.summary import best_held_out
+from instar.record.events import Eval, RunFinished, read_events
+from instar.record.format import eval_line, finished_lines
+from instar.record.rundir import RunDir
+
+SEED = 1337
+FOREVER = ("early_stopping.rules=[]",)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return science.place(tmp_path)
+
+
+def trained(place: Place, *settings: str, name: str = "run", ranks: int = 1) -> Path:
+    run_dir = place.path / name
+    children = place.train(run_dir, *settings, ranks=ranks)
+    assert codes(children) == [0] * ranks, said(children)
+    return run_dir
+
+
+def outcome(place: Place, run_dir: Path, *words: object, ranks: int = 1) -> dict[str, Any]:
+    children = place.instar("test", run_dir, *words, ranks=ranks)
+    assert codes(children) == [0] * ranks, said(children)
+    return result(run_dir)
+
+
+def predictions(run_dir: Path) -> dict[str, NDArray[Any]]:
+    table = pq.read_table(run_dir / "test" / "predictions.parquet")
+    return {name: np.array(table[name].to_pylist()) for name in table.column_names}
+
+
+def chances(run_dir: Path, step: str, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """What a checkpoint's file of weights says of points, in plain numpy."""
+    weights = load_file(run_dir / "checkpoints" / step / "model.safetensors")
+    drawn = np.random.default_rng(SEED)
+    x = 3 * drawn.normal(size=(80, 2)).astype(np.float32)[numbers]
+    hidden = np.maximum(x @ weights["up.weight"].T + weights["up.bias"], 0)
+    logits = (hidden @ weights["down.weight"].T + weights["down.bias"]).astype(np.float64)
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    return np.asarray(powers / powers.sum(1, keepdims=True))
+
+
+about = partial(pytest.approx, abs=1e-5)
+
+
+@pytest.mark.parametrize("samples", [23, 2])
+def test_any_number_of_ranks_tests_every_sample_once_and_alike(place: Place, samples: int) -> None:
+    """At the end of a run of two ranks, and of its best checkpoint on one, two and three; also
+    where there are more ranks than samples."""
+    run_dir = trained(place, f"data.test={samples}", ranks=2)
+    at_end, file = result(run_dir), run_dir / "test" / "predictions.parquet"
+    bytes_at_end = file.read_bytes()
+    assert at_end["weights"] == "best"
+    for ranks in (1, 2, 3):
+        file.unlink()
+        found = outcome(place, run_dir, ranks=ranks)
+        assert found | {"weights": "best"} == at_end
+        assert file.read_bytes() == bytes_at_end
+    assert {each.name for each in file.parent.iterdir()} == {"result.json", file.name}
+
+    said_of = predictions(run_dir)
+    splits = divide_samples(80, val=21, test=samples, seed=SEED)
+    assert said_of["sample"].tolist() == said_of["number"].tolist() == splits["test"].tolist()
+    told = {name: metric["value"] for name, metric in at_end["metrics"].items()}
+    side, guessed, chance = said_of["side"], said_of["side.predicted"], said_of["chances"]
+    assert told["accuracy"] == np.mean(side == guessed)
+    assert told["loss"] == about(-np.mean(np.log(chance[np.arange(samples), side])))
+    assert told["doubt"] == about(np.mean(1 - chance.max(1)))
+    classes = range(max(*side, *guessed) + 1)
+    counts = [[int(np.sum((side == a) & (guessed == b))) for b in classes] for a in classes]
+    assert at_end["confusion"] == {"side": counts}
+
+
+def test_ranks_on_hosts_without_a_shared_disk_lose_no_prediction(place: Place) -> None:
+    host = place.path / "host"
+    shutil.copytree(place.path, host, ignore=shutil.ignore_patterns("host"))
+    settings = ("test.weights=last", "checkpoint.save_rng_state=false", "checkpoint.on_best=false")
+    children = Place(host, place.forks).train(
+        Path("run"), *settings, ranks=2, body="failures:rank_1_on_another_host"
+    )
+    assert codes(children) == [0, 0], said(children)
+    found = result(host / "run")
+    assert found["predictions"] == found["samples"] == len(predictions(host / "run")["sample"])
+    assert (place.path / "other-host" / "run" / "logs" / "rank_1.log").exists()
+
+
+def test_the_mark_best_means_the_metric_that_the_pointer_best_follows(place: Place) -> None:
+    run_dir = trained(place, "checkpoint.best_of=[accuracy, loss]", "checkpoint.keep_best=9")
+    recorded = list(read_events(run_dir / "events.jsonl"))
+    evals = [e for e in recorded if isinstance(e, Eval) and e.split == "val"]
+    marked = [f"step-{e.step}" for e in evals if e.best]
+    loss_marked = [f"step-{e.step}" for e in evals if "loss" in e.best_of]
+    assert marked != loss_marked, "the two metrics must differ in this run"
+    assert marked[-1] == pointed(run_dir, "best")
+    assert loss_marked[-1] == pointed(run_dir, "best-loss")
+    accuracies = {f"step-{e.step}": e.extra["accuracy"] for e in evals}
+    assert accuracies[marked[-1]] == max(accuracies.values())
+
+    followed = next(e for e in evals if e.best)
+    only_loss = next(e for e in evals if e.best_of == ("loss",))
+    assert "best accuracy" in eval_line(followed)
+    assert not only_loss.best
+    assert "best loss" in eval_line(only_loss)
+
+    summary = summarize(read(RunDir(run_dir)))
+    name, value = best_held_out(summary) or ("", None)
+    assert name == "val/accuracy"
+    assert value is not None
+    assert f"step-{value.step}" == marked[-1]
+    end = next(e for e in recorded if isinstance(e, RunFinished))
+    told = f"best accuracy {accuracies[marked[-1]]:.4g} at {value.step:,}"
+    assert told in finished_lines(end, run_dir, stopped="", go_on="")[0]
+
+
+def test_the_best_weights_are_tested_though_the_last_are_worse(place: Place) -> None:
+    run_dir = trained(place)
+    best, last = pointed(run_dir, "best"), pointed(run_dir, "latest")
+    losses = dict(evaluations(run_dir))
+    steps = [int(name.removeprefix("step-")) for name in (best, last)]
+    assert losses[steps[0]]["loss"] < losses[steps[1]]["loss"]
+    assert result(run_dir)["step"] == steps[0] < steps[1] == last_step(run_dir, 0)
+    of = predictions(run_dir)
+    assert of["chances"] == about(chances(run_dir, best, of["number"]))
+    assert of["chances"] != about(chances(run_dir, last, of["number"]))
+    told = {"loss": result(run_dir)["metrics"]["loss"]["value"]}
+    assert evaluations(run_dir, "test")[0][1]["loss"] == told["loss"]
+
+
+GROWTH = [
+    {"name": "widen", "value": {"axis": "hidden", "size": 40}, "when": {"at_step": 31}},
+    {"name": "set_lr", "value": 3.0, "when": {"at_step": 31}},
+]
+
+
+def test_the_best_is_tested_in_the_shape_that_it_had(place: Place) -> None:
+    """Two ranks grow after it, and learn nothing more; the last weights have another shape."""
+    grown = *FOREVER, f"schedule={json.dumps(GROWTH)}", "train.until=[45it]"
+    run_dir = trained(place, *grown, ranks=2)
+    best, last = pointed(run_dir, "best"), pointed(run_dir, "latest")
+    sizes = [
+        load_file(run_dir / "checkpoints" / step / "model.safetensors")["up.bias"].size
+        for step in (best, last)
+    ]
+    assert sizes == [24, 40]
+    of = predictions(run_dir)
+    assert of["chances"] == about(chances(run_dir, best, of["number"]))
+    at_end = result(run_dir)
+    assert outcome(place, run_dir, "--from", "best") | {"weights": "best"} == at_end
+    outcome(place, run_dir, "--from", "latest", ranks=2)
+    of = predictions(run_dir)
+    assert of["chances"] == about(chances(run_dir, last, of["number"]))
+
+
+def test_the_last_weights_are_tested_where_the_config_says_so(place: Place) -> None:
+    run_dir = trained(place, "test.weights=last", *FOREVER, "train.until=[22it]")
+    assert (result(run_dir)["step"], result(run_dir)["weights"]) == (22, "last")
+    of = predictions(run_dir)
+    assert of["chances"] == about(chances(run_dir, "step-22", of["number"]))
+
+
+def test_the_best_weights_are_not_promised_where_nothing_saves_them(place: Place) -> None:
+    children = place.train(place.path / "run", "checkpoint.on_best=false")
+    assert codes(children) == [2]
+    assert "say checkpoint.on_best: true, or test.weights: last" in said(children)
+
+
+@pytest.mark.parametrize("weights", ["best", "last"])
+def test_an_average_of_the_weights_is_what_is_tested(place: Place, weights: str) -> None:
+    run_dir = trained(place, "train.ema=0.9", f"test.weights={weights}")
+    at_end = result(run_dir)
+    start = {"best": "best", "last": "latest"}[weights]
+    assert outcome(place, run_dir, "--from", start) | {"weights": weights} == at_end
+    step = f"step-{at_end['step']}"
+    assert predictions(run_dir)["chances"] != about(
+        chances(run_dir, step, predictions(run_dir)["number"])
+    )
+
+
+def test_graphs_are_tested_once_each_on_any_number_of_ranks(place: Place) -> None:
+    run_dir = place.path / "run"
+    words = "train", "graphs.yaml", "--set", f"record.run_dir={run_dir}"
+    children = place.instar(*words, ranks=2)
+    assert codes(children) == [0, 0], said(children)
+    at_end, file = result(run_dir), run_dir / "test" / "predictions.parquet"
+    bytes_at_end = file.read_bytes()
+    for ranks in (1, 3):
+        assert outcome(place, run_dir, ranks=ranks) | {"weights": "best"} == at_end
+        assert file.read_bytes() == bytes_at_end
+    of, graphs = predictions(run_dir), science.graphs()
+    numbers = divide_samples(64, val=13, test=11, seed=SEED)["test"]
+    assert of["sample"].tolist() == numbers.tolist()
+    assert of["side"].tolist() == graphs["side"][numbers].tolist()  # type: ignore[index, call-overload]
+    told = {name: metric["value"] for name, metric in at_end["metrics"].items()}
+    assert told["side/accuracy"] == np.mean(of["side"] == of["side.predicted"])
+    assert told["size/mae"] == about(np.mean(np.abs(of["size"] - of["size.predicted"])))
+    assert np.sum(at_end["confusion"]["side"]) == 11
+
+
+def test_predictions_are_not_written_where_nobody_wants_them(place: Place) -> None:
+    run_dir = trained(place, "test.predictions=false")
+    assert {each.name for each in (run_dir / "test").iterdir()} == {"result.json"}
+    assert result(run_dir)["confusion"] == {}
+    assert events(run_dir, "stop")

@@ -1,0 +1,29 @@
+"""What tests do to a run in this process, between its steps."""
+
+from __future__ import annotations
+
+from instar.checkpoint.store import Checkpoint
+from instar.config.sections import Operation
+from instar.run.changes import scheduled
+from instar.run.lifecycle import restore as restoring
+from instar.run.loop.checkpointing import save_if_due
+from instar.run.loop.trainer import Trainer
+
+
+def change_if_due(run: Trainer) -> bool:
+    run.state, evaluated = scheduled.change_if_due(run.state, run.parts)
+    return evaluated
+
+
+def carry_out(run: Trainer, operation: Operation) -> None:
+    run.state = scheduled.carry_out(run.state, run.parts, operation)
+
+
+def restore(run: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Returns the warnings."""
+    run.state, warnings = restoring.restore(run.state, run.parts, checkpoint)
+    return warnings
+
+
+def save_when_due(run: Trainer) -> None:
+    run.state = save_if_due(run.state, run.parts)

@@ -1,0 +1,436 @@
+"""Tasks of a user's own with one mistake each, and some that give their samples in another form."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from science import Axes, Halves, Net
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch_geometric.data import Data as Graph
+
+from instar.custom import Batch, CustomTask, Ragged, Shape, Table
+
+
+def points(task: Halves) -> dict[str, Any]:
+    return dict(Halves.samples(task))
+
+
+def tensors(task: Halves) -> list[Tensor]:
+    columns = points(task)
+    return [torch.from_numpy(columns[name]) for name in ("x", "side", "number")]
+
+
+# ---- samples in another form, which are as good ----
+
+
+class Tensors(Halves):
+    def samples(self) -> Any:
+        return {name: torch.from_numpy(values) for name, values in points(self).items()}
+
+
+class Lists(Halves):
+    def samples(self) -> Any:
+        columns = points(self)
+        return {
+            "x": list(columns["x"]),
+            "side": columns["side"].tolist(),
+            "number": columns["number"],
+        }
+
+
+class Rows(Halves):
+    def samples(self) -> Any:
+        columns = points(self)
+        rows = range(len(columns["x"]))
+        return [{name: values[row] for name, values in columns.items()} for row in rows]
+
+
+class Tupled(Halves):
+    fields = ("x", "side", "number")
+
+    def samples(self) -> Any:
+        return TensorDataset(*tensors(self))
+
+
+class Arrays(Tupled):
+    def samples(self) -> Any:
+        return tuple(points(self)[name] for name in self.fields)
+
+
+class Items(Dataset[Any]):
+    def __init__(self, task: Halves) -> None:
+        self.parts = tensors(task)
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def __getitem__(self, number: int) -> Any:
+        x, side, place = (part[number] for part in self.parts)
+        return {"x": x, "side": int(side), "number": place}
+
+
+class Mapped(Halves):
+    def samples(self) -> Any:
+        return Items(self)
+
+
+class Graphs(CustomTask[Any, Any]):
+    """Graphs of PyTorch Geometric: is the mean of the nodes' features positive?"""
+
+    def samples(self) -> Any:
+        drawn, graphs = torch.Generator().manual_seed(self.seed), []
+        for number in range(40):
+            x = torch.randn(2 + number % 3, 3, generator=drawn)
+            edges = torch.stack([torch.arange(len(x) - 1), torch.arange(1, len(x))])
+            graphs.append(Graph(x=x, edge_index=edges, y=(x.mean() > 0).long()[None]))
+        return graphs
+
+    def module(self, shape: Any) -> nn.Module:  # noqa: ARG002
+        return nn.Linear(3, 2)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        offsets, edges = batch["x.offsets"], batch["edges"]
+        assert edges.shape == (batch["edges.offsets"][-1], 2)
+        each = model(batch["x"])
+        of_graph = torch.segment_reduce(each, "mean", offsets=offsets, initial=0.0)
+        return F.cross_entropy(of_graph, batch["y"], reduction="none")
+
+
+# ---- samples that cannot be read ----
+
+
+class Generated(Halves):
+    def samples(self) -> Any:
+        yield from [{"x": np.zeros(2)}]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield {"x": torch.zeros(2)}
+
+
+class Streamed(Halves):
+    def samples(self) -> Any:
+        return Endless()
+
+
+class Loaded(Halves):
+    def samples(self) -> Any:
+        return DataLoader(Items(self), batch_size=4)
+
+
+class Nothing(Halves):
+    def samples(self) -> Any:
+        points(self)
+
+
+class NoSamples(Halves):
+    def samples(self) -> Any:
+        return {name: values[:0] for name, values in points(self).items()}
+
+
+class Words(Halves):
+    def samples(self) -> Any:
+        return points(self) | {"side": np.array(["left", "right"] * 40)}
+
+
+class WordsInRows(Halves):
+    def samples(self) -> Any:
+        return [{"x": np.zeros(2), "side": "left"} for _ in range(80)]
+
+
+class Unnamed(Halves):
+    def samples(self) -> Any:
+        return TensorDataset(*tensors(self))
+
+
+class Alone(Halves):
+    def samples(self) -> Any:
+        return tensors(self)[0]
+
+
+class Sparse(Halves):
+    def samples(self) -> Any:
+        return points(self) | {"x": tensors(self)[0].to_sparse()}
+
+
+class Meant(Halves):
+    def samples(self) -> Any:
+        return points(self) | {"number": 3}
+
+
+class OtherKeys(Halves):
+    def samples(self) -> Any:
+        return [{"x": np.zeros(2)}, {"y": np.zeros(2)}]
+
+
+class Failing(Halves):
+    def samples(self) -> Any:
+        return np.load("nowhere.npy")
+
+
+class Leaving(Halves):
+    def samples(self) -> Any:
+        sys.exit()
+
+
+class Augmented(Items):
+    def __getitem__(self, number: int) -> Any:
+        return super().__getitem__(number) | {"x": torch.tensor([random.random(), 0.0])}
+
+
+class Drawn(Halves):
+    def samples(self) -> Any:
+        return Augmented(self)
+
+
+class Weightless(Items):
+    fingerprint = "weightless"
+
+    def read(self, indices: Any, epoch: int = 0) -> Any:  # noqa: ARG002
+        return {
+            name: part[indices].numpy()
+            for name, part in zip(Tupled.fields, self.parts, strict=True)
+        }
+
+    def weights(self, indices: Any) -> float:
+        return -float(len(indices))
+
+
+class Negative(Halves):
+    def samples(self) -> Any:
+        return Weightless(self)
+
+
+class HasNaN(Halves):
+    def samples(self) -> Any:
+        columns = points(self)
+        columns["x"][:] = np.nan
+        return columns
+
+
+# ---- models and shapes ----
+
+
+class Double(Halves):
+    def samples(self) -> Any:
+        return points(self) | {"x": points(self)["x"].astype("f8")}
+
+
+class Lazy(Halves):
+    def shape(self) -> Any:
+        return None
+
+    def module(self, shape: Any) -> nn.Module:  # noqa: ARG002
+        return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
+
+
+class SparseRows(Halves):
+    def shape(self) -> Any:
+        return None
+
+    def module(self, shape: Any) -> nn.Module:  # noqa: ARG002
+        return nn.EmbeddingBag(80, 2, sparse=True)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        said = model(batch["number"][:, None])
+        return F.cross_entropy(said, batch["side"], reduction="none")
+
+
+class Cached(Halves):
+    def module(self, shape: Any) -> nn.Module:
+        if not hasattr(self, "net"):
+            self.net = Net(shape)
+        return self.net
+
+
+class Backbone(Halves):
+    """A part of the model is kept."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.body = nn.Linear(2, 8)
+
+    def shape(self) -> Any:
+        return None
+
+    def module(self, shape: Any) -> nn.Module:  # noqa: ARG002
+        return nn.Sequential(self.body, nn.Linear(8, 2))
+
+
+class NoModule(Halves):
+    def module(self, shape: Any) -> Any:
+        return Net(shape).state_dict()
+
+
+class NoParameters(Halves):
+    def shape(self) -> Any:
+        return None
+
+    def module(self, shape: Any) -> nn.Module:  # noqa: ARG002
+        return nn.ReLU()
+
+
+class Frozen(Halves):
+    def module(self, shape: Any) -> nn.Module:
+        return Net(shape).requires_grad_(False)
+
+
+class Unused(Halves):
+    def shape(self) -> Any:
+        return None
+
+    def module(self, shape: Any) -> nn.Module:  # noqa: ARG002
+        net = Net(Axes())
+        net.spare = nn.Linear(3, 3)
+        return net
+
+
+@dataclass(frozen=True)
+class OtherAxes(Shape):
+    hidden: int = 24
+
+    def table(self, table: Table) -> None:
+        table.linear("up", "hiden", "inputs")
+
+
+class NoField(Halves):
+    def shape(self) -> Any:
+        return OtherAxes()
+
+
+class NoShape(Halves):
+    def shape(self) -> Any:
+        return {"hidden": 24}
+
+
+class FixedSize(Halves):
+    """Its module is not made of the shape that it is given."""
+
+    def module(self, shape: Any) -> nn.Module:  # noqa: ARG002
+        return Net(Axes(hidden=24))
+
+
+class Pair(Net):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+class PairOut(Halves):
+    def module(self, shape: Any) -> nn.Module:
+        return Pair(shape)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["x"])[0], batch["side"], reduction="none")
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        return super().measure(lambda x: model(x)[0], batch)  # type: ignore[arg-type]
+
+    def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        return {}
+
+
+# ---- losses and metrics ----
+
+
+class DictLoss(Halves):
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        return {"loss": super().loss(model, batch)}
+
+
+class MeanLoss(Halves):
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        return super().loss(model, batch).mean()
+
+
+class NumberLoss(Halves):
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        return super().loss(model, batch).mean().item()
+
+
+class Detached(Halves):
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        return super().loss(model, batch).detach()
+
+
+class Infinite(Halves):
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        return super().loss(model, batch) / 0
+
+
+class NoColumn(Halves):
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        return F.cross_entropy(model(batch["x"]), batch["label"])
+
+
+class ListMeasure(Halves):
+    def measure(self, model: nn.Module, batch: Batch) -> Any:
+        return list(super().measure(model, batch).values())
+
+
+class NumberMeasure(Halves):
+    def measure(self, model: nn.Module, batch: Batch) -> Any:
+        return {
+            name: values.float().mean().item()
+            for name, values in super().measure(model, batch).items()
+        }
+
+
+class TensorPredict(Halves):
+    def predict(self, model: nn.Module, batch: Batch) -> Any:
+        return model(batch["x"])
+
+
+class LeavesLater(Halves):
+    """As a script does that has seen enough."""
+
+    steps = 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        if model.training:
+            LeavesLater.steps += 1
+        if LeavesLater.steps > 4:
+            sys.exit(0)
+        return super().loss(model, batch)
+
+
+_left = [40]
+
+
+def leave(sample: dict[str, Any], generator: np.random.Generator) -> Any:
+    _left[0] -= 1
+    if _left[0] < 0:
+        sys.exit(0)
+    return sample | {"x": sample["x"] + generator.normal(0, 0.01, 2).astype("f4")}
+
+
+class Uneven(Halves):
+    """One sample is of length 0: ragged arrays may be empty."""
+
+    def samples(self) -> Any:
+        sizes = np.arange(80) % 4
+        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        values = np.random.default_rng(0).normal(size=(int(offsets[-1]), 2)).astype("f4")
+        return {"side": points(self)["side"], "bag": Ragged(values, offsets)}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        each = torch.segment_reduce(
+            model(batch["bag"]), "mean", offsets=batch["bag.offsets"], initial=0.0
+        )
+        return F.cross_entropy(each, batch["side"], reduction="none")
+
+    def measure(self, model: nn.Module, batch: Batch) -> Any:
+        losses = self.loss(model, batch)
+        return {"accuracy": losses < 0.7, "doubt": losses}
+
+    def predict(self, model: nn.Module, batch: Batch) -> Any:
+        return {"side": batch["side"], "loss": self.loss(model, batch)}

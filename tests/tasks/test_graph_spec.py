@@ -1,0 +1,114 @@
+"""What is known of a run on graphs before torch is there: their number, weights, splits, cost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instar.config.errors import ConfigError
+from instar.config.load import Loaded, load
+from instar.data.arrays import write_arrays
+from instar.data.columns import Columns, Ragged
+from instar.tasks.graph_spec import GraphTaskSpec, assumed_spec, prepare, spec
+
+SIZES = np.array([3, 4, 5, 6] * 10)
+KIND = "model.heads=[{name: kind, kind: classification, classes: 2}]"
+OF_NODES = "model.heads=[{name: mark, kind: classification, classes: 2, level: node}]"
+
+
+def paths() -> Columns:
+    """Forty paths of three to six nodes, of two kinds, half of whose nodes are marked."""
+    offsets = np.concatenate([[0], np.cumsum(SIZES)])
+    edges = np.concatenate([np.stack([np.arange(n - 1), np.arange(1, n)], axis=1) for n in SIZES])
+    return {
+        "x": Ragged(np.ones((offsets[-1], 2), dtype=np.float32), offsets),
+        "edges": Ragged(edges, np.concatenate([[0], np.cumsum(SIZES - 1)])),
+        "kind": np.arange(40) % 2,
+        "mark": Ragged(np.arange(offsets[-1]) % 2, offsets),
+    }
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    write_arrays(tmp_path / "paths", [paths()], {"kind": "paths"})
+    return tmp_path / "paths"
+
+
+def config(source: Path | str, *options: str) -> Loaded:
+    return load(None, ["task=graph", f"data.source={source}", KIND, *options])
+
+
+def test_graphs_are_split_and_looked_at(stored: Path) -> None:
+    found = spec(config(stored, "data.val=0.25", "data.test=10"), 1)
+    assert {name: numbers.size for name, numbers in found.data.splits.items()} == {
+        "train": 20,
+        "val": 10,
+        "test": 10,
+    }
+    assert (found.unit, found.samples(1), found.weight(1)) == ("graph", 20, 1)
+    assert (found.survey.mean_nodes, found.survey.mean_edges) == (4.5, 3.5)
+    assert found.derived["data.path"] == str(stored)
+    source = found.data.held_out("val")
+    assert source.weights(np.arange(len(source))) == 10
+
+
+def test_heads_for_nodes_weigh_graphs_by_their_nodes(stored: Path) -> None:
+    found = spec(config(stored, OF_NODES), 1)
+    assert (found.unit, found.weight(1)) == ("node", 4)
+    source, order = found.data.train(0)
+    numbers = found.data.splits["train"][order.indices(0, 0, 5)]
+    assert source.weights(order.indices(0, 0, 5)) == SIZES[numbers].sum()
+
+
+def test_classes_are_in_all_splits_alike(stored: Path) -> None:
+    found = spec(config(stored, "data.stratify=kind", "data.val=8", "data.test=8"), 1)
+    for numbers in found.data.splits.values():
+        assert np.bincount(numbers % 2).tolist() == [numbers.size // 2] * 2
+    with pytest.raises(ConfigError, match="'colour'"):
+        spec(config(stored, "data.stratify=colour"), 1)
+
+
+def test_a_function_gives_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_graphs.py").write_text("from test_graph_spec import paths\n")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    found = spec(config("my_graphs:paths", "data.stratify=kind"), 1)
+    assert len(found.data.source) == 40
+    assert found.derived["data.path"] is None
+
+
+def test_causal_sets_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = (
+        "data.causal_sets.sets=60",
+        "data.causal_sets.min_points=8",
+        "data.causal_sets.max_points=12",
+    )
+    loaded = load(None, ["task=graph", *few])
+    said: list[str] = []
+    guess = assumed_spec(loaded, said.append)
+    assert "causal_sets stand in for them" in said[0]
+    assert list(tmp_path.iterdir()) == []
+    prepare(loaded, 1, said.append)
+    (folder,) = (tmp_path / "data").iterdir()
+    found = spec(loaded, 1)
+    assert found.derived["data.path"] == f"data/{folder.name}"
+    assert guess.architecture == found.architecture
+    assert isinstance(assumed_spec(loaded, said.append), GraphTaskSpec)
+
+
+def test_nothing_of_it_needs_torch(stored: Path) -> None:
+    program = (
+        "import sys; from instar.config.load import load; from instar.run.lifecycle.preflight import preflight\n"
+        f"preflight(load(None, ['task=graph', 'data.source={stored}', '{KIND}',"
+        " 'train.until=[2it]', 'record.run_dir=none']), 1)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

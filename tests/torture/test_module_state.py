@@ -1,0 +1,164 @@
+"""Every kind of state that a module may have goes through a run as its parameters do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import figures
+import numpy as np
+import pytest
+import states
+import torch
+from forks import Forks
+from safetensors.torch import load_file
+from states import STEPS
+from tiny_run import Place, codes, events, said, weights
+
+from instar.data.split import divide_samples
+
+SEED = 1337
+GROWTH = [{"name": "widen", "value": {"axis": "hidden", "size": 9}, "when": {"at_step": 5}}]
+
+
+@pytest.fixture
+def place(forks: Forks, tmp_path: Path) -> Place:
+    (tmp_path / "run.yaml").write_text(states.CONFIG)
+    return Place(tmp_path, forks)
+
+
+def undisturbed(place: Place, kind: str, *settings: str, ranks: int = 1) -> dict[str, Any]:
+    run_dir = place.path / "whole"
+    children = place.train(run_dir, f"model.kind={kind}", *settings, ranks=ranks)
+    assert codes(children) == [0] * ranks, said(children)
+    return left(run_dir)
+
+
+def resumed(place: Place, kind: str, *settings: str, ranks: int = 1, at: int = 7) -> dict[str, Any]:
+    run_dir = place.path / "parts"
+    settings = (f"model.kind={kind}", *settings, f"train.until=[{at}it]", "test.at_end=false")
+    children = place.train(run_dir, *settings, ranks=ranks)
+    assert codes(children) == [0] * ranks, said(children)
+    words = ("--until", f"{STEPS}it", "--set", "test.at_end=true")
+    children = place.resume(run_dir, *words, ranks=ranks)
+    assert codes(children) == [0] * ranks, said(children)
+    return left(run_dir)
+
+
+def left(run_dir: Path) -> dict[str, Any]:
+    """What must not depend on how the run got there; the folder is removed."""
+    test = json.loads((run_dir / "test" / "result.json").read_text("utf-8"))
+    found = {
+        "weights": weights(run_dir, STEPS),
+        "curve": {event["step"]: event["loss"] for event in events(run_dir, "train")},
+        "held out": {e["step"]: e["loss"] for e in events(run_dir, "eval") if e["step"] % 4 == 0},
+        "test": test["metrics"]["loss"]["value"],
+    }
+    shutil.rmtree(run_dir)
+    return found
+
+
+def is_resumed_exactly(place: Place, kind: str) -> bool:
+    return resumed(place, kind) == undisturbed(place, kind)
+
+
+def is_resumed_exactly_on_two_ranks(place: Place, kind: str) -> bool:
+    # or rank 1 reads buffers of its own until the next evaluation
+    sent = "parallel.ddp.broadcast_buffers=true"
+    return resumed(place, kind, sent, ranks=2) == undisturbed(place, kind, sent, ranks=2)
+
+
+def is_the_same_on_any_number_of_ranks(place: Place, kind: str) -> bool:
+    """In elastic; test at W = 1 of a run at W = 2, and the other way round."""
+    elastic = "reproducible=elastic"
+    whole = [undisturbed(place, kind, elastic, ranks=ranks) for ranks in (1, 2)]
+    return whole[0] == whole[1]
+
+
+def is_tested_as_plain_torch_does(place: Place, kind: str) -> bool:
+    """The weights' moving average beside the buffers of the checkpoint."""
+    found = undisturbed(place, kind)
+    task = states.States(states.Model(kind=kind), states.SamplesConfig(), SEED)
+    torch.manual_seed(SEED)
+    model = task.module(task.shape())
+    for name, content in found["weights"].items():
+        (place.path / name).write_bytes(content)
+    state = {**load_file(place.path / "model.safetensors")}
+    state |= load_file(place.path / "ema.safetensors")
+    for name, tensor in state.items():
+        if "first" in name:
+            model.middle.first = tensor  # torch loads nothing into None
+    told = model.load_state_dict(state, strict=False)
+    assert not told.unexpected_keys
+    assert all(name in ("middle.b.weight",) for name in told.missing_keys)
+    columns = {name: torch.from_numpy(np.asarray(c)) for name, c in task.samples().items()}
+    numbers = divide_samples(75, val=13, test=14, seed=SEED)["test"]
+    batch = {name: column[torch.from_numpy(numbers)] for name, column in columns.items()}
+    with torch.no_grad():
+        wanted = task.loss(model.eval(), batch).mean().item()
+    return bool(found["test"] == pytest.approx(wanted, rel=2e-2 if kind == "bfloat16" else 1e-5))
+
+
+def grows_alike(place: Place, kind: str) -> bool:
+    """Widened by an operation whose label is proved, with resumes before and after it."""
+    schedule = f"schedule={json.dumps(GROWTH)}"
+    wanted = undisturbed(place, kind, schedule)
+    return all(resumed(place, kind, schedule, at=at) == wanted for at in (3, 7))
+
+
+WAYS: dict[str, Callable[[Place, str], bool]] = {
+    "resumed": is_resumed_exactly,
+    "resumed, W = 2": is_resumed_exactly_on_two_ranks,
+    "elastic, W = 1 and 2": is_the_same_on_any_number_of_ranks,
+    "final test": is_tested_as_plain_torch_does,
+    "growth": grows_alike,
+}
+TRIALS = [
+    (kind, way)
+    for kind in states.KINDS
+    for way in WAYS
+    if not (way == "growth" and kind not in states.GROWING)
+    # plain torch draws for all samples at once, and loads nothing into an expanded tensor
+    and not (way == "final test" and kind in ("noise", "view as buffer"))
+]
+SHORT = [
+    ("batch norm", "resumed, W = 2"),
+    ("batch norm", "elastic, W = 1 and 2"),
+    ("mixed", "final test"),
+    ("frozen", "growth"),
+    ("batch norm", "growth"),
+    ("noise", "elastic, W = 1 and 2"),
+    ("running", "resumed"),
+    ("filled later", "resumed"),
+]
+
+
+@pytest.mark.timeout(7200)
+def test_every_kind_of_state_is_part_of_the_model(place: Place) -> None:
+    chosen = TRIALS if figures.FULL else SHORT
+    differing = []
+    for kind, way in chosen:
+        try:
+            if not WAYS[way](place, kind):
+                differing.append(f"{kind}, {way}: other numbers")
+        except AssertionError as error:
+            differing.append(f"{kind}, {way}: {error}")
+            for name in ("whole", "parts"):
+                shutil.rmtree(place.path / name, ignore_errors=True)
+    figures.write(
+        "module-state",
+        [figures.none_of(len(chosen), "kinds of state × ways of a run: other numbers", differing)],
+    )
+
+
+@pytest.mark.parametrize("kind", states.REFUSED)
+def test_what_no_checkpoint_can_hold_is_refused_before_anything_is_made(
+    place: Place, kind: str
+) -> None:
+    children = place.train(place.path / "run", f"model.kind={kind}")
+    assert codes(children) == [2], said(children)
+    assert states.REFUSED[kind][1] in said(children)
+    assert not (place.path / "run").exists()
