@@ -27,6 +27,7 @@ COMMANDS = {
     "resume": ("instar.cli.train:resume", "Resume a run that was stopped."),
     "test": ("instar.cli.train:test", "Test a run's best checkpoint on the test split."),
     "control": ("instar.cli.train:control", "Tell a run to save or to stop, or print its status."),
+    "fleet": ("instar.cli.fleet:fleet", "Run a matrix of trainings with the servers they need."),
     "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),
     "report": ("instar.cli.pages:report", "Write a self-contained HTML report of a run."),
     "dashboard": ("instar.cli.pages:dashboard", "Watch runs in a browser."),

@@ -1,0 +1,467 @@
+"""`instar fleet`: many runs side by side with the servers they need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from instar.cli.options import CommandGroup, json_option, set_option, trust_option
+from instar.cli.output import print_json, print_table
+from instar.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from instar.fleet.folder import FleetFolder
+    from instar.fleet.load import LoadedFleet
+    from instar.fleet.plan import FleetPlan, Instance
+    from instar.fleet.state import FleetStatus, ProcessStatus
+
+_DOWN_S = 600.0
+
+gpus_option = click.option(
+    "--gpus",
+    metavar="GPUS",
+    help="GPUs to use, e.g. 0-3,6 or a number; without a driver, pretended ones.",
+)
+
+
+@click.group(cls=CommandGroup)
+def fleet() -> None:
+    """Run a matrix of trainings with the servers that they need."""
+
+
+@fleet.command()
+@click.argument("file")
+@set_option
+@gpus_option
+@json_option
+def plan(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> None:
+    """Check FILE and print which instance would get which GPUs and ports."""
+    from instar.fleet.load import load_fleet
+
+    made, _ = _planned(load_fleet(file, overrides), gpus)
+    rows = [_plan_row(made, instance) for instance in made.instances]
+    if as_json:
+        print_json({"parallel": made.parallel, "instances": rows})
+        return
+    headers = list(rows[0])
+    cells = [[_cell(row[header]) for header in headers] for row in rows]
+    right = [header for header in headers if header not in ("run_name", "output_dir")]
+    print_table([header.upper() for header in headers], cells, right=[h.upper() for h in right])
+    waiting = len(made.instances) - made.parallel
+    click.echo(
+        f"{len(made.instances)} instances, {made.parallel} at a time"
+        + (f"; {waiting} wait for a free place" if waiting > 0 else ""),
+        err=True,
+    )
+
+
+@fleet.command()
+@click.argument("file")
+@set_option
+@gpus_option
+@click.option("--only", metavar="INDICES", help="Instances to run, e.g. 0 or 0,2-4.")
+@click.option(
+    "--max-steps",
+    type=click.IntRange(min=1),
+    help="Quick test: runs end after so many steps; commands read ${max_steps}. Names and folders "
+    "are those of a test.",
+)
+@click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
+@trust_option
+def up(
+    file: str,
+    overrides: tuple[str, ...],
+    gpus: str | None,
+    only: str | None,
+    max_steps: int | None,
+    wait: bool,
+) -> int:
+    """Start FILE's instances and supervise them until all have ended.
+
+    Exit code 0 if every instance succeeded, 4 if one failed, 75 if stopped: `instar fleet resume`
+    then runs what is left. Ctrl-C stops jobs, then services; a second one kills them.
+    """
+    from instar.fleet.folder import as_test, create
+    from instar.fleet.load import load_fleet
+
+    loaded = load_fleet(file, overrides)
+    if max_steps is not None:
+        loaded = as_test(loaded, max_steps)
+    made, _ = _planned(loaded, gpus)
+    chosen = _chosen(only, len(made.instances))
+    return _launch(create(loaded, gpus, chosen), wait)
+
+
+@fleet.command()
+@click.argument("name")
+@click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
+@trust_option
+def resume(name: str, wait: bool) -> int:
+    """Run the instances of fleet NAME that have not succeeded; finished jobs are not run again."""
+    from instar.fleet.folder import find, reopen
+
+    return _launch(reopen(find(name)), wait)
+
+
+@fleet.command()
+@click.argument("name", required=False)
+@click.option("--watch", is_flag=True, help="Refresh until the fleet has ended.")
+@json_option
+def status(name: str | None, watch: bool, as_json: bool) -> int:
+    """Print the state of fleet NAME, or list all fleets; also after its launcher has died."""
+    from instar.fleet.folder import find
+    from instar.fleet.state import FLEETS, STATE_FILE
+
+    if name is None:
+        folders = sorted(path.parent for path in FLEETS.glob(f"*/{STATE_FILE}"))
+        rows = [_overview(folder) for folder in folders]
+        if as_json:
+            print_json(rows)
+        else:
+            cells = [[_cell(value) for value in row.values()] for row in rows]
+            print_table(["FLEET", "STATE", "INSTANCES", "SUCCEEDED", "FAILED", "LAUNCHER"], cells)
+        return 0
+    folder = find(name)
+    if watch and not as_json:
+        return _watch(folder)
+    _print_status(folder, as_json)
+    return 0
+
+
+@fleet.command()
+@click.argument("name")
+@click.argument("instance", required=False)
+@click.argument("process", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Print new lines until interrupted.")
+@click.option("-n", "--lines", default=20, show_default=True, help="Last lines of each log.")
+def logs(name: str, instance: str | None, process: str | None, follow: bool, lines: int) -> None:
+    """Print the logs of fleet NAME: of all instances, or of INSTANCE (index or name) and PROCESS."""
+    from instar.config.errors import visible
+    from instar.fleet.folder import find
+
+    root = find(name) / "logs"
+    files = [
+        path
+        for path in sorted(root.glob("*/*.log"))
+        if instance in (None, path.parent.name, _index_of(find(name), path.parent.name))
+        and process in (None, path.stem)
+    ]
+    if not files:
+        raise ConfigError.one("no log matches", where=str(root), hint=f"{name} has {_there(root)}")
+    offsets = dict.fromkeys(files, 0)
+    while True:
+        for path in files:
+            with path.open("rb") as file:
+                file.seek(offsets[path])
+                text = file.read().decode("utf-8", "replace")
+                offsets[path] = file.tell()
+            shown = text.splitlines()[-lines:] if not follow or lines else text.splitlines()
+            for line in shown:
+                mark = "" if len(files) == 1 else f"{path.parent.name}/{path.stem} | "
+                click.echo(f"{mark}{visible(line)}")
+        if not follow:
+            return
+        lines = 1 << 30
+        time.sleep(0.3)
+
+
+@fleet.command()
+@click.argument("name")
+@click.argument("instances", nargs=-1, required=True)
+def stop(name: str, instances: tuple[str, ...]) -> None:
+    """Stop INSTANCES (indices or names) of a running fleet; the others go on."""
+    from instar.fleet.folder import find
+    from instar.fleet.launcher import CONTROL
+
+    folder = find(name)
+    _running_launcher(folder)
+    (folder / CONTROL).mkdir(exist_ok=True)
+    for text in instances:
+        index = text if text.isdecimal() else _index_of(folder, text)
+        if index is None:
+            raise ConfigError.one(f"{name} has no instance '{text}'", where=str(folder))
+        (folder / CONTROL / f"{index}.stop").touch()
+
+
+@fleet.command()
+@click.argument("name")
+@click.option("--kill", is_flag=True, help="Kill at once instead of asking.")
+def down(name: str, kill: bool) -> int:
+    """Stop a running fleet: jobs, then services; return when everything has ended."""
+    from instar.fleet.folder import find
+    from instar.fleet.launcher import launcher_pid
+
+    folder = find(name)
+    pid = _running_launcher(folder)
+    for number in (signal.SIGINT, signal.SIGINT)[: 2 if kill else 1]:
+        os.kill(pid, number)
+        time.sleep(0.2)
+    deadline = time.monotonic() + _DOWN_S
+    while launcher_pid(folder) == pid and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return 0 if launcher_pid(folder) != pid else 4
+
+
+@fleet.command()
+@click.option("--dry-run", is_flag=True, help="Only list them.")
+def reap(dry_run: bool) -> int:
+    """Kill processes of fleets whose launcher is gone (yours; see --dry-run)."""
+    from instar.fleet.reap import leftovers
+
+    found = leftovers()
+    for process in found:
+        click.echo(f"{process.pid}  {process.fleet}  {process.instance}  {process.command}")
+        if not dry_run:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+    if not found:
+        click.echo("nothing is left behind", err=True)
+    return 0
+
+
+@fleet.command()
+@click.argument("file")
+@set_option
+@gpus_option
+@json_option
+def doctor(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> int:
+    """Check what a long run of FILE needs: GPUs, disk, ports, keys of trackers, limits."""
+    from instar.fleet.doctor import diagnose
+    from instar.fleet.load import load_fleet
+
+    made, found_gpus = _planned(load_fleet(file, overrides), gpus)
+    findings = diagnose(made, found_gpus)
+    if as_json:
+        print_json([vars(each) for each in findings])
+    else:
+        rows = [["ok" if each.ok else "problem", each.what, each.text] for each in findings]
+        print_table(["", "CHECK", "RESULT"], rows)
+    return 0 if all(each.ok for each in findings) else 4
+
+
+def _planned(loaded: LoadedFleet, gpus: str | None) -> tuple[FleetPlan, Sequence[Any]]:
+    from instar.fleet.launcher import this_machine
+    from instar.fleet.placement import find_gpus
+    from instar.fleet.plan import make_plan
+
+    found = find_gpus(gpus)
+    return make_plan(loaded, this_machine(found)), found
+
+
+def _launch(started: FleetFolder, wait: bool) -> int:
+    from instar.fleet.launcher import FolderLock, Launcher, launcher_pid
+    from instar.fleet.placement import close_all, lock_gpus
+    from instar.fleet.state import STATE_FILE, FleetStatus, fold, read_events
+
+    os.chdir(started.cwd)
+    lock = FolderLock(started.path)
+    try:
+        made, gpus = _planned(started.loaded, started.gpus)
+        before = FleetStatus()
+        if (started.path / STATE_FILE).exists():
+            before = fold(read_events(started.path))
+        done = {i for i, each in before.instances.items() if each.phase == "succeeded"}
+        wanted = started.only or range(len(made.instances))
+        todo = [each for each in made.instances if each.index in wanted and each.index not in done]
+        if not todo:
+            click.echo(f"{started.path.name}: every instance has succeeded", err=True)
+            return 0
+        if made.uses_gpus and not wait:
+            # refuse before anything is started if another fleet holds what this one needs
+            count = sum(len(each) for each in made.slot(0).gpus.values())
+            needed = count * min(made.parallel, len(todo))
+            close_all(each for _, each in lock_gpus(gpus, needed, (), "a check"))
+        from instar.config.fields import keys
+        from instar.config.load import load
+        from instar.config.roots import plain_root_of
+
+        config_keys: dict[str, None] = {}
+        for file in started.configs.values():
+            task = load(file, import_task=False).config.task
+            config_keys |= dict.fromkeys(keys(plain_root_of(task)))
+        _say(f"fleet {started.path.name}: {len(todo)} instances, {made.parallel} at a time")
+        launcher = Launcher(
+            made, started.path, gpus, started.configs, tuple(config_keys), _say, wait_for_gpus=wait
+        )
+        code = launcher.run(todo, before)
+        _summarize(started.path, code)
+        return code
+    finally:
+        lock.close()
+        assert launcher_pid(started.path) is None
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal was closed
+        click.echo(text, err=True)
+
+
+def _summarize(folder: Path, code: int) -> None:
+    from instar.fleet.launcher import status_of
+
+    found, _ = status_of(folder)
+    phases = [each.phase for each in found.instances.values()]
+    counts = {phase: phases.count(phase) for phase in dict.fromkeys(phases)}
+    click.echo(", ".join(f"{count} {phase}" for phase, count in counts.items()), err=True)
+    if code:
+        click.echo(f"next: instar fleet resume {folder.name}", err=True)
+
+
+def _plan_row(made: FleetPlan, instance: Instance) -> dict[str, Any]:
+    slot = made.slot(instance.index % made.parallel)
+    row: dict[str, Any] = {"instance": instance.index, **instance.values}
+    for name, gpus in slot.gpus.items():
+        if gpus:
+            row[f"{name} gpu"] = gpus[0] if len(gpus) == 1 else list(gpus)
+    for name, ports in slot.ports.items():
+        for port, number in ports.items():
+            row[f"{name} {port}"] = number
+    return row | {"run_name": instance.run_name, "output_dir": str(instance.output_dir)}
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "–" if value is None else str(value)
+
+
+def _chosen(only: str | None, count: int) -> tuple[int, ...]:
+    if only is None:
+        return ()
+    from instar.fleet.placement import numbers_in
+
+    found = numbers_in(only if "," in only or "-" in only else f"{only}-{only}", "--only")
+    if outside := [number for number in found if number >= count]:
+        raise ConfigError.one(f"there is no instance {outside[0]}", "--only", f"0 to {count - 1}")
+    return tuple(found)
+
+
+def _running_launcher(folder: Path) -> int:
+    from instar.fleet.launcher import launcher_pid
+
+    pid = launcher_pid(folder)
+    if pid is None:
+        raise ConfigError.one(f"fleet {folder.name} is not running", where=str(folder))
+    return pid
+
+
+def _index_of(folder: Path, run_name: str) -> str | None:
+    from instar.fleet.folder import reopen
+
+    with suppress(ConfigError):
+        made, _ = _planned(reopen(folder).loaded, reopen(folder).gpus)
+        return next((str(i.index) for i in made.instances if i.run_name == run_name), None)
+    return None
+
+
+def _there(root: Path) -> str:
+    return ", ".join(sorted({path.name for path in root.glob("*")})) or "no logs yet"
+
+
+def _overview(folder: Path) -> dict[str, Any]:
+    from instar.fleet.launcher import status_of
+
+    found, pid = status_of(folder)
+    phases = [each.phase for each in found.instances.values()]
+    return {
+        "fleet": folder.name,
+        "state": _fleet_state(found, pid),
+        "instances": len(phases),
+        "succeeded": phases.count("succeeded"),
+        "failed": phases.count("failed"),
+        "launcher": pid,
+    }
+
+
+def _fleet_state(found: FleetStatus, pid: int | None) -> str:
+    if pid is not None:
+        return "running"
+    if found.ended is None:
+        return "launcher died"
+    return {0: "succeeded", 75: "stopped"}.get(found.ended.code, "failed")
+
+
+def _print_status(folder: Path, as_json: bool) -> None:
+    from instar.fleet.folder import reopen
+    from instar.fleet.launcher import status_of
+    from instar.fleet.state import as_json as state_json
+
+    found, pid = status_of(folder)
+    planned: dict[int, Instance] = {}
+    with suppress(ConfigError):
+        made, _ = _planned(reopen(folder).loaded, reopen(folder).gpus)
+        planned = {each.index: each for each in made.instances}
+    if as_json:
+        data = state_json(found) | {"state": _fleet_state(found, pid), "launcher": pid}
+        for index, instance in planned.items():
+            if str(index) in data["instances"]:
+                data["instances"][str(index)] |= {
+                    "run_name": instance.run_name,
+                    "output_dir": str(instance.output_dir),
+                }
+        print_json(data)
+        return
+    click.echo(f"{folder.name}: {_fleet_state(found, pid)}")
+    rows = []
+    for index, each in sorted(found.instances.items()):
+        phase = each.phase
+        if pid is None and phase in ("starting", "running"):
+            phase = "stopped"
+        there = planned.get(index)
+        rows.append(
+            [
+                str(index),
+                there.run_name if there else "",
+                phase,
+                *_progress(there),
+                each.reason,
+            ]
+        )
+        for name, process in each.processes.items():
+            rows.append(["", f"  {name}", _phase_text(process, pid), "", "", _where(process)])
+    print_table(["#", "INSTANCE", "STATE", "STEP", "LOSS", "NOTE"], rows, spare=["LOSS", "STEP"])
+
+
+def _phase_text(process: ProcessStatus, pid: int | None) -> str:
+    if process.phase == "exited":
+        return f"exit {process.status}"
+    return process.phase if pid is not None else "ended"
+
+
+def _where(process: ProcessStatus) -> str:
+    parts = [f"GPU {','.join(map(str, process.gpus))}"] if process.gpus else []
+    parts += [f"{name} {number}" for name, number in process.ports.items()]
+    parts += [f"attempt {process.attempt}"] if process.attempt > 1 else []
+    return ", ".join([*parts, *filter(None, [process.reason])])
+
+
+def _progress(instance: Instance | None) -> list[str]:
+    """Return step and loss of an instance that is a run."""
+    from instar.logs.read.summary_cache import cached_summary
+    from instar.record.rundir import RunDir
+
+    if instance is None or not RunDir(instance.output_dir).holds_run():
+        return ["", ""]
+    seen = cached_summary(RunDir(instance.output_dir))
+    return [
+        "" if seen.step is None else f"{seen.step:,}",
+        "" if seen.loss is None else f"{seen.loss:.3f}",
+    ]
+
+
+def _watch(folder: Path) -> int:
+    from instar.fleet.launcher import launcher_pid
+
+    while True:
+        click.clear()
+        _print_status(folder, as_json=False)
+        if launcher_pid(folder) is None:
+            return 0
+        time.sleep(1.0)

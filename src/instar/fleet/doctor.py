@@ -1,0 +1,118 @@
+"""Checks before a long run: what would fail hours later is found now."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from instar.fleet.placement import Gpu, Taken, lock_gpus, lock_port, locks_folder
+from instar.fleet.plan import FleetPlan
+
+_LITTLE_DISK_BYTES = 20 << 30
+_FILES_PER_PROCESS = 4
+_KEYS = {
+    "wandb": ("WANDB_API_KEY", "~/.netrc"),
+    "mlflow": ("MLFLOW_TRACKING_URI", ""),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    what: str
+    ok: bool
+    text: str
+
+
+def diagnose(plan: FleetPlan, gpus: Sequence[Gpu]) -> list[Finding]:
+    """Check GPUs, ports, disk, keys of trackers, and limits of this user."""
+    return [*_gpus(plan, gpus), *_ports(plan), *_disk(plan), *_limits(plan), *_keys(plan)]
+
+
+def _gpus(plan: FleetPlan, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    if not plan.uses_gpus:
+        return
+    count = plan.parallel * sum(len(each) for each in plan.slot(0).gpus.values())
+    try:
+        held = lock_gpus(gpus, count, (), "a check of instar fleet doctor")
+    except Taken as error:
+        yield Finding("GPUs", False, str(error))
+        return
+    for _, lock in held:
+        lock.close()
+    names = sorted({gpu.name or "pretended" for gpu, _ in held})
+    yield Finding("GPUs", True, f"{count} free ({', '.join(names)})")
+
+
+def _ports(plan: FleetPlan) -> Iterator[Finding]:
+    wanted = [
+        number
+        for place in range(plan.parallel)
+        for ports in plan.slot(place).ports.values()
+        for number in ports.values()
+    ]
+    if not wanted:
+        return
+    moved = []
+    with ExitStack() as held:
+        for number in wanted:
+            try:
+                port, lock = lock_port(number, "a check of instar fleet doctor")
+            except Taken as error:
+                yield Finding("ports", False, str(error))
+                return
+            held.enter_context(closing(lock))
+            if port != number:
+                moved.append(f"{number} is taken, {port} would be used")
+    yield Finding("ports", True, "; ".join(moved) or f"{len(wanted)} free from {min(wanted)}")
+
+
+def _disk(plan: FleetPlan) -> Iterator[Finding]:
+    folders = {each.output_dir for each in plan.instances} | {Path("fleets"), locks_folder()}
+    seen: set[int] = set()
+    for folder in sorted(folders):
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        device = there.stat().st_dev
+        if device in seen:
+            continue
+        seen.add(device)
+        free = shutil.disk_usage(there).free
+        enough = free >= _LITTLE_DISK_BYTES or there == locks_folder()
+        writable = os.access(there, os.W_OK)
+        text = f"{free / 1e9:.0f} GB free" + ("" if writable else ", not writable")
+        yield Finding(f"disk of {there}", enough and writable, text)
+
+
+def _limits(plan: FleetPlan) -> Iterator[Finding]:
+    processes = plan.parallel * len(plan.spec.processes)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 64 + _FILES_PER_PROCESS * processes
+    enough = files == resource.RLIM_INFINITY or files >= needed
+    yield Finding("open files", enough, f"{_limit(files)} allowed, about {needed} needed")
+    _, tasks = resource.getrlimit(resource.RLIMIT_NPROC)
+    enough = tasks == resource.RLIM_INFINITY or tasks >= 4 * processes
+    yield Finding("processes", enough, f"{_limit(tasks)} allowed, at least {2 * processes} needed")
+
+
+def _limit(value: int) -> str:
+    return "any number" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def _keys(plan: FleetPlan) -> Iterator[Finding]:
+    """Look for the keys of trackers that a run's config or a command names."""
+    text = plan.spec.model_dump_json()
+    for job in plan.spec.jobs.values():
+        if job.run is not None and Path(job.run).is_file():
+            text += Path(job.run).read_text(encoding="utf-8", errors="replace")
+    for tracker, (variable, file) in _KEYS.items():
+        if tracker not in text:
+            continue
+        there = bool(os.environ.get(variable)) or (file and Path(file).expanduser().is_file())
+        message = f"{variable} is set" if there else f"{variable} is not set"
+        yield Finding(f"key of {tracker}", bool(there), message)

@@ -1,0 +1,162 @@
+"""A fleet's folder: what was started there, found again by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import copyfile
+
+import msgspec
+from pydantic import ValidationError
+
+from instar.config.document import Document
+from instar.config.errors import ConfigError, SourceLocation
+from instar.config.files import make_folder, read_regular
+from instar.config.suggestions import nearest
+from instar.config.user_code import check_trusted, is_trusted
+from instar.fleet.load import LoadedFleet, resolve_beside
+from instar.fleet.spec import FleetSpec
+from instar.fleet.state import FLEETS, STATE_FILE
+from instar.record.atomic import replace_file
+
+FORMAT = "instar-fleet/1"
+_FILE = "fleet.json"
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    format: str
+    spec: dict[str, object]
+    configs: dict[str, str]
+    gpus: str | None
+    only: tuple[int, ...]
+    cwd: str
+
+
+@dataclass(frozen=True)
+class FleetFolder:
+    """A fleet that was started: its file, resolved, and how."""
+
+    path: Path
+    loaded: LoadedFleet
+    configs: Mapping[str, str]
+    """the copy of the run config of each job with `run`"""
+    gpus: str | None
+    only: tuple[int, ...]
+    """the instances that were chosen; empty: all"""
+    cwd: Path
+
+
+def as_test(loaded: LoadedFleet, max_steps: int) -> LoadedFleet:
+    """Return the fleet as a quick test: few steps, and names and folders of its own.
+
+    Runs end after `max_steps` steps; commands read the variable `${max_steps}`.
+    """
+    spec = loaded.spec
+    name, number = f"{spec.name}-test", 1
+    while (FLEETS / name).exists():
+        number += 1
+        name = f"{spec.name}-test-{number}"
+    jobs = {
+        key: job.model_copy(update={"set": {**job.set, "train.until": f"{max_steps}it"}})
+        if job.run is not None
+        else job
+        for key, job in spec.jobs.items()
+    }
+    mark = "test" if number == 1 else f"test{number}"
+    own = "${run_name}" in spec.output_dir
+    changed = {
+        "name": name,
+        "vars": {**spec.vars, "max_steps": max_steps},
+        "run_name": f"{mark}_{spec.run_name}",
+        "output_dir": spec.output_dir if own else f"{spec.output_dir}-{mark}",
+        "jobs": jobs,
+    }
+    return replace(loaded, spec=spec.model_copy(update=changed))
+
+
+def create(loaded: LoadedFleet, gpus: str | None, only: Sequence[int]) -> FleetFolder:
+    """Create the folder of a new fleet; run configs are copied, so that a later edit changes none of
+    its instances.
+
+    Raises:
+        ConfigError: a fleet of this name was started before, or the folder cannot be written.
+        Untrusted: a run config names code of another user.
+    """
+    spec = loaded.spec
+    path = FLEETS / spec.name
+    if (path / STATE_FILE).exists() or (path / _FILE).exists():
+        raise ConfigError.one(
+            f"fleet '{spec.name}' exists",
+            where=str(path),
+            hint=f"`instar fleet resume {spec.name}` goes on with it; for a new one, --set name=…",
+        )
+    try:
+        make_folder(path / "configs")
+        configs = {}
+        for name, job in spec.jobs.items():
+            if job.run is not None:
+                file = resolve_beside(loaded, ("jobs", name, "run"), job.run)
+                _check_run_trusted(file)
+                configs[name] = str(path / "configs" / f"{name}.yaml")
+                copyfile(file, configs[name])
+        kept = _Kept(
+            FORMAT,
+            spec.model_dump(mode="json"),
+            configs,
+            gpus,
+            tuple(only),
+            str(Path.cwd()),
+        )
+        replace_file(path / _FILE, json.dumps(msgspec.to_builtins(kept), indent=2).encode())
+    except OSError as error:
+        raise ConfigError.one(f"cannot be written: {error.strerror}", where=str(path)) from None
+    return FleetFolder(path, loaded, configs, gpus, tuple(only), Path.cwd())
+
+
+def _check_run_trusted(file: Path) -> None:
+    from instar.config.document import parse
+
+    document, _ = parse(read_regular(file, follow=True).decode(), str(file))
+    check_trusted(str(file), [document.data] if document else [])
+
+
+def find(text: str) -> Path:
+    """Return the folder of a fleet, named by path or by name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for path in (FLEETS / text, Path(text)):
+        if (path / STATE_FILE).exists() or (path / _FILE).exists():
+            return path
+    there = sorted(each.name for each in FLEETS.glob("*")) if FLEETS.is_dir() else []
+    meant = nearest(text, there)
+    hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(there) or 'none'}"
+    raise ConfigError.one(f"no fleet '{text}'", where=str(FLEETS), hint=hint)
+
+
+def reopen(path: Path) -> FleetFolder:
+    """Read what was started in a folder, to run it again.
+
+    Raises:
+        ConfigError: the file is damaged, or the folder belongs to another user: it names commands.
+    """
+    file = path / _FILE
+    try:
+        owner = file.stat().st_uid
+        kept = msgspec.json.decode(read_regular(file), type=_Kept)
+        spec = FleetSpec.model_validate_json(json.dumps(kept.spec))
+    except (OSError, ValueError, ValidationError) as error:
+        raise ConfigError.one(f"not a fleet that was started: {error}", where=str(file)) from None
+    if owner not in (os.geteuid(), 0) and not is_trusted():
+        raise ConfigError.one(
+            "this fleet runs commands, and it belongs to another user",
+            where=str(file),
+            hint="--trust-code runs them as you",
+        )
+    whole = SourceLocation(str(file))
+    loaded = LoadedFleet(spec, (Document(kept.spec, {(): (whole, whole)}),))
+    return FleetFolder(path, loaded, kept.configs, kept.gpus, kept.only, Path(kept.cwd))

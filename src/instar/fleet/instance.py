@@ -1,0 +1,473 @@
+"""One instance: its services are started and kept healthy while its jobs run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from instar.fleet.health import Checker, Unhealthy
+from instar.fleet.placement import Gpu, Lock, is_bindable, lock_port
+from instar.fleet.plan import FleetPlan, Instance, argv_of, variables_of
+from instar.fleet.spec import Job, Process, Service
+from instar.fleet.state import ProcessChanged, ProcessPhase, StateLog, now, result_path
+from instar.fleet.template import expand
+from instar.processes.child import exit_text
+from instar.processes.spawner import Command, Exit, Spawner, Tree
+
+FLEET_VARIABLE = "INSTAR_FLEET"
+"""environment variable of every process of a fleet: the folder of its state"""
+INSTANCE_VARIABLE = "INSTAR_FLEET_INSTANCE"
+_FIRST_CHECK_S = 0.1
+_LATE_NEWS_S = 1.0
+"""how long after a job's failure the loss of its server may become known"""
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
+
+
+class InstanceFailed(Exception):  # noqa: N818
+    """An instance cannot succeed; the message names the process and the cause."""
+
+
+@dataclass
+class Lease:
+    """The GPUs and ports of an instance, by process."""
+
+    gpus: dict[str, list[tuple[Gpu, Lock]]]
+    ports: dict[str, dict[str, tuple[int, Lock]]]
+
+    def locks(self, process: str) -> list[Lock]:
+        gpus = [lock for _, lock in self.gpus[process]]
+        return [*gpus, *(lock for _, lock in self.ports[process].values())]
+
+    def close(self) -> None:
+        for process in self.gpus:
+            for lock in self.locks(process):
+                lock.close()
+
+    def variables(self) -> dict[str, Any]:
+        """Return `services.NAME.ports.PORT` and `services.NAME.gpus` of every process."""
+        found: dict[str, Any] = {}
+        for name, ports in self.ports.items():
+            found[f"services.{name}.gpus"] = self.visible_gpus(name)
+            found |= {f"services.{name}.ports.{port}": n for port, (n, _) in ports.items()}
+        return found
+
+    def visible_gpus(self, process: str) -> str:
+        return ",".join(gpu.id for gpu, _ in self.gpus[process])
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all instances of a fleet share."""
+
+    plan: FleetPlan
+    folder: Path
+    spawner: Spawner
+    log: StateLog
+    threads: int
+    """OMP_NUM_THREADS of a process that reserves no cores"""
+    configs: Mapping[str, str]
+    """path of the run config of each job with `run`"""
+    config_keys: tuple[str, ...]
+    pause: Callable[[str], Awaitable[None]]
+    """waits until a "services" or "jobs" process may start (`stagger`)"""
+
+
+@dataclass
+class _ServiceState:
+    started: bool = False
+    healthy: bool = False
+    lost: str = ""
+    """why it is down, after it was healthy or has failed to become so"""
+    failed: bool = False
+    """whether it will not be restarted"""
+
+
+class RunningProcess:
+    """A process tree and the futures of its end."""
+
+    def __init__(self, tree: Tree, on_started: Callable[[int], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[Exit] = loop.create_future()
+        self.gone: asyncio.Future[None] = loop.create_future()
+        self.error = ""
+        """why the command could not be started"""
+        self.asked_to_stop = False
+        self._tree = tree
+        self._on_started = on_started
+        loop.add_reader(tree.fileno(), self._receive)
+
+    def _receive(self) -> None:
+        for message in self._tree.receive():
+            if "pid" in message:
+                self._on_started(message["pid"])
+            elif "error" in message:
+                self.error = message["error"]
+            elif "status" in message and not self.exited.done():
+                self.exited.set_result(Exit.from_json(message))
+            elif "gone" in message:
+                asyncio.get_running_loop().remove_reader(self._tree.fileno())
+                self._tree.close()
+                if not self.exited.done():  # its shim was killed, and with it the tree
+                    status = 127 if self.error else -9
+                    self.exited.set_result(Exit(status, self.asked_to_stop, now(), 0.0, 0))
+                self.gone.set_result(None)
+
+    async def stop(self, process: Process) -> None:
+        """Ask the tree to end, and wait until it has."""
+        if not self.gone.done():
+            self.asked_to_stop = True
+            self._tree.stop(process.stop.number, process.stop.grace)
+            await asyncio.shield(self.gone)
+
+    def kill(self) -> None:
+        """Kill the tree at once."""
+        if not self.gone.done():
+            self._tree.stop(signal.SIGKILL, 0.0)
+
+
+@dataclass
+class InstanceRunner:
+    """Runs one instance once."""
+
+    around: Surroundings
+    instance: Instance
+    lease: Lease
+    holder: str
+    attempts: dict[str, int]
+    """of each process before this start"""
+    completed: frozenset[str]
+    """jobs that have succeeded before"""
+    running: dict[str, RunningProcess] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec = self.around.plan.spec
+        self._services = {name: _ServiceState() for name in spec.services}
+        self._done = set(self.completed)
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until all jobs have succeeded. On cancellation, stop jobs, then services.
+
+        Raises:
+            InstanceFailed: a job failed for good, or a service that jobs need.
+        """
+        spec = self.around.plan.spec
+        services = [asyncio.create_task(self._serve(n, s)) for n, s in spec.services.items()]
+        left = {name: job for name, job in spec.jobs.items() if name not in self.completed}
+        jobs = [asyncio.create_task(self._work(name, job)) for name, job in left.items()]
+        try:
+            # a fleet without jobs serves until it is stopped
+            tasks = jobs or ([] if spec.jobs else services)
+            if tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+        finally:
+            await _cancelled(jobs)
+            await _cancelled(services)
+
+    def kill(self) -> None:
+        """Kill every process at once."""
+        for process in self.running.values():
+            process.kill()
+
+    async def _serve(self, name: str, service: Service) -> None:
+        state = self._services[name]
+        try:
+            await self._keep_up(name, service, state)
+        except Exception as error:
+            state.lost, state.failed = state.lost or str(error), True
+            self._notify()
+            raise
+
+    async def _keep_up(self, name: str, service: Service, state: _ServiceState) -> None:
+        restarts, pause_s = 0, service.restart.backoff
+        while True:
+            await self._dependencies(name, service)
+            await self.around.pause("services")
+            reason, failed = await self._watch(name, service, state)
+            state.started = state.healthy = False
+            state.lost = reason
+            wanted = service.restart.policy
+            paired = any(
+                job.on_dependency_failure == "restart_pair" and name in job.depends_on
+                for job in self.around.plan.spec.jobs.values()
+            )
+            again = wanted == "always" or ((wanted == "on-failure" or paired) and failed)
+            state.failed = not again or restarts >= service.restart.max
+            self._notify()
+            if state.failed:
+                raise InstanceFailed(f"{name} {reason}")
+            restarts += 1
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+
+    async def _watch(self, name: str, service: Service, state: _ServiceState) -> tuple[str, bool]:
+        """Run a service once; return why it has ended, and whether that is a failure."""
+        process = self._start(name, service)
+        health, checker = service.healthcheck, None
+        state.started, state.lost = True, ""
+        self._notify()
+        try:
+            if health is not None:
+                numbers = {port: number for port, (number, _) in self.lease.ports[name].items()}
+                port = numbers[health.port] if health.port else next(iter(numbers.values()), 0)
+                checker = Checker(health, port, self._variables(name), self._env(name, service))
+                if problem := await self._not_ready(process, checker, health.start_period):
+                    if not process.exited.done():
+                        self._write(name, "unhealthy", reason=problem)
+                        await process.stop(service)
+                    return problem, True
+            if not process.exited.done():
+                state.healthy = True
+                self._write(name, "healthy")
+                self._notify()
+                if health is None or checker is None:
+                    await asyncio.wait([process.exited])
+                elif problem := await self._unhealthy(process, checker, service):
+                    state.healthy = False
+                    state.lost = problem
+                    self._write(name, "unhealthy", reason=problem)
+                    self._notify()
+                    return problem, True
+            end = process.exited.result()
+            return self._end_text(process, name), end.status != 0
+        finally:
+            if checker is not None:
+                await checker.close()
+            await self._stop(name, service, process)
+
+    async def _not_ready(
+        self, process: RunningProcess, checker: Checker, start_period_s: float
+    ) -> str:
+        """Wait until the service is ready; return why it is not, or ""."""
+        deadline, pause_s = time.monotonic() + start_period_s, _FIRST_CHECK_S
+        while True:
+            left_s = deadline - time.monotonic()
+            check = asyncio.ensure_future(checker.check(max(left_s, 0.1), probe=True))
+            await _first(check, process.exited)
+            if process.exited.done():
+                await _cancelled([check])
+                return self._end_text(process, "") + " before it was ready"
+            try:
+                check.result()
+                return ""
+            except Unhealthy as error:
+                if time.monotonic() >= deadline:
+                    return f"was not ready after {start_period_s:g} s: {error}"
+            await asyncio.wait([process.exited], timeout=min(pause_s, max(left_s, 0.0)))
+            pause_s = min(pause_s * 1.5, 1.0)
+
+    async def _unhealthy(self, process: RunningProcess, checker: Checker, service: Service) -> str:
+        """Check a ready service until it is unhealthy; return how, or "" if it has exited."""
+        health, failures = service.healthcheck, 0
+        assert health is not None
+        due = time.monotonic()
+        while True:
+            due += health.interval
+            await asyncio.wait([process.exited], timeout=max(0.0, due - time.monotonic()))
+            if process.exited.done():
+                return ""
+            due = max(due, time.monotonic())
+            try:
+                await checker.check(health.timeout or 1.0, probe=False)
+                failures = 0
+            except Unhealthy as error:
+                failures += 1
+                if process.exited.done():
+                    return ""
+                if failures >= health.retries:
+                    return f"is unhealthy: {failures} checks in a row failed: {error}"
+
+    async def _work(self, name: str, job: Job) -> None:
+        retries, pause_s = 0, job.retry.backoff
+        while True:
+            await self._dependencies(name, job)
+            await self.around.pause("jobs")
+            reason, lost = await self._attempt(name, job)
+            if reason is None:
+                self._done.add(name)
+                self._notify()
+                return
+            if lost:
+                if job.on_dependency_failure == "fail":
+                    raise InstanceFailed(f"{name} was stopped: {lost}")
+                continue
+            if retries >= job.retry.max:
+                raise InstanceFailed(f"{name} {reason}")
+            retries += 1
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+
+    async def _attempt(self, name: str, job: Job) -> tuple[str | None, str]:
+        """Run a job once; return why it failed (None: it succeeded), and which service was lost."""
+        process = self._start(name, job)
+        try:
+            while True:
+                lost = asyncio.create_task(self._loss(job))
+                await _first(process.exited, lost)
+                if process.exited.done():
+                    if process.exited.result().status == 0:
+                        await _cancelled([lost])
+                        return None, ""
+                    # it may have failed because of a server whose end is heard of a moment later
+                    await asyncio.wait([lost], timeout=_LATE_NEWS_S if job.depends_on else 0)
+                    what = lost.result() if lost.done() else ""
+                    await _cancelled([lost])
+                    return self._end_text(process, name), what
+                if job.on_dependency_failure != "wait":
+                    return f"was stopped: {lost.result()}", lost.result()
+                await self._until(lambda: self._lost(job) == "" or self._lost_for_good(job))
+                if self._lost_for_good(job):
+                    raise InstanceFailed(f"{name} was stopped: {self._lost(job)}")
+        finally:
+            await self._stop(name, job, process)
+
+    async def _loss(self, job: Job) -> str:
+        """Wait until a service that the job depends on is down; return which, and why."""
+        await self._until(lambda: self._lost(job) != "")
+        return self._lost(job)
+
+    def _lost(self, process: Process) -> str:
+        for name in process.depends_on:
+            if name in self._services and not self._is_met(name, process.depends_on[name]):
+                return f"{name} {self._services[name].lost or 'is not ready'}"
+        return ""
+
+    def _lost_for_good(self, process: Process) -> bool:
+        return any(n in self._services and self._services[n].failed for n in process.depends_on)
+
+    async def _dependencies(self, name: str, process: Process) -> None:
+        """Wait until a process may start.
+
+        Raises:
+            InstanceFailed: a service it depends on has failed for good.
+        """
+        needs = process.depends_on.items()
+        await self._until(
+            lambda: all(self._is_met(*need) for need in needs) or self._lost_for_good(process)
+        )
+        if self._lost_for_good(process):
+            raise InstanceFailed(f"{name} cannot run: {self._lost(process)}")
+
+    def _is_met(self, name: str, condition: str) -> bool:
+        if name not in self._services:
+            return name in self._done
+        state = self._services[name]
+        return state.started if condition == "service_started" else state.healthy
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _start(self, name: str, process: Process) -> RunningProcess:
+        self.attempts[name] = attempt = self.attempts.get(name, 0) + 1
+        self._renew_ports(name)
+        around, run = self.around, self.instance.run_name
+        variables = self._variables(name)
+        argv = argv_of(name, process, variables, around.configs.get(name, ""))
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        result = result_path(around.folder, run, name, attempt)
+        result.parent.mkdir(parents=True, exist_ok=True)
+        command = Command(
+            tuple(argv),
+            self._env(name, process),
+            Path(expand(process.cwd, variables)) if process.cwd else Path.cwd(),
+            around.folder / "logs" / run / f"{name}.log",
+            result,
+            f"--- attempt {attempt}, {stamp}: {shlex.join(argv)}\n",
+            process.stop.number,
+            process.stop.grace,
+        )
+        self._write(name, "starting")
+        tree = around.spawner.start(command, [lock.fileno() for lock in self.lease.locks(name)])
+        started = RunningProcess(tree, lambda pid: self._write(name, "running", pid=pid))
+        self.running[name] = started
+        return started
+
+    async def _stop(self, name: str, process: Process, running: RunningProcess) -> None:
+        if not running.gone.done() and not running.exited.done():
+            self._write(name, "stopping")
+        await running.stop(process)
+        end = running.exited.result()
+        self.running.pop(name, None)
+        self._write(
+            name,
+            "exited",
+            status=end.status,
+            cpu_s=end.cpu_s,
+            peak_bytes=end.peak_bytes,
+            reason=running.error,
+        )
+
+    def _renew_ports(self, name: str) -> None:
+        """Replace ports that a program outside the fleet has taken."""
+        for port, (number, lock) in self.lease.ports[name].items():
+            if not is_bindable(number):
+                self.lease.ports[name][port] = lock_port(number + 1, self.holder)
+                lock.close()
+
+    def _variables(self, name: str) -> dict[str, Any]:
+        own = {f"ports.{port}": n for port, (n, _) in self.lease.ports[name].items()}
+        return {
+            **variables_of(self.instance, self.around.config_keys),
+            **self.lease.variables(),
+            **own,
+            "gpus": self.lease.visible_gpus(name),
+            "attempt": self.attempts.get(name, 1),
+        }
+
+    def _env(self, name: str, process: Process) -> dict[str, str]:
+        around, run = self.around, self.instance.run_name
+        private = around.folder / "tmp" / run / name
+        (private / "tmp").mkdir(parents=True, exist_ok=True)
+        env = {
+            "OMP_NUM_THREADS": str(process.resources.cpus or around.threads),
+            **os.environ,
+            **{variable: str((private / "cache").absolute()) for variable in _CACHES},
+            "TMPDIR": str((private / "tmp").absolute()),
+            "CUDA_VISIBLE_DEVICES": self.lease.visible_gpus(name),
+            FLEET_VARIABLE: str(around.folder.absolute()),
+            INSTANCE_VARIABLE: run,
+        }
+        if not self.around.plan.uses_gpus:
+            env.pop("CUDA_VISIBLE_DEVICES")
+        variables = self._variables(name)
+        return env | {key: expand(text, variables) for key, text in process.env.items()}
+
+    def _write(self, name: str, phase: ProcessPhase, **values: Any) -> None:
+        if phase == "starting":
+            values["gpus"] = tuple(gpu.index for gpu, _ in self.lease.gpus[name])
+            values["ports"] = {port: n for port, (n, _) in self.lease.ports[name].items()}
+        event = ProcessChanged(
+            now(), self.instance.index, name, phase, self.attempts[name], **values
+        )
+        self.around.log.write(event, durable=phase == "exited")
+
+    def _end_text(self, process: RunningProcess, name: str) -> str:  # noqa: ARG002
+        if process.error:
+            return process.error
+        return exit_text(process.exited.result().status)
+
+
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until all have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,385 @@
+"""The launcher of a fleet: starts instances as resources become free, until all have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import heapq
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from instar.config.errors import ConfigError, InstarError
+from instar.config.files import make_folder, own_regular, read_regular
+from instar.distributed.failure import Interrupted
+from instar.distributed.placement import usable_cores
+from instar.fleet.instance import InstanceFailed, InstanceRunner, Lease, Surroundings
+from instar.fleet.placement import Gpu, Taken, holder_text, lock_gpus, lock_port
+from instar.fleet.plan import FleetPlan, Instance, Machine
+from instar.fleet.state import (
+    ENDED,
+    STATE_FILE,
+    Ended,
+    FleetStatus,
+    InstanceChanged,
+    Phase,
+    Started,
+    StateLog,
+    boot_id,
+    fold,
+    now,
+    read_events,
+    read_result,
+)
+from instar.processes.spawner import Spawner
+from instar.record.atomic import remove_tree
+
+LOCK_FILE = "lock"
+CONTROL = "control"
+_POLL_S = 0.5
+_RETRY_S = 1.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def this_machine(gpus: Sequence[Gpu]) -> Machine:
+    """Return what this machine has to share."""
+    return Machine(len(gpus), usable_cores(), psutil.virtual_memory().total)
+
+
+class FolderBusy(ConfigError):  # noqa: N818
+    """Another launcher works in this folder."""
+
+
+class FolderLock:
+    """The right to write a fleet's state; it ends with this process.
+
+    Raises:
+        FolderBusy: another launcher has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = own_regular(folder / LOCK_FILE)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._descriptor)
+            pid = launcher_pid(folder)
+            raise FolderBusy.one(
+                f"this fleet is running (launcher {pid or 'unknown'})",
+                where=str(folder),
+                hint=f"see `instar fleet status {folder.name}`",
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def launcher_pid(folder: Path) -> int | None:
+    """Return the process id of the launcher that works in a folder; None if none does."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        except OSError:
+            pass
+    finally:
+        os.close(descriptor)
+    with suppress(OSError, ValueError):
+        return int(read_regular(folder / LOCK_FILE, 64).split()[0])
+    return None
+
+
+@dataclass
+class Launcher:
+    """Runs the instances of a plan.
+
+    The first stop signal stops jobs, then services, with their grace; a second SIGINT kills all.
+    """
+
+    plan: FleetPlan
+    folder: Path
+    gpus: Sequence[Gpu]
+    configs: Mapping[str, str]
+    config_keys: tuple[str, ...]
+    say: Callable[[str], None]
+    on_change: Callable[[], None] = lambda: None
+    wait_for_gpus: bool = False
+    """wait for GPUs that other launchers hold, instead of failing"""
+    requested: str = ""
+    """the stop signal"""
+    _running: dict[int, tuple[asyncio.Task[None], InstanceRunner]] = field(default_factory=dict)
+
+    def run(self, todo: Sequence[Instance], before: FleetStatus) -> int:
+        """Run these instances and return the exit code: 0 if all have succeeded, 4 if one failed, 75
+        if they were stopped.
+
+        Args:
+            before: the state that earlier launchers left.
+        """
+        _raise_file_limit()
+        self._log = StateLog(self.folder)
+        self._spawner = Spawner()
+        self._before = before
+        self._outcomes: dict[int, Phase] = {}
+        try:
+            self._log.write(
+                Started(
+                    now(),
+                    os.getpid(),
+                    socket.gethostname(),
+                    boot_id(),
+                    tuple(i.index for i in todo),
+                ),
+                durable=True,
+            )
+            asyncio.run(self._run(todo))
+            code = self._code(todo)
+            self._log.write(Ended(now(), code), durable=True)
+            return code
+        finally:
+            self._spawner.close()
+            self._log.close()
+
+    def _code(self, todo: Sequence[Instance]) -> int:
+        if all(self._outcomes.get(each.index) == "succeeded" for each in todo):
+            return 0
+        if self.requested:
+            return Interrupted.exit_code
+        return InstarError.exit_code
+
+    async def _run(self, todo: Sequence[Instance]) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._stopping = asyncio.Event()
+        self._last_start: dict[str, float] = {}
+        self._pauses = {name: asyncio.Lock() for name in ("services", "jobs")}
+        self._around = Surroundings(
+            self.plan,
+            self.folder,
+            self._spawner,
+            self._log,
+            max(1, usable_cores() // (self.plan.parallel * max(1, len(self.plan.spec.processes)))),
+            self.configs,
+            self.config_keys,
+            self._pause,
+        )
+        control = asyncio.create_task(self._obey())
+        places = list(range(self.plan.parallel))
+        waiting = list(reversed(todo))
+        try:
+            while waiting or self._running:
+                while waiting and places and not self._stopping.is_set():
+                    if not self._begin(waiting[-1], heapq.heappop(places), places):
+                        break
+                    waiting.pop()
+                if self._stopping.is_set() and not self._running:
+                    break
+                tasks = [task for task, _ in self._running.values()]
+                stop = asyncio.ensure_future(self._stopping.wait())
+                await asyncio.wait(
+                    [*tasks, stop],
+                    timeout=_RETRY_S if waiting and places else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                stop.cancel()
+                if self._stopping.is_set():
+                    for task, _ in self._running.values():
+                        if not task.cancelling():
+                            task.cancel()
+                    await asyncio.wait(tasks) if tasks else None
+        finally:
+            control.cancel()
+        for instance in waiting:
+            self._conclude(instance, "stopped", "not started")
+
+    def _begin(self, instance: Instance, place: int, places: list[int]) -> bool:
+        """Start an instance; False if the GPUs it needs are held elsewhere and are waited for."""
+        holder = holder_text(self.plan.spec.name, instance.run_name)
+        try:
+            lease = self._lease(place, holder)
+        except Taken as error:
+            heapq.heappush(places, place)
+            if self.wait_for_gpus:
+                if not getattr(self, "_told_of_waiting", False):
+                    self._told_of_waiting = True
+                    self.say(f"waiting: {error}")
+                return False
+            self._conclude(instance, "failed", str(error))
+            heapq.heappush(places, heapq.heappop(places))
+            return True
+        was = self._before.instances.get(instance.index)
+        attempts = {name: each.attempt for name, each in was.processes.items()} if was else {}
+        runner = InstanceRunner(
+            self._around,
+            instance,
+            lease,
+            holder,
+            attempts,
+            completed_jobs(self.folder, instance, self.plan, attempts),
+        )
+        self._write(instance, "starting")
+
+        async def run() -> None:
+            phase: Phase = "failed"
+            reason = ""
+            try:
+                await runner.run()
+                phase = "succeeded"
+            except asyncio.CancelledError:
+                phase = "stopped"
+            except InstanceFailed as error:
+                reason = str(error)
+            except Exception as error:  # the others go on
+                reason = f"{type(error).__name__}: {error}"
+            finally:
+                lease.close()
+                del self._running[instance.index]
+                heapq.heappush(places, place)
+                self._conclude(instance, phase, reason)
+
+        self._running[instance.index] = asyncio.create_task(run()), runner
+        self._write(instance, "running")
+        return True
+
+    def _lease(self, place: int, holder: str) -> Lease:
+        slot = self.plan.slot(place)
+        lease = Lease({name: [] for name in slot.gpus}, {name: {} for name in slot.ports})
+        try:
+            for name, wanted in slot.gpus.items():
+                # positions among the GPUs that this fleet may use
+                first = [self.gpus[number].index for number in wanted]
+                lease.gpus[name] = lock_gpus(self.gpus, len(wanted), first, holder)
+            for name, ports in slot.ports.items():
+                for port, number in ports.items():
+                    lease.ports[name][port] = lock_port(number, holder)
+        except BaseException:
+            lease.close()
+            raise
+        return lease
+
+    async def _pause(self, role: str) -> None:
+        gap_s = getattr(self.plan.spec.stagger, role)
+        if not gap_s:
+            return
+        async with self._pauses[role]:
+            due = self._last_start.get(role, float("-inf")) + gap_s
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            self._last_start[role] = time.monotonic()
+
+    def _conclude(self, instance: Instance, phase: Phase, reason: str) -> None:
+        self._outcomes[instance.index] = phase
+        self._write(instance, phase, reason)
+        if phase == "failed":
+            self.say(f"{instance.run_name} failed: {reason}")
+            for line in last_lines(self.folder, instance, self.plan, reason):
+                self.say(line)
+            policy = self.plan.spec.failure.policy
+            failed = sum(each == "failed" for each in self._outcomes.values())
+            limit = {"fail_fast": 0, "continue": len(self.plan.instances)}.get(
+                str(policy), 0 if isinstance(policy, str) else policy * len(self.plan.instances)
+            )
+            if failed > limit and not self._stopping.is_set():
+                self.say(f"{failed} failed: stopping the others (failure.policy: {policy})")
+                self._stopping.set()
+
+    def _write(self, instance: Instance, phase: Phase, reason: str = "") -> None:
+        event = InstanceChanged(now(), instance.index, phase, reason)
+        self._log.write(event, durable=phase in ENDED)
+        self.on_change()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self.requested:
+            self.requested = number.name
+            again = "; press again to kill everything" if number == signal.SIGINT else ""
+            self.say(f"{number.name}: stopping jobs, then services{again}")
+            self._stopping.set()
+        elif number == signal.SIGINT:
+            self.say("killing everything")
+            for _, runner in self._running.values():
+                runner.kill()
+
+    async def _obey(self) -> None:
+        """Carry out requests to stop an instance: files INDEX.stop in the folder `control`."""
+        folder = self.folder / CONTROL
+        remove_tree(folder)
+        while True:
+            await asyncio.sleep(_POLL_S)
+            with suppress(OSError):
+                for path in folder.iterdir():
+                    index = path.stem
+                    if path.suffix == ".stop" and index.isdecimal() and int(index) in self._running:
+                        task, runner = self._running[int(index)]
+                        self.say(f"stopping {runner.instance.run_name}, as requested")
+                        task.cancel()
+                    path.unlink()
+
+
+def completed_jobs(
+    folder: Path, instance: Instance, plan: FleetPlan, attempts: Mapping[str, int]
+) -> frozenset[str]:
+    """Return the jobs that have succeeded in an earlier attempt, also if their launcher was gone."""
+    from instar.fleet.state import result_path
+
+    done = set()
+    for name in plan.spec.jobs:
+        for attempt in range(1, attempts.get(name, 0) + 1):
+            end = read_result(result_path(folder, instance.run_name, name, attempt))
+            if end is not None and end.status == 0 and not end.stopped:
+                done.add(name)
+    return frozenset(done)
+
+
+def last_lines(folder: Path, instance: Instance, plan: FleetPlan, reason: str) -> Iterable[str]:
+    """Yield the last lines of the log of the process that a failure names."""
+    for name in plan.spec.processes:
+        if reason.startswith(f"{name} "):
+            path = folder / "logs" / instance.run_name / f"{name}.log"
+            with suppress(OSError):
+                size = path.stat().st_size
+                with path.open("rb") as file:
+                    file.seek(max(0, size - 4096))
+                    lines = file.read().decode("utf-8", "replace").splitlines()[-15:]
+                yield f"  last lines of {path}:"
+                yield from (f"    {line}" for line in lines)
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system permits: each process needs a socket."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def status_of(folder: Path) -> tuple[FleetStatus, int | None]:
+    """Return a fleet's state, and its launcher's process id if it is running."""
+    pid = launcher_pid(folder)
+    return fold(read_events(folder)), pid
+
+
+__all__ = [
+    "CONTROL",
+    "STATE_FILE",
+    "FolderLock",
+    "Launcher",
+    "launcher_pid",
+    "make_folder",
+    "msgspec",
+    "status_of",
+]

@@ -1,0 +1,199 @@
+"""Reading a fleet file: all mistakes at once, each with its line and a suggestion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from instar.config.document import Document, KeyPath, dotted, parse, problem_at, show
+from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
+from instar.config.files import open_regular
+from instar.config.suggestions import near_path, nearest
+from instar.fleet.spec import FleetSpec, Job, Service
+
+MAX_BYTES = 1 << 20
+OVERRIDE = "--set"
+
+
+@dataclass(frozen=True)
+class LoadedFleet:
+    """A fleet with the positions of its values."""
+
+    spec: FleetSpec
+    documents: tuple[Document, ...]
+    """the file and the command line's values; later ones take precedence"""
+
+    def place(self, path: KeyPath, *, key: bool = False) -> SourceLocation:
+        """Return where a value, or its key, was written."""
+        for document in reversed(self.documents):
+            if path in document.places:
+                return document.place(path, key=key)
+        return self.documents[0].place(path, key=key)
+
+    def problem(self, path: KeyPath, message: str, hint: str = "") -> ConfigProblem:
+        """Return a problem of a value."""
+        return problem_at(self.place(path), message, hint, dotted(path))
+
+
+def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
+    """Read a fleet file with `--set` texts such as "vars.model=gpt2" applied.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    documents, problems = [], []
+    document, found = parse(_read(path), path)
+    problems += found
+    if document is None or not isinstance(document.data, dict):
+        if not problems:
+            problems.append(
+                problem_at(
+                    SourceLocation(path),
+                    "a fleet file is made of 'key: value' lines",
+                    "docs/fleet.md has one to start from",
+                )
+            )
+        raise ConfigError(*problems)
+    documents.append(document)
+    data: dict[str, Any] = document.data
+    for text in overrides:
+        key, equals, given = text.partition("=")
+        if not equals or not key.strip():
+            problems.append(
+                problem_at(
+                    SourceLocation(f"{OVERRIDE} {text}"),
+                    "expected key=value",
+                    "e.g. max_parallel=2",
+                )
+            )
+            continue
+        option, found = parse(given, f"{OVERRIDE} {text}", tuple(key.strip().split(".")))
+        problems += found
+        if option is not None:
+            documents.append(option)
+            data = _merged(data, option.data)
+    unreadable = {each for document in documents for each in document.unreadable}
+    try:
+        spec = FleetSpec.model_validate(data)
+    except ValidationError as error:
+        reading = LoadedFleet(FleetSpec(name="unread"), tuple(documents))
+        for item in error.errors(include_url=False):
+            location = _written(tuple(item["loc"]), data)
+            if not any(location[: len(each)] == each for each in unreadable):
+                problems.append(_explained(reading, location, item, data))
+        raise ConfigError(*_sorted(problems)) from None
+    if problems:
+        raise ConfigError(*_sorted(problems))
+    return LoadedFleet(spec, tuple(documents))
+
+
+def _read(path: str) -> str:
+    try:
+        with open_regular(path, follow=True) as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise ConfigError.one(f"larger than {MAX_BYTES >> 20} MiB", where=path)
+        return raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError.one(
+            "no such file",
+            where=path,
+            hint=near_path(path, "*.y*ml") or "docs/fleet.md has examples",
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError.one("not UTF-8 text", where=path) from None
+    except OSError as error:
+        raise ConfigError.one(f"cannot be read: {error.strerror}", where=path) from None
+
+
+def _merged(below: Any, above: Any) -> Any:
+    if isinstance(below, dict) and isinstance(above, dict):
+        return below | {key: _merged(below.get(key), value) for key, value in above.items()}
+    return above
+
+
+def _written(location: tuple[Any, ...], data: Any) -> KeyPath:
+    """Return the part of pydantic's location that is in the data: without branches of unions."""
+    path: list[str | int] = []
+    for number, step in enumerate(location):
+        last = number == len(location) - 1
+        inside = (isinstance(data, dict) and step in data) or (
+            isinstance(data, list) and isinstance(step, int) and step < len(data)
+        )
+        if inside:
+            path.append(step)
+            data = data[step]
+        elif isinstance(data, dict) and last:  # a missing key
+            path.append(step)
+    return tuple(path)
+
+
+def _explained(
+    reading: LoadedFleet, path: KeyPath, item: Any, data: dict[str, Any]
+) -> ConfigProblem:
+    name, kind = dotted(path), item["type"]
+    if kind == "extra_forbidden":
+        known = list(_model_at(path[:-1]).model_fields)
+        meant = nearest(str(path[-1]), known)
+        hint = f"did you mean '{meant}'?" if meant else f"it has {', '.join(known)}"
+        where = f" in {dotted(path[:-1])}" if path[:-1] else ""
+        message = f"unknown key '{path[-1]}'{where}"
+        return problem_at(reading.place(path, key=True), message, hint, name)
+    if kind == "missing":
+        return reading.problem(path, f"{name} is missing")
+    given: Any = data
+    for step in path:
+        given = given[step]
+    said = item["msg"].removeprefix("Value error, ")
+    allowed = item.get("ctx", {}).get("expected", "")
+    hint = ""
+    if kind == "literal_error":
+        said = f"must be {allowed}"
+        words = [word.strip(" '") for word in allowed.replace(" or ", ",").split(",")]
+        meant = nearest(str(given), words)
+        hint = f"did you mean '{meant}'?" if meant else ""
+    elif kind == "string_pattern_mismatch":
+        said = "must be a name of letters, digits, - and _"
+    return reading.problem(path, f"{name}: {said[:1].lower()}{said[1:]}, got {show(given)}", hint)
+
+
+def _model_at(path: KeyPath) -> type[BaseModel]:
+    """Return the model of a section, from the path of its keys."""
+    model: type[BaseModel] = FleetSpec
+    named: dict[str, type[BaseModel]] = {"services": Service, "jobs": Job}
+    steps = list(path)
+    if steps and steps[0] in named:
+        model, steps = named[str(steps[0])], steps[2:]
+    for step in steps:
+        annotation = model.model_fields[str(step)].annotation
+        arguments = (annotation, *getattr(annotation, "__args__", ()))
+        model = next(
+            each for each in arguments if isinstance(each, type) and issubclass(each, BaseModel)
+        )
+    return model
+
+
+def _sorted(problems: Sequence[ConfigProblem]) -> list[ConfigProblem]:
+    """By position, each place and message once: the branches of a union fail alike."""
+    first: dict[tuple[str, str], ConfigProblem] = {}
+    for problem in problems:
+        first.setdefault((problem.where, problem.key), problem)
+
+    def position(problem: ConfigProblem) -> tuple[bool, int, int]:
+        place = problem.place
+        line = place.line if isinstance(place, SourceLocation) else 0
+        return not line, line, place.column if isinstance(place, SourceLocation) else 0
+
+    return sorted(first.values(), key=position)
+
+
+def resolve_beside(reading: LoadedFleet, path: KeyPath, name: str) -> Path:
+    """Return a path that is written in the file, relative to where the command was typed, or else to
+    the file."""
+    here = Path(name)
+    beside = Path(reading.place(path).source).parent / name
+    return beside if not here.exists() and beside.exists() else here

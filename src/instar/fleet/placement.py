@@ -1,0 +1,248 @@
+"""GPUs and ports that belong to one process at a time on the whole host, and what this machine has.
+
+A lock is a flock of a file in one folder of the host, so it holds between launchers of all users.
+It belongs to the open file, not to a process: the launcher passes it on to the process tree that
+uses the GPU or port, and it is held until both have closed it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from instar.config.errors import ConfigError, InstarError, printable
+
+LOCKS_VARIABLE = "INSTAR_LOCK_DIR"
+_HOLDER_BYTES = 512
+_DEFAULT_FIRST_EPHEMERAL = 32768
+
+
+class Taken(InstarError):  # noqa: N818
+    """What a fleet needs is held by another process."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU; `id` is what CUDA_VISIBLE_DEVICES takes."""
+
+    index: int
+    id: str
+    key: str
+    """of its lock: the UUID, or the number of a pretended one"""
+    name: str = ""
+    memory: int = 0
+    """bytes"""
+    processes: tuple[int, ...] = ()
+    """pids that compute on it"""
+
+
+class Lock:
+    """A held lock; closed, it is free once every process tree that has it has ended."""
+
+    def __init__(self, name: str, descriptor: int) -> None:
+        self.name = name
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def close(self) -> None:
+        """Close this process's share; closing twice has no effect."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def locks_folder() -> Path:
+    """Return the host's folder of locks, created if it is missing.
+
+    Raises:
+        ConfigError: it is not a folder that only its files' owners can change.
+    """
+    folder = Path(os.environ.get(LOCKS_VARIABLE) or "/tmp/instar-locks")
+    with suppress(FileExistsError):
+        folder.mkdir()
+        folder.chmod(0o1777)
+    status = folder.lstat()
+    shared = status.st_mode & stat.S_IWOTH
+    if not stat.S_ISDIR(status.st_mode) or (shared and not status.st_mode & stat.S_ISVTX):
+        raise ConfigError.one(
+            "not a folder with the sticky bit",
+            where=str(folder),
+            hint=f"remove it, or name another one in {LOCKS_VARIABLE}",
+        )
+    return folder
+
+
+def try_lock(name: str, holder: str) -> Lock | str:
+    """Acquire a lock, or return who holds it.
+
+    Args:
+        name: e.g. "gpu-3".
+        holder: what others are told about this process.
+    """
+    path = locks_folder() / f"{re.sub(r'[^A-Za-z0-9-]', '_', name)}.lock"
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        # not with O_CREAT: the kernel refuses that for others' files in a shared folder
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+        with suppress(OSError):
+            os.fchmod(descriptor, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        text = os.pread(descriptor, _HOLDER_BYTES, 0).decode("utf-8", "replace")
+        os.close(descriptor)
+        return printable(text.partition("\n")[0]) or "another process"
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{holder}\n".encode()[:_HOLDER_BYTES], 0)
+    return Lock(name, descriptor)
+
+
+def holder_text(fleet: str, instance: str) -> str:
+    """Return what other launchers are told about a lock's holder."""
+    return f"{instance} of fleet {fleet} ({getpass.getuser()}, launcher {os.getpid()})"
+
+
+def find_gpus(given: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine, or those that `given` selects ("0-3,6" or a number).
+
+    Without a driver, `given` names pretended GPUs, so that a fleet can be tried anywhere.
+
+    Raises:
+        ConfigError: `given` cannot be read or names a GPU that does not exist.
+    """
+    real = _real_gpus()
+    if given is None:
+        return real
+    wanted = numbers_in(given, "--gpus")
+    if not real:
+        return tuple(Gpu(number, str(number), f"pretended-{number}") for number in wanted)
+    by_index = {gpu.index: gpu for gpu in real}
+    if missing := [number for number in wanted if number not in by_index]:
+        raise ConfigError.one(
+            f"there is no GPU {missing[0]}", where="--gpus", hint=f"there are {len(real)}"
+        )
+    return tuple(by_index[number] for number in wanted)
+
+
+def numbers_in(given: str, option: str) -> list[int]:
+    """Parse "0-3,6", or the first numbers of a count."""
+    found: list[int] = []
+    text = given.replace(" ", "")
+    if text.isdecimal() and len(text) < 5:
+        return list(range(int(text)))
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
+        if match is None:
+            raise ConfigError.one(f"cannot read {given!r}", where=option, hint="e.g. 0-7 or 8")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(found)) < len(found):
+        raise ConfigError.one(f"a number is given twice in {given!r}", where=option)
+    return found
+
+
+def _real_gpus() -> tuple[Gpu, ...]:
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        gpus = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            device = pynvml.nvmlDeviceGetHandleByIndex(index)
+            uuid, name = pynvml.nvmlDeviceGetUUID(device), pynvml.nvmlDeviceGetName(device)
+            memory = int(pynvml.nvmlDeviceGetMemoryInfo(device).total)
+            pids: tuple[int, ...] = ()
+            with suppress(pynvml.NVMLError):
+                running = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
+                pids = tuple(int(each.pid) for each in running)
+            gpus.append(Gpu(index, str(uuid), str(uuid), str(name), memory, pids))
+        return tuple(gpus)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def lock_gpus(
+    gpus: Sequence[Gpu], count: int, first: Sequence[int], holder: str
+) -> list[tuple[Gpu, Lock]]:
+    """Acquire `count` GPUs, if possible those with the indices `first`.
+
+    Raises:
+        Taken: fewer are free; nothing is held then.
+    """
+    preferred = [gpu for gpu in gpus if gpu.index in first]
+    held: list[tuple[Gpu, Lock]] = []
+    taken: list[str] = []
+    for gpu in [*preferred, *(gpu for gpu in gpus if gpu not in preferred)]:
+        if len(held) == count:
+            break
+        if gpu.processes:
+            taken.append(f"GPU {gpu.index}: used by process {gpu.processes[0]}")
+            continue
+        lock = try_lock(f"gpu-{gpu.key}", holder)
+        if isinstance(lock, Lock):
+            held.append((gpu, lock))
+        else:
+            taken.append(f"GPU {gpu.index}: held by {lock}")
+    if len(held) < count:
+        for _, lock in held:
+            lock.close()
+        raise Taken(f"{count} GPUs are needed and {len(held)} are free; {'; '.join(taken)}")
+    return held
+
+
+def lock_port(first: int, holder: str) -> tuple[int, Lock]:
+    """Acquire the first free port from `first` on, below those that the kernel gives to clients.
+
+    Raises:
+        Taken: none is free.
+    """
+    end = max(_first_ephemeral(), first + 1)
+    for port in range(first, end):
+        if not is_bindable(port):
+            continue
+        lock = try_lock(f"port-{port}", holder)
+        if isinstance(lock, Lock):
+            if is_bindable(port):
+                return port, lock
+            lock.close()
+    raise Taken(f"no port is free from {first} to {end - 1}")
+
+
+def _first_ephemeral() -> int:
+    with suppress(OSError, ValueError):
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return _DEFAULT_FIRST_EPHEMERAL
+
+
+def is_bindable(port: int) -> bool:
+    """Whether a server could listen on a port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def close_all(locks: Iterable[Lock]) -> None:
+    for lock in locks:
+        lock.close()

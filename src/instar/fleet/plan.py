@@ -1,0 +1,430 @@
+"""From a fleet file to its instances, before anything is started."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from instar.config.document import KeyPath, dotted
+from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.suggestions import nearest
+from instar.fleet.load import LoadedFleet, resolve_beside
+from instar.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
+from instar.fleet.template import UnknownVariable, expand, names_in, text_of
+
+_BASE = ("name", "index")
+_OF_INSTANCE = ("run_name", "output_dir")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One combination of the matrix."""
+
+    index: int
+    values: Mapping[str, Scalar]
+    """of the matrix"""
+    run_name: str
+    output_dir: Path
+    variables: Mapping[str, Scalar]
+    """for the texts of its processes; without ports and GPUs, which are known when it starts"""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The GPUs and ports that an instance would get on an idle machine, by process."""
+
+    gpus: Mapping[str, tuple[int, ...]]
+    ports: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """The instances of a fleet, and how many fit next to each other."""
+
+    spec: FleetSpec
+    instances: tuple[Instance, ...]
+    parallel: int
+
+    @property
+    def uses_gpus(self) -> bool:
+        return any(each.resources.gpus for each in self.spec.processes.values())
+
+    def slot(self, place: int) -> Slot:
+        """Return the first choice of GPUs and ports of the instance in one of `parallel` places;
+        instance i is in place i % parallel if no earlier one ends before another."""
+        gpu = place * sum(each.resources.gpus for each in self.spec.processes.values())
+        gpus: dict[str, tuple[int, ...]] = {}
+        ports: dict[str, dict[str, int]] = {}
+        number = self.spec.first_port
+        for name, process in self.spec.processes.items():
+            gpus[name] = tuple(range(gpu, gpu + process.resources.gpus))
+            gpu += process.resources.gpus
+            ports[name] = {}
+            for port, first in process.first_ports.items():
+                ports[name][port] = (number if first is None else first) + place
+                number += self.parallel if first is None else 0
+        return Slot(gpus, ports)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to share: GPUs, cores, and bytes of memory."""
+
+    gpus: int
+    cpus: int
+    memory: int
+
+
+def make_plan(loaded: LoadedFleet, machine: Machine) -> FleetPlan:
+    """Expand the matrix and check everything that can be known before the start.
+
+    Raises:
+        ConfigError: with all problems: unknown variables, collisions, missing commands, …
+    """
+    spec = loaded.spec
+    problems = [*_process_problems(loaded), *_dependency_problems(loaded), *_combinations(loaded)]
+    combinations = list(_expanded(spec))
+    if not combinations:
+        problems.append(loaded.problem(("matrix",), "no combination is left", "see exclude"))
+    if len(combinations) > MOST_INSTANCES:
+        message = f"{len(combinations):,} instances, more than {MOST_INSTANCES:,}"
+        raise ConfigError(*problems, loaded.problem(("matrix",), message))
+    problems += _variable_problems(loaded, combinations)
+    parallel, found = _parallel(loaded, machine, len(combinations))
+    problems += found
+    if problems:
+        raise ConfigError(*problems)
+    plan = FleetPlan(spec, tuple(_instances(spec, combinations)), parallel)
+    problems = [*_collisions(loaded, plan), *_run_problems(loaded, plan)]
+    if problems:
+        raise ConfigError(*problems)
+    return plan
+
+
+def argv_of(
+    name: str, process: Process, variables: Mapping[str, Any], config: str = ""
+) -> list[str]:
+    """Return a process's command with its variables replaced.
+
+    Args:
+        config: path of the run config of a job with `run`.
+    """
+    if isinstance(process, Job) and process.run is not None:
+        return [sys.executable, "-m", "instar.cli.main", *_train_words(process, variables, config)]
+    command = process.command
+    assert command is not None, name
+    words = shlex.split(command) if isinstance(command, str) else command
+    return [expand(word, variables) for word in words]
+
+
+def overrides_of(job: Job, variables: Mapping[str, Any]) -> list[str]:
+    """Return the `--set` texts of a run, but for its folder."""
+    given: dict[str, Any] = {}
+    for key, value in job.set.items():
+        texts = [expand(v, variables) if isinstance(v, str) else text_of(v) for v in _each(value)]
+        given[key] = f"[{', '.join(texts)}]" if isinstance(value, tuple) else texts[0]
+    return [f"{key}={value}" for key, value in given.items()]
+
+
+def _each(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _train_words(job: Job, variables: Mapping[str, Any], config: str) -> list[str]:
+    sets = [
+        *(f"{key}={text_of(variables[key])}" for key in variables.get("matrix_keys", ())),
+        *overrides_of(job, variables),
+        f"record.run_dir={variables['output_dir']}",
+        "resume=auto",
+    ]
+    ranks = job.nproc or max(1, job.resources.gpus)
+    words = ["train", config, *(word for text in sets for word in ("--set", text))]
+    return [*words, "--nproc", str(ranks)] if ranks > 1 else words
+
+
+def _expanded(spec: FleetSpec) -> Iterator[dict[str, Scalar]]:
+    """Yield the combinations of the matrix, then those of `include`."""
+    keys = list(spec.matrix)
+    for values in itertools.product(*spec.matrix.values()):
+        found = dict(zip(keys, values, strict=True))
+        if not any(_matches(found, excluded) for excluded in spec.exclude):
+            yield found
+    yield from map(dict, spec.include)
+
+
+def _matches(combination: Mapping[str, Scalar], part: Mapping[str, Scalar]) -> bool:
+    return all(key in combination and combination[key] == value for key, value in part.items())
+
+
+def _instances(spec: FleetSpec, combinations: Iterable[dict[str, Scalar]]) -> Iterator[Instance]:
+    for index, values in enumerate(combinations):
+        variables: dict[str, Scalar] = {
+            **spec.vars,
+            **values,
+            "name": spec.name,
+            "index": index,
+        }
+        variables["run_name"] = expand(spec.run_name, variables)
+        variables["output_dir"] = expand(spec.output_dir, variables)
+        yield Instance(
+            index,
+            values,
+            str(variables["run_name"]),
+            Path(str(variables["output_dir"])),
+            variables,
+        )
+
+
+def _process_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
+    spec = loaded.spec
+    if not spec.jobs and not spec.services:
+        yield loaded.problem((), "a fleet has at least one job or service", "see docs/fleet.md")
+    for name in spec.services.keys() & spec.jobs.keys():
+        yield loaded.problem(("jobs", name), f"'{name}' is a service and a job", "rename one")
+    for path, process in _processes(spec):
+        run = process.run if isinstance(process, Job) else None
+        if (process.command is None) == (run is None):
+            what = "a command or a run" if isinstance(process, Job) else "a command"
+            yield loaded.problem(path, f"{dotted(path)} needs {what}")
+        elif process.command is not None:
+            yield from _command_problems(loaded, (*path, "command"), process)
+        if isinstance(process, Job) and run is None and (process.set or process.nproc):
+            yield loaded.problem(path, f"{dotted(path)}: set and nproc belong to a run")
+    for name, service in spec.services.items():
+        check, path = service.healthcheck, ("services", name, "healthcheck")
+        if check is None:
+            continue
+        if not (check.http or check.tcp or check.command or check.probe):
+            hint = "e.g. http: /health, tcp: true or command: …"
+            yield loaded.problem(path, f"{dotted(path)} checks nothing", hint)
+        if (check.http or check.tcp or check.probe) and not service.ports:
+            message = f"{dotted(path)} needs a port, and {name} has none"
+            yield loaded.problem(path, message, "write ports: [http] in the service")
+        elif check.port is not None and check.port not in service.first_ports:
+            hint = f"it has {', '.join(service.first_ports)}"
+            yield loaded.problem((*path, "port"), f"{name} has no port '{check.port}'", hint)
+
+
+def _command_problems(
+    loaded: LoadedFleet, path: KeyPath, process: Process
+) -> Iterator[ConfigProblem]:
+    command = process.command
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command
+    except ValueError as error:
+        yield loaded.problem(path, f"{dotted(path)} cannot be split into words: {error}")
+        return
+    if not words or not words[0]:
+        yield loaded.problem(path, f"{dotted(path)} is empty")
+    elif "$" not in words[0] and process.cwd is None and which(words[0]) is None:
+        yield loaded.problem(
+            path, f"there is no command '{words[0]}'", "install it, or give its path"
+        )
+
+
+def _dependency_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
+    spec = loaded.spec
+    every = spec.processes
+    for path, process in _processes(spec):
+        for name, condition in process.depends_on.items():
+            there = (*path, "depends_on", name)
+            if name not in every:
+                meant = nearest(name, every)
+                hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(every)}"
+                yield loaded.problem(there, f"{dotted(path)} depends on '{name}'", hint)
+            elif name in spec.jobs and condition != "completed":
+                yield loaded.problem(there, f"'{name}' is a job", "write completed")
+            elif name in spec.services and condition == "completed":
+                yield loaded.problem(there, f"'{name}' is a service", "write service_healthy")
+    # remove processes without open dependencies until none is left
+    left = {name: set(process.depends_on) & every.keys() for name, process in every.items()}
+    while ready := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in ready:
+            del left[name]
+    if left:
+        section = "services" if next(iter(left)) in spec.services else "jobs"
+        path = (section, next(iter(left)), "depends_on")
+        yield loaded.problem(path, f"circular dependency between {', '.join(left)}")
+
+
+def _combinations(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
+    spec = loaded.spec
+    known = {*spec.matrix, *(key for each in spec.include for key in each)}
+    for number, excluded in enumerate(spec.exclude):
+        for key in excluded.keys() - known:
+            meant = nearest(key, known)
+            hint = (
+                f"did you mean '{meant}'?" if meant else f"it has {', '.join(known) or 'no keys'}"
+            )
+            path = ("exclude", number, key)
+            yield loaded.problem(path, f"'{key}' is no key of the matrix", hint)
+    every = set(spec.matrix) or known
+    for number, included in enumerate(spec.include):
+        if included.keys() != every:
+            hint = f"give it {', '.join(sorted(every))}"
+            yield loaded.problem(("include", number), "not the keys of the others", hint)
+    for key in known & {*_BASE, *_OF_INSTANCE, *spec.vars}:
+        yield loaded.problem(("matrix", key), f"'{key}' has a meaning of its own", "rename it")
+
+
+def _variable_problems(
+    loaded: LoadedFleet, combinations: list[dict[str, Scalar]]
+) -> Iterator[ConfigProblem]:
+    spec = loaded.spec
+    base = {*_BASE, *spec.vars, *spec.matrix, *(key for each in combinations for key in each)}
+    yield from _unknown(loaded, ("run_name",), spec.run_name, base)
+    yield from _unknown(loaded, ("output_dir",), spec.output_dir, base | {"run_name"})
+    servers = {
+        f"services.{name}.{what}"
+        for name, service in spec.services.items()
+        for what in ("gpus", *(f"ports.{port}" for port in service.first_ports))
+    }
+    for path, process in _processes(spec):
+        own = {"gpus", "attempt", *(f"ports.{port}" for port in process.first_ports)}
+        for place, text in _texts(process):
+            yield from _unknown(
+                loaded, (*path, *place), text, base | {*_OF_INSTANCE} | servers | own
+            )
+
+
+def _unknown(
+    loaded: LoadedFleet, path: KeyPath, text: str, known: Iterable[str]
+) -> Iterator[ConfigProblem]:
+    known = set(known)
+    try:
+        for name in names_in(text):
+            if name not in known:
+                meant = nearest(name, known)
+                hint = (
+                    f"did you mean '${{{meant}}}'?"
+                    if meant
+                    else f"there are {', '.join(sorted(known))}"
+                )
+                yield loaded.problem(path, f"unknown variable ${{{name}}} in {dotted(path)}", hint)
+    except ValueError as error:
+        yield loaded.problem(path, f"{dotted(path)}: {error}")
+
+
+def _texts(process: Process) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the texts in which variables are replaced, by their paths in the process."""
+    command = process.command
+    if isinstance(command, str):
+        yield ("command",), command
+    for number, word in enumerate(command if isinstance(command, tuple) else ()):
+        yield ("command", number), word
+    for key, text in process.env.items():
+        yield ("env", key), text
+    if process.cwd is not None:
+        yield ("cwd",), process.cwd
+    if isinstance(process, Job):
+        for key, value in process.set.items():
+            for text in _each(value):
+                if isinstance(text, str):
+                    yield ("set", key), text
+
+
+def _parallel(loaded: LoadedFleet, machine: Machine, count: int) -> tuple[int, list[ConfigProblem]]:
+    """Return how many instances fit next to each other; a problem if none does."""
+    spec, problems = loaded.spec, list[ConfigProblem]()
+    fits = [spec.max_parallel or count, count]
+    for what, there in (("gpus", machine.gpus), ("cpus", machine.cpus), ("memory", machine.memory)):
+        needs = sum(getattr(each.resources, what) or 0 for each in spec.processes.values())
+        if needs > there:
+            path = next(
+                (*place, "resources", what)
+                for place, each in _processes(spec)
+                if getattr(each.resources, what)
+            )
+            unit = "bytes of memory" if what == "memory" else what
+            message = f"an instance needs {needs:,} {unit}, and there are {there:,}"
+            hint = "--gpus 0-7 names pretended ones" if what == "gpus" and not there else ""
+            problems.append(loaded.problem(path, message, hint))
+        elif needs:
+            fits.append(there // needs)
+    return max(1, min(fits)), problems
+
+
+def _collisions(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
+    for key in ("run_name", "output_dir"):
+        first: dict[Any, Instance] = {}
+        for instance in plan.instances:
+            value = getattr(instance, key)
+            value = value.absolute() if isinstance(value, Path) else value
+            other = first.setdefault(value, instance)
+            if other is not instance:
+                varied = next((k for k in plan.spec.matrix), "index")
+                message = f"instances {other.index} and {instance.index} have the same {key}"
+                hint = f"use e.g. ${{{varied}}} in it"
+                yield loaded.problem((key,), f"{message}: {getattr(instance, key)}", hint)
+                break
+    for instance in plan.instances:
+        if "/" in instance.run_name or instance.run_name in ("", ".", ".."):
+            yield loaded.problem(("run_name",), f"'{instance.run_name}' cannot name a folder")
+            break
+
+
+def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
+    """Validate the config of each run, once per value of the matrix."""
+    from instar.config.fields import keys
+    from instar.config.load import load
+    from instar.config.roots import plain_root_of
+    from instar.config.suggestions import key_meant
+
+    runs = {name: job for name, job in plan.spec.jobs.items() if job.run is not None}
+    used = {
+        name
+        for process in plan.spec.processes.values()
+        for _, text in _texts(process)
+        for name in names_in(text)
+    } | {*names_in(plan.spec.run_name), *names_in(plan.spec.output_dir)}
+    varied = {key: None for instance in plan.instances for key in instance.values}
+    for name, job in runs.items():
+        path: KeyPath = ("jobs", name, "run")
+        file = str(resolve_beside(loaded, path, str(job.run)))
+        try:
+            root = plain_root_of(load(file, import_task=False).config.task)
+        except ConfigError as error:
+            yield from error.problems
+            continue
+        unknown = [key for key in varied if key not in keys(root)]
+        for key in unknown:
+            if key not in used:
+                meant = key_meant(root, key) or nearest(key, keys(root)) or ""
+                hint = f"did you mean '{meant}'?" if meant else "use it as ${…} somewhere"
+                message = f"'{key}' is no key of {file}, and no text uses it"
+                yield loaded.problem(("matrix", key), message, hint)
+        seen: set[tuple[str, Scalar]] = set()
+        for instance in plan.instances:
+            pairs = set(instance.values.items())
+            if instance.index and pairs <= seen:
+                continue
+            seen |= pairs
+            variables = variables_of(instance, keys(root))
+            words = _train_words(job, variables, file)
+            try:
+                load(file, words[3::2][: words.count("--set")], import_task=False)
+            except ConfigError as error:
+                yield from (replace(each) for each in error.problems)
+                return
+
+
+def variables_of(instance: Instance, config_keys: Iterable[str]) -> dict[str, Any]:
+    """Return an instance's variables, with the matrix keys that are keys of a run's config."""
+    known = set(config_keys)
+    return {**instance.variables, "matrix_keys": [key for key in instance.values if key in known]}
+
+
+def _processes(spec: FleetSpec) -> Iterator[tuple[KeyPath, Process]]:
+    for name, service in spec.services.items():
+        yield ("services", name), service
+    for name, job in spec.jobs.items():
+        yield ("jobs", name), job
+
+
+__all__ = ["FleetPlan", "Instance", "Machine", "UnknownVariable", "argv_of", "make_plan"]

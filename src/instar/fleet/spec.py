@@ -1,0 +1,219 @@
+"""The schema of a fleet file: frozen pydantic models, torch-free.
+
+The words are those of Compose (`depends_on`, `healthcheck`, `start_period`) and of run configs.
+"""
+
+from __future__ import annotations
+
+import re
+import signal as signal_numbers
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, field_validator
+
+from instar.config.sections import MOST_PROCESSES, NonNegativeInt, Section
+
+MOST_INSTANCES = 100_000
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d)", re.ASCII)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT])(i)?B?", re.ASCII)
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _seconds(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    parts = _DURATION.findall(given.replace(" ", ""))
+    if not parts or "".join(number + unit for number, unit in parts) != given.replace(" ", ""):
+        raise ValueError("a duration is written like 500ms, 2s, 5m or 1h30m")
+    return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+
+
+def _signal(name: str) -> str:
+    full = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
+    if full not in signal_numbers.Signals.__members__:
+        raise ValueError("no such signal; write e.g. SIGTERM or SIGINT")
+    return full
+
+
+def _size(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    match = _SIZE.fullmatch(given.replace(" ", ""))
+    if match is None:
+        raise ValueError("a size is written like 500MB, 16GB or 16GiB")
+    power, base = " KMGT".index(match[2]), 1024 if match[3] else 1000
+    return int(float(match[1]) * base**power)
+
+
+Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e8)]
+SignalName = Annotated[str, AfterValidator(_signal)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
+FleetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
+Scalar = str | int | float | bool | None
+Values = Annotated[tuple[Scalar, ...], Strict(False)]
+Words = Annotated[tuple[str, ...], Strict(False)]
+Condition = Literal["service_started", "service_healthy", "completed"]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Resources(Section):
+    """What one process needs for itself."""
+
+    gpus: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = Field(0, description="GPUs")
+    cpus: Annotated[int, Field(gt=0, le=2**16)] | None = Field(
+        None, description="cores; default: an equal share, without a reservation"
+    )
+    memory: Annotated[int, BeforeValidator(_size), Field(gt=0)] | None = Field(
+        None, description="main memory that is reserved, e.g. 16GB"
+    )
+
+
+class Stop(Section):
+    """How a process is stopped."""
+
+    signal: SignalName = Field("SIGTERM", description="the signal that asks it to end")
+    grace: Duration = Field(10.0, description="time between this signal and SIGKILL")
+
+    @property
+    def number(self) -> signal_numbers.Signals:
+        return signal_numbers.Signals[self.signal]
+
+
+class Healthcheck(Section):
+    """When a service counts as ready, and as alive."""
+
+    http: str | None = Field(
+        None, description="path that must answer with status 200, e.g. /health"
+    )
+    port: str | None = Field(None, description="name of the port; default: the service's first")
+    probe: Literal["completion"] | None = Field(
+        None, description="completion: the server must also answer a request for one token"
+    )
+    model: str | None = Field(
+        None, description="the model that the probe names; default: the first that the server lists"
+    )
+    tcp: bool = Field(False, description="the port must accept a connection")
+    command: str | None = Field(None, description="a command that must end with 0")
+    interval: Duration = Field(2.0, description="time between checks")
+    timeout: Duration = Field(1.0, description="limit of one check, once the service is ready")
+    start_period: Duration = Field(300.0, description="time in which it must become ready")
+    retries: Annotated[int, Field(gt=0, le=1000)] = Field(
+        3, description="failed checks in a row after which a ready service is unhealthy"
+    )
+
+
+class Restart(Section):
+    """What happens when a service ends or becomes unhealthy."""
+
+    policy: Literal["no", "on-failure", "always"] = Field("no", description="when it is restarted")
+    max: NonNegativeInt = Field(3, description="restarts of an instance's service")
+    backoff: Duration = Field(1.0, description="wait before the first restart; doubled each time")
+
+
+class Retry(Section):
+    """What happens when a job fails."""
+
+    max: NonNegativeInt = Field(0, description="further attempts after a failure")
+    backoff: Duration = Field(1.0, description="wait before the first retry; doubled each time")
+
+
+class Process(Section):
+    """What services and jobs have in common."""
+
+    command: str | Words | None = Field(None, description="words, or one line split as by a shell")
+    resources: Resources = Field(default_factory=Resources)
+    env: Mapping[str, str] = Field(default_factory=dict, description="environment variables")
+    cwd: str | None = Field(None, description="working directory; default: the launcher's")
+    ports: Annotated[tuple[Name, ...], Strict(False)] | Mapping[Name, Port] = Field(
+        (), description="names of ports it needs, or names with the first number to try"
+    )
+    depends_on: Mapping[Name, Condition] = Field(
+        default_factory=dict, description="what must be reached before it starts"
+    )
+    stop: Stop = Field(default_factory=Stop)
+
+    @property
+    def first_ports(self) -> dict[str, int | None]:
+        """The names of its ports, with the first number to try."""
+        if isinstance(self.ports, Mapping):
+            return dict(self.ports)
+        return dict.fromkeys(self.ports)
+
+
+class Service(Process):
+    """A server that lives as long as its instance."""
+
+    healthcheck: Healthcheck | None = Field(None, description="none: ready once it is started")
+    restart: Restart = Field(default_factory=Restart)
+
+
+class Job(Process):
+    """What an instance is for: a command, or a training run (`run`)."""
+
+    run: str | None = Field(None, description="a run config instead of a command")
+    set: Mapping[str, Scalar | Values] = Field(
+        default_factory=dict, description="values of keys of the run config"
+    )
+    nproc: Annotated[int, Field(gt=0, le=MOST_PROCESSES)] | None = Field(
+        None, description="ranks of the run; default: one per GPU, or one"
+    )
+    on_dependency_failure: Literal["restart_pair", "fail", "wait"] = Field(
+        "fail",
+        description="when a service it depends on is lost: restart both, fail, or keep running",
+    )
+    retry: Retry = Field(default_factory=Retry)
+
+
+class Stagger(Section):
+    """Pauses between starts, so that they do not all load at once."""
+
+    services: Duration = Field(0.0, description="between the starts of services")
+    jobs: Duration = Field(0.0, description="between the starts of jobs")
+
+
+class FailurePolicy(Section):
+    """When failed instances stop the fleet."""
+
+    policy: Literal["continue", "fail_fast"] | Annotated[float, Field(gt=0, lt=1)] = Field(
+        "continue", description="continue, fail_fast, or the share of instances that may fail"
+    )
+
+
+class FleetSpec(Section):
+    """A fleet: a matrix of instances, each with the same services and jobs."""
+
+    name: FleetName = Field(description="the fleet's name, and its folder's in `fleets`")
+    vars: Mapping[Name, Scalar] = Field(default_factory=dict, description="values for ${…}")
+    matrix: Mapping[str, Values] = Field(
+        default_factory=dict, description="one instance per combination of these values"
+    )
+    include: Annotated[tuple[Mapping[str, Scalar], ...], Strict(False)] = Field(
+        (), description="further combinations"
+    )
+    exclude: Annotated[tuple[Mapping[str, Scalar], ...], Strict(False)] = Field(
+        (), description="combinations, or parts of them, that are left out"
+    )
+    max_parallel: Annotated[int, Field(gt=0, le=MOST_INSTANCES)] | None = Field(
+        None, description="instances at a time; default: as many as there are resources for"
+    )
+    run_name: str = Field("${name}-${index}", description="name of each instance, unique")
+    output_dir: str = Field("runs/${run_name}", description="folder of each instance, unique")
+    first_port: Port = Field(8000, description="the lowest port that is tried")
+    services: Mapping[Name, Service] = Field(default_factory=dict)
+    jobs: Mapping[Name, Job] = Field(default_factory=dict)
+    stagger: Stagger = Field(default_factory=Stagger)
+    failure: FailurePolicy = Field(default_factory=FailurePolicy)
+
+    @field_validator("matrix")
+    @classmethod
+    def _not_empty(cls, matrix: Mapping[str, Values]) -> Mapping[str, Values]:
+        for key, values in matrix.items():
+            if not values:
+                raise ValueError(f"{key} has no values")
+        return matrix
+
+    @property
+    def processes(self) -> dict[str, Process]:
+        """Services, then jobs, by name."""
+        return {**self.services, **self.jobs}

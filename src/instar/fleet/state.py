@@ -1,0 +1,236 @@
+"""The state of a fleet on disk: an append-only file of events, and what they add up to."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from instar.config.errors import ConfigError
+from instar.config.files import make_folder, own_regular, read_regular
+from instar.distributed.appender import Appender
+from instar.processes.spawner import Exit
+
+FLEETS = Path("fleets")
+STATE_FILE = "state.jsonl"
+SPEC_FILE = "fleet.json"
+FORMAT = "instar-fleet/1"
+_LARGEST_BYTES = 1 << 30
+
+Phase = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped"]
+ProcessPhase = Literal["starting", "healthy", "running", "unhealthy", "stopping", "exited"]
+ENDED: tuple[Phase, ...] = ("succeeded", "failed", "stopped")
+
+
+class Started(msgspec.Struct, frozen=True, tag="started", tag_field="kind"):
+    """A launcher begins, or resumes."""
+
+    time: float
+    pid: int
+    host: str
+    boot: str
+    instances: tuple[int, ...]
+    """those that it runs"""
+
+
+class InstanceChanged(msgspec.Struct, frozen=True, tag="instance", tag_field="kind"):
+    time: float
+    instance: int
+    phase: Phase
+    reason: str = ""
+
+
+class ProcessChanged(msgspec.Struct, frozen=True, tag="process", tag_field="kind"):
+    time: float
+    instance: int
+    process: str
+    phase: ProcessPhase
+    attempt: int
+    pid: int = 0
+    gpus: tuple[int, ...] = ()
+    ports: dict[str, int] = msgspec.field(default_factory=dict)
+    status: int | None = None
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    reason: str = ""
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
+    """The launcher has ended, and everything that it started."""
+
+    time: float
+    code: int
+
+
+FleetEvent = Started | InstanceChanged | ProcessChanged | Ended
+_decode = msgspec.json.Decoder(FleetEvent).decode
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """What is known of a process of an instance."""
+
+    phase: ProcessPhase
+    attempt: int
+    since: float
+    pid: int = 0
+    gpus: tuple[int, ...] = ()
+    ports: Mapping[str, int] = field(default_factory=dict)
+    status: int | None = None
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class InstanceStatus:
+    """What is known of an instance."""
+
+    phase: Phase = "waiting"
+    since: float = 0.0
+    began: float = 0.0
+    reason: str = ""
+    processes: Mapping[str, ProcessStatus] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """What the events of a fleet add up to."""
+
+    instances: Mapping[int, InstanceStatus] = field(default_factory=dict)
+    started: Started | None = None
+    ended: Ended | None = None
+
+
+def fold(events: Iterable[FleetEvent]) -> FleetStatus:
+    """Return what the events add up to."""
+    instances: dict[int, InstanceStatus] = {}
+    started: Started | None = None
+    ended: Ended | None = None
+    for event in events:
+        match event:
+            case Started():
+                started, ended = event, None
+            case Ended():
+                ended = event
+            case InstanceChanged():
+                before = instances.get(event.instance, InstanceStatus())
+                began = event.time if event.phase == "starting" else before.began
+                instances[event.instance] = replace(
+                    before, phase=event.phase, since=event.time, began=began, reason=event.reason
+                )
+            case ProcessChanged():
+                before = instances.get(event.instance, InstanceStatus())
+                was = before.processes.get(event.process)
+                same = was is not None and was.attempt == event.attempt
+                status = ProcessStatus(
+                    event.phase,
+                    event.attempt,
+                    event.time,
+                    event.pid or (was.pid if was and same else 0),
+                    event.gpus or (was.gpus if was and same else ()),
+                    event.ports or (was.ports if was and same else {}),
+                    event.status,
+                    event.cpu_s,
+                    event.peak_bytes,
+                    event.reason,
+                )
+                instances[event.instance] = replace(
+                    before, processes={**before.processes, event.process: status}
+                )
+    return FleetStatus(instances, started, ended)
+
+
+def read_events(folder: Path) -> list[FleetEvent]:
+    """Read a fleet's events; an incomplete or damaged line is skipped.
+
+    Raises:
+        ConfigError: there is no fleet in this folder.
+    """
+    try:
+        content = read_regular(folder / STATE_FILE, _LARGEST_BYTES)
+    except OSError as error:
+        hint = f"fleets are in {FLEETS}" if error.filename else ""
+        raise ConfigError.one("no fleet was started here", where=str(folder), hint=hint) from None
+    events = []
+    for line in content.splitlines():
+        try:
+            events.append(_decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return events
+
+
+class StateLog:
+    """Appends events; lines that a full disk refuses are held in memory until it accepts them."""
+
+    def __init__(self, folder: Path, listen: Callable[[FleetEvent], None] = lambda _: None) -> None:
+        """`listen`: called with every event."""
+        descriptor = own_regular(folder / STATE_FILE, append=True)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            size += os.write(descriptor, b"\n")  # a line that a crash has cut
+        self._file = Appender(descriptor, size)
+        self._listen = listen
+
+    def write(self, event: FleetEvent, *, durable: bool = False) -> None:
+        """Append an event; `durable`: and wait until it is on disk."""
+        self._file.append(msgspec.json.encode(event) + b"\n")
+        if durable:
+            self._file.sync()
+        self._listen(event)
+
+    @property
+    def refused(self) -> str:
+        """Why lines are held in memory; empty if none are."""
+        error = self._file.error
+        return "" if self._file.refused_since is None or error is None else str(error.strerror)
+
+    def close(self) -> None:
+        self._file.close(5.0)
+
+
+def boot_id() -> str:
+    """Return the id of this start of the kernel; empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def now() -> float:
+    return time.time()
+
+
+def result_path(folder: Path, instance: str, process: str, attempt: int) -> Path:
+    """Return the file that receives a command's exit status."""
+    return folder / "results" / instance / f"{process}.{attempt}.json"
+
+
+def read_result(path: Path) -> Exit | None:
+    """Read how a command ended; None if that is unknown."""
+    try:
+        return Exit.from_json(json.loads(read_regular(path)))
+    except (OSError, ValueError):
+        return None
+
+
+def as_json(status: FleetStatus) -> dict[str, Any]:
+    """Return the status as plain data."""
+    return {
+        "instances": {str(index): asdict(each) for index, each in status.instances.items()},
+        "started": None if status.started is None else msgspec.to_builtins(status.started),
+        "ended": None if status.ended is None else msgspec.to_builtins(status.ended),
+    }
+
+
+def new_folder(name: str) -> Path:
+    folder = FLEETS / name
+    make_folder(folder)
+    return folder

@@ -1,0 +1,183 @@
+"""Starts process trees that end with their launcher, through a small forking helper (`shim.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instar.processes import shim
+
+_PACKET_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, where it runs, and how it is stopped."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path
+    log: Path
+    """stdout and stderr are appended to it"""
+    result: Path
+    """file that receives the exit status, also when the launcher is gone by then"""
+    header: str = ""
+    """line appended to the log first"""
+    stop: signal.Signals = signal.SIGTERM
+    grace_s: float = 10.0
+    """seconds between `stop` and SIGKILL when the launcher is gone"""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a command ended; `status` as in `subprocess`: negative if a signal ended it."""
+
+    status: int
+    stopped: bool
+    """whether it was asked to end before it did"""
+    time: float
+    cpu_s: float
+    peak_bytes: int
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Exit:
+        """Raises ValueError if a field is missing or not a number."""
+        try:
+            return cls(
+                int(data["status"]),
+                bool(data["stopped"]),
+                float(data["time"]),
+                float(data["cpu_s"]),
+                int(data["peak_bytes"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the result of a command: {error!r}") from None
+
+
+class Tree:
+    """A running process tree. Not thread-safe."""
+
+    def __init__(self, link: socket.socket) -> None:
+        link.setblocking(False)
+        self._link = link
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something to return."""
+        return self._link.fileno()
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived; the last is {"gone": True} when the tree has ended.
+
+        That is also reported if the shim itself was killed: no status precedes it then.
+        """
+        messages: list[dict[str, Any]] = []
+        with suppress(BlockingIOError):
+            while True:
+                try:
+                    packet = self._link.recv(_PACKET_BYTES)
+                except ConnectionResetError:
+                    packet = b""
+                messages.append(json.loads(packet) if packet else {"gone": True})
+                if "gone" in messages[-1]:
+                    break
+        return messages
+
+    def stop(self, number: signal.Signals, grace_s: float) -> None:
+        """Send the signal to the command's session, and SIGKILL to the tree after `grace_s` seconds;
+        0: at once."""
+        with suppress(OSError):  # it has ended
+            self._link.send(json.dumps({"stop": int(number), "grace": grace_s}).encode())
+
+    def close(self) -> None:
+        """Forget the tree; if it still runs, this stops it like the end of the launcher."""
+        self._link.close()
+
+
+class Spawner:
+    """Starts commands in trees of their own. When this process ends, they are stopped.
+
+    Close it after all trees have ended.
+    """
+
+    def __init__(self) -> None:
+        self._helper: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self, command: Command, locks: Sequence[int] = ()) -> Tree:
+        """Start a command; `locks` are descriptors that stay open until its tree has ended.
+
+        Raises:
+            OSError: the log cannot be opened, or no process can be started.
+        """
+        command.log.parent.mkdir(parents=True, exist_ok=True)
+        request = {
+            "argv": command.argv,
+            "env": dict(command.env),
+            "cwd": str(command.cwd),
+            "header": command.header,
+            "result": str(command.result),
+            "stop": int(command.stop),
+            "grace": command.grace_s,
+        }
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            log = os.open(command.log, flags, 0o644)
+            try:
+                message = os.memfd_create("request")
+                try:
+                    os.write(message, json.dumps(request).encode())
+                    os.lseek(message, 0, os.SEEK_SET)
+                    self._send([message, theirs.fileno(), log, *locks])
+                finally:
+                    os.close(message)
+            finally:
+                os.close(log)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return Tree(ours)
+
+    def close(self) -> None:
+        """Let the helper end."""
+        if self._control is not None:
+            self._control.close()
+        if self._helper is not None:
+            self._helper.wait()
+
+    def _send(self, descriptors: Sequence[int]) -> None:
+        for retry in (False, True):
+            if self._control is None or (self._helper and self._helper.poll() is not None):
+                self._start_helper()
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control, [b"\0"], list(descriptors))
+                return
+            except (BrokenPipeError, ConnectionResetError):  # the helper was killed
+                if retry:
+                    raise
+                self._control.close()
+                self._control = None
+
+    def _start_helper(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._helper = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(shim.__file__)), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={},
+            )
+        self._control = ours
