@@ -16,7 +16,7 @@ from instar.fleet.health import Checker, Unhealthy
 from instar.fleet.placement import Gpu, Lock, is_bindable, lock_port
 from instar.fleet.plan import FleetPlan, Instance, argv_of, variables_of
 from instar.fleet.spec import Job, Process, Service
-from instar.fleet.state import ProcessChanged, ProcessPhase, StateLog, now, result_path
+from instar.fleet.state import ProcessChanged, ProcessPhase, StateLog, log_path, now, result_path
 from instar.fleet.template import expand
 from instar.processes.child import exit_text
 from instar.processes.spawner import Command, Exit, Spawner, Tree
@@ -31,7 +31,11 @@ _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
 
 
 class InstanceFailed(Exception):  # noqa: N818
-    """An instance cannot succeed; the message names the process and the cause."""
+    """An instance cannot succeed; `process` is the one that failed."""
+
+    def __init__(self, process: str, message: str) -> None:
+        super().__init__(message)
+        self.process = process
 
 
 @dataclass
@@ -204,7 +208,7 @@ class InstanceRunner:
             state.failed = not again or restarts >= service.restart.max
             self._notify()
             if state.failed:
-                raise InstanceFailed(f"{name} {reason}")
+                raise InstanceFailed(name, f"{name} {reason}")
             restarts += 1
             await asyncio.sleep(pause_s)
             pause_s *= 2
@@ -298,10 +302,10 @@ class InstanceRunner:
                 return
             if lost:
                 if job.on_dependency_failure == "fail":
-                    raise InstanceFailed(f"{name} was stopped: {lost}")
+                    raise InstanceFailed(self._lost_service(job), f"{name} was stopped: {lost}")
                 continue
             if retries >= job.retry.max:
-                raise InstanceFailed(f"{name} {reason}")
+                raise InstanceFailed(name, f"{name} {reason}")
             retries += 1
             await asyncio.sleep(pause_s)
             pause_s *= 2
@@ -326,7 +330,9 @@ class InstanceRunner:
                     return f"was stopped: {lost.result()}", lost.result()
                 await self._until(lambda: self._lost(job) == "" or self._lost_for_good(job))
                 if self._lost_for_good(job):
-                    raise InstanceFailed(f"{name} was stopped: {self._lost(job)}")
+                    raise InstanceFailed(
+                        self._lost_service(job), f"{name} was stopped: {self._lost(job)}"
+                    )
         finally:
             await self._stop(name, job, process)
 
@@ -336,10 +342,14 @@ class InstanceRunner:
         return self._lost(job)
 
     def _lost(self, process: Process) -> str:
-        for name in process.depends_on:
-            if name in self._services and not self._is_met(name, process.depends_on[name]):
-                return f"{name} {self._services[name].lost or 'is not ready'}"
-        return ""
+        name = self._lost_service(process)
+        return f"{name} {self._services[name].lost or 'is not ready'}" if name else ""
+
+    def _lost_service(self, process: Process) -> str:
+        """Return the first service it depends on that is not there; "" if all are."""
+        needs = process.depends_on.items()
+        lost = [name for name, condition in needs if not self._is_met(name, condition)]
+        return next((name for name in lost if name in self._services), "")
 
     def _lost_for_good(self, process: Process) -> bool:
         return any(n in self._services and self._services[n].failed for n in process.depends_on)
@@ -355,7 +365,9 @@ class InstanceRunner:
             lambda: all(self._is_met(*need) for need in needs) or self._lost_for_good(process)
         )
         if self._lost_for_good(process):
-            raise InstanceFailed(f"{name} cannot run: {self._lost(process)}")
+            raise InstanceFailed(
+                self._lost_service(process), f"{name} cannot run: {self._lost(process)}"
+            )
 
     def _is_met(self, name: str, condition: str) -> bool:
         if name not in self._services:
@@ -384,7 +396,7 @@ class InstanceRunner:
             tuple(argv),
             self._env(name, process),
             Path(expand(process.cwd, variables)) if process.cwd else Path.cwd(),
-            around.folder / "logs" / run / f"{name}.log",
+            log_path(around.folder, run, name),
             result,
             f"--- attempt {attempt}, {stamp}: {shlex.join(argv)}\n",
             process.stop.number,

@@ -10,16 +10,15 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import psutil
 
-from instar.config.errors import ConfigError, InstarError
-from instar.config.files import make_folder, own_regular, read_regular
+from instar.config.errors import ConfigError, InstarError, printable
+from instar.config.files import own_regular, read_regular
 from instar.distributed.failure import Interrupted
 from instar.distributed.placement import usable_cores
 from instar.fleet.instance import InstanceFailed, InstanceRunner, Lease, Surroundings
@@ -27,7 +26,6 @@ from instar.fleet.placement import Gpu, Taken, holder_text, lock_gpus, lock_port
 from instar.fleet.plan import FleetPlan, Instance, Machine
 from instar.fleet.state import (
     ENDED,
-    STATE_FILE,
     Ended,
     FleetStatus,
     InstanceChanged,
@@ -36,15 +34,19 @@ from instar.fleet.state import (
     StateLog,
     boot_id,
     fold,
+    log_path,
     now,
     read_events,
     read_result,
+    result_path,
 )
 from instar.processes.spawner import Spawner
 from instar.record.atomic import remove_tree
 
 LOCK_FILE = "lock"
 CONTROL = "control"
+LAST_LINES = 15
+_TAIL_BYTES = 1 << 14
 _POLL_S = 0.5
 _RETRY_S = 1.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -122,6 +124,7 @@ class Launcher:
     """wait for GPUs that other launchers hold, instead of failing"""
     requested: str = ""
     """the stop signal"""
+    _waits: bool = False
     _running: dict[int, tuple[asyncio.Task[None], InstanceRunner]] = field(default_factory=dict)
 
     def run(self, todo: Sequence[Instance], before: FleetStatus) -> int:
@@ -216,13 +219,13 @@ class Launcher:
         except Taken as error:
             heapq.heappush(places, place)
             if self.wait_for_gpus:
-                if not getattr(self, "_told_of_waiting", False):
-                    self._told_of_waiting = True
+                if not self._waits:
+                    self._waits = True
                     self.say(f"waiting: {error}")
                 return False
             self._conclude(instance, "failed", str(error))
-            heapq.heappush(places, heapq.heappop(places))
             return True
+        self._waits = False
         was = self._before.instances.get(instance.index)
         attempts = {name: each.attempt for name, each in was.processes.items()} if was else {}
         runner = InstanceRunner(
@@ -237,21 +240,21 @@ class Launcher:
 
         async def run() -> None:
             phase: Phase = "failed"
-            reason = ""
+            reason = process = ""
             try:
                 await runner.run()
                 phase = "succeeded"
             except asyncio.CancelledError:
                 phase = "stopped"
             except InstanceFailed as error:
-                reason = str(error)
+                reason, process = str(error), error.process
             except Exception as error:  # the others go on
                 reason = f"{type(error).__name__}: {error}"
             finally:
                 lease.close()
                 del self._running[instance.index]
                 heapq.heappush(places, place)
-                self._conclude(instance, phase, reason)
+                self._conclude(instance, phase, reason, process)
 
         self._running[instance.index] = asyncio.create_task(run()), runner
         self._write(instance, "running")
@@ -282,13 +285,14 @@ class Launcher:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             self._last_start[role] = time.monotonic()
 
-    def _conclude(self, instance: Instance, phase: Phase, reason: str) -> None:
+    def _conclude(self, instance: Instance, phase: Phase, reason: str, process: str = "") -> None:
         self._outcomes[instance.index] = phase
         self._write(instance, phase, reason)
         if phase == "failed":
             self.say(f"{instance.run_name} failed: {reason}")
-            for line in last_lines(self.folder, instance, self.plan, reason):
-                self.say(line)
+            if process:
+                for line in last_lines(log_path(self.folder, instance.run_name, process)):
+                    self.say(line)
             policy = self.plan.spec.failure.policy
             failed = sum(each == "failed" for each in self._outcomes.values())
             limit = {"fail_fast": 0, "continue": len(self.plan.instances)}.get(
@@ -334,8 +338,6 @@ def completed_jobs(
     folder: Path, instance: Instance, plan: FleetPlan, attempts: Mapping[str, int]
 ) -> frozenset[str]:
     """Return the jobs that have succeeded in an earlier attempt, also if their launcher was gone."""
-    from instar.fleet.state import result_path
-
     done = set()
     for name in plan.spec.jobs:
         for attempt in range(1, attempts.get(name, 0) + 1):
@@ -345,18 +347,13 @@ def completed_jobs(
     return frozenset(done)
 
 
-def last_lines(folder: Path, instance: Instance, plan: FleetPlan, reason: str) -> Iterable[str]:
-    """Yield the last lines of the log of the process that a failure names."""
-    for name in plan.spec.processes:
-        if reason.startswith(f"{name} "):
-            path = folder / "logs" / instance.run_name / f"{name}.log"
-            with suppress(OSError):
-                size = path.stat().st_size
-                with path.open("rb") as file:
-                    file.seek(max(0, size - 4096))
-                    lines = file.read().decode("utf-8", "replace").splitlines()[-15:]
-                yield f"  last lines of {path}:"
-                yield from (f"    {line}" for line in lines)
+def last_lines(path: Path) -> Iterator[str]:
+    """Yield the last lines of a log, indented."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
+        yield f"  last lines of {path}:"
+        yield from (f"    {printable(line)}" for line in lines)
 
 
 def _raise_file_limit() -> None:
@@ -371,15 +368,3 @@ def status_of(folder: Path) -> tuple[FleetStatus, int | None]:
     """Return a fleet's state, and its launcher's process id if it is running."""
     pid = launcher_pid(folder)
     return fold(read_events(folder)), pid
-
-
-__all__ = [
-    "CONTROL",
-    "STATE_FILE",
-    "FolderLock",
-    "Launcher",
-    "launcher_pid",
-    "make_folder",
-    "msgspec",
-    "status_of",
-]

@@ -13,14 +13,12 @@ from typing import Any, Literal
 import msgspec
 
 from instar.config.errors import ConfigError
-from instar.config.files import make_folder, own_regular, read_regular
+from instar.config.files import own_regular, read_regular
 from instar.distributed.appender import Appender
 from instar.processes.spawner import Exit
 
 FLEETS = Path("fleets")
 STATE_FILE = "state.jsonl"
-SPEC_FILE = "fleet.json"
-FORMAT = "instar-fleet/1"
 _LARGEST_BYTES = 1 << 30
 
 Phase = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped"]
@@ -213,6 +211,11 @@ def result_path(folder: Path, instance: str, process: str, attempt: int) -> Path
     return folder / "results" / instance / f"{process}.{attempt}.json"
 
 
+def log_path(folder: Path, instance: str, process: str) -> Path:
+    """Return the file that receives a process's output."""
+    return folder / "logs" / instance / f"{process}.log"
+
+
 def read_result(path: Path) -> Exit | None:
     """Read how a command ended; None if that is unknown."""
     try:
@@ -228,9 +231,3 @@ def as_json(status: FleetStatus) -> dict[str, Any]:
         "started": None if status.started is None else msgspec.to_builtins(status.started),
         "ended": None if status.ended is None else msgspec.to_builtins(status.ended),
     }
-
-
-def new_folder(name: str) -> Path:
-    folder = FLEETS / name
-    make_folder(folder)
-    return folder

@@ -1,0 +1,295 @@
+"""Fleets of real processes: what happens when servers and jobs fail, hang, and are stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from fleets import FleetPlace, phase_of
+
+SERVICE = """
+services:
+  server:
+    command: [python3, server.py, "${ports.http}"]
+    ports: [http]
+    healthcheck: {http: /health, probe: completion, interval: 0.4s, timeout: 0.4s, start_period: 60s}
+    stop: {grace: 2s}
+"""
+PAIR = """
+    depends_on: {server: service_healthy}
+    on_dependency_failure: restart_pair
+    stop: {grace: 2s}
+"""
+ASK = (
+    "import sys, urllib.request as u; "
+    "u.urlopen('http://127.0.0.1:' + sys.argv[1] + '/health').read(); print('seed', sys.argv[2])"
+)
+
+
+def test_jobs_start_when_their_server_answers_and_all_end_together(place: FleetPlace) -> None:
+    place.write(f"""
+name: pairs
+matrix: {{seed: [42, 1337]}}
+run_name: seed${{seed}}
+{SERVICE}
+    resources: {{gpus: 1}}
+jobs:
+  trainer:
+    command: [python3, -c, "{ASK}", "${{services.server.ports.http}}", "${{seed}}"]
+    resources: {{gpus: 1}}
+{PAIR}
+""")
+    code, output = place.run("up", "fleet.yaml", "--gpus", "4")
+    assert code == 0, output
+    status = place.status("pairs")
+    assert [each["phase"] for each in status["instances"].values()] == ["succeeded"] * 2
+    gpus = {
+        gpu
+        for each in status["instances"].values()
+        for process in each["processes"].values()
+        for gpu in process["gpus"]
+    }
+    assert gpus == {0, 1, 2, 3}
+    ports = {each["processes"]["server"]["ports"]["http"] for each in status["instances"].values()}
+    assert len(ports) == 2
+    for seed in (42, 1337):
+        log = (place.path / f"fleets/pairs/logs/seed{seed}/trainer.log").read_text()
+        assert f"seed {seed}" in log
+    assert not place.marked()
+    # a second start of the same fleet is refused, and nothing is left to resume
+    assert place.run("up", "fleet.yaml", "--gpus", "4")[0] == 2
+    assert place.run("resume", "pairs")[0] == 0
+
+
+def test_a_server_that_dies_is_noticed_and_restarted_with_its_job(place: FleetPlace) -> None:
+    place.write(f"""
+name: dies
+{SERVICE}
+    restart: {{policy: on-failure, max: 2, backoff: 0.1s}}
+jobs:
+  trainer:
+    command: [sh, -c, "test -e again && exit 0; touch again; sleep 100"]
+{PAIR}
+  other:
+    command: [sh, -c, "until test -e finish; do sleep 0.1; done"]
+""")
+    launcher = place.start("up", "fleet.yaml")
+    status = place.wait("dies", lambda each: phase_of(each, "trainer") == "running")
+    server = status["instances"]["0"]["processes"]["server"]["pid"]
+    killed_at = time.time()
+    os.kill(server, signal.SIGKILL)
+    status = place.wait(
+        "dies", lambda each: each["instances"]["0"]["processes"]["server"]["attempt"] == 2
+    )
+    exited = [line for line in _events(place, "dies") if line.get("process") == "server"]
+    noticed = next(each["time"] for each in exited if each["phase"] == "exited")
+    assert noticed - killed_at < 1.0
+    (place.path / "finish").touch()
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, output
+    processes = place.status("dies")["instances"]["0"]["processes"]
+    assert processes["trainer"]["attempt"] == 2
+    assert processes["other"]["attempt"] == 1
+
+
+def test_a_server_that_hangs_is_unhealthy_after_its_retries(place: FleetPlace) -> None:
+    place.write(f"""
+name: hangs
+{SERVICE}
+jobs:
+  trainer:
+    command: [sleep, "100"]
+    depends_on: {{server: service_healthy}}
+""")
+    launcher = place.start("up", "fleet.yaml")
+    status = place.wait("hangs", lambda each: phase_of(each, "trainer") == "running")
+    stopped_at = time.time()
+    os.kill(status["instances"]["0"]["processes"]["server"]["pid"], signal.SIGSTOP)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 4, output
+    assert "server is unhealthy: 3 checks in a row failed" in output
+    unhealthy = next(e for e in _events(place, "hangs") if e.get("phase") == "unhealthy")
+    assert unhealthy["time"] - stopped_at < 3 * 0.4 + 1.0
+    assert not place.marked()
+
+
+def test_a_job_never_starts_if_its_server_answers_and_cannot_complete(place: FleetPlace) -> None:
+    text = SERVICE.replace('"${ports.http}"]', '"${ports.http}", broken]').replace("60s", "2s")
+    place.write(f"""
+name: broken
+{text}
+jobs:
+  trainer:
+    command: [touch, started]
+    depends_on: {{server: service_healthy}}
+""")
+    code, output = place.run("up", "fleet.yaml")
+    assert code == 4
+    assert "was not ready after 2 s: /v1/completions: status 500" in output
+    assert not (place.path / "started").exists()
+
+
+def test_a_server_that_dies_before_it_is_ready_ends_the_wait_at_once(place: FleetPlace) -> None:
+    text = SERVICE.replace('server.py, "${ports.http}"', "-c, \"raise SystemExit('no model')\"")
+    place.write(f"""
+name: early
+{text}
+jobs:
+  trainer: {{command: [touch, started], depends_on: {{server: service_healthy}}}}
+""")
+    began = time.monotonic()
+    code, output = place.run("up", "fleet.yaml")
+    assert code == 4
+    assert "ended with exit code 1 before it was ready" in output
+    assert "no model" in output  # the end of its log
+    assert time.monotonic() - began < 30
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_asks_and_a_second_one_kills(place: FleetPlace, signals: int) -> None:
+    grace = 2 if signals == 1 else 60
+    place.write(f"""
+name: stops
+matrix: {{seed: [1, 2]}}
+jobs:
+  stubborn:
+    command: [python3, -c, "{STUBBORN}"]
+    stop: {{grace: {grace}s}}
+""")
+    launcher = place.start("up", "fleet.yaml")
+    logs = [place.path / f"fleets/stops/logs/stops-{i}/stubborn.log" for i in range(2)]
+    place.wait("stops", lambda _: all("up\n" in log.read_text() for log in logs))
+    began = time.monotonic()
+    for _ in range(signals):
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75, output
+    assert time.monotonic() - began < (grace if signals == 1 else 0) + 2 + 1
+    assert not place.marked()
+    assert {each["phase"] for each in place.status("stops")["instances"].values()} == {"stopped"}
+
+
+def test_nothing_outlives_a_killed_launcher_and_resume_runs_the_rest_once(
+    place: FleetPlace,
+) -> None:
+    """Instance 0 is done, 1 and 2 run, 3 waits; daemons that left their session run too."""
+    place.write("""
+name: killed
+matrix: {seed: [0, 1, 2, 3]}
+max_parallel: 2
+jobs:
+  trainer:
+    command: [sh, -c, "echo ${seed} >> began; test ${seed} = 0 -o -e go && { echo ${seed} >> done; exit 0; }; (setsid sleep 100 &); sleep 100"]
+    stop: {grace: 2s}
+""")
+    launcher = place.start("up", "fleet.yaml")
+    place.wait(
+        "killed",
+        lambda each: (
+            [phase_of(each, "trainer", i) for i in range(3)] == ["exited", "running", "running"]
+            and each["instances"]["0"]["phase"] == "succeeded"
+        ),
+    )
+    assert place.marked()
+    launcher.kill()
+    launcher.communicate()
+    deadline = time.monotonic() + 2 + 2
+    while place.marked() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not place.marked()
+    code, output = place.run("status", "killed")
+    assert code == 0
+    assert "launcher died" in output
+    (place.path / "go").touch()
+    code, output = place.run("resume", "killed")
+    assert code == 0, output
+    done = (place.path / "done").read_text().split()
+    assert sorted(done) == ["0", "1", "2", "3"]
+
+
+def test_one_instance_is_stopped_and_the_others_go_on(place: FleetPlace) -> None:
+    place.write("""
+name: part
+matrix: {seed: [0, 1]}
+jobs:
+  trainer: {command: [sh, -c, "until test -e go; do sleep 0.1; done"]}
+""")
+    launcher = place.start("up", "fleet.yaml")
+    place.wait("part", lambda each: phase_of(each, "trainer", 1) == "running")
+    assert place.run("stop", "part", "0")[0] == 0
+    place.wait("part", lambda each: each["instances"]["0"]["phase"] == "stopped")
+    (place.path / "go").touch()
+    assert launcher.wait(60) == 4
+    assert place.status("part")["instances"]["1"]["phase"] == "succeeded"
+    launcher.communicate()
+
+
+def test_a_failed_job_is_retried_and_its_end_shown(place: FleetPlace) -> None:
+    place.write("""
+name: retries
+matrix: {seed: [0, 1]}
+jobs:
+  trainer:
+    command: [sh, -c, "echo attempt ${attempt} of ${seed}; test ${seed} = 1 -a ${attempt} = 2"]
+    retry: {max: 1, backoff: 0.1s}
+""")
+    code, output = place.run("up", "fleet.yaml")
+    assert code == 4
+    assert "retries-0 failed: trainer ended with exit code 1" in output
+    assert "attempt 2 of 0" in output
+    instances = place.status("retries")["instances"]
+    assert [instances[each]["phase"] for each in "01"] == ["failed", "succeeded"]
+
+
+def test_failures_beyond_the_policy_stop_the_rest(place: FleetPlace) -> None:
+    place.write("""
+name: fast
+matrix: {seed: [0, 1, 2]}
+max_parallel: 1
+failure: {policy: fail_fast}
+jobs:
+  trainer: {command: [sh, -c, "exit ${seed}0"]}
+""")
+    code, output = place.run("up", "fleet.yaml")
+    assert code == 4, output
+    phases = [each["phase"] for each in place.status("fast")["instances"].values()]
+    assert phases == ["succeeded", "failed", "stopped"]
+
+
+def test_two_launchers_never_hold_the_same_gpu(place: FleetPlace) -> None:
+    for name in ("one", "two"):
+        place.write(
+            f"""
+name: {name}
+jobs:
+  trainer:
+    command: [sh, -c, "until test -e go; do sleep 0.1; done"]
+    resources: {{gpus: 2}}
+""",
+            f"{name}.yaml",
+        )
+    first = place.start("up", "one.yaml", "--gpus", "3")
+    place.wait("one", lambda each: phase_of(each, "trainer") == "running")
+    code, output = place.run("up", "two.yaml", "--gpus", "3")
+    assert code == 4
+    assert "2 GPUs are needed and 1 are free" in output
+    assert "one-0 of fleet one" in output  # who holds it
+    second = place.start("resume", "two", "--wait")
+    (place.path / "go").touch()
+    assert first.wait(60) == 0
+    assert second.wait(60) == 0
+    first.communicate()
+    second.communicate()
+
+
+def _events(place: FleetPlace, name: str) -> list[dict[str, object]]:
+    import json
+
+    text = (place.path / "fleets" / name / "state.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]

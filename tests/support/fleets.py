@@ -1,0 +1,116 @@
+"""Fleets of small stub processes, started by the real command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SERVER = """\
+import http.server, json, sys
+
+mode = sys.argv[2] if len(sys.argv) > 2 else "sound"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self, status, data):
+        body = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer(200, {"data": [{"id": "stub"}]})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        broken = mode == "broken"
+        self.answer(500 if broken else 200, {} if broken else {"choices": [{"text": "2"}]})
+
+    def log_message(self, *_):
+        pass
+
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@dataclass(frozen=True)
+class FleetPlace:
+    """A working directory with a folder of locks of its own."""
+
+    path: Path
+    first_port: int
+
+    def env(self) -> dict[str, str]:
+        own = {"INSTAR_LOCK_DIR": str(self.path / "locks"), "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **own}
+
+    def write(self, text: str, name: str = "fleet.yaml") -> Path:
+        (self.path / "server.py").write_text(SERVER)
+        path = self.path / name
+        path.write_text(f"first_port: {self.first_port}\n{text}")
+        return path
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        """`instar fleet WORDS` in a process of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "instar.cli.main", "fleet", *map(str, words)],
+            cwd=self.path,
+            env=self.env(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *words: object) -> tuple[int, str]:
+        """Return the exit code and output of `instar fleet WORDS`."""
+        process = self.start(*words)
+        output, _ = process.communicate(timeout=120)
+        return process.returncode, output
+
+    def status(self, name: str) -> dict[str, Any]:
+        from instar.fleet.launcher import status_of
+        from instar.fleet.state import as_json
+
+        found, pid = status_of(self.path / "fleets" / name)
+        return {**as_json(found), "launcher": pid}
+
+    def wait(self, name: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait until the state of a fleet meets a condition; return it."""
+        deadline = time.monotonic() + 60
+        while True:
+            with suppress(Exception):
+                found = self.status(name)
+                if condition(found):
+                    return found
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no such state: {json.dumps(found)}")
+            time.sleep(0.05)
+
+    def marked(self) -> list[int]:
+        """The living processes of this place's fleets."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdecimal():
+                with suppress(OSError):
+                    env = (folder / "environ").read_bytes()
+                    if f"INSTAR_FLEET={self.path}/".encode() in env:
+                        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                        if state != "Z":
+                            found.append(int(folder.name))
+        return found
+
+
+def phase_of(status: dict[str, Any], process: str, instance: int = 0) -> str:
+    """The phase of a process, "" before it is started."""
+    processes = status["instances"].get(str(instance), {}).get("processes", {})
+    return str(processes.get(process, {}).get("phase", ""))
