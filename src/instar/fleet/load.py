@@ -36,7 +36,7 @@ class LoadedFleet:
 
     def problem(self, path: KeyPath, message: str, hint: str = "") -> ConfigProblem:
         """Return a problem of a value."""
-        return problem_at(self.place(path), message, hint, dotted(path))
+        return problem_at(self.place(path), message, hint)
 
 
 def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
@@ -142,7 +142,7 @@ def _explained(
         hint = f"did you mean '{meant}'?" if meant else f"it has {', '.join(known)}"
         where = f" in {dotted(path[:-1])}" if path[:-1] else ""
         message = f"unknown key '{path[-1]}'{where}"
-        return problem_at(reading.place(path, key=True), message, hint, name)
+        return problem_at(reading.place(path, key=True), message, hint)
     if kind == "missing":
         return reading.problem(path, f"{name} is missing")
     given: Any = data
@@ -178,10 +178,10 @@ def _model_at(path: KeyPath) -> type[BaseModel]:
 
 
 def _sorted(problems: Sequence[ConfigProblem]) -> list[ConfigProblem]:
-    """By position, each place and message once: the branches of a union fail alike."""
-    first: dict[tuple[str, str], ConfigProblem] = {}
+    """By position, the first of each: the branches of a union fail alike."""
+    first: dict[str, ConfigProblem] = {}
     for problem in problems:
-        first.setdefault((problem.where, problem.key), problem)
+        first.setdefault(problem.where, problem)
 
     def position(problem: ConfigProblem) -> tuple[bool, int, int]:
         place = problem.place

@@ -1,0 +1,82 @@
+"""Instar runs as instances: seeds, one group in the logs, resume after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from fleets import FleetPlace
+from tiny_run import TEXT
+
+RUN = """\
+model: {n_layer: 1, n_head: 2, n_embd: 16, context: 16, dropout: 0.1}
+data: {source: squares.txt, path: tokens, tokenizer: char, seed: 1}
+train: {until: 12it, batch_size: 4}
+eval: {eval_interval: 4, eval_iters: 1}
+checkpoint: {every_steps: 4}
+record: {log_interval: 1, report: false}
+"""
+FLEET = """\
+name: seeds
+matrix: {seed: [42, 1337], copy: [a, b]}
+exclude: [{seed: 1337, copy: b}]
+run_name: s${seed}${copy}
+max_parallel: 1
+jobs:
+  train: {run: run.yaml, stop: {grace: 30s}}
+"""
+
+
+def _prepared(place: FleetPlace) -> None:
+    (place.path / "squares.txt").write_text(TEXT)
+    (place.path / "run.yaml").write_text(RUN)
+    place.write(FLEET)
+
+
+def _weights(run: Path) -> str:
+    (checkpoint,) = (run / "checkpoints").glob("step-12")
+    return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_killed_fleet_goes_on_and_the_same_seed_gives_the_same_weights(
+    place: FleetPlace,
+) -> None:
+    """The launcher is killed while the second run trains; the first is not run again."""
+    _prepared(place)
+    launcher = place.start("up", "fleet.yaml")
+    log = place.path / "runs/s42b/events.jsonl"
+    place.wait("seeds", lambda _: '"step":5' in log.read_text())
+    launcher.send_signal(signal.SIGKILL)
+    launcher.communicate()
+    place.wait("seeds", lambda _: not place.marked())
+    first = (place.path / "runs/s42a/events.jsonl").read_text()
+    code, output = place.run("resume", "seeds")
+    assert code == 0, output
+    assert (place.path / "runs/s42a/events.jsonl").read_text() == first
+    assert _weights(place.path / "runs/s42b") == _weights(place.path / "runs/s42a")
+    assert _weights(place.path / "runs/s1337a") != _weights(place.path / "runs/s42a")
+    code, output = place.run("status", "seeds")
+    assert output.count("succeeded") == 1 + 3
+    assert " 12 " in output  # the step of each run
+    compared = subprocess.run(
+        [sys.executable, "-m", "instar.cli.main", "logs", "compare", "runs", "--by", "seed"],
+        cwd=place.path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "±" in compared.stdout
+
+
+def test_a_quick_test_has_folders_of_its_own(place: FleetPlace) -> None:
+    _prepared(place)
+    code, output = place.run("up", "fleet.yaml", "--only", "0", "--max-steps", "2")
+    assert code == 0, output
+    events = (place.path / "runs/test_s42a/events.jsonl").read_text()
+    assert '"step":2' in events
+    assert '"step":3' not in events
+    assert not (place.path / "runs/s42a").exists()
+    assert place.status("seeds-test")["instances"]["0"]["phase"] == "succeeded"
