@@ -71,10 +71,10 @@ class FleetPlace:
             text=True,
         )
 
-    def run(self, *words: object) -> tuple[int, str]:
+    def run(self, *words: object, timeout_s: float = 120) -> tuple[int, str]:
         """Return the exit code and output of `instar fleet WORDS`."""
         process = self.start(*words)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=timeout_s)
         return process.returncode, output
 
     def status(self, name: str) -> dict[str, Any]:
@@ -84,9 +84,11 @@ class FleetPlace:
         found, pid = status_of(self.path / "fleets" / name)
         return {**as_json(found), "launcher": pid}
 
-    def wait(self, name: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    def wait(
+        self, name: str, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60
+    ) -> dict[str, Any]:
         """Wait until the state of a fleet meets a condition; return it."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + timeout_s
         while True:
             with suppress(Exception):
                 found = self.status(name)

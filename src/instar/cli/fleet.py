@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from instar.fleet.state import FleetStatus, ProcessStatus
 
 _DOWN_S = 600.0
+_EARLIER_S = 10.0
+"""beyond their grace, how long processes of a killed launcher are waited for"""
 
 gpus_option = click.option(
     "--gpus",
@@ -256,12 +258,13 @@ def _planned(loaded: LoadedFleet, gpus: str | None) -> tuple[FleetPlan, Sequence
 
 
 def _launch(started: FleetFolder, wait: bool) -> int:
-    from instar.fleet.launcher import FolderLock, Launcher, launcher_pid
+    from instar.fleet.launcher import FolderLock, Launcher
     from instar.fleet.placement import close_all, lock_gpus
     from instar.fleet.state import STATE_FILE, FleetStatus, fold, read_events
 
     os.chdir(started.cwd)
-    lock = FolderLock(started.path)
+    graces = [each.stop.grace for each in started.loaded.spec.processes.values()]
+    lock = FolderLock(started.path, max(graces, default=0.0) + _EARLIER_S)
     try:
         made, gpus = _planned(started.loaded, started.gpus)
         before = FleetStatus()
@@ -288,14 +291,20 @@ def _launch(started: FleetFolder, wait: bool) -> int:
             config_keys |= dict.fromkeys(keys(plain_root_of(task)))
         _say(f"fleet {started.path.name}: {len(todo)} instances, {made.parallel} at a time")
         launcher = Launcher(
-            made, started.path, gpus, started.configs, tuple(config_keys), _say, wait_for_gpus=wait
+            made,
+            started.path,
+            lock.trees,
+            gpus,
+            started.configs,
+            tuple(config_keys),
+            _say,
+            wait_for_gpus=wait,
         )
         code = launcher.run(todo, before)
         _summarize(started.path, code)
         return code
     finally:
         lock.close()
-        assert launcher_pid(started.path) is None
 
 
 def _say(text: str) -> None:

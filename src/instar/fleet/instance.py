@@ -73,6 +73,8 @@ class Surroundings:
     plan: FleetPlan
     folder: Path
     spawner: Spawner
+    trees: int
+    """descriptor that every process tree inherits"""
     log: StateLog
     threads: int
     """OMP_NUM_THREADS of a process that reserves no cores"""
@@ -403,7 +405,8 @@ class InstanceRunner:
             process.stop.grace,
         )
         self._write(name, "starting")
-        tree = around.spawner.start(command, [lock.fileno() for lock in self.lease.locks(name)])
+        locks = [lock.fileno() for lock in self.lease.locks(name)]
+        tree = around.spawner.start(command, [around.trees, *locks])
         started = RunningProcess(tree, lambda pid: self._write(name, "running", pid=pid))
         self.running[name] = started
         return started

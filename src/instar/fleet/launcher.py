@@ -44,6 +44,8 @@ from instar.processes.spawner import Spawner
 from instar.record.atomic import remove_tree
 
 LOCK_FILE = "lock"
+TREES_FILE = "trees"
+_WAIT_S = 0.05
 CONTROL = "control"
 LAST_LINES = 15
 _TAIL_BYTES = 1 << 14
@@ -62,13 +64,16 @@ class FolderBusy(ConfigError):  # noqa: N818
 
 
 class FolderLock:
-    """The right to write a fleet's state; it ends with this process.
+    """The right to write a fleet's state and to start its processes; it ends with this process.
+
+    Processes that an earlier, killed launcher has started are waited for: each holds a share of
+    `trees` until it has ended and its result is written.
 
     Raises:
-        FolderBusy: another launcher has it.
+        FolderBusy: another launcher has it, or such processes do not end in `patience_s` seconds.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience_s: float) -> None:
         self._descriptor = own_regular(folder / LOCK_FILE)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,9 +87,28 @@ class FolderLock:
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        self.trees = own_regular(folder / TREES_FILE)
+        """descriptor that every process tree of the fleet inherits"""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(self.trees, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() < deadline:
+                    time.sleep(_WAIT_S)
+                    continue
+                self.close()
+                raise FolderBusy.one(
+                    "processes of an earlier launcher do not end",
+                    where=str(folder),
+                    hint="`instar fleet reap` kills them",
+                ) from None
+        fcntl.flock(self.trees, fcntl.LOCK_SH)
 
     def close(self) -> None:
         os.close(self._descriptor)
+        os.close(self.trees)
 
 
 def launcher_pid(folder: Path) -> int | None:
@@ -115,6 +139,8 @@ class Launcher:
 
     plan: FleetPlan
     folder: Path
+    trees: int
+    """see `FolderLock`"""
     gpus: Sequence[Gpu]
     configs: Mapping[str, str]
     config_keys: tuple[str, ...]
@@ -176,6 +202,7 @@ class Launcher:
             self.plan,
             self.folder,
             self._spawner,
+            self.trees,
             self._log,
             max(1, usable_cores() // (self.plan.parallel * max(1, len(self.plan.spec.processes)))),
             self.configs,

@@ -48,7 +48,9 @@ def main() -> None:
                 _drain(child_ended)
                 _reap(shims)
                 continue
-            packet, fds, _, _ = socket.recv_fds(control, 1, _MOST_FDS)
+            packet, fds = b"", []
+            with suppress(ConnectionResetError):
+                packet, fds, _, _ = socket.recv_fds(control, 1, _MOST_FDS)
             if not packet:
                 connected = False
                 poll.unregister(control)
@@ -137,7 +139,9 @@ class _Tree:
                 if descriptor == self.child_ended:
                     _drain(self.child_ended)
                     continue
-                packet = self.link.recv(1 << 12)
+                packet = b""
+                with suppress(ConnectionResetError):  # the launcher had not read all messages
+                    packet = self.link.recv(1 << 12)
                 if packet:
                     message = json.loads(packet)
                     self.stop(message["stop"], message["grace"])

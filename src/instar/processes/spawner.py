@@ -64,7 +64,7 @@ class Exit:
 
 
 class Tree:
-    """A running process tree. Not thread-safe."""
+    """A running process tree, until it is closed. Not thread-safe."""
 
     def __init__(self, link: socket.socket) -> None:
         link.setblocking(False)

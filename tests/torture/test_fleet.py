@@ -1,0 +1,148 @@
+"""Fleets at scale: hundreds of servers, a thousand short runs, launchers killed at any moment."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import figures
+import psutil
+from fleets import FleetPlace
+
+INSTANCES = figures.times(10, 200)
+RUNS = figures.times(40, 1000)
+KILLS = figures.times(4, 100)
+GRACE_S = 2.0
+
+LISTENER = (
+    "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
+    "while True: s.accept()[0].close()"
+)
+
+
+def place_in(folder: Path) -> FleetPlace:
+    return FleetPlace(folder, 25000)
+
+
+def test_many_pairs_are_ready_soon_and_end_with_their_launcher(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+    (tmp_path / "listener.py").write_text(LISTENER)
+    seeds = list(range(INSTANCES))
+    place.write(f"""
+name: many
+matrix: {{seed: {seeds}}}
+services:
+  server:
+    command: [python3, -I, -S, listener.py, "${{ports.tcp}}"]
+    ports: [tcp]
+    healthcheck: {{tcp: true}}
+    stop: {{grace: {GRACE_S}s}}
+jobs:
+  job:
+    command: [sleep, "600"]
+    depends_on: {{server: service_healthy}}
+    stop: {{grace: {GRACE_S}s}}
+""")
+    began = time.monotonic()
+    launcher = place.start("up", "fleet.yaml")
+
+    def ready(status: dict[str, Any]) -> bool:
+        each = status["instances"].values()
+        running = [one for one in each if one["processes"].get("job", {}).get("phase") == "running"]
+        return len(running) == INSTANCES
+
+    place.wait("many", ready, timeout_s=150)
+    ready_s = time.monotonic() - began
+    process = psutil.Process(launcher.pid)
+    memory = process.memory_info().rss
+    before, at = sum(process.cpu_times()[:2]), time.monotonic()
+    time.sleep(figures.times(3, 20))
+    cpu = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - at)
+    zombies = [
+        each.pid
+        for each in process.children(recursive=True)
+        if each.status() == psutil.STATUS_ZOMBIE
+    ]
+    launcher.kill()
+    killed = time.monotonic()
+    launcher.communicate()
+    while place.marked() and time.monotonic() < killed + 30:
+        time.sleep(0.05)
+    gone_s = time.monotonic() - killed
+    # 200 pairs of processes start on two cores; few of them must not take longer
+    figures.write(
+        "fleet-many",
+        [
+            figures.at_most(f"{INSTANCES} × service and job: all ready", [ready_s], "s", 30),
+            figures.at_most("launcher's memory", [memory / 1e6], "MB", 300),
+            figures.at_most(f"launcher's processor, {INSTANCES} instances", [100 * cpu], "%", 25),
+            figures.none_of(2 * INSTANCES, "process is a zombie", zombies),
+            figures.none_of(2 * INSTANCES, "process outlives its launcher", place.marked()),
+            figures.at_most("launcher killed: all have ended", [gone_s], "s", GRACE_S + 2),
+        ],
+    )
+
+
+def test_the_overhead_of_an_empty_run(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+    place.write(f"""
+name: empty
+matrix: {{seed: {list(range(RUNS))}}}
+max_parallel: 2
+jobs: {{job: {{command: ["true"]}}}}
+""")
+    place.run("plan", "fleet.yaml")
+    began = time.monotonic()
+    code, output = place.run("up", "fleet.yaml", timeout_s=600)
+    took = time.monotonic() - began
+    assert code == 0, output
+    overhead_ms = 1000 * took / RUNS
+    bar = 40 if figures.FULL else 400  # the start of the launcher itself is in it
+    figures.write(
+        "fleet-empty", [figures.at_most(f"{RUNS:,} empty runs, each", [overhead_ms], "ms", bar)]
+    )
+
+
+def test_a_launcher_killed_at_any_moment_and_resumed_runs_everything_once(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    twice: list[str] = []
+    missing: list[str] = []
+    untrue: list[str] = []
+    for trial in range(KILLS):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        place = place_in(folder)
+        place.write("""
+name: killed
+matrix: {seed: [0, 1, 2, 3]}
+max_parallel: 2
+jobs:
+  job:
+    command: [sh, -c, "trap 'exit 1' TERM; sleep 0.2 & wait $$!; trap '' TERM; echo ${seed} >> done"]
+    stop: {grace: 2s}
+""")
+        launcher = place.start("up", "fleet.yaml")
+        time.sleep(rng.uniform(0.3, 2.0))
+        launcher.kill()
+        launcher.communicate()
+        if not (folder / "fleets/killed/fleet.json").exists():
+            code, output = place.run("up", "fleet.yaml")  # killed before anything was kept
+        else:
+            code, output = place.run("resume", "killed")
+        if code != 0:
+            untrue.append(f"trial {trial}: {output}")
+        if place.marked():
+            untrue.append(f"trial {trial}: processes survive")
+        done = (folder / "done").read_text().split()
+        twice += [f"trial {trial}: {n}" for n in set(done) if done.count(n) > 1]
+        missing += [f"trial {trial}: {n}" for n in "0123" if n not in done]
+    figures.write(
+        "fleet-killed",
+        [
+            figures.none_of(KILLS, "killed and resumed: a run completed twice", twice),
+            figures.none_of(KILLS, "killed and resumed: a run never completed", missing),
+            figures.none_of(KILLS, "killed and resumed: something else", untrue),
+        ],
+    )
