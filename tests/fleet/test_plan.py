@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from instar.fleet.load import load_fleet
 from instar.fleet.plan import FleetPlan, Machine, argv_of, make_plan
 from instar.fleet.template import expand
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "fleet"
 MACHINE = Machine(gpus=8, cpus=64, memory=1 << 40)
 
 
@@ -58,6 +60,21 @@ def test_the_plan_is_the_table_of_eight_gpus_and_four_seeds(place: FleetPlace) -
         (2, 4, 5, 8002, 2024),
         (3, 6, 7, 8003, 9999),
     ]
+
+
+def test_the_examples_can_be_planned(place: FleetPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers and scripts that they name are replaced by stubs."""
+    stub = place.path / "bin" / "vllm"
+    stub.parent.mkdir()
+    stub.write_text("#!/bin/sh\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
+    for path in EXAMPLES.glob("*.yaml"):
+        code, output = place.run("plan", path, "--gpus", "8", "--json")
+        assert code == 0, output
+        assert len(json.loads(output)["instances"]) == 4
+    first = json.loads(place.run("plan", EXAMPLES / "grpo.yaml", "--gpus", "8", "--json")[1])
+    assert first["instances"][0]["output_dir"] == "outputs/trl_gsm8k_instance0_seed42"
 
 
 def test_include_and_exclude(tmp_path: Path) -> None:
