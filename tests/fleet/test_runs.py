@@ -46,7 +46,9 @@ def test_a_killed_fleet_goes_on_and_the_same_seed_gives_the_same_weights(
 ) -> None:
     """The launcher is killed while the second run trains; the first is not run again."""
     _prepared(place)
-    launcher = place.start("up", "fleet.yaml")
+    code, output = place.run("up", "fleet.yaml", "--only", "0")
+    assert code == 0, output
+    launcher = place.start("resume", "seeds")
     log = place.path / "runs/s42b/events.jsonl"
     place.wait("seeds", lambda _: '"step":5' in log.read_text())
     launcher.send_signal(signal.SIGKILL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,10 @@ gpus_option = click.option(
     "--gpus",
     metavar="GPUS",
     help="GPUs to use, e.g. 0-3,6 or a number; without a driver, pretended ones.",
+)
+
+only_option = click.option(
+    "--only", metavar="INDICES", help="Instances to run, e.g. 0 or 0,2-4; default: all."
 )
 
 
@@ -68,7 +72,7 @@ def plan(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool)
 @click.argument("file")
 @set_option
 @gpus_option
-@click.option("--only", metavar="INDICES", help="Instances to run, e.g. 0 or 0,2-4.")
+@only_option
 @click.option(
     "--max-steps",
     type=click.IntRange(min=1),
@@ -98,18 +102,21 @@ def up(
         loaded = as_test(loaded, max_steps)
     made, _ = _planned(loaded, gpus)
     chosen = _chosen(only, len(made.instances))
-    return _launch(create(loaded, gpus, chosen), wait)
+    return _launch(create(loaded, gpus), chosen, wait)
 
 
 @fleet.command()
 @click.argument("name")
+@only_option
 @click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
 @trust_option
-def resume(name: str, wait: bool) -> int:
+def resume(name: str, only: str | None, wait: bool) -> int:
     """Run the instances of fleet NAME that have not succeeded; finished jobs are not run again."""
     from instar.fleet.folder import find, reopen
 
-    return _launch(reopen(find(name)), wait)
+    started = reopen(find(name))
+    made, _ = _planned(started.loaded, started.gpus)
+    return _launch(started, _chosen(only, len(made.instances)), wait)
 
 
 @fleet.command()
@@ -257,7 +264,7 @@ def _planned(loaded: LoadedFleet, gpus: str | None) -> tuple[FleetPlan, Sequence
     return make_plan(loaded, this_machine(found)), found
 
 
-def _launch(started: FleetFolder, wait: bool) -> int:
+def _launch(started: FleetFolder, only: Collection[int], wait: bool) -> int:
     from instar.fleet.launcher import FolderLock, Launcher
     from instar.fleet.placement import close_all, lock_gpus
     from instar.fleet.state import STATE_FILE, FleetStatus, fold, read_events
@@ -271,7 +278,7 @@ def _launch(started: FleetFolder, wait: bool) -> int:
         if (started.path / STATE_FILE).exists():
             before = fold(read_events(started.path))
         done = {i for i, each in before.instances.items() if each.phase == "succeeded"}
-        wanted = started.only or range(len(made.instances))
+        wanted = only or range(len(made.instances))
         todo = [each for each in made.instances if each.index in wanted and each.index not in done]
         if not todo:
             click.echo(f"{started.path.name}: every instance has succeeded", err=True)

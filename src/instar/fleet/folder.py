@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import copyfile
@@ -31,7 +31,6 @@ class _Kept(msgspec.Struct, frozen=True):
     spec: dict[str, object]
     configs: dict[str, str]
     gpus: str | None
-    only: tuple[int, ...]
     cwd: str
 
 
@@ -44,8 +43,6 @@ class FleetFolder:
     configs: Mapping[str, str]
     """the copy of the run config of each job with `run`"""
     gpus: str | None
-    only: tuple[int, ...]
-    """the instances that were chosen; empty: all"""
     cwd: Path
 
 
@@ -77,7 +74,7 @@ def as_test(loaded: LoadedFleet, max_steps: int) -> LoadedFleet:
     return replace(loaded, spec=spec.model_copy(update=changed))
 
 
-def create(loaded: LoadedFleet, gpus: str | None, only: Sequence[int]) -> FleetFolder:
+def create(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
     """Create the folder of a new fleet; run configs are copied, so that a later edit changes none of
     its instances.
 
@@ -107,13 +104,12 @@ def create(loaded: LoadedFleet, gpus: str | None, only: Sequence[int]) -> FleetF
             spec.model_dump(mode="json"),
             configs,
             gpus,
-            tuple(only),
             str(Path.cwd()),
         )
         replace_file(path / _FILE, json.dumps(msgspec.to_builtins(kept), indent=2).encode())
     except OSError as error:
         raise ConfigError.one(f"cannot be written: {error.strerror}", where=str(path)) from None
-    return FleetFolder(path, loaded, configs, gpus, tuple(only), Path.cwd())
+    return FleetFolder(path, loaded, configs, gpus, Path.cwd())
 
 
 def _check_run_trusted(file: Path) -> None:
@@ -159,4 +155,7 @@ def reopen(path: Path) -> FleetFolder:
         )
     whole = SourceLocation(str(file))
     loaded = LoadedFleet(spec, (Document(kept.spec, {(): (whole, whole)}),))
-    return FleetFolder(path, loaded, kept.configs, kept.gpus, kept.only, Path(kept.cwd))
+    cwd = Path(kept.cwd)
+    if cwd != Path.cwd():
+        path = path.absolute()
+    return FleetFolder(path, loaded, kept.configs, kept.gpus, cwd)

@@ -69,7 +69,7 @@ class Resources(Section):
     )
 
 
-class Stop(Section):
+class StopPolicy(Section):
     """How a process is stopped."""
 
     signal: SignalName = Field("SIGTERM", description="the signal that asks it to end")
@@ -103,7 +103,7 @@ class Healthcheck(Section):
     )
 
 
-class Restart(Section):
+class RestartPolicy(Section):
     """What happens when a service ends or becomes unhealthy."""
 
     policy: Literal["no", "on-failure", "always"] = Field("no", description="when it is restarted")
@@ -111,7 +111,7 @@ class Restart(Section):
     backoff: Duration = Field(1.0, description="wait before the first restart; doubled each time")
 
 
-class Retry(Section):
+class RetryPolicy(Section):
     """What happens when a job fails."""
 
     max: NonNegativeInt = Field(0, description="further attempts after a failure")
@@ -131,7 +131,7 @@ class Process(Section):
     depends_on: Mapping[Name, Condition] = Field(
         default_factory=dict, description="what must be reached before it starts"
     )
-    stop: Stop = Field(default_factory=Stop)
+    stop: StopPolicy = Field(default_factory=StopPolicy)
 
     @property
     def first_ports(self) -> dict[str, int | None]:
@@ -145,7 +145,7 @@ class Service(Process):
     """A server that lives as long as its instance."""
 
     healthcheck: Healthcheck | None = Field(None, description="none: ready once it is started")
-    restart: Restart = Field(default_factory=Restart)
+    restart: RestartPolicy = Field(default_factory=RestartPolicy)
 
 
 class Job(Process):
@@ -162,7 +162,7 @@ class Job(Process):
         "fail",
         description="when a service it depends on is lost: restart both, fail, or keep running",
     )
-    retry: Retry = Field(default_factory=Retry)
+    retry: RetryPolicy = Field(default_factory=RetryPolicy)
 
 
 class Stagger(Section):

@@ -48,7 +48,8 @@ def main() -> None:
                 _drain(child_ended)
                 _reap(shims)
                 continue
-            packet, fds = b"", []
+            packet: bytes = b""
+            fds: list[int] = []
             with suppress(ConnectionResetError):
                 packet, fds, _, _ = socket.recv_fds(control, 1, _MOST_FDS)
             if not packet:
