@@ -52,7 +52,8 @@ class FleetPlace:
 
     def env(self) -> dict[str, str]:
         own = {"INSTAR_LOCK_DIR": str(self.path / "locks"), "OMP_NUM_THREADS": "1"}
-        return {**os.environ, **own}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return {**os.environ, **own, "PATH": path}
 
     def write(self, text: str, name: str = "fleet.yaml") -> Path:
         (self.path / "server.py").write_text(SERVER)

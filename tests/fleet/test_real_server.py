@@ -1,0 +1,67 @@
+"""A real server of language models, health-checked by a completion before its client starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fleets import FleetPlace
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+ASK = """\
+import json, sys, urllib.request
+
+body = json.dumps({"model": "tiny", "prompt": "1 + 1", "max_tokens": 3}).encode()
+request = urllib.request.Request(
+    f"http://127.0.0.1:{sys.argv[1]}/v1/completions", body, {"Content-Type": "application/json"}
+)
+print(json.load(urllib.request.urlopen(request))["usage"])
+"""
+
+
+def _make_model(folder: Path) -> None:
+    """Save a tiny model with random weights and a tokenizer of bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(["<pad>", "<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def test_transformers_serve_answers_before_its_client_starts(place: FleetPlace) -> None:
+    _make_model(place.path / "tiny")
+    (place.path / "ask.py").write_text(ASK)
+    place.write("""
+name: real
+services:
+  server:
+    command: transformers serve tiny --host 127.0.0.1 --port ${ports.http} --device cpu
+    ports: [http]
+    env: {HF_HUB_OFFLINE: "1"}
+    healthcheck: {http: /health, probe: completion, model: tiny, interval: 1s, start_period: 150s}
+jobs:
+  client:
+    command: python3 ask.py ${services.server.ports.http}
+    depends_on: {server: service_healthy}
+""")
+    code, output = place.run("up", "fleet.yaml", timeout_s=170)
+    assert code == 0, output
+    answer = (place.path / "fleets/real/logs/real-0/client.log").read_text().splitlines()[-1]
+    assert json.loads(answer.replace("'", '"'))["completion_tokens"] == 3
+    assert not place.marked()
