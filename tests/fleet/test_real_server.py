@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from fleets import FleetPlace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -44,6 +45,7 @@ def _make_model(folder: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
+@pytest.mark.timeout(300)
 def test_transformers_serve_answers_before_its_client_starts(place: FleetPlace) -> None:
     _make_model(place.path / "tiny")
     (place.path / "ask.py").write_text(ASK)
@@ -54,13 +56,13 @@ services:
     command: transformers serve tiny --host 127.0.0.1 --port ${ports.http} --device cpu
     ports: [http]
     env: {HF_HUB_OFFLINE: "1"}
-    healthcheck: {http: /health, probe: completion, model: tiny, interval: 1s, start_period: 150s}
+    healthcheck: {http: /health, probe: completion, model: tiny, interval: 1s, start_period: 240s}
 jobs:
   client:
     command: python3 ask.py ${services.server.ports.http}
     depends_on: {server: service_healthy}
 """)
-    code, output = place.run("up", "fleet.yaml", timeout_s=170)
+    code, output = place.run("up", "fleet.yaml", timeout_s=280)
     assert code == 0, output
     answer = (place.path / "fleets/real/logs/real-0/client.log").read_text().splitlines()[-1]
     assert json.loads(answer.replace("'", '"'))["completion_tokens"] == 3

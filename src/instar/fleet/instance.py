@@ -244,7 +244,7 @@ class InstanceRunner:
                     self._notify()
                     return problem, True
             end = process.exited.result()
-            return self._end_text(process, name), end.status != 0
+            return self._end_text(process), end.status != 0
         finally:
             if checker is not None:
                 await checker.close()
@@ -261,7 +261,7 @@ class InstanceRunner:
             await _first(check, process.exited)
             if process.exited.done():
                 await _cancelled([check])
-                return self._end_text(process, "") + " before it was ready"
+                return self._end_text(process) + " before it was ready"
             try:
                 check.result()
                 return ""
@@ -327,7 +327,7 @@ class InstanceRunner:
                     await asyncio.wait([lost], timeout=_LATE_NEWS_S if job.depends_on else 0)
                     what = lost.result() if lost.done() else ""
                     await _cancelled([lost])
-                    return self._end_text(process, name), what
+                    return self._end_text(process), what
                 if job.on_dependency_failure != "wait":
                     return f"was stopped: {lost.result()}", lost.result()
                 await self._until(lambda: self._lost(job) == "" or self._lost_for_good(job))
@@ -470,10 +470,8 @@ class InstanceRunner:
         )
         self.around.log.write(event, durable=phase == "exited")
 
-    def _end_text(self, process: RunningProcess, name: str) -> str:  # noqa: ARG002
-        if process.error:
-            return process.error
-        return exit_text(process.exited.result().status)
+    def _end_text(self, process: RunningProcess) -> str:
+        return process.error or exit_text(process.exited.result().status)
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:

@@ -244,5 +244,6 @@ def is_bindable(port: int) -> bool:
 
 
 def close_all(locks: Iterable[Lock]) -> None:
+    """Close this process's share of locks."""
     for lock in locks:
         lock.close()

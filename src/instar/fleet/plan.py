@@ -6,7 +6,7 @@ import itertools
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -16,7 +16,7 @@ from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.suggestions import nearest
 from instar.fleet.load import LoadedFleet, resolve_beside
 from instar.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
-from instar.fleet.template import UnknownVariable, expand, names_in, text_of
+from instar.fleet.template import expand, names_in, text_of
 
 _BASE = ("name", "index")
 _OF_INSTANCE = ("run_name", "output_dir")
@@ -410,7 +410,7 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
             try:
                 load(file, words[3::2][: words.count("--set")], import_task=False)
             except ConfigError as error:
-                yield from (replace(each) for each in error.problems)
+                yield from error.problems
                 return
 
 
@@ -425,6 +425,3 @@ def _processes(spec: FleetSpec) -> Iterator[tuple[KeyPath, Process]]:
         yield ("services", name), service
     for name, job in spec.jobs.items():
         yield ("jobs", name), job
-
-
-__all__ = ["FleetPlan", "Instance", "Machine", "UnknownVariable", "argv_of", "make_plan"]
