@@ -41,7 +41,7 @@ from instar.record.rundir import RunDir
 from instar.run.lifecycle.build import build
 from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
 from instar.run.loop.optimizer import group_parameters
-from instar.tasks.language import LanguageTask, LanguageTaskSpec
+from instar.tasks.language import LanguageSpec, LanguageTask
 
 
 class Pace:
@@ -138,12 +138,12 @@ class Work:
         wanted = self.steps * self.batch_size
         if wanted > order.samples_per_epoch:
             raise ValueError(f"{wanted} samples wanted, {order.samples_per_epoch} in an epoch")
-        split = open_dataset(self.text.folder).split("train")
+        split = open_dataset(self.text.opened.path).split("train")
         tokens = split.read(0, len(split))
         return Windows(tokens, order.indices(0, 0, wanted), self.text.architecture.context)
 
     @property
-    def text(self) -> LanguageTaskSpec:
+    def text(self) -> LanguageSpec:
         return text_of(self.prepared)
 
     @property
@@ -151,10 +151,10 @@ class Work:
         return self.text.task(self.prepared.config)
 
 
-def text_of(prepared: Prepared) -> LanguageTaskSpec:
+def text_of(prepared: Prepared) -> LanguageSpec:
     """A run's text, all of which is there."""
     spec = prepared.spec
-    assert isinstance(spec, LanguageTaskSpec)
+    assert isinstance(spec, LanguageSpec)
     return spec
 
 

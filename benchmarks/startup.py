@@ -164,7 +164,7 @@ def instar(*words: str) -> list[str]:
 def bare_loop(overrides: Sequence[str], steps: int) -> list[str]:
     """`bare.py` with the same model, tokens and batch."""
     prepared = preflight(load(None, overrides), 1)
-    shard = text_of(prepared).folder / "train-00000.safetensors"
+    shard = text_of(prepared).opened.path / "train-00000.safetensors"
     shape = json.dumps(prepared.spec.architecture.to_dict())
     script = Path(__file__).with_name("bare.py")
     batch = prepared.config.train.batch_size

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from instar.checkpoint.inspect import TensorEntry, read_header
+from instar.checkpoint.inspect import TensorEntry, check_shapes, read_header
 from instar.checkpoint.manifest import CheckpointError
 
 
@@ -32,6 +32,19 @@ def test_types_shapes_and_sizes_are_read(file: Path) -> None:
     assert found["step"] == TensorEntry("I64", (), 8)
     assert (found["step"].elements, found["none"].elements) == (1, 0)
     assert found.keys() == {"weight", "half", "step", "none"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("weight", (4, 3), r"weight must have the shape \(4, 3\), and is \(3, 4\)"),
+        ("bias", (3,), r"bias must have the shape \(3,\), and is missing"),
+    ],
+)
+def test_tensors_must_fit(file: Path, name: str, shape: tuple[int, ...], message: str) -> None:
+    check_shapes(file, {"half": (2,)})
+    with pytest.raises(CheckpointError, match=message):
+        check_shapes(file, {"half": (2,), name: shape})
 
 
 def with_header(path: Path, text: bytes) -> Path:

@@ -31,6 +31,8 @@ class Case:
     settings: tuple[str, ...]
     operations: tuple[str, ...]
     schedule: str
+    frozen: tuple[str, ...] = ()
+    """parameters that do not train"""
 
 
 HIDDEN = "{axis: hidden, size: 40}"
@@ -54,6 +56,13 @@ CASES = {
         ("--set", "task=science:Normed"),
         (f"widen={HIDDEN}",),
         f"{{name: widen, value: {HIDDEN}, when: {{at_step: 8}}}}",
+    ),
+    "foreign module": Case(
+        "run.yaml",
+        ("--set", "task=foreign:Mixed"),
+        (f"widen={HIDDEN}",),
+        f"{{name: widen, value: {HIDDEN}, when: {{at_step: 8}}}}",
+        ("scaled.weight", "scaled.bias"),
     ),
 }
 
@@ -118,6 +127,19 @@ def test_growth_is_checked_on_held_out_samples(
     assert said["proof"]["holds"] is True
 
 
+def test_a_model_whose_outputs_are_no_tensor_needs_outputs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    science.place(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    pair = ("--set", "task=mistaken:PairOut", "--set", "record.run_dir=run", "--until", "2it")
+    assert main(["train", "run.yaml", *pair, *COURSE]) == 0
+    capsys.readouterr()
+    assert main(["grow", "run", "grown", "--op", f"widen={HIDDEN}", "--check"]) == 2
+    assert "PairOut.outputs must return one tensor" in capsys.readouterr().err
+    assert not Path("grown").exists()
+
+
 @pytest.mark.usefixtures("case")
 def test_an_operation_that_the_model_lacks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grow", "run", "grown", "--op", "add_heads=4"]) == 2
@@ -137,9 +159,8 @@ def test_inspect_shows_the_architecture(case: Case, capsys: pytest.CaptureFixtur
     assert names[0] in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("case")
 def test_analyze_reports_ranks_and_change_and_runs_no_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(name: str) -> None:
         raise AssertionError(f"{name} was imported")
@@ -154,8 +175,10 @@ def test_analyze_reports_ranks_and_change_and_runs_no_code(
     assert all(0 < rank["effective"][0] <= rank["full"] for rank in found["ranks"])
     assert Path(found["against"]).name in {"step-4", "step-5", "step-6", "step-7"}
     assert {change["name"] for change in found["changes"]} == set(saved)
-    assert all(change["relative"] > 0 for change in found["changes"])
+    still = {change["name"] for change in found["changes"] if not change["relative"]}
+    assert still == set(case.frozen)
     assert any("no causal attention" in reason for reason in found["left_out"])
+    assert not found["suggestions"]
     assert main(["checkpoint", "analyze", "run"]) == 0
     assert "rank at 90%" in capsys.readouterr().out
 

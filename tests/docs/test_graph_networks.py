@@ -130,7 +130,7 @@ def complaint(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> str:
     sound = ["task=graph", "data.source=rings:samples", f"model.heads=[{RING}]"]
     try:
         loaded = load_checked(None, [*sound, *wrong.options])
-        graph_spec.spec(loaded, 1).data.held_out("val")
+        graph_spec.GraphSpec.open(loaded, 1).data.held_out("val")
     except ConfigError as error:
         return str(error)
     return ""

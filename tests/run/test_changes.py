@@ -230,6 +230,18 @@ def test_samples_get_another_length_and_the_cursor_goes_on(
     assert epochs[-1] == pytest.approx(2.0, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    "longer", [at(2, "extend_context", 32), at(2, "widen", {"axis": "context", "size": 32})]
+)
+def test_positions_that_no_sample_reaches_yet_are_not_called_dead(
+    make_grown: Make, tmp_path: Path, longer: Entry
+) -> None:
+    run = make_grown(schedule(longer))
+    run.train()
+    assert run.state.in_force.architecture.sizes()["context"] == 32
+    assert not events(tmp_path / "events.jsonl", Warn)
+
+
 def test_a_mask_opens_and_is_folded_away(make_grown: Make, tmp_path: Path) -> None:
     run = make_grown(
         schedule(at(2, "widen_mlp", 192, mask=4), at(3, "insert_layers", 1)),

@@ -51,7 +51,7 @@ def measure(run: Trainer, batch_size: int, limit: int | None = None) -> Evaluati
 
 def test_the_loss_is_the_mean_over_all_tokens(trainer: Make) -> None:
     run = trainer()
-    split = run.parts.task.dataset.dataset.split("val")  # type: ignore[attr-defined]
+    split = run.parts.task.spec.dataset.dataset.split("val")  # type: ignore[attr-defined]
     tokens, context = split.read(0, len(split)).astype(np.int64), 16
     total = 0.0
     with torch.no_grad():

@@ -87,6 +87,20 @@ def test_a_rank_without_memory_for_the_grown_models_wrapper_keeps_nobody_waiting
     assert saved[-1] == (8 if skip else 4)
 
 
+def test_a_rank_that_cannot_compile_the_stages_keeps_nobody_waiting(place: Place) -> None:
+    words = ["train", "run.yaml"]
+    for setting in ("compile=true", "compile_stages=true", GROWS, "record.run_dir=run"):
+        words += ["--set", setting]
+    body = "failures:rank_1_has_no_compiler"
+    ranks = children_as_ranks(place.forks, 2, body, words, place=place.path)
+    for rank in ranks:
+        rank.finish(LIMIT_S)
+    assert codes(ranks) == [4, 4], said(ranks)
+    log = (place.path / "run" / "logs" / "rank_0.log").read_text("utf-8")
+    assert "rank 1 failed while compiling stage 1" in log
+    assert "no compiler here" in log
+
+
 def test_ranks_whose_samples_differ_are_named_before_anything_is_made(place: Place) -> None:
     ranks = place.train(place.path / "run", "task=science:Unseeded", ranks=3)
     assert codes(ranks) == [4] * 3, said(ranks)

@@ -58,7 +58,7 @@ def test_seeds_share_tokenizer_and_held_out_text_where_the_data_have_a_seed(
         assert ("data.seed" in prepared.derived) == (of_data is None)
         task = prepared.spec.task(prepared.config)
         order = task.train_samples()[1].indices(0, 0, 20).tolist()
-        found[seed, of_data] = prepared.config.data.path, task.fingerprints(), order
+        found[seed, of_data] = prepared.config.data.path, task.spec.fingerprints, order
     one, other = found[1, 7], found[2, 7]
     assert one[:2] == other[:2]
     assert one[2] != other[2]
@@ -174,6 +174,9 @@ def test_epochs_of_unknown_length_while_the_context_changes(stream: Config) -> N
     settings = "learning_rate.lr_decay_iters=20", change
     said = refused(stream("train.until=[3ep]", *settings))
     assert "set_context begins a stream anew" in said
+    # samples keep their length until set_context
+    longer = 'schedule=[{"name": "extend_context", "value": 512, "max_wait_iters": 5}]'
+    assert preflight(stream("train.until=[3ep]", "learning_rate.lr_decay_iters=20", longer), 1)
     assert preflight(stream("train.until=[20it]", *settings), 1)
 
 

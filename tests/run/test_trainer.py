@@ -80,7 +80,7 @@ def test_the_last_partial_batch_of_an_epoch_is_used(trainer: Make) -> None:
     assert samples % run.state.settings.global_batch
     outcome = run.train()
     assert outcome.progress.samples == samples
-    targets = run.parts.task.dataset.train_tokens(run.state.settings.context) - 1  # type: ignore[attr-defined]
+    targets = run.parts.task.spec.dataset.train_tokens(run.state.settings.context) - 1  # type: ignore[attr-defined]
     assert outcome.progress.tokens == targets
 
 

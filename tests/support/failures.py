@@ -357,6 +357,18 @@ def rank_1_cannot_wrap_again(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def rank_1_has_no_compiler(argv: Sequence[str]) -> int:
+    """Compiled graphs run as they are, which takes no time; on rank 1, none can be compiled."""
+
+    def backend(graph: Any, _: Any) -> Any:
+        if is_rank(1):
+            raise RuntimeError("no compiler here")
+        return graph
+
+    torch.compile = functools.partial(torch.compile, backend=backend)
+    return main(argv)
+
+
 def bf16_units_except_on_rank(argv: Sequence[str], rank: int) -> int:
     """All processors have bf16 units but one."""
     if not is_rank(rank) or rank > 1:

@@ -46,7 +46,7 @@ from instar.run.loop.state import Decision
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output import save
-from instar.tasks.custom import CustomTaskAdapter
+from instar.tasks.custom import UserTask
 from instar.tasks.task import Tally
 
 CONFIG = """\
@@ -249,7 +249,7 @@ class Tallied:
     """A task whose samples say themselves what is measured of them, as columns [samples, 2]."""
 
     metrics: tuple[str, ...] = ("loss", "score")
-    unit: int = 1
+    cluster: int = 1
     random: bool = False
 
     def measure(self, model: nn.Module, batch: Batch) -> dict[str, Tally]:
@@ -272,7 +272,7 @@ def tallied(samples: int, seed: int = 0) -> Columns:
 def evaluated(world: World, columns: Columns, batch_size: int, unit: int = 1) -> Evaluation:
     """An evaluation of what samples say of themselves."""
     found = evaluate(
-        Tallied(unit=unit),  # type: ignore[arg-type]
+        Tallied(cluster=unit),  # type: ignore[arg-type]
         nn.Identity(),
         InMemorySource(columns),
         world,
@@ -317,11 +317,11 @@ def trainer(run_dir: Path, *overrides: str) -> Iterator[Trainer]:
 
 DISK = [(atomic, name) for name in ("write_synced", "sync_file", "rename", "replace_file")]
 MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
-    "a micro-batch of an evaluation": [(CustomTaskAdapter, "measure")],
+    "a micro-batch of an evaluation": [(UserTask, "measure")],
     "the decision to stop": [],
     "a piece of the last save": DISK,
     "a pointer to the best": [(save, "point")],
-    "a micro-batch of the test": [(CustomTaskAdapter, "predict")],
+    "a micro-batch of the test": [(UserTask, "predict")],
     "the file of predictions": [(test_phase, "_encoded")],
     "the file of results": [(test_phase, "encode_json")],
 }

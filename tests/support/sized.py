@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from instar.config.language import LanguageConfig
 from instar.models.architecture import resolve
-from instar.tasks.language import LanguageTaskSpec
+from instar.tasks.language import LanguageSpec
 
 
-def sized(config: LanguageConfig, tokens: int | None, vocab_size: int) -> LanguageTaskSpec:
+def sized(config: LanguageConfig, tokens: int | None, vocab_size: int) -> LanguageSpec:
     """A run on so many training tokens; None: nobody has counted them."""
-    return LanguageTaskSpec(config, resolve(config.model, vocab_size), lambda _: tokens)
+    return LanguageSpec(config, resolve(config.model, vocab_size), lambda _: tokens)

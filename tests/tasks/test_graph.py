@@ -20,6 +20,7 @@ from instar.data.source import Source
 from instar.models.graph_shape import flops_per_graph, resolve_graph
 from instar.run.loop.step import to_device
 from instar.tasks.graph import GraphTask
+from instar.tasks.graph_spec import GraphSpec
 from instar.tasks.graph_survey import GraphSurvey, ragged
 from instar.tasks.task import Task
 
@@ -88,7 +89,7 @@ def task_on(samples: Graphs, *heads: HeadConfig, **model: Any) -> GraphTask:
     x, edges = ragged(samples.columns["x"]), ragged(samples.columns["edges"])
     survey = GraphSurvey(2, 2, float(x.sizes.mean()), float(edges.sizes.mean()))
     shape = resolve_graph(config.model, survey.features, survey.graph_features)
-    return GraphTask(config, shape, samples, survey)
+    return GraphSpec(config, shape, samples, survey).task(config)  # type: ignore[arg-type]
 
 
 def batch(samples: Graphs, begin: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
@@ -108,8 +109,8 @@ def test_it_is_a_task() -> None:
     task: Task = task_on(TWELVE, KIND, SIZE, dropout=0.1)
     assert task.random
     assert not task_on(TWELVE, KIND).random
-    assert task.fingerprints() == {"data": "graphs"}
-    assert task.describe()["outputs"] == [["kind", 3], ["size", 1]]
+    assert task.spec.fingerprints == {"data": "graphs"}
+    assert task.architecture.to_dict()["outputs"] == [["kind", 3], ["size", 1]]
     grown = task.architecture.resized(mlp=40)
     assert task.at(grown, 1).build().shape == grown
     assert task.train_samples()[1] != task.train_samples(course=1)[1]
@@ -221,6 +222,20 @@ def test_predictions_stand_beside_their_targets() -> None:
     np.testing.assert_array_equal(found["size.predicted"], said[:, 3])
 
 
+def test_targets_keep_the_digits_of_float64() -> None:
+    sizes = 1 + 2.0**-40 * np.arange(12)
+    samples = Graphs({**TWELVE.columns, "size": sizes})
+    task = task_on(samples, SIZE)
+    model = task.build()
+    with torch.no_grad():
+        np.testing.assert_array_equal(task.predict(model, batch(samples))["size"], sizes)
+        # the loss is the model's: it decides in what it is computed
+        assert task.loss_sum(model, batch(samples)).dtype == torch.float32
+        doubled = dict(batch(samples)) | {"x": batch(samples)["x"].double()}
+        tallies = task.measure(model.double(), doubled)
+    assert {tally.values.dtype for tally in tallies.values()} == {torch.float64}
+
+
 def test_predictions_of_nodes_are_ragged() -> None:
     task = task_on(TWELVE, ROLE)
     with torch.no_grad():
@@ -264,7 +279,7 @@ def test_features_of_graphs_are_read_if_asked() -> None:
 
 
 def test_flops_follow_from_the_mean_graph() -> None:
-    task, survey = task_on(TWELVE, SIZE), task_on(TWELVE, SIZE).survey
+    task, survey = task_on(TWELVE, SIZE), task_on(TWELVE, SIZE).spec.survey
     one = flops_per_graph(task.architecture, survey.mean_nodes, survey.mean_edges)
     assert task.flops(10.0) == pytest.approx(10 * one)
     of_nodes = task_on(TWELVE, ROLE)

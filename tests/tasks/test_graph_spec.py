@@ -13,7 +13,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded, load
 from instar.data.arrays import write_arrays
 from instar.data.columns import Columns, Ragged
-from instar.tasks.graph_spec import GraphTaskSpec, assumed_spec, prepare, spec
+from instar.tasks.graph_spec import GraphSpec
 
 SIZES = np.array([3, 4, 5, 6] * 10)
 KIND = "model.heads=[{name: kind, kind: classification, classes: 2}]"
@@ -43,7 +43,7 @@ def config(source: Path | str, *options: str) -> Loaded:
 
 
 def test_graphs_are_split_and_looked_at(stored: Path) -> None:
-    found = spec(config(stored, "data.val=0.25", "data.test=10"), 1)
+    found = GraphSpec.open(config(stored, "data.val=0.25", "data.test=10"), 1)
     assert {name: numbers.size for name, numbers in found.data.splits.items()} == {
         "train": 20,
         "val": 10,
@@ -57,7 +57,7 @@ def test_graphs_are_split_and_looked_at(stored: Path) -> None:
 
 
 def test_heads_for_nodes_weigh_graphs_by_their_nodes(stored: Path) -> None:
-    found = spec(config(stored, OF_NODES), 1)
+    found = GraphSpec.open(config(stored, OF_NODES), 1)
     assert (found.unit, found.weight(1)) == ("node", 4)
     source, order = found.data.train(0)
     numbers = found.data.splits["train"][order.indices(0, 0, 5)]
@@ -65,18 +65,18 @@ def test_heads_for_nodes_weigh_graphs_by_their_nodes(stored: Path) -> None:
 
 
 def test_classes_are_in_all_splits_alike(stored: Path) -> None:
-    found = spec(config(stored, "data.stratify=kind", "data.val=8", "data.test=8"), 1)
+    found = GraphSpec.open(config(stored, "data.stratify=kind", "data.val=8", "data.test=8"), 1)
     for numbers in found.data.splits.values():
         assert np.bincount(numbers % 2).tolist() == [numbers.size // 2] * 2
     with pytest.raises(ConfigError, match="'colour'"):
-        spec(config(stored, "data.stratify=colour"), 1)
+        GraphSpec.open(config(stored, "data.stratify=colour"), 1)
 
 
 def test_a_function_gives_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_graphs.py").write_text("from test_graph_spec import paths\n")
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    found = spec(config("my_graphs:paths", "data.stratify=kind"), 1)
+    found = GraphSpec.open(config("my_graphs:paths", "data.stratify=kind"), 1)
     assert len(found.data.source) == 40
     assert found.derived["data.path"] is None
 
@@ -90,15 +90,15 @@ def test_causal_sets_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     loaded = load(None, ["task=graph", *few])
     said: list[str] = []
-    guess = assumed_spec(loaded, said.append)
+    guess = GraphSpec.assume(loaded, said.append)
     assert "causal_sets stand in for them" in said[0]
     assert list(tmp_path.iterdir()) == []
-    prepare(loaded, 1, said.append)
+    GraphSpec.prepare(loaded, 1, said.append)
     (folder,) = (tmp_path / "data").iterdir()
-    found = spec(loaded, 1)
+    found = GraphSpec.open(loaded, 1)
     assert found.derived["data.path"] == f"data/{folder.name}"
     assert guess.architecture == found.architecture
-    assert isinstance(assumed_spec(loaded, said.append), GraphTaskSpec)
+    assert isinstance(GraphSpec.assume(loaded, said.append), GraphSpec)
 
 
 def test_nothing_of_it_needs_torch(stored: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -83,6 +83,22 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         name: TensorEntry(entry.dtype, entry.shape, entry.data_offsets[1] - entry.data_offsets[0])
         for name, entry in by_place
     }
+
+
+def check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Checks, by its header, that a safetensors file has these tensors.
+
+    Raises:
+        CheckpointError: one is missing or has another shape.
+    """
+    there = read_header(path)
+    for name, shape in shapes.items():
+        if name not in there or there[name].shape != shape:
+            found = there[name].shape if name in there else "missing"
+            raise CheckpointError(
+                f"{path.parent}: the tensors do not fit the architecture: {name} must have the shape "
+                f"{shape}, and is {found}"
+            )
 
 
 Verdict = Literal["same", "changed", "only_a", "only_b"]

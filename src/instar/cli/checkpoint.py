@@ -187,7 +187,7 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
     path = checkpoint_at(where)
     before = None if against is None else checkpoint_at(against)
 
-    from instar.run.lifecycle.offline import analyze_checkpoint
+    from instar.run.lifecycle.analysis import analyze_checkpoint
 
     with _advised(path):
         found = analyze_checkpoint(path, before)

@@ -302,12 +302,10 @@ def check(
     from instar.schedule.checks import load_checked
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render
-    from instar.tasks.task import task_factory
+    from instar.tasks.task import spec_class
 
     loaded = load_checked(cfg, (*overrides, schedule_option(file)))
-    spec = task_factory(loaded.config.task).assumed_spec(
-        loaded, lambda text: click.echo(text, err=True)
-    )
+    spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
     told = checked_forecast(loaded, spec, nproc)
     if as_json:
         print_json(told.to_dict())

@@ -16,7 +16,7 @@ from instar.record.format import bytes_text, duration, loss, si
 if TYPE_CHECKING:
     from instar.checkpoint.inspect import Check, Difference, TensorEntry
     from instar.checkpoint.manifest import Manifest
-    from instar.run.lifecycle.offline import CheckpointAnalysis
+    from instar.run.lifecycle.analysis import CheckpointAnalysis
 
 
 Headers = Mapping[str, Mapping[str, "TensorEntry"]]

@@ -272,8 +272,8 @@ def suggestions(ranks: Sequence[MatrixRank], heads: Sequence[HeadEntropy]) -> It
             yield from _of_adapter(rank)
     mlps: dict[str, list[MatrixRank]] = {}
     for rank in ranks:
-        block, _, part = rank.name.rpartition(".mlp.")
-        if part and not rank.adapter:
+        block, within, _ = rank.name.rpartition(".mlp.")
+        if within and not rank.adapter:
             mlps.setdefault(block, []).append(rank)
     full = [
         block.rpartition(".")[2]

@@ -128,6 +128,8 @@ class GrowthPlan:
     """buffers of the grown model whose axes it names"""
     blocks: tuple[int | None, ...] = ()
     """the old block, or None, that each new block is made from; empty: all are in place"""
+    waits: bool = False
+    """whether no gradient reaches what is new until a later operation uses it"""
 
     def buffer(self, name: str) -> Grown | None:
         """Returns how a buffer of the grown model is made; None if it is new.

@@ -151,7 +151,9 @@ def extend_context(
     size = grown_size(value, now, "context")
     grown = arch.resized(context=size)
     layout = layout_of([Old(0, now), size - now], initial_slices)
-    return grown, GrowthPlan(plan_tensors(arch, grown.parameters(), {"context": layout}), "exact")
+    tensors = plan_tensors(arch, grown.parameters(), {"context": layout})
+    # samples have the old length until set_context
+    return grown, GrowthPlan(tensors, "exact", waits=True)
 
 
 def _is_inner(arch: Growable, axis: str) -> bool:

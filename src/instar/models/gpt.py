@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from instar.checkpoint.inspect import read_header
+from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import COMPONENTS, CheckpointError
 from instar.checkpoint.store import load
 from instar.models.architecture import Architecture, MaskedAxis, materializes_scores
@@ -489,14 +489,8 @@ def load_gpt(path: Path, device: str = "cpu") -> GPT:
         raise CheckpointError(f"{path}: not a GPT that this Instar knows:\n{error}") from error
     component = "ema" if "ema" in checkpoint.components else "model"
     # a manifest may claim any size: allocate nothing before the header of the file agrees
-    there = read_header(path / COMPONENTS[component].file())
-    for name, entry in architecture.parameters().items():
-        if name not in there or there[name].shape != entry.shape:
-            found = there[name].shape if name in there else "missing"
-            raise CheckpointError(
-                f"{path}: the tensors do not fit the architecture: {name} must have the shape "
-                f"{entry.shape}, and is {found}"
-            )
+    shapes = {name: entry.shape for name, entry in architecture.parameters().items()}
+    check_shapes(path / COMPONENTS[component].file(), shapes)
     with torch.device("meta"):
         model = GPT(architecture)
     model = model.to_empty(device=device)

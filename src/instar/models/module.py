@@ -1,13 +1,15 @@
-"""Persistent buffers and training modes of any `nn.Module`."""
+"""Persistent buffers and training modes of any `nn.Module`, and what it must be to be trained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 
 def persistent_buffers(model: Module) -> dict[str, Tensor]:
@@ -90,3 +92,45 @@ def evaluating(model: Module) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         load_buffers(model, buffers)
+
+
+def check_trainable(model: Module) -> None:
+    """Checks that a module can be trained, and that a checkpoint can hold its state.
+
+    Raises:
+        ValueError: it cannot; names the part and what to write instead.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no size yet; give lazy modules their sizes, as in nn.Linear(in, out)"
+            )
+    for name, each in model.named_modules():
+        if type(each).get_extra_state is not Module.get_extra_state:
+            raise ValueError(
+                f"{name or 'the module'} has get_extra_state(), which no checkpoint here holds; "
+                "keep such a state in a buffer (register_buffer)"
+            )
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"the parameter {name} is of type {parameter.dtype}; keep integers in a buffer, and "
+                "a complex number as two real ones (torch.view_as_complex)"
+            )
+    for name, buffer in persistent_buffers(model).items():
+        if not _is_storable(name, buffer):
+            raise ValueError(
+                f"the buffer {name}, of type {buffer.dtype} and layout {buffer.layout}, cannot be "
+                "saved; register it with persistent=False, or as dense tensors of another type"
+            )
+    if next(model.parameters(), None) is None:
+        raise ValueError("the module has no parameters to train")
+
+
+def _is_storable(name: str, buffer: Tensor) -> bool:
+    """Whether a safetensors file can hold the tensor."""
+    try:
+        safetensors.torch.save({name: buffer.new_empty(0)})
+    except (KeyError, NotImplementedError, RuntimeError, ValueError):
+        return False
+    return buffer.layout == torch.strided

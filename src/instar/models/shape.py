@@ -163,12 +163,6 @@ def no_facts(shape: object) -> ModuleFacts:  # noqa: ARG001
     return ModuleFacts()
 
 
-def facts_of(task: object) -> Facts:
-    """Returns the method `facts(shape)` of a task or of a spec; `no_facts` if it has none."""
-    facts: Facts = getattr(task, "facts", no_facts)
-    return facts
-
-
 class Table:
     """Builds the parameter table of a model from its modules, for axes of given sizes."""
 

@@ -16,7 +16,7 @@ from instar.config.sections import Operation
 from instar.growth.operators import is_growth
 from instar.growth.plan import GrowthPlan, source_of
 from instar.models.architecture import FrozenParameters
-from instar.models.shape import Growable, ParameterCount, count_parameters, facts_of
+from instar.models.shape import Growable, ParameterCount, count_parameters
 from instar.schedule.checks import mistakes
 from instar.schedule.operations import State, carried_out, initial_state, planned, when_due
 from instar.schedule.settings import Settings, is_frozen
@@ -113,7 +113,7 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     """
     if found := list(mistakes(config)):
         raise ScheduleError(*found)
-    began = initial_state(config, spec.architecture, facts_of(spec))
+    began = initial_state(config, spec.architecture, spec.facts)
     legs = _legs(config, began, spec, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
     early, late = (

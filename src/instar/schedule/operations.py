@@ -52,10 +52,13 @@ History = tuple[Change, ...]
 FOLD = Operation("fold_masks")
 """The operation that a run carries out by itself when a mask is open."""
 
+RESTART_LR = Operation("reset_lr_schedule")
+"""The operation of a resume without the state of the learning rate schedule."""
+
 OVERRIDE = "override"
 """The operation created by a resume: keys of the config with their new values."""
 
-LENGTHS = frozenset({"set_context", "extend_context"})
+LENGTHS = frozenset({"set_context"})
 """Operations that change the length of samples: a stream restarts from its beginning."""
 
 INCOMPARABLE = frozenset({"set_context", "resize_vocab", OVERRIDE})
@@ -130,6 +133,11 @@ def history_from_json(entries: Sequence[Mapping[str, Any]]) -> History:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"the history is not readable: {error}") from error
+
+
+def set_lr(lr: Any) -> Operation:
+    """Return the operation of a run whose metric stands still, which lowers its learning rate."""
+    return Operation("set_lr", lr)
 
 
 def override(values: Mapping[str, Any], origins: Mapping[str, str]) -> Operation:

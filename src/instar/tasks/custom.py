@@ -11,13 +11,11 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from instar.config.errors import ConfigError, InstarError
 from instar.config.load import Loaded
@@ -29,18 +27,10 @@ from instar.data.columns import Columns
 from instar.data.split import SampleSet
 from instar.data.user_source import as_source
 from instar.distributed.failure import exits_fail
-from instar.models.architecture import NONE_FROZEN, FrozenParameters, state_bytes
-from instar.models.module import persistent_buffers
+from instar.models.loss import at_least_float32
+from instar.models.module import check_trainable, persistent_buffers
 from instar.models.shape import Fixed, Growable, ModuleFacts, buffers_of, count_parameters
-from instar.tasks.task import (
-    Batch,
-    SampleSetSpec,
-    SampleSetTask,
-    SavedModel,
-    Say,
-    Tally,
-    split_samples,
-)
+from instar.tasks.task import Batch, SampleSetSpec, SavedModel, Tally, Task, split_samples
 
 M = TypeVar("M", bound=Section)
 D = TypeVar("D", bound=SamplesConfig)
@@ -116,91 +106,85 @@ NEEDED = ("samples", "module", "loss")
 
 
 @dataclass(frozen=True, eq=False)
-class CustomTaskSpec(SampleSetSpec):
-    """`TaskSpec` of a user's task."""
+class CustomSpec(SampleSetSpec):
+    """`TaskSpec` of a user's task; imports its module, and so torch."""
+
+    task_class = "instar.tasks.custom:UserTask"
 
     own: CustomTask[Any, Any]
-    architecture: Growable
-    built: tuple[weakref.ref[nn.Parameter], ...]
-    """parameters of the first model, which is discarded; the trial checks that none is reused"""
+    first: tuple[weakref.ref[nn.Parameter], ...]
+    """parameters of the model that was built to open the data"""
+
+    @classmethod
+    def open(cls, loaded: Loaded, world_size: int) -> Self:  # noqa: ARG003
+        config = loaded.config
+        own, shape = _instance(config)
+        with _telling(f"{config.task}.module() failed"):
+            module = made(own, shape, config.seed)
+        named = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        if shape is None:
+            shape = Fixed(tuple(named.items()))
+        else:
+            check_table(config.task, shape, named)
+            _check_buffers(config.task, shape, _facts_in(module))
+        first = tuple(map(weakref.ref, module.parameters()))
+        del module
+        data = _split(own, config)
+        data.held_out("val")
+        return cls(config, shape, data, own, first)
+
+    @classmethod
+    def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+        own, shape = _instance(config)
+        if shape is None:
+            with _telling(f"{config.task}.module() failed"):
+                module = made(own, None, config.seed)
+            shape = Fixed(tuple((n, tuple(p.shape)) for n, p in module.named_parameters()))
+        return SavedModel(
+            shape,
+            architecture,
+            lambda shape: made(own, shape, config.seed),
+            lambda shape: module_facts(own, shape, config.seed),
+        )
 
     @property
     def unit(self) -> str:
         return self.own.unit
 
     @property
-    def derived(self) -> dict[str, object]:
-        return {}
+    def built(self) -> Sequence[weakref.ref[nn.Parameter]]:
+        return self.first
 
-    def units(self, context: int) -> int:
-        return self.samples(context)
-
-    def weight(self, context: int) -> int:  # noqa: ARG002
-        return 1
+    def facts(self, shape: Any) -> ModuleFacts:
+        return module_facts(self.own, shape, self.config.seed)
 
     def flops(self, architecture: Any, context: int) -> int:  # noqa: ARG002
         return self.own.flops(architecture)
 
-    def memory(
-        self,
-        architecture: Any,
-        context: int,
-        batch_size: int,
-        device: str,
-        still: FrozenParameters = NONE_FROZEN,
-    ) -> dict[str, int]:
-        """See `TaskSpec`. Activations are not included: their size is unknown."""
-        del context, batch_size, device
-        return state_bytes(architecture.parameters(), still)
 
-    def style(self, architecture: Any) -> Sequence[tuple[str, Sequence[str]]]:
-        sizes = architecture.sizes()
-        return [("shape", [", ".join(f"{axis} {size}" for axis, size in sizes.items())])]
+class UserTask(Task):
+    """`Task` of a `CustomTask`: calls it, and checks what it returns."""
 
-    def facts(self, shape: Any) -> ModuleFacts:
-        """See `models.shape.facts_of`."""
-        return module_facts(self.own, shape, self.own.seed)
-
-    def task(self, config: RunConfig) -> CustomTaskAdapter:
-        return CustomTaskAdapter(self.own, self.architecture, self.data, config.seed)
-
-
-class CustomTaskAdapter(SampleSetTask):
-    """Adapts a user's task to the trainer's protocol (`tasks/task.py: Task`)."""
-
-    def __init__(
-        self, own: CustomTask[Any, Any], architecture: Any, data: SampleSet, seed: int
-    ) -> None:
-        super().__init__(data, seed)
-        self.own, self.architecture = own, architecture
+    spec: CustomSpec
 
     @property
-    def metrics(self) -> Sequence[str]:
-        return ("loss", *self.own.better)
+    def own(self) -> CustomTask[Any, Any]:
+        """The user's object."""
+        return self.spec.own
 
     @property
     def random(self) -> bool:
         """Always true: a user's model may draw, so generators are seeded for every micro-batch."""
         return True
 
-    def at(self, architecture: Any, context: int) -> CustomTaskAdapter:  # noqa: ARG002
-        return CustomTaskAdapter(self.own, architecture, self.data, self.seed)
-
-    def facts(self, shape: Any) -> ModuleFacts:
-        """See `models.shape.facts_of`."""
-        return module_facts(self.own, shape, self.seed)
-
-    def build(self) -> nn.Module:
-        return made(self.own, self.architecture, self.seed)
-
     def shell(self) -> nn.Module:
-        return self.build()
+        return made(self.own, self.architecture, self.config.seed)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._losses(model, batch).float().sum()
+        return at_least_float32(self._losses(model, batch)).sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> dict[str, Tally]:
-        losses = self._losses(model, batch).float()
+        losses = self._losses(model, batch)
         ones = torch.ones_like(losses)
         with exits_fail(f"{_name(self.own)}.measure"):
             measured = self.own.measure(model, batch)
@@ -214,7 +198,7 @@ class CustomTaskAdapter(SampleSetTask):
             raise ValueError(f"{_name(self.own)}.measure gave no {', '.join(missing)}")
         for name in self.own.better:
             self._check_each(f"measure's {name}", given[name], batch)
-        return {name: Tally(given[name].float(), ones) for name in self.metrics}
+        return {name: Tally(given[name], ones) for name in self.metrics}
 
     def predict(self, model: nn.Module, batch: Batch) -> Columns:
         with exits_fail(f"{_name(self.own)}.predict"):
@@ -241,12 +225,6 @@ class CustomTaskAdapter(SampleSetTask):
             )
         return said
 
-    def flops(self, weight: float) -> float:
-        return weight * self.own.flops(self.architecture)
-
-    def describe(self) -> dict[str, Any]:
-        return dict(self.architecture.to_dict())
-
     def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
         with exits_fail(f"{_name(self.own)}.loss"):
             losses = self.own.loss(model, batch)
@@ -268,82 +246,37 @@ class CustomTaskAdapter(SampleSetTask):
             )
 
 
-@dataclass(frozen=True)
-class CustomTaskFactory:
-    """`TaskFactory` of a user's task."""
+def _instance(config: RunConfig) -> tuple[CustomTask[Any, Any], Growable | None]:
+    """Return an instance of the user's class, and its shape at step 0."""
+    name, found = config.task, custom_task_class(config.task)
+    if not issubclass(found, CustomTask):
+        raise _wrong(f"{name} is no subclass of CustomTask", "class MyTask(CustomTask): …")
+    missing = [n for n in NEEDED if getattr(found, n) is getattr(CustomTask, n)]
+    if missing:
+        raise _wrong(f"{name} lacks {', '.join(missing)}", "docs/custom-task.md has an example")
+    assert isinstance(config.data, SamplesConfig)
+    with _telling(f"{name} cannot be made"):
+        own: CustomTask[Any, Any] = found(config.model, config.data, config.data_seed)
+    with _telling(f"{name}.shape() failed"):
+        shape = own.shape()
+    if shape is not None:
+        _check_shape(f"{name}.shape()", shape)
+    return own, shape
 
-    name: str
 
-    def prepare(self, loaded: Loaded, world_size: int, say: Say) -> None:
-        """No effect: the user prepares the samples."""
-
-    def spec(self, loaded: Loaded, world_size: int) -> CustomTaskSpec:  # noqa: ARG002
-        """See `TaskFactory`."""
-        return self._spec(loaded.config)
-
-    def assumed_spec(self, loaded: Loaded, say: Say, world_size: int = 1) -> CustomTaskSpec:  # noqa: ARG002
-        """See `TaskFactory`."""
-        return self._spec(loaded.config)
-
-    def saved(self, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
-        """See `TaskFactory`."""
-        own, shape = self._task(config)
-        if shape is None:
-            module = made(own, None, config.seed)
-            shape = Fixed(tuple((n, tuple(p.shape)) for n, p in module.named_parameters()))
-        return SavedModel(
-            shape,
-            architecture,
-            lambda shape: made(own, shape, config.seed),
-            lambda shape: module_facts(own, shape, config.seed),
-        )
-
-    def _task(self, config: RunConfig) -> tuple[CustomTask[Any, Any], Growable | None]:
-        """Return an instance of the user's class, and its shape at step 0."""
-        found = custom_task_class(self.name)
-        if not issubclass(found, CustomTask):
-            raise _wrong(f"{self.name} is no subclass of CustomTask", "class MyTask(CustomTask): …")
-        missing = [n for n in NEEDED if getattr(found, n) is getattr(CustomTask, n)]
-        if missing:
-            raise _wrong(
-                f"{self.name} lacks {', '.join(missing)}", "docs/custom-task.md has an example"
-            )
-        assert isinstance(config.data, SamplesConfig)
-        with _telling(f"{self.name} cannot be made"):
-            own: CustomTask[Any, Any] = found(config.model, config.data, config.data_seed)
-        with _telling(f"{self.name}.shape() failed"):
-            shape = own.shape()
-        if shape is not None:
-            _check_shape(f"{self.name}.shape()", shape)
-        return own, shape
-
-    def _spec(self, config: RunConfig) -> CustomTaskSpec:
-        own, shape = self._task(config)
-        assert isinstance(config.data, SamplesConfig)
-        with _telling(f"{self.name}.module() failed"):
-            module = made(own, shape, config.seed)
-        named = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        if shape is None:
-            shape = Fixed(tuple(named.items()))
-        else:
-            check_table(self.name, shape, named)
-            _check_buffers(self.name, shape, _facts_in(module))
-        built = tuple(map(weakref.ref, module.parameters()))
-        del module
-        data = self._split(own, config.data, config.data_seed)
-        data.held_out("val")
-        return CustomTaskSpec(data, own, shape, built)
-
-    def _split(self, own: CustomTask[Any, Any], data: SamplesConfig, seed: int) -> SampleSet:
-        with _telling(f"{self.name}.samples() failed"):
-            given = own.samples()
-        try:
-            source = as_source(given, own.fields)
-        except ValueError as error:
-            raise _wrong(f"{self.name}.samples(): {error}") from None
-        except (Exception, SystemExit) as error:
-            raise _wrong(f"{self.name}.samples(): {what_happened(error)}") from error
-        return SampleSet(source, split_samples(source, data, seed), data)
+def _split(own: CustomTask[Any, Any], config: RunConfig) -> SampleSet:
+    """Return the user's samples, split as the config says."""
+    name, data = config.task, config.data
+    assert isinstance(data, SamplesConfig)
+    with _telling(f"{name}.samples() failed"):
+        given = own.samples()
+    try:
+        source = as_source(given, own.fields)
+    except ValueError as error:
+        raise _wrong(f"{name}.samples(): {error}") from None
+    except (Exception, SystemExit) as error:
+        raise _wrong(f"{name}.samples(): {what_happened(error)}") from error
+    return SampleSet(source, split_samples(source, data, config.data_seed), data)
 
 
 def made(own: CustomTask[Any, Any], shape: Any, seed: int) -> nn.Module:
@@ -357,47 +290,13 @@ def made(own: CustomTask[Any, Any], shape: Any, seed: int) -> nn.Module:
         module: object = own.module(shape)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module() must return a torch.nn.Module, not {_kind(module)}")
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(tensor):
-            raise ValueError(
-                f"{name} has no size yet; give lazy modules their sizes, as in nn.Linear(in, out)"
-            )
-    _check_state(module)
+    check_trainable(module)
     for each in module.modules():
         for name, buffer in each.named_buffers(recurse=False):
             if 0 in buffer.stride():
                 # resuming and DDP write into buffers, which an expanded tensor does not allow
                 setattr(each, name, buffer.contiguous())
-    if next(module.parameters(), None) is None:
-        raise ValueError("the module has no parameters to train")
     return module
-
-
-def _check_state(module: nn.Module) -> None:
-    """Raise ValueError for state that cannot be trained, or not be saved in a checkpoint."""
-    for name, each in module.named_modules():
-        if type(each).get_extra_state is not nn.Module.get_extra_state:
-            raise ValueError(
-                f"{name or 'the module'} has get_extra_state(), which no checkpoint here holds; "
-                "keep such a state in a buffer (register_buffer)"
-            )
-    for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"the parameter {name} is of type {parameter.dtype}; keep integers in a buffer, and "
-                "a complex number as two real ones (torch.view_as_complex)"
-            )
-    for name, buffer in persistent_buffers(module).items():
-        try:
-            safetensors.torch.save({name: buffer.new_empty(0)})
-            storable = buffer.layout == torch.strided
-        except (KeyError, NotImplementedError, RuntimeError, ValueError):
-            storable = False
-        if not storable:
-            raise ValueError(
-                f"the buffer {name}, of type {buffer.dtype} and layout {buffer.layout}, cannot be "
-                "saved; register it with persistent=False, or as dense tensors of another type"
-            )
 
 
 def module_facts(own: CustomTask[Any, Any], shape: Any, seed: int) -> ModuleFacts:
@@ -459,9 +358,9 @@ def _check_buffers(task: str, shape: Growable, facts: ModuleFacts) -> None:
 
 
 def _numbers(values: Tensor) -> NDArray[Any]:
-    """Convert to a type that NumPy and Parquet have: floating-point numbers become float32."""
-    values = values.detach().cpu()
-    return (values.float() if values.is_floating_point() else values).numpy()
+    """Convert to a type that NumPy and Parquet have: bfloat16 and float16 become float32."""
+    numbers: NDArray[Any] = at_least_float32(values.detach().cpu()).numpy()
+    return numbers
 
 
 def _samples(batch: Batch) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -12,37 +11,25 @@ from torch_geometric.utils import segment
 
 from instar.config.graph import GraphConfig, HeadConfig
 from instar.data.columns import Column, Ragged
-from instar.data.split import SampleSet
 from instar.models.graph import GraphNetwork
-from instar.models.graph_shape import GraphShape, flops_per_graph
-from instar.tasks.graph_survey import NO_CLASS, GraphSurvey
-from instar.tasks.task import Batch, SampleSetTask, Tally
+from instar.models.graph_shape import GraphShape
+from instar.models.loss import at_least_float32
+from instar.tasks.graph_spec import GraphSpec
+from instar.tasks.graph_survey import NO_CLASS
+from instar.tasks.task import Batch, Tally, Task
 
 
-class GraphTask(SampleSetTask):
+class GraphTask(Task):
     """`Task` of a graph network. A sample is one graph; its weight is 1, or at level "node" its
     number of nodes."""
 
-    def __init__(
-        self,
-        config: GraphConfig,
-        architecture: GraphShape,
-        samples: SampleSet,
-        survey: GraphSurvey,
-    ) -> None:
-        super().__init__(samples, config.seed)
-        self.config, self.architecture, self.survey = config, architecture, survey
-
-    @property
-    def metrics(self) -> Sequence[str]:
-        return tuple(self.config.metrics)
+    spec: GraphSpec
+    config: GraphConfig
+    architecture: GraphShape
 
     @property
     def random(self) -> bool:
         return self.architecture.dropout > 0
-
-    def at(self, architecture: GraphShape, context: int) -> GraphTask:  # noqa: ARG002
-        return GraphTask(self.config, architecture, self.data, self.survey)
 
     def build(self) -> GraphNetwork:
         model = self.shell()
@@ -66,8 +53,7 @@ class GraphTask(SampleSetTask):
     def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
         said = self.outputs(model, batch)
         offsets = _ragged(batch, "x")[1]
-        everywhere = torch.ones(len(said), device=said.device)
-        total = torch.zeros_like(everywhere)
+        everywhere, total = said.new_ones(len(said)), said.new_zeros(len(said))
         found = {"loss": (total, everywhere)}
         for head, of_head, target in self._heads(said, batch):
             loss = _loss(head, of_head, target)
@@ -79,7 +65,7 @@ class GraphTask(SampleSetTask):
                 found[f"{head.name}/loss"] = loss, counted
                 found[f"{head.name}/accuracy"] = right * counted, counted
             else:
-                apart = of_head.squeeze(-1) - target
+                apart = of_head.squeeze(-1) - target.to(said.dtype)
                 found[f"{head.name}/mae"] = apart.abs(), counted
                 found[f"{head.name}/mse"] = loss, counted
         if self.architecture.level == "node":
@@ -113,15 +99,11 @@ class GraphTask(SampleSetTask):
         )
         graph_GF = batch["graph"] if self.architecture.graph_features else None
         said: Tensor = model(x_NF, edges_E2 + first_of_graph[:, None], offsets, graph_GF)
-        return said.float() if said.dtype != torch.float64 else said
+        return at_least_float32(said)
 
     def flops(self, weight: float) -> float:
-        nodes, edges = self.survey.mean_nodes, self.survey.mean_edges
-        graphs = weight / nodes if self.architecture.level == "node" else weight
-        return graphs * flops_per_graph(self.architecture, nodes, edges)
-
-    def describe(self) -> Mapping[str, Any]:
-        return self.architecture.to_dict()
+        graphs = weight / self.spec.survey.mean_nodes if self.spec.unit == "node" else weight
+        return graphs * self.spec.flops_per_graph(self.architecture)
 
     def _heads(self, said: Tensor, batch: Batch) -> Iterator[tuple[HeadConfig, Tensor, Tensor]]:
         """Yield each head, its outputs [units, outputs], and its targets [units]."""
@@ -131,14 +113,14 @@ class GraphTask(SampleSetTask):
             target = batch[head.column]
             if self.architecture.level == "node":
                 target = _ragged(batch, head.column)[0]
-            yield head, of_head, target if head.kind == "classification" else target.to(said.dtype)
+            yield head, of_head, target
 
 
 def _loss(head: HeadConfig, of_head: Tensor, target: Tensor) -> Tensor:
     """Return the loss per unit, [units]; 0 without a target."""
     if head.kind == "classification":
         return F.cross_entropy(of_head, target.long(), ignore_index=NO_CLASS, reduction="none")
-    return F.mse_loss(of_head.squeeze(-1), target, reduction="none")
+    return F.mse_loss(of_head.squeeze(-1), target.to(of_head.dtype), reduction="none")
 
 
 def _ragged(batch: Batch, name: str) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import xxhash
@@ -23,7 +23,6 @@ from instar.data.order import Int64Array
 from instar.data.source import Source
 from instar.data.split import SampleSet
 from instar.data.user_source import as_source
-from instar.models.architecture import NONE_FROZEN, FrozenParameters, state_bytes
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
 from instar.models.shape import ArchitectureError
 from instar.tasks.graph_survey import GraphSurvey, ragged, survey_graphs
@@ -31,7 +30,6 @@ from instar.tasks.task import SampleSetSpec, SavedModel, Say, split_samples
 
 if TYPE_CHECKING:
     from instar.models.graph import GraphNetwork
-    from instar.tasks.graph import GraphTask
 
 
 class Generator(Protocol):
@@ -58,12 +56,67 @@ def generator_of(source: str) -> Generator:
 
 
 @dataclass(frozen=True, eq=False)
-class GraphTaskSpec(SampleSetSpec):
+class GraphSpec(SampleSetSpec):
     """`TaskSpec` of a graph network on surveyed graphs."""
+
+    task_class = "instar.tasks.graph:GraphTask"
 
     config: GraphConfig
     architecture: GraphShape
     survey: GraphSurvey
+
+    @classmethod
+    def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:  # noqa: ARG003
+        """See `TaskSpec`: generates and stores graphs; the user prepares all other data."""
+        config = _graph(loaded.config)
+        if (options := config.data.generator_options) is not None:
+            generator = generator_of(config.data.source)
+            generator.prepare(options, _folder(config), config.data_seed, say)
+
+    @classmethod
+    def open(cls, loaded: Loaded, world_size: int) -> Self:  # noqa: ARG003
+        """See `TaskSpec`: reads every graph once."""
+        config = _graph(loaded.config)
+        source = _opened(config)
+        splits = split_samples(source, config.data, config.data_seed)
+        survey = survey_graphs(source, splits, config.model)
+        try:
+            shape = resolve_graph(config.model, survey.features, survey.graph_features)
+        except ArchitectureError as error:
+            raise ConfigError(
+                *(loaded.problem(m.keys[0], m.message, m.hint) for m in error.problems)
+            ) from None
+        nodes = _nodes(source)
+        if config.model.level == "node":
+            source = WeightedSource(source, nodes)
+        # nearly all of a step's work is per node
+        samples = SampleSet(source, splits, config.data, costs=nodes)
+        samples.held_out("val")
+        return cls(config, shape, samples, survey)
+
+    @classmethod
+    def assume(cls, loaded: Loaded, say: Say, world_size: int = 1) -> Self:
+        """See `TaskSpec`: a few generated graphs replace those that are not stored yet."""
+        config = _graph(loaded.config)
+        options = config.data.generator_options
+        if options is None or holds_arrays(_folder(config)):
+            return cls.open(loaded, world_size)
+        preview = generator_of(config.data.source).preview(options, config.data_seed)
+        source = InMemorySource(preview)
+        say(
+            f"no data in {_folder(config)} yet; a run would generate them: {len(source)} "
+            f"{config.data.source} stand in for them"
+        )
+        everything = {"train": np.arange(len(source))}
+        survey = survey_graphs(source, {"val": everything["train"]}, config.model)
+        shape = resolve_graph(config.model, survey.features, survey.graph_features)
+        return cls(config, shape, SampleSet(source, everything, config.data), survey)
+
+    @classmethod
+    def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+        shape = GraphShape.from_dict(architecture)
+        begun = resolve_graph(_graph(config).model, shape.features, shape.graph_features)
+        return SavedModel(begun, shape.to_dict(), _module)
 
     @property
     def unit(self) -> str:
@@ -77,32 +130,15 @@ class GraphTaskSpec(SampleSetSpec):
             "model.n_readout": self.architecture.readout,
         }
 
-    def units(self, context: int) -> int:
-        return self.samples(context) * self.weight(context)
-
     def weight(self, context: int) -> int:  # noqa: ARG002
         return round(self.survey.mean_nodes) if self.unit == "node" else 1
 
     def flops(self, architecture: GraphShape, context: int) -> int:
-        of_graph = flops_per_graph(architecture, self.survey.mean_nodes, self.survey.mean_edges)
-        return round(of_graph / self.weight(context))
+        return round(self.flops_per_graph(architecture) / self.weight(context))
 
-    def memory(
-        self,
-        architecture: GraphShape,
-        context: int,
-        batch_size: int,
-        device: str,
-        still: FrozenParameters = NONE_FROZEN,
-    ) -> dict[str, int]:
-        """See `TaskSpec`. Activations are not included: their size depends on the graphs."""
-        del context, batch_size, device
-        return state_bytes(
-            architecture.parameters(),
-            still,
-            optimizer=self.config.optimizer.name,
-            ema=self.config.train.ema is not None,
-        )
+    def flops_per_graph(self, architecture: GraphShape) -> float:
+        """Forward and backward FLOPs for the mean graph."""
+        return flops_per_graph(architecture, self.survey.mean_nodes, self.survey.mean_edges)
 
     def style(self, architecture: GraphShape) -> Sequence[tuple[str, Sequence[str]]]:
         arch, survey = architecture, self.survey
@@ -118,64 +154,6 @@ class GraphTaskSpec(SampleSetSpec):
             ("heads", [", ".join(heads)]),
             ("graphs", [graphs]),
         ]
-
-    def task(self, config: RunConfig) -> GraphTask:
-        from instar.tasks.graph import GraphTask
-
-        return GraphTask(_graph(config), self.architecture, self.data, self.survey)
-
-
-def prepare(loaded: Loaded, world_size: int, say: Say) -> None:  # noqa: ARG001
-    """See `TaskFactory`: generates and stores graphs; the user prepares all other data."""
-    config = _graph(loaded.config)
-    if (options := config.data.generator_options) is not None:
-        generator = generator_of(config.data.source)
-        generator.prepare(options, _folder(config), config.data_seed, say)
-
-
-def spec(loaded: Loaded, world_size: int) -> GraphTaskSpec:  # noqa: ARG001
-    """See `TaskFactory`: reads every graph once."""
-    config = _graph(loaded.config)
-    source = _opened(config)
-    splits = split_samples(source, config.data, config.data_seed)
-    survey = survey_graphs(source, splits, config.model)
-    try:
-        shape = resolve_graph(config.model, survey.features, survey.graph_features)
-    except ArchitectureError as error:
-        raise ConfigError(
-            *(loaded.problem(m.keys[0], m.message, m.hint) for m in error.problems)
-        ) from None
-    nodes = _nodes(source)
-    if config.model.level == "node":
-        source = WeightedSource(source, nodes)
-    # nearly all of a step's work is per node
-    samples = SampleSet(source, splits, config.data, costs=nodes)
-    samples.held_out("val")
-    return GraphTaskSpec(samples, config, shape, survey)
-
-
-def assumed_spec(loaded: Loaded, say: Say, world_size: int = 1) -> GraphTaskSpec:
-    """See `TaskFactory`: a few generated graphs replace those that are not stored yet."""
-    config = _graph(loaded.config)
-    options = config.data.generator_options
-    if options is None or holds_arrays(_folder(config)):
-        return spec(loaded, world_size)
-    source = InMemorySource(generator_of(config.data.source).preview(options, config.data_seed))
-    say(
-        f"no data in {_folder(config)} yet; a run would generate them: {len(source)} {config.data.source} "
-        "stand in for them"
-    )
-    everything = {"train": np.arange(len(source))}
-    survey = survey_graphs(source, {"val": everything["train"]}, config.model)
-    shape = resolve_graph(config.model, survey.features, survey.graph_features)
-    return GraphTaskSpec(SampleSet(source, everything, config.data), config, shape, survey)
-
-
-def saved(config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
-    """See `TaskFactory`."""
-    shape = GraphShape.from_dict(architecture)
-    begun = resolve_graph(_graph(config).model, shape.features, shape.graph_features)
-    return SavedModel(begun, shape.to_dict(), _module)
 
 
 def _module(shape: GraphShape) -> GraphNetwork:

@@ -5,16 +5,15 @@ Importing the module does not import torch; building a model does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from instar.config.errors import ConfigError
 from instar.config.language import LanguageConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.data.columns import Columns
 from instar.data.order import Order
 from instar.data.source import IGNORED, Source, windows_of
 from instar.data.text import dataset as data
@@ -30,7 +29,7 @@ from instar.models.architecture import (
 )
 from instar.models.shape import ArchitectureError
 from instar.record.system import has_bf16_units
-from instar.tasks.task import Batch, SavedModel, Say, Tally
+from instar.tasks.task import Batch, SavedModel, Say, Tally, Task, TaskSpec
 
 if TYPE_CHECKING:
     import torch
@@ -44,18 +43,70 @@ _BYTES = 256
 
 
 @dataclass(frozen=True, eq=False)
-class LanguageTaskSpec:
+class LanguageSpec(TaskSpec):
     """`TaskSpec` of a GPT on text."""
 
     config: LanguageConfig
     architecture: Architecture
-    units: Callable[[int], int | None]
+    tokens: Callable[[int], int | None]
     """for a context length, tokens of a text with as many samples as the training split has; None
     if unknown"""
     dataset: DataSet | None = None
     """None: not prepared yet"""
 
     unit = "token"
+    task_class = "instar.tasks.language:LanguageTask"
+
+    @classmethod
+    def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:
+        config = _text(loaded.config)
+        data.prepare_data(config.data, config.data_seed, world_size, say)
+
+    @classmethod
+    def open(cls, loaded: Loaded, world_size: int) -> Self:
+        config = _text(loaded.config)
+        dataset = data.open_data(config.data, config.data_seed, world_size)
+        made = cls(config, resolved(loaded, dataset.vocab_size), dataset.train_tokens, dataset)
+        context = made.architecture.context
+        dataset.held_out("val", context)
+        samples = dataset.train_samples(context)
+        if samples is not None and samples < world_size:
+            raise ConfigError(
+                loaded.problem(
+                    "data.source",
+                    f"{world_size} ranks, but only {samples} training samples of {context} tokens",
+                    "use fewer ranks, a smaller model.context or more text",
+                )
+            )
+        return made
+
+    @classmethod
+    def assume(cls, loaded: Loaded, say: Say, world_size: int = 1) -> Self:
+        """See `TaskSpec`: the vocabulary of data that are missing is assumed."""
+        config = _text(loaded.config)
+        missing = data.missing(config.data, config.data_seed, say)
+        if not missing:
+            return cls.open(loaded, world_size)
+        named = named_tokenizer(config.data.tokenizer)
+        trained = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
+        vocabulary = trained if named is None else named.vocab_size
+        say(
+            f"no data in {', '.join(map(str, missing))} yet, which a run would prepare: a vocabulary "
+            f"of {vocabulary:,} is assumed"
+        )
+        return cls(config, resolved(loaded, vocabulary), lambda _: None)
+
+    @classmethod
+    def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+        model = _text(config).model
+        begun = resolve(model, model.vocab_size or architecture["vocab_size"])
+        return SavedModel(begun, Architecture.from_dict(architecture).to_dict(), _module)
+
+    @property
+    def opened(self) -> DataSet:
+        """The data, which must be prepared."""
+        assert self.dataset is not None
+        return self.dataset
 
     @property
     def derived(self) -> dict[str, object]:
@@ -68,26 +119,30 @@ class LanguageTaskSpec:
         return found
 
     @property
-    def folder(self) -> Path:
-        """Folder of the data, which must be prepared."""
-        assert self.dataset is not None
-        return self.dataset.path
-
-    @property
     def kept(self) -> dict[str, Path]:
         """The tokenizer's file."""
-        return {TOKENIZER_FILE: self.folder / TOKENIZER_FILE}
+        return {TOKENIZER_FILE: self.opened.path / TOKENIZER_FILE}
 
-    def check_test(self) -> None:
-        assert self.dataset is not None
-        self.dataset.held_out("test", self.architecture.context)
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        return self.opened.train(context, seed)
+
+    def held_out(self, split: str, context: int) -> Source:
+        return self.opened.held_out(split, context)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        found = self.opened
+        return {"data": found.fingerprint, "tokenizer": found.tokenizer_fingerprint}
 
     def samples(self, context: int) -> int | None:
-        tokens = self.units(context)
+        tokens = self.tokens(context)
         return None if tokens is None else windows_of(tokens, context)
 
     def weight(self, context: int) -> int:
         return context
+
+    def units(self, context: int) -> int | None:
+        return self.tokens(context)
 
     def flops(self, architecture: Architecture, context: int) -> int:
         return flops_per_token(architecture, context)
@@ -131,60 +186,6 @@ class LanguageTaskSpec:
         ]
         return [("shape", shape), ("style", [", ".join(style)]), ("adapters", adapters)]
 
-    def task(self, config: RunConfig) -> LanguageTask:
-        assert self.dataset is not None
-        return LanguageTask(_text(config), self.architecture, self.dataset)
-
-
-def prepare(loaded: Loaded, world_size: int, say: Say) -> None:
-    """See `TaskFactory`."""
-    config = _text(loaded.config)
-    data.prepare_data(config.data, config.data_seed, world_size, say)
-
-
-def spec(loaded: Loaded, world_size: int) -> LanguageTaskSpec:
-    """See `TaskFactory`."""
-    config = _text(loaded.config)
-    dataset = data.open_data(config.data, config.data_seed, world_size)
-    made = LanguageTaskSpec(
-        config, resolved(loaded, dataset.vocab_size), dataset.train_tokens, dataset
-    )
-    context = made.architecture.context
-    dataset.held_out("val", context)
-    samples = dataset.train_samples(context)
-    if samples is not None and samples < world_size:
-        raise ConfigError(
-            loaded.problem(
-                "data.source",
-                f"{world_size} ranks, but only {samples} training samples of {context} tokens",
-                "use fewer ranks, a smaller model.context or more text",
-            )
-        )
-    return made
-
-
-def assumed_spec(loaded: Loaded, say: Say, world_size: int = 1) -> LanguageTaskSpec:
-    """See `TaskFactory`: the vocabulary of data that are missing is assumed."""
-    config = _text(loaded.config)
-    missing = data.missing(config.data, config.data_seed, say)
-    if not missing:
-        return spec(loaded, world_size)
-    named = named_tokenizer(config.data.tokenizer)
-    trained = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
-    vocabulary = trained if named is None else named.vocab_size
-    say(
-        f"no data in {', '.join(map(str, missing))} yet, which a run would prepare: a vocabulary of "
-        f"{vocabulary:,} is assumed"
-    )
-    return LanguageTaskSpec(config, resolved(loaded, vocabulary), lambda _: None)
-
-
-def saved(config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
-    """See `TaskFactory`."""
-    model = _text(config).model
-    begun = resolve(model, model.vocab_size or architecture["vocab_size"])
-    return SavedModel(begun, Architecture.from_dict(architecture).to_dict(), _module)
-
 
 def _module(shape: Architecture) -> GPT:
     from instar.models.gpt import GPT
@@ -226,39 +227,19 @@ UNIT_TOKENS = 2048
 """tokens of held-out text per unit of the standard error: neighbouring windows are correlated"""
 
 
-class LanguageTask:
+class LanguageTask(Task):
     """`Task` of a GPT on text. A sample is a window or document, its weight its target tokens."""
 
-    def __init__(
-        self,
-        config: LanguageConfig,
-        architecture: Architecture,
-        dataset: DataSet,
-        context: int | None = None,
-    ) -> None:
-        """
-        Args:
-            context: tokens per sample, at most the model's context; None: the model's context.
-        """
-        self.config = config
-        self.architecture = architecture
-        self.dataset = dataset
-        self.context = context or architecture.context
+    config: LanguageConfig
+    architecture: Architecture
 
     @property
-    def metrics(self) -> Sequence[str]:
-        return ("loss",)
-
-    @property
-    def unit(self) -> int:
+    def cluster(self) -> int:
         return max(1, UNIT_TOKENS // self.context)
 
     @property
     def random(self) -> bool:
         return self.architecture.dropout > 0
-
-    def at(self, architecture: Architecture, context: int) -> LanguageTask:
-        return LanguageTask(self.config, architecture, self.dataset, context)
 
     def build(self) -> GPT:
         model = self.shell()
@@ -273,13 +254,6 @@ class LanguageTask:
             gradient_checkpointing=self.config.train.gradient_checkpointing,
         )
 
-    def train_samples(self, course: int = 0) -> tuple[Source, Order]:
-        # seeds are below 2^63, so no two courses of any two runs share an order
-        return self.dataset.train(self.context, self.config.seed + (course << 63))
-
-    def held_out(self, split: str) -> Source:
-        return self.dataset.held_out(split, self.context)
-
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = model(batch["inputs"], batch["targets"])
         return loss
@@ -288,10 +262,6 @@ class LanguageTask:
         """Return the loss in nats per token."""
         losses: torch.Tensor = model(batch["inputs"], batch["targets"], each=True)
         return {"loss": Tally(losses, (batch["targets"] != IGNORED).sum(1))}
-
-    def predict(self, model: torch.nn.Module, batch: Batch) -> Columns:  # noqa: ARG002
-        """Return nothing: a sample's prediction would be a distribution per token."""
-        return {}
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         logits: torch.Tensor = model(batch["inputs"])
@@ -317,15 +287,3 @@ class LanguageTask:
             generator=torch.Generator().manual_seed(0),
         )
         return tokenizer.decode(written[0, start.shape[1] :].tolist())
-
-    def flops(self, weight: float) -> float:
-        return weight * flops_per_token(self.architecture, self.context)
-
-    def describe(self) -> Mapping[str, Any]:
-        return self.architecture.to_dict()
-
-    def fingerprints(self) -> Mapping[str, str]:
-        return {
-            "data": self.dataset.fingerprint,
-            "tokenizer": self.dataset.tokenizer_fingerprint,
-        }

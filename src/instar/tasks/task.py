@@ -1,4 +1,4 @@
-"""Protocols of a task: `TaskFactory`, `TaskSpec` and `Task`.
+"""What every task is made of: `TaskSpec`, known before torch is imported, and `Task`.
 
 A `TaskSpec` is created from a config without importing torch and gives the shape, the samples, the
 derived keys and the cost of a step. It creates the `Task`, all that the trainer knows of a model
@@ -8,18 +8,21 @@ and its data.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig, SamplesConfig
-from instar.models.architecture import NONE_FROZEN, FrozenParameters
-from instar.models.shape import Facts, Growable, no_facts
+from instar.models.architecture import NONE_FROZEN, FrozenParameters, state_bytes
+from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
 
 if TYPE_CHECKING:
+    import weakref
+
     import numpy as np
     import torch
     from numpy.typing import NDArray
@@ -32,82 +35,23 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-FACTORIES: Mapping[str, str] = {
-    "language": "instar.tasks.language",
-    "graph": "instar.tasks.graph_spec",
+SPECS: Mapping[str, str] = {
+    "language": "instar.tasks.language:LanguageSpec",
+    "graph": "instar.tasks.graph_spec:GraphSpec",
 }
-"""Module of each built-in task, which is its `TaskFactory` and imports no torch."""
+"""`TaskSpec` of each built-in task; its module imports no torch."""
+CUSTOM_SPEC = "instar.tasks.custom:CustomSpec"
 
 
-class TaskSpec(Protocol):
-    """A task of one config, with its data opened or assumed."""
+def spec_class(task: str) -> type[TaskSpec]:
+    """Return the `TaskSpec` of the task that a config names, `module:class` for a custom task."""
+    found: type[TaskSpec] = _imported(SPECS.get(task, CUSTOM_SPEC))
+    return found
 
-    @property
-    def architecture(self) -> Growable:
-        """Shape of the model at step 0."""
-        ...
 
-    @property
-    def unit(self) -> str:
-        """Unit of the loss weight: token, graph, node, sample."""
-        ...
-
-    @property
-    def derived(self) -> Mapping[str, object]:
-        """Values of the keys that the config leaves open, by dotted key."""
-        ...
-
-    @property
-    def kept(self) -> Mapping[str, Path]:
-        """Files copied into the run's folder, by name: a checkpoint is not usable without them."""
-        ...
-
-    def check_test(self) -> None:
-        """Check that there is a test split.
-
-        Raises:
-            ConfigError: there are no samples to test on.
-        """
-        ...
-
-    def samples(self, context: int) -> int | None:
-        """Number of training samples per epoch; None if unknown."""
-        ...
-
-    def units(self, context: int) -> int | None:
-        """Weight of all training samples (for text: tokens, targets or not); None if unknown."""
-        ...
-
-    def weight(self, context: int) -> int:
-        """Loss weight of a sample; the mean if samples differ."""
-        ...
-
-    def flops(self, architecture: Any, context: int) -> int:
-        """Forward and backward FLOPs per unit of weight."""
-        ...
-
-    def memory(
-        self,
-        architecture: Any,
-        context: int,
-        batch_size: int,
-        device: str,
-        still: FrozenParameters = NONE_FROZEN,
-    ) -> dict[str, int]:
-        """Peak memory of a step on one rank, in bytes per part; empty if unknown.
-
-        Args:
-            still: frozen parameters.
-        """
-        ...
-
-    def style(self, architecture: Any) -> Sequence[tuple[str, Sequence[str]]]:
-        """Describe a shape in words: pairs of a label and its lines."""
-        ...
-
-    def task(self, config: RunConfig) -> Task:
-        """Create the task for a config without open keys. Imports torch."""
-        ...
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)
@@ -123,34 +67,50 @@ class SavedModel:
     facts: Facts = no_facts
 
 
-class TaskFactory(Protocol):
-    """Creates the specs of one kind of task: a module of `instar.tasks`, or a user's class."""
+@dataclass(frozen=True, eq=False)
+class TaskSpec(ABC):
+    """A task of one config, with its data opened or assumed. Imports no torch."""
 
-    def prepare(self, loaded: Loaded, world_size: int, say: Say) -> None:
+    config: RunConfig
+    architecture: Any
+    """shape of the model at step 0, a `Growable`"""
+
+    task_class: ClassVar[str]
+    """its `Task`, as module:class"""
+
+    @classmethod
+    def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:
         """Prepare the data unless they exist. One process calls this for all ranks.
+
+        Default: no effect; the user prepares them.
 
         Raises:
             ConfigError: the data cannot be prepared, or exist and contradict the config.
         """
-        ...
+        del loaded, world_size, say
 
-    def spec(self, loaded: Loaded, world_size: int) -> TaskSpec:
+    @classmethod
+    @abstractmethod
+    def open(cls, loaded: Loaded, world_size: int) -> Self:
         """Open the prepared data.
 
         Raises:
             ConfigError: the data and the config contradict each other; lists all contradictions.
         """
-        ...
 
-    def assumed_spec(self, loaded: Loaded, say: Say, world_size: int = 1) -> TaskSpec:
-        """`spec` without preparing data: `say` reports what is assumed of data that are missing.
+    @classmethod
+    def assume(cls, loaded: Loaded, say: Say, world_size: int = 1) -> Self:
+        """`open` without preparing data: `say` reports what is assumed of data that are missing.
 
         Raises:
             ConfigError: the data are damaged, or their source does not exist.
         """
-        ...
+        del say
+        return cls.open(loaded, world_size)
 
-    def saved(self, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+    @classmethod
+    @abstractmethod
+    def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
         """Describe the model of a checkpoint, without opening the data.
 
         Args:
@@ -160,35 +120,110 @@ class TaskFactory(Protocol):
             KeyError, TypeError, ValueError: not an architecture of this task.
             ConfigError: the user's task cannot be imported or built.
         """
-        ...
 
+    @property
+    @abstractmethod
+    def unit(self) -> str:
+        """Unit of the loss weight: token, graph, node, sample."""
 
-def task_factory(task: str) -> TaskFactory:
-    """Return the factory of the task that a config names.
+    @property
+    def derived(self) -> Mapping[str, object]:
+        """Values of the keys that the config leaves open, by dotted key."""
+        return {}
 
-    Raises:
-        ConfigError: no task has this name.
-    """
-    if task in FACTORIES:
-        found: Any = importlib.import_module(FACTORIES[task])
-    else:
-        found = importlib.import_module("instar.tasks.custom").CustomTaskFactory(task)
-    factory: TaskFactory = found
-    return factory
+    @property
+    def kept(self) -> Mapping[str, Path]:
+        """Files copied into the run's folder, by name: a checkpoint is not usable without them."""
+        return {}
+
+    @property
+    def built(self) -> Sequence[weakref.ref[torch.nn.Parameter]]:
+        """Parameters of models that were built and discarded; no later model may have one."""
+        return ()
+
+    def facts(self, shape: Any) -> ModuleFacts:
+        """Return what only a built module of a shape can tell: frozen parameters, and buffers."""
+        return no_facts(shape)
+
+    @abstractmethod
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        """Return the training samples of this length, and their order."""
+
+    @abstractmethod
+    def held_out(self, split: str, context: int) -> Source:
+        """Return a split that is never trained on; its samples are read in their own order.
+
+        Raises:
+            ConfigError: there is no such split, or it is empty.
+        """
+
+    @property
+    @abstractmethod
+    def fingerprints(self) -> Mapping[str, str]:
+        """Fingerprints of the data by name; a run resumes only if they are unchanged."""
+
+    @abstractmethod
+    def samples(self, context: int) -> int | None:
+        """Number of training samples per epoch; None if unknown."""
+
+    def weight(self, context: int) -> int:  # noqa: ARG002
+        """Loss weight of a sample; the mean if samples differ."""
+        return 1
+
+    def units(self, context: int) -> int | None:
+        """Weight of all training samples (for text: tokens, targets or not); None if unknown."""
+        samples = self.samples(context)
+        return None if samples is None else samples * self.weight(context)
+
+    @abstractmethod
+    def flops(self, architecture: Any, context: int) -> int:
+        """Forward and backward FLOPs per unit of weight."""
+
+    def memory(
+        self,
+        architecture: Any,
+        context: int,
+        batch_size: int,
+        device: str,
+        still: FrozenParameters = NONE_FROZEN,
+    ) -> dict[str, int]:
+        """Peak memory of a step on one rank, in bytes per part.
+
+        Default: without activations, whose size depends on the samples.
+
+        Args:
+            still: frozen parameters.
+        """
+        del context, batch_size, device
+        optimizer, ema = self.config.optimizer.name, self.config.train.ema is not None
+        return state_bytes(architecture.parameters(), still, optimizer=optimizer, ema=ema)
+
+    def style(self, architecture: Any) -> Sequence[tuple[str, Sequence[str]]]:
+        """Describe a shape in words: pairs of a label and its lines. Default: its axes."""
+        sizes = architecture.sizes()
+        return [("shape", [", ".join(f"{axis} {size}" for axis, size in sizes.items())])]
+
+    def task(self, config: RunConfig) -> Task:
+        """Create the task for a config without open keys. Imports torch."""
+        made: Task = _imported(self.task_class)(self, config, self.architecture, config.context)
+        return made
 
 
 @dataclass(frozen=True, eq=False)
-class SampleSetSpec:
-    """Base of a `TaskSpec` whose samples are one data set, split by the config."""
+class SampleSetSpec(TaskSpec):
+    """A `TaskSpec` whose samples are one data set of no particular length, split by the config."""
 
     data: SampleSet
 
-    @property
-    def kept(self) -> dict[str, Path]:
-        return {}
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:  # noqa: ARG002
+        return self.data.train(seed)
 
-    def check_test(self) -> None:
-        self.data.held_out("test")
+    def held_out(self, split: str, context: int) -> Source:  # noqa: ARG002
+        return self.data.held_out(split)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        return {"data": self.data.fingerprint}
 
     def samples(self, context: int) -> int:  # noqa: ARG002
         return self.data.splits["train"].size
@@ -229,79 +264,52 @@ def split_samples(source: Source, data: SamplesConfig, seed: int) -> dict[str, N
     )
 
 
-class SampleSetTask:
-    """Base of a `Task` whose samples are one data set, split by the config."""
-
-    unit = 1
-
-    def __init__(self, data: SampleSet, seed: int) -> None:
-        """
-        Args:
-            seed: the run's seed, which orders the samples.
-        """
-        self.data, self.seed = data, seed
-
-    def train_samples(self, course: int = 0) -> tuple[Source, Order]:
-        # seeds are below 2^63, so no two courses of any two runs share an order
-        return self.data.train(self.seed + (course << 63))
-
-    def held_out(self, split: str) -> Source:
-        return self.data.held_out(split)
-
-    def fingerprints(self) -> dict[str, str]:
-        return {"data": self.data.fingerprint}
-
-
 Batch = Mapping[str, "torch.Tensor"]
 """Columns of samples as tensors on the device, by name. A ragged column is its concatenated values,
 with `<name>.offsets`, int64 [samples + 1], starting at 0."""
 
 
 class Tally(NamedTuple):
-    """Per-sample values of a metric, whose mean is Σ values / Σ weights.
+    """Per-sample values of a metric, whose mean is Σ values / Σ weights, added up in float64.
 
-    Both tensors are [samples], on any device. Samples of weight 0 are ignored.
+    Both tensors are [samples], of any type, on any device. Samples of weight 0 are ignored.
     """
 
     values: torch.Tensor
     weights: torch.Tensor
 
 
-class Task(Protocol):
+@dataclass(frozen=True, eq=False)
+class Task(ABC):
     """A model of one architecture, its samples, loss and metrics."""
 
-    @property
-    def architecture(self) -> Any:
-        """Shape of the model, which growth changes."""
-        ...
+    spec: TaskSpec
+    config: RunConfig
+    """the run's, without open keys"""
+    architecture: Any
+    """shape of the model, which growth changes"""
+    context: int
+    """length of a sample; 1 if samples have none"""
+
+    def at(self, architecture: Any, context: int) -> Self:
+        """Return the same task with another model shape or sample length."""
+        return replace(self, architecture=architecture, context=context)
 
     @property
     def metrics(self) -> Sequence[str]:
         """Names of all metrics that `measure` returns, including `loss`."""
-        ...
+        return tuple(self.config.metrics)
 
     @property
-    def unit(self) -> int:
-        """Number of consecutive held-out samples per unit of the standard error; 1 if samples are
-        independent."""
-        ...
+    def cluster(self) -> int:
+        """Number of consecutive held-out samples that are one unit of the standard error; 1 if
+        samples are independent."""
+        return 1
 
     @property
+    @abstractmethod
     def random(self) -> bool:
         """Whether the model draws random numbers in training, e.g. for dropout."""
-        ...
-
-    def at(self, architecture: Any, context: int) -> Self:
-        """Return the same task with another model shape or sample length."""
-        ...
-
-    def build(self) -> torch.nn.Module:
-        """Build the model of step 0 on the CPU, initialised from the run's seed alone."""
-        ...
-
-    def shell(self) -> torch.nn.Module:
-        """Build a model on the CPU whose parameters may have any values."""
-        ...
 
     def train_samples(self, course: int = 0) -> tuple[Source, Order]:
         """Return the training samples and their order.
@@ -309,42 +317,43 @@ class Task(Protocol):
         Args:
             course: number of changes of the sample length so far; each has a new order.
         """
-        ...
+        # seeds are below 2^63, so no two courses of any two runs share an order
+        return self.spec.train(self.context, self.config.seed + (course << 63))
 
     def held_out(self, split: str) -> Source:
-        """Return a split that is never trained on; its samples are read in their own order."""
-        ...
+        """See `TaskSpec`."""
+        return self.spec.held_out(split, self.context)
 
+    def build(self) -> torch.nn.Module:
+        """Build the model of step 0 on the CPU, initialised from the run's seed alone."""
+        return self.shell()
+
+    @abstractmethod
+    def shell(self) -> torch.nn.Module:
+        """Build a model on the CPU whose parameters may have any values."""
+
+    @abstractmethod
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the loss summed over the batch, a float32 scalar.
+        """Return the loss summed over the batch, a scalar in float32 or float64.
 
         The mean is the sum divided by `Source.weights`.
         """
-        ...
 
+    @abstractmethod
     def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
         """Return every metric of the batch by name, including `loss`. Called without gradients."""
-        ...
 
-    def predict(self, model: torch.nn.Module, batch: Batch) -> Columns:
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Columns:  # noqa: ARG002
         """Return the columns that a test saves: targets and predictions per sample, or nothing."""
-        ...
+        return {}
 
+    @abstractmethod
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return the model's outputs before the loss: the function that growth preserves."""
-        ...
 
     def flops(self, weight: float) -> float:
         """Forward and backward FLOPs for samples of this total weight."""
-        ...
-
-    def describe(self) -> Mapping[str, Any]:
-        """Return the current architecture as JSON."""
-        ...
-
-    def fingerprints(self) -> Mapping[str, str]:
-        """Return fingerprints of the data by name; a run resumes only if they are unchanged."""
-        ...
+        return weight * self.spec.flops(self.architecture, self.context)
 
 
 @runtime_checkable

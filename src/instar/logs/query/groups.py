@@ -219,9 +219,9 @@ _READ = (
     "data.mixture",
     "data.text_field",
     "data.tokens_field",
-    "data.causal_sets",
 )
-"""What training data are read, and held-out ones where `data.val_source` does not name them."""
+"""What training data are read, and held-out ones where `data.val_source` does not name them. The
+options of generated data are in a section named after their source."""
 _ALWAYS = ("task", "data.val_source", "data.tokenizer")
 
 
@@ -254,7 +254,8 @@ def _differing(configs: Sequence[Config], *, held_out: bool) -> list[str]:
     same_held_out = (
         all(config.get("data.val_source") for config in known) and "bpe" not in tokenizers
     )
-    wanted = _ALWAYS if held_out and same_held_out else (*_ALWAYS, *_READ)
+    generated = {f"data.{config.get('data.source')}" for config in known}
+    wanted = _ALWAYS if held_out and same_held_out else (*_ALWAYS, *_READ, *generated)
     if "bpe" in tokenizers:
         wanted = (*wanted, "data.vocab_size")
     keys = dict.fromkeys(key for config in known for key in config)

@@ -18,7 +18,7 @@ from instar.run.loop.dead_parameters import GradientWatch
 from instar.run.loop.state import RunState, fraction_used
 from instar.run.loop.step import Stepper, freeze
 from instar.run.loop.validation import validate
-from instar.schedule.operations import FOLD, Change, State, carried_out, planned, when_due
+from instar.schedule.operations import FOLD, Change, State, carried_out, planned, set_lr, when_due
 from instar.schedule.settings import is_frozen, patterns_of
 from instar.schedule.triggers import Entry, Moment, due, last_step, next_entry, too_large
 
@@ -57,7 +57,7 @@ def lower_lr_if_due(state: RunState, parts: Components) -> RunState:
     state = replace(state, metrics=metrics)
     if told is None:
         return state
-    return carry_out(state, parts, Operation("set_lr", told), reason=reason)
+    return carry_out(state, parts, set_lr(told), reason=reason)
 
 
 def check_ahead(state: RunState, parts: Components) -> None:
@@ -166,8 +166,7 @@ def carry_out(
         if candidate.plan.label != "exact":
             state = _leave_measured(state, parts)
         parts.stepper = stepper
-        # position embeddings beyond the samples' length have no gradient yet
-        if candidate.plan.makes_new and operation.name != "extend_context":
+        if candidate.plan.makes_new and not candidate.plan.waits:
             stepper.watch = GradientWatch(
                 candidate.plan, operation.name, after.architecture.parameters()
             )

@@ -13,7 +13,6 @@ from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
-from instar.models.shape import facts_of
 from instar.record.console import Console
 from instar.record.control import Inbox
 from instar.record.recorder import Sink
@@ -60,7 +59,7 @@ def build(
     if began is not None and began.architecture != task.architecture:
         task = task.at(began.architecture, began.settings.context)
     first = config if began is None else began.config
-    initial = initial_state(first, task.architecture, facts_of(task))
+    initial = initial_state(first, task.architecture, task.spec.facts)
     with raise_on_all_ranks(world, "building the model"):
         bare = task.build().to(world.device)
     stepper = build_stepper(config, world, task, bare, initial.settings.frozen)

@@ -12,6 +12,8 @@ import time
 import numpy as np
 import torch
 
+from instar.distributed.agree import raise_on_all_ranks
+from instar.distributed.parallel import sync
 from instar.run.changes.scheduled import stages_ahead
 from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states, restore_generators
@@ -30,8 +32,11 @@ def compile_stages(state: RunState, parts: Components) -> int:
 
     Returns:
         the number of stages; 0 unless the config sets `compile_stages: true`.
+
+    Raises:
+        PeerError: a rank failed, e.g. because it has no compiler.
     """
-    config, device = parts.config, parts.world.device
+    config, world, device = parts.config, parts.world, parts.world.device
     if not (config.compile and config.compile_stages):
         return 0
     begun, generators = time.monotonic(), generator_states(device)
@@ -40,13 +45,14 @@ def compile_stages(state: RunState, parts: Components) -> int:
     number = 0
     for number, stage in enumerate(stages_ahead(state, parts), start=1):
         parts.sync.begin(f"compiling stage {number}", state.step)
+        task = parts.task.at(stage.architecture, stage.settings.context)
         # the same model is recompiled only if the shape of its samples changes
         if stepper is None or before is None or _model(before) != _model(stage):
-            task = parts.task.at(stage.architecture, stage.settings.context)
-            bare = task.shell().to(device)
-            stepper = build_stepper(config, parts.world, task, bare, stage.settings.frozen)
-        stepper.task = parts.task.at(stage.architecture, stage.settings.context)
-        _run_once(stepper, stage, parts.world.size)
+            with raise_on_all_ranks(world, "building the model"):
+                bare = task.shell().to(device)
+            stepper = build_stepper(config, world, task, bare, stage.settings.frozen)
+        stepper.task = task
+        _run_once(stepper, stage, f"compiling stage {number}")
         before = stage
     del stepper
     torch.compiler.reset()
@@ -64,14 +70,22 @@ def _model(stage: State) -> object:
     return stage.architecture, stage.settings.frozen
 
 
-def _run_once(stepper: Stepper, stage: State, ranks: int) -> None:
-    """Run a micro-batch of held-out samples, which every rank can read, forward and backward."""
-    settings, source = stage.settings, stepper.task.held_out("val")
-    size = min(settings.batch_size, -(-settings.global_batch // ranks))
-    # the last sample of a text may be shorter
-    indices = np.resize(np.arange(max(1, len(source) - 1)), size)
-    batch = to_device(source.read(indices), stepper.world.device)
-    enter(stepper.bare_model, 0)
-    with stepper.autocast():
-        loss = stepper.task.loss_sum(stepper.model, batch)
-    torch.autograd.backward(loss)
+def _run_once(stepper: Stepper, stage: State, what: str) -> None:
+    """Run a micro-batch of held-out samples, which every rank can read, forward and backward.
+
+    A collective. Gradients are not reduced: a rank that cannot compile would keep the others
+    waiting for its own.
+    """
+    settings, source, world = stage.settings, stepper.task.held_out("val"), stepper.world
+    with sync(stepper.model, enabled=False):
+        with raise_on_all_ranks(world, what):
+            size = min(settings.batch_size, -(-settings.global_batch // world.size))
+            # the last sample of a text may be shorter
+            indices = np.resize(np.arange(max(1, len(source) - 1)), size)
+            batch = to_device(source.read(indices), world.device)
+            enter(stepper.bare_model, 0)
+            with stepper.autocast():
+                loss = stepper.task.loss_sum(stepper.model, batch)
+        # apart from the forward pass: DDP always reduces the first gradients of a static graph
+        with raise_on_all_ranks(world, what):
+            torch.autograd.backward(loss)

@@ -42,7 +42,7 @@ def compare_inputs(prepared: Prepared, world: World) -> None:
         }
         here = versions()
         mine |= {f"the version of {name}": here.get(name, "none") for name in _VERSIONS}
-        for name, found in prepared.spec.task(prepared.config).fingerprints().items():
+        for name, found in prepared.spec.fingerprints.items():
             mine[f"the {name}"] = found
     digest = xxhash.xxh3_128_hexdigest(json.dumps(mine, sort_keys=True).encode())
     digests = gather(world, digest)

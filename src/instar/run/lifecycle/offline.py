@@ -1,7 +1,7 @@
-"""Offline growth and analysis of a checkpoint on disk, of any task.
+"""Offline growth of a checkpoint on disk, of any task.
 
-Growth creates a new run folder with one checkpoint, the same as the operations would have produced
-in the live run. Analysis runs no user code: a checkpoint describes its own tensors.
+It creates a new run folder with one checkpoint, the same as the operations would have produced in
+the live run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from instar.checkpoint.listing import checkpoints
+from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import (
     COMPONENTS,
     STATE,
@@ -28,27 +27,18 @@ from instar.checkpoint.manifest import (
     Manifest,
     Pattern,
     encode_json,
-    read_manifest,
 )
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load
 from instar.checkpoint.tensor_file import Outline, outlines, reading, write_tensors
 from instar.config.errors import ConfigError, InstarError
 from instar.config.fields import from_values
 from instar.config.files import read_regular
-from instar.config.language import LanguageConfig
 from instar.config.load import load as load_config
 from instar.config.roots import LANGUAGE, root_of
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
-from instar.data.text.dataset import open_data
+from instar.config.user_code import what_happened
 from instar.data.text.tokenizer import TOKENIZER_FILE
-from instar.growth.analysis import (
-    NO_ATTENTION,
-    HeadEntropy,
-    WeightAnalysis,
-    analyze,
-    attention_entropy,
-)
 from instar.growth.apply import (
     GrowthStep,
     TensorReader,
@@ -59,24 +49,21 @@ from instar.growth.apply import (
 )
 from instar.growth.plan import GrowthPlan, Label
 from instar.growth.proof import Probe, Proof, compare
-from instar.models.architecture import Architecture
 from instar.models.gpt import load_gpt, named_generator
-from instar.models.graph_shape import GraphShape
 from instar.models.module import load_buffers
-from instar.models.shape import ArchitectureError, Fixed, Growable, Parameter, count_parameters
+from instar.models.shape import Growable, count_parameters
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
 from instar.record.rundir import RunDir
 from instar.run.changes.live_growth import probe, probe_samples
-from instar.run.lifecycle.resume import began_with, branch_of
+from instar.run.lifecycle.resume import began_with
 from instar.run.loop.dead_parameters import dead_ranks
 from instar.run.loop.optimizer import copy_tensors
-from instar.run.loop.step import enter, to_device
+from instar.run.loop.step import enter
 from instar.schedule.operations import (
     Change,
     History,
     State,
-    effective,
     fold,
     history_from_json,
     history_to_json,
@@ -84,7 +71,7 @@ from instar.schedule.operations import (
     number_of,
     planned,
 )
-from instar.tasks.task import SavedModel, Task, task_factory
+from instar.tasks.task import SavedModel, Task, spec_class
 
 REASON = "instar grow"
 PROBE_SAMPLES, PROBE_TOKENS = 4, 128
@@ -194,7 +181,8 @@ def grow(
                     task.at(each.architecture, each.settings.context)
                     for each in (state, course.state)
                 ]
-                proof = _prove_on_samples(tasks, model.build, source, load(made), promised)
+                with _code_of(config.task):
+                    proof = _prove_on_samples(tasks, model.build, source, load(made), promised)
                 checked_on = "held-out samples"
             if not proof.holds:
                 names = ", ".join(stage.operation.name for stage in course.stages)
@@ -226,13 +214,25 @@ def _with_task(run: RunDir, manifest: Manifest) -> RunConfig:
 def _task_of(run: RunDir) -> Task:
     """Return the run's task with its data, to compare models on held-out samples."""
     loaded = load_config(str(run.config), checks=())
-    return task_factory(loaded.config.task).spec(loaded, 1).task(loaded.config)
+    return spec_class(loaded.config.task).open(loaded, 1).task(loaded.config)
+
+
+@contextmanager
+def _code_of(task: str) -> Iterator[None]:
+    """Context manager that turns errors of a task's code into ConfigErrors."""
+    try:
+        yield
+    except InstarError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = f"{task}: the models cannot be compared: {what_happened(error)}"
+        raise ConfigError.one(message, where="task", key="task") from error
 
 
 def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[SavedModel, State]:
     """Return the model of a checkpoint, and its settings and architecture."""
     try:
-        model = task_factory(config.task).saved(config, source.manifest.architecture)
+        model = spec_class(config.task).saved(config, source.manifest.architecture)
         state = fold(initial_state(config, model.begun, model.facts), history)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source.path}: not a model that can grow:\n{error}") from error
@@ -240,6 +240,8 @@ def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[
         raise CheckpointError(
             f"{source.path}: its run.yaml and its history lead to another architecture than its own"
         )
+    shapes = {name: entry.shape for name, entry in state.architecture.parameters().items()}
+    check_shapes(source.path / COMPONENTS["model"].file(), shapes)
     return model, state
 
 
@@ -419,108 +421,3 @@ def _prove_on_tokens(before: Path, after: Path, promised: GrowthPlan) -> Proof:
         loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
         probes.append(Probe(logits_BTV, loss.item()))
     return compare(promised, probes[0], probes[1], torch.float32)
-
-
-SAMPLES = 8
-"""number of held-out samples for the entropy of attention heads"""
-
-
-@dataclass(frozen=True)
-class CheckpointAnalysis:
-    """A weight analysis and the checkpoints that it is about."""
-
-    path: Path
-    against: Path | None
-    analysis: WeightAnalysis
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        against = None if self.against is None else str(self.against)
-        return {"path": str(self.path), "against": against, **self.analysis.to_dict()}
-
-
-def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAnalysis:
-    """Analyze the weights of a checkpoint, and their changes since an earlier one.
-
-    Args:
-        against: the earlier checkpoint; None: the one saved before `path`, if there is one.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged.
-    """
-    against = against or _saved_before(path)
-    checkpoint = load(path)
-    manifest = checkpoint.manifest
-    component = "ema" if "ema" in checkpoint.components else "model"
-    parameters = _described(checkpoint, component)
-    before = steps = None
-    if against is not None:
-        earlier = load(against)
-        # a moving average is compared with a moving average
-        before = earlier.tensors("ema" if "ema" in earlier.components else "model")
-        steps = manifest.step - earlier.manifest.step
-    heads, reason = _attention(path, manifest)
-    found = analyze(
-        checkpoint.tensors(component),
-        parameters,
-        heads=heads,
-        no_heads=reason,
-        before=before,
-        steps=steps,
-    )
-    return CheckpointAnalysis(path, against, found)
-
-
-def _described(checkpoint: Checkpoint, component: str) -> Mapping[str, Parameter]:
-    """Return the parameters of a checkpoint. If no built-in task has its architecture, every tensor
-    with two or more dimensions counts as a matrix."""
-    manifest = checkpoint.manifest
-    there = outlines(checkpoint.path / COMPONENTS[component].file())
-    for shape_of in (Architecture.from_dict, GraphShape.from_dict):
-        try:
-            parameters = shape_of(manifest.architecture).parameters()
-        except (ArchitectureError, KeyError, TypeError, ValueError):
-            continue
-        if {n: e.shape for n, e in parameters.items()} == {n: e.shape for n, e in there.items()}:
-            return parameters
-    tensors = (
-        (name, each.shape)
-        for name, each in there.items()
-        if name not in manifest.buffers and each.dtype.is_floating_point
-    )
-    return Fixed(tuple(tensors)).parameters()
-
-
-def _saved_before(path: Path) -> Path | None:
-    there = checkpoints(path.absolute().parent.parent)
-    line = read_manifest(path).line or None
-    names = [each.name for each in there]
-    at = names.index(path.name) if path.name in names else 0
-    before = (each for each in reversed(there[:at]) if branch_of(each, line) is None)
-    return next(before, None)
-
-
-def _attention(path: Path, manifest: Manifest) -> tuple[tuple[HeadEntropy, ...], str]:
-    """Return the entropy of attention heads over held-out samples, or why there is none."""
-    folder = RunDir(path.absolute().parent.parent)
-    if not folder.config.is_file():
-        return (), "the checkpoint is not in the folder of a run"
-    try:
-        run, _ = effective(began_with(folder, manifest), history_from_json(manifest.history))
-        if not isinstance(run, LanguageConfig):
-            return (), NO_ATTENTION
-        model = load_gpt(path)
-        # the data's location may have changed since: take it from the current config
-        now = load_config(str(folder.config), checks=(), import_task=False).config.data.path
-        dataset = open_data(run.data.model_copy(update={"path": now}), run.data_seed)
-        if manifest.data and dataset.fingerprint != manifest.data:
-            return (), f"{dataset.path} is not the data that the run was trained on"
-        windows = dataset.held_out("val", model.arch.context)
-    except ConfigError as error:
-        return (), str(error.problems[0])
-    except ValueError as error:
-        return (), str(error)
-    whole = max(1, len(windows) - 1)  # the last may be shorter
-    chosen = np.linspace(0, whole - 1, min(SAMPLES, whole)).astype(np.int64)
-    batch = to_device(windows.read(chosen), torch.device("cpu"))
-    return attention_entropy(model, batch["inputs"]), ""

@@ -26,7 +26,7 @@ from instar.record.trackers.configured import missing
 from instar.schedule.forecast import Forecast, checked_forecast
 from instar.schedule.operations import LENGTHS
 from instar.schedule.triggers import evaluates_at_start
-from instar.tasks.task import Say, TaskSpec, task_factory
+from instar.tasks.task import Say, TaskSpec, spec_class
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) ->
     """
     config = loaded.config
     _check_place(loaded, world_size)
-    task_factory(config.task).prepare(loaded, world_size, say)
+    spec_class(config.task).prepare(loaded, world_size, say)
 
 
 def preflight(
@@ -76,16 +76,16 @@ def preflight(
     assumptions: list[str] = []
     with _collecting(problems):
         if assume is None:
-            spec = task_factory(config.task).spec(loaded, world_size)
+            spec = spec_class(config.task).open(loaded, world_size)
         else:
-            spec = task_factory(config.task).assumed_spec(loaded, assumptions.append, world_size)
+            spec = spec_class(config.task).assume(loaded, assumptions.append, world_size)
             for said in assumptions:
                 assume(said)
     if spec is None:
         raise ConfigError(*problems)
     if config.test.at_end and not assumptions:
         with _collecting(problems):
-            spec.check_test()
+            spec.held_out("test", config.context)
     global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
     if global_batch < world_size:
         problems.append(

@@ -24,7 +24,14 @@ from instar.run.loop.generators import restore_generators, seed_generators
 from instar.run.loop.optimizer import copy_tensors, load_optimizer_tensors
 from instar.run.loop.state import RunState
 from instar.run.loop.step import build_stepper, freeze
-from instar.schedule.operations import Change, History, fold, history_from_json, states
+from instar.schedule.operations import (
+    RESTART_LR,
+    Change,
+    History,
+    fold,
+    history_from_json,
+    states,
+)
 from instar.tasks.task import Task
 
 MODEL = COMPONENTS["model"].file()
@@ -98,8 +105,7 @@ def _restore(
         kept = checkpoint.tensors("ema" if "ema" in checkpoint.components else "model")
         copy_tensors(stepper.ema, {name: kept[name] for name in stepper.ema if name in kept})
     if "scheduler" in without:
-        again = Operation("reset_lr_schedule")
-        state = carry_out(state, parts, again, reason="its state was not saved")
+        state = carry_out(state, parts, RESTART_LR, reason="its state was not saved")
     if "rng" not in without and checkpoint.manifest.world_size == world.size:
         restore_generators(checkpoint.tensors("rng", rank=world.rank), world.device)
     else:
@@ -205,7 +211,7 @@ def load_model(model: Module, checkpoint: Checkpoint) -> list[str]:
 
 
 def _check_data(parts: Components, checkpoint: Checkpoint, allow: Collection[str]) -> None:
-    for name, fingerprint in parts.task.fingerprints().items():
+    for name, fingerprint in parts.task.spec.fingerprints.items():
         was = getattr(checkpoint.manifest, name)
         if was and was != fingerprint and name not in allow:
             raise CheckpointError(

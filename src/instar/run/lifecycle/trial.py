@@ -29,7 +29,7 @@ from instar.distributed.world import World
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.generators import generator_states, restore_generators, seed_generators
 from instar.run.loop.step import DTYPES, enter, to_device
-from instar.tasks.custom import CustomTaskSpec, check_table
+from instar.tasks.custom import check_table
 from instar.tasks.task import Batch, SampleSetSpec, Task
 
 
@@ -83,8 +83,7 @@ class _Trial:
 
     def _check_new(self, model: Module) -> None:
         """Raise ValueError if `module` reuses parameters: each rank and growth need a new model."""
-        spec = self.prepared.spec
-        before = spec.built if isinstance(spec, CustomTaskSpec) else ()
+        before = self.prepared.spec.built
         kept = {id(parameter) for ref in before if (parameter := ref()) is not None}
         for name, parameter in model.named_parameters():
             if id(parameter) in kept:

@@ -75,7 +75,7 @@ from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output.operation_text import shape_text
 from instar.schedule.operations import INCOMPARABLE, Change, State, initial_state
-from instar.tasks.task import task_factory
+from instar.tasks.task import spec_class
 
 logger = logging.getLogger(__name__)
 
@@ -453,7 +453,7 @@ def _began(goes_on: Continuation, prepared: Prepared, world: World) -> State:
     if began.model != prepared.config.model:
         config = prepared.config.model_copy(update={"model": began.model})
         first = replace(goes_on.loaded, config=config)
-        spec = task_factory(config.task).spec(first, world.size)
+        spec = spec_class(config.task).open(first, world.size)
     return initial_state(began, spec.architecture)
 
 
@@ -537,7 +537,7 @@ def _started(
         unit=prepared.spec.unit,
         better=dict(prepared.config.metrics),
         best_metric=prepared.config.checkpoint.best_of[0],
-        architecture=dict(trainer.parts.task.describe()),
+        architecture=shape.to_dict(),
         versions=versions(),
         machine=facts | this_process(),
     )

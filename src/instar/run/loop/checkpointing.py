@@ -52,10 +52,10 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
         progress=progress,
         components=components,
         state=to_json(state, parts),
-        architecture=dict(parts.task.describe()),
+        architecture=parts.task.architecture.to_dict(),
         history=history_to_json(state.history),
         facts=Facts(
-            **parts.task.fingerprints(),
+            **parts.task.spec.fingerprints,
             progress=dataclasses.asdict(progress),
             loss=state.loss if evaluated else None,
             metrics=dict(state.evaluated) if evaluated else {},

@@ -165,11 +165,13 @@ def evaluate(
                     see(chosen, predicted)
     names = task.metrics
     cut = {
-        name: [_cut(tally[name], at, task.unit) for tally, at in zip(tallies, places, strict=True)]
+        name: [
+            _cut(tally[name], at, task.cluster) for tally, at in zip(tallies, places, strict=True)
+        ]
         for name in names
     }
     columns = {name: _columns([units.whole for units in cut[name]]) for name in names}
-    if task.unit > 1:
+    if task.cluster > 1:
         pieces = {name: [piece for units in cut[name] for piece in units.pieces] for name in names}
         for name, joined in _join(world, pieces).items():
             # every rank has all of them: count them once

@@ -1,0 +1,140 @@
+"""Analysis of a checkpoint on disk, of any task. It runs no user code: a checkpoint describes its own
+tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from instar.checkpoint.listing import checkpoints
+from instar.checkpoint.manifest import COMPONENTS, Manifest, read_manifest
+from instar.checkpoint.store import Checkpoint, load
+from instar.checkpoint.tensor_file import outlines
+from instar.config.errors import ConfigError
+from instar.config.language import LanguageConfig
+from instar.config.load import load as load_config
+from instar.data.text.dataset import open_data
+from instar.growth.analysis import (
+    NO_ATTENTION,
+    HeadEntropy,
+    WeightAnalysis,
+    analyze,
+    attention_entropy,
+)
+from instar.models.architecture import Architecture
+from instar.models.gpt import load_gpt
+from instar.models.graph_shape import GraphShape
+from instar.models.shape import ArchitectureError, Fixed, Parameter
+from instar.record.rundir import RunDir
+from instar.run.lifecycle.resume import began_with, branch_of
+from instar.run.loop.step import to_device
+from instar.schedule.operations import effective, history_from_json
+
+SAMPLES = 8
+"""number of held-out samples for the entropy of attention heads"""
+
+
+@dataclass(frozen=True)
+class CheckpointAnalysis:
+    """A weight analysis and the checkpoints that it is about."""
+
+    path: Path
+    against: Path | None
+    analysis: WeightAnalysis
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        against = None if self.against is None else str(self.against)
+        return {"path": str(self.path), "against": against, **self.analysis.to_dict()}
+
+
+def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAnalysis:
+    """Analyze the weights of a checkpoint, and their changes since an earlier one.
+
+    Args:
+        against: the earlier checkpoint; None: the one saved before `path`, if there is one.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    against = against or _saved_before(path)
+    checkpoint = load(path)
+    manifest = checkpoint.manifest
+    component = "ema" if "ema" in checkpoint.components else "model"
+    parameters = _described(checkpoint, component)
+    before = steps = None
+    if against is not None:
+        earlier = load(against)
+        # a moving average is compared with a moving average
+        before = earlier.tensors("ema" if "ema" in earlier.components else "model")
+        steps = manifest.step - earlier.manifest.step
+    heads, reason = _attention(path, manifest)
+    found = analyze(
+        checkpoint.tensors(component),
+        parameters,
+        heads=heads,
+        no_heads=reason,
+        before=before,
+        steps=steps,
+    )
+    return CheckpointAnalysis(path, against, found)
+
+
+def _described(checkpoint: Checkpoint, component: str) -> Mapping[str, Parameter]:
+    """Return the parameters of a checkpoint. If no built-in task has its architecture, every tensor
+    with two or more dimensions counts as a matrix."""
+    manifest = checkpoint.manifest
+    there = outlines(checkpoint.path / COMPONENTS[component].file())
+    for shape_of in (Architecture.from_dict, GraphShape.from_dict):
+        try:
+            parameters = shape_of(manifest.architecture).parameters()
+        except (ArchitectureError, KeyError, TypeError, ValueError):
+            continue
+        if {n: e.shape for n, e in parameters.items()} == {n: e.shape for n, e in there.items()}:
+            return parameters
+    tensors = (
+        (name, each.shape)
+        for name, each in there.items()
+        if name not in manifest.buffers and each.dtype.is_floating_point
+    )
+    return Fixed(tuple(tensors)).parameters()
+
+
+def _saved_before(path: Path) -> Path | None:
+    there = checkpoints(path.absolute().parent.parent)
+    line = read_manifest(path).line or None
+    names = [each.name for each in there]
+    at = names.index(path.name) if path.name in names else 0
+    before = (each for each in reversed(there[:at]) if branch_of(each, line) is None)
+    return next(before, None)
+
+
+def _attention(path: Path, manifest: Manifest) -> tuple[tuple[HeadEntropy, ...], str]:
+    """Return the entropy of attention heads over held-out samples, or why there is none."""
+    folder = RunDir(path.absolute().parent.parent)
+    if not folder.config.is_file():
+        return (), "the checkpoint is not in the folder of a run"
+    try:
+        run, _ = effective(began_with(folder, manifest), history_from_json(manifest.history))
+        if not isinstance(run, LanguageConfig):
+            return (), NO_ATTENTION
+        model = load_gpt(path)
+        # the data's location may have changed since: take it from the current config
+        now = load_config(str(folder.config), checks=(), import_task=False).config.data.path
+        dataset = open_data(run.data.model_copy(update={"path": now}), run.data_seed)
+        if manifest.data and dataset.fingerprint != manifest.data:
+            return (), f"{dataset.path} is not the data that the run was trained on"
+        windows = dataset.held_out("val", model.arch.context)
+    except ConfigError as error:
+        return (), str(error.problems[0])
+    except ValueError as error:
+        return (), str(error)
+    whole = max(1, len(windows) - 1)  # the last may be shorter
+    chosen = np.linspace(0, whole - 1, min(SAMPLES, whole)).astype(np.int64)
+    batch = to_device(windows.read(chosen), torch.device("cpu"))
+    return attention_entropy(model, batch["inputs"]), ""
