@@ -10,7 +10,8 @@ its own, in random order.
 
 Seeking is timed from opening the data to the first batch, at 90 % of an epoch of 10⁹ samples; the
 data is a file of 2 TB made of holes, so that a disk has no part in it. The other loaders seek in an
-epoch of 10⁶. Memory is what a process grows by that reads random batches of 50 GB, again of holes.
+epoch of 10⁶. A stream of Parquet files with a BPE tokenizer is opened near its end, with seek points
+and without. Memory is what a process grows by that reads random batches of 50 GB, again of holes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from typing import Any
 
 import loaders
 import seeking
+from instar.data.text.seek_points import POINTS_FOLDER
 from loaders import Asked
 from report import Case, case, options, parser, publish
 from sparse import make_sparse
@@ -62,6 +65,8 @@ class Size:
     loaders: tuple[str, ...]
     seekers: tuple[str, ...]
     """that compete with Instar in seeking"""
+    stream_documents: int
+    """of 200 words"""
     sparse_gb: int
     sparse_batches: int
 
@@ -79,6 +84,7 @@ FULL = Size(
     seeks=9,
     loaders=tuple(loaders.LOADERS),
     seekers=tuple(seeking.SEEKS),
+    stream_documents=10_000,
     sparse_gb=50,
     sparse_batches=2000,
 )
@@ -95,6 +101,7 @@ QUICK = Size(
     seeks=1,
     loaders=(FOR_US, EACH_ITEM),
     seekers=("grain, by position",),
+    stream_documents=200,
     sparse_gb=1,
     sparse_batches=20,
 )
@@ -115,7 +122,12 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory(dir=parsed.work) as place:
         folder = Path(place)
-        cases = [*speeds(size, folder), *seeks(size, folder), *memory(size, folder)]
+        cases = [
+            *speeds(size, folder),
+            *seeks(size, folder),
+            *streams(size, folder),
+            *memory(size, folder),
+        ]
     publish("loading", cases, chosen, libraries=NEEDS)
 
 
@@ -209,6 +221,23 @@ def seeks(size: Size, folder: Path) -> list[Case]:
         title = f"{name}: 90 % of an epoch of {size.others_epoch:,}"
         cases.append(case(f"{title}: first batch", taken, "ms"))
     return cases
+
+
+def streams(size: Size, folder: Path) -> list[Case]:
+    """What coming to the end of a stream takes, with seek points and without."""
+    place = folder / "stream"
+    data = seeking.make_stream(place, size.stream_documents, words=200)
+    seek = seeking.stream_seek(data, place, size.context)
+    taken = [seeking.milliseconds(seek) / 1e3 for _ in range(size.seeks)]
+    without = []
+    for _ in range(min(3, size.seeks)):
+        shutil.rmtree(place / POINTS_FOLDER)
+        without.append(seeking.milliseconds(seek) / 1e3)
+    title = f"the end of a stream of {size.stream_documents:,} documents"
+    return [
+        case(f"{title}: a sample, with seek points", taken, "s"),
+        case(f"{title}: a sample, read from its beginning", without, "s"),
+    ]
 
 
 def memory(size: Size, folder: Path) -> list[Case]:

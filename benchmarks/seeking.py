@@ -1,4 +1,5 @@
-"""How soon a loader that starts anew gives the first batch at 90 % of an epoch.
+"""How soon a loader that starts anew gives the first batch at 90 % of an epoch, and a stream a sample
+near its end.
 
     python benchmarks/seeking.py JSON
 
@@ -15,9 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from instar.config.language import DataConfig
 from instar.data.order import OrderKind, make_order
 from instar.data.source import TokenWindows
 from instar.data.text.shards import open_dataset
+from instar.data.text.stream_index import count_lanes, open_stream
+from instar.data.text.tokenizer import TOKENIZER_FILE, train_bpe
 from loaders import Asked, GrainWindows, Windows, hf_rows, lone_feed
 
 Seek = Callable[[Asked], Callable[[], object]]
@@ -33,6 +41,36 @@ def instar_seek(folder: Path, order: OrderKind, batch: int, context: int) -> Cal
         cursor = made.samples_per_epoch + made.samples_per_epoch * 9 // 10
         with lone_feed(windows, made, prefetch=False) as feed:
             return feed.take(cursor, batch, batch)
+
+    return seek
+
+
+def make_stream(folder: Path, documents: int, words: int) -> DataConfig:
+    """A stream of sixteen Parquet files, and its data folder with a BPE tokenizer, counted."""
+    rng = np.random.default_rng(1)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    lexicon = np.array(["".join(rng.choice(letters, rng.integers(2, 10))) for _ in range(5000)])
+    texts = [" ".join(rng.choice(lexicon, words)) for _ in range(documents)]
+    folder.mkdir()
+    for number, some in enumerate(np.array_split(np.array(texts, dtype=object), 16)):
+        pq.write_table(pa.table({"text": some}), folder / f"part-{number:02}.parquet")
+    (folder / TOKENIZER_FILE).write_text(train_bpe(texts[:500], 4096).to_json())
+    source = str(folder / "*.parquet")
+    data = DataConfig(kind="stream", source=source, order="sequential", lanes=4)
+    count_lanes(data, folder)
+    return data
+
+
+def stream_seek(data: DataConfig, folder: Path, context: int) -> Callable[[], object]:
+    """Opens a stream and reads one of its last samples."""
+
+    def seek() -> object:
+        source, order = open_stream(data, folder, context, seed=1, counted=True)
+        try:
+            end = order.samples_per_epoch - 4 * data.lanes
+            return source.read(order.indices(0, end, end + 1))
+        finally:
+            source.close()
 
     return seek
 

@@ -17,22 +17,25 @@ from hypothesis import strategies as st
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.columns import Ragged
-from instar.data.text.stream import FunctionLane, RowLanes, open_lanes
+from instar.data.text.stream import TokenLanes
+from instar.data.text.stream_items import FunctionLane, RowLanes, open_items
 from instar.data.text.tokenizer import ByteTokenizer
 
-Items = RowLanes | FunctionLane
 
-
-def lane(items: Items, number: int = 0) -> list[Any]:
+def lane(items: RowLanes | FunctionLane, number: int = 0, part: int = 0, row: int = 0) -> list[Any]:
     """A lane's texts, or its ids as lists."""
     found: list[Any] = []
-    for batch in items.open(number):
+    for _, _, batch in items.open(number, part, row):
         if isinstance(batch, Ragged):
             ends = np.cumsum(batch.sizes)
             found += [ids.tolist() for ids in np.split(batch.flat, ends[:-1])]
         else:
             found += batch
     return found
+
+
+def tokens_of(data: DataConfig) -> TokenLanes:
+    return TokenLanes(open_items(data), ByteTokenizer(), ids=False)
 
 
 def parquet(folder: Path, *files: list[Any], name: str = "text", kind: Any = None) -> str:
@@ -84,8 +87,8 @@ def test_rows_of_other_formats_are_read(tmp_path: Path, file: str) -> None:
             pa.ipc.new_stream(sink, saved.features.arrow_schema) as out,
         ):
             out.write_table(saved.data.table)
-    tokens = open_lanes(DataConfig(kind="stream", source=str(path)), ByteTokenizer())
-    documents = [bytes(one.tolist()).decode() for some in tokens.open(0) for one in some]
+    tokens = tokens_of(DataConfig(kind="stream", source=str(path)))
+    documents = [bytes(one.tolist()).decode() for *_, some in tokens.open(0) for one in some]
     assert documents == [text for text in texts if text]
 
 
@@ -103,9 +106,9 @@ def test_a_folder_of_save_to_disk_is_a_stream_of_lanes(tmp_path: Path) -> None:
     saved = datasets.Dataset.from_dict({"text": [f"text {row}" for row in range(50)]})
     saved.save_to_disk(tmp_path / "saved")
     data = DataConfig(kind="stream", source=str(tmp_path / "saved"), lanes=3)
-    tokens = open_lanes(data, ByteTokenizer())
+    tokens = tokens_of(data)
     assert tokens.lanes == 3
-    assert sum(len(some) for number in range(3) for some in tokens.open(number)) == 50
+    assert sum(len(some) for number in range(3) for *_, some in tokens.open(number)) == 50
 
 
 def test_a_generator_is_read_row_by_row() -> None:
@@ -147,7 +150,7 @@ def test_a_null_is_named_after_the_rows_before_it(tmp_path: Path, null: int) -> 
     texts[null] = None
     items = rows(streamed(tmp_path, ["fine"], texts, kind=pa.string()))
     batches = items.open(1)
-    found = [text for _ in range(-(-null // 256)) for text in next(batches)]
+    found = [text for _ in range(-(-null // 256)) for text in next(batches)[2]]
     with pytest.raises(
         ConfigError, match=rf"rows, lane 1 \(part-01.parquet\), item {null}: 'text' is nothing"
     ):
@@ -164,7 +167,7 @@ def test_ids_with_a_null_are_named_after_the_rows_before_them(
     ids = [[1, 2], [], [3], bad, [4]]
     stream = streamed(tmp_path, ids, name="ids", kind=pa.list_(pa.int32()))
     batches = rows(stream, field="ids", ids=True).open(0)
-    assert np.split(next(batches).flat, [2])[0].tolist() == [1, 2]
+    assert np.split(next(batches)[2].flat, [2])[0].tolist() == [1, 2]
     with pytest.raises(ConfigError, match=rf"item 3: 'ids' is {what}, not a list of token ids"):
         next(batches)
 
@@ -263,7 +266,7 @@ def test_what_is_no_iterable_is_refused() -> None:
 def test_a_strange_item_is_named_after_those_before_it(ids: bool, bad: Any, what: str) -> None:
     good: list[Any] = [[1], [2]] if ids else ["a", "b"]
     batches = function([*good, bad, *good], ids=ids).open(0)
-    assert len(next(batches)) == 2
+    assert len(next(batches)[2]) == 2
     with pytest.raises(ConfigError, match=rf"mine:make, item 2: {what}"):
         next(batches)
 
@@ -274,7 +277,7 @@ def test_what_the_function_raises_on_the_way_comes_after_the_items_before_it() -
         raise OSError("the network is gone")
 
     batches = function(generate).open(0)
-    assert next(batches) == ["a"]
+    assert next(batches) == (0, 0, ["a"])
     with pytest.raises(OSError, match="the network is gone"):
         next(batches)
 
@@ -282,5 +285,5 @@ def test_what_the_function_raises_on_the_way_comes_after_the_items_before_it() -
 def test_a_config_names_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_stream.py").write_text("def texts():\n    return ['ab', '', 'c']\n")
     monkeypatch.syspath_prepend(tmp_path)
-    tokens = open_lanes(DataConfig(kind="python", source="my_stream:texts"), ByteTokenizer())
-    assert [one.tolist() for some in tokens.open(0) for one in some] == [[97, 98], [99]]
+    tokens = tokens_of(DataConfig(kind="python", source="my_stream:texts"))
+    assert [one.tolist() for *_, some in tokens.open(0) for one in some] == [[97, 98], [99]]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,12 @@ from instar.data.columns import Ragged
 from instar.data.order import LaneOrder
 from instar.data.source import IGNORED, TokenWindows
 from instar.data.text.prepare import prepare
+from instar.data.text.seek_points import START, SeekPoint, SeekPoints
 from instar.data.text.shards import open_dataset
-from instar.data.text.stream import DocumentStream, PackedStream, TokenLanes
-from instar.data.text.stream_source import (
-    Chunk,
-    HostedLanes,
-    LaneEnd,
-    LaneReader,
-    LaneSamples,
-    OpenStreamSource,
-    StreamChanged,
-    StreamSource,
-    StreamUnfit,
-)
+from instar.data.text.stream import DocumentStream, Note, PackedStream, StreamChanged, TokenLanes
+from instar.data.text.stream_items import Items
+from instar.data.text.stream_reader import Chunk, HostedLanes, LaneReader, StreamUnfit
+from instar.data.text.stream_source import LaneSamples, OpenStreamSource, StreamSource
 from instar.data.text.tokenizer import END, ByteTokenizer, load_tokenizer, train_bpe
 
 Lengths = tuple[int, ...]
@@ -46,41 +39,63 @@ class Given:
     def __init__(self, *lanes: Sequence[Any], at_a_time: int = 3) -> None:
         self.lanes, self._lanes, self._at_a_time = len(lanes), lanes, at_a_time
 
-    def open(self, lane: int) -> Iterator[list[str] | Ragged]:
+    def open(self, lane: int, part: int = 0, row: int = 0) -> Iterator[tuple[int, int, Items]]:
         items = self._lanes[lane]
-        for begin in range(0, len(items), self._at_a_time):
+        for begin in range(row, len(items), self._at_a_time):
             batch = list(items[begin : begin + self._at_a_time])
             if isinstance(batch[0], str):
-                yield batch
+                yield part, begin, batch
             else:
                 ends = np.cumsum([0, *map(len, batch)], dtype=np.int64)
-                yield Ragged(np.concatenate([np.array(one, np.int64) for one in batch]), ends)
+                ids = np.concatenate([np.array(one, np.int64) for one in batch])
+                yield part, begin, Ragged(ids, ends)
 
-    def place(self, lane: int, item: int) -> str:
-        return f"lane {lane}, item {item}"
+    def place(self, lane: int, part: int, row: int) -> str:
+        return f"lane {lane}, part {part}, item {row}"
 
 
 class Numbered:
-    """Sample j of lane k is the number j · L + k; how often lanes were opened is counted."""
+    """Sample j of lane k is the number j · L + k; how often lanes were opened is counted.
+
+    Every `spacing`th sample is a seek point, if there are any."""
 
     fingerprint = "numbered"
 
-    def __init__(self, lengths: Lengths, fails_at: int | None = None) -> None:
+    def __init__(
+        self, lengths: Lengths, fails_at: int | None = None, spacing: int | None = None
+    ) -> None:
         self.lengths, self.lanes, self.fails_at = lengths, len(lengths), fails_at
+        self.spacing = spacing
         self.opened = [0] * len(lengths)
-        self.shift = 0
+        self.given = 0
         self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
         self.most_alive = 0
 
-    def open(self, lane: int) -> Iterator[np.ndarray]:
+    def open(self, lane: int, seek: SeekPoint, note: Note) -> Generator[Sample, None, int]:
         self.opened[lane] += 1
-        for number in range(self.lengths[lane]):
+        for number in range(seek.offset, self.lengths[lane]):
             if number * self.lanes + lane == self.fails_at:
                 raise OSError("the disk is gone")
-            sample = Sample(number * self.lanes + lane + self.shift)
+            if self.spacing and number % self.spacing == 0:
+                note(SeekPoint(number, 0, number, 1))
+            sample = Sample(number * self.lanes + lane)
+            self.given += 1
             self.alive.add(sample)
             self.most_alive = max(self.most_alive, len(self.alive))
             yield sample
+        return self.lengths[lane]
+
+    def first_after(self, offset: int) -> int:
+        return offset
+
+    def offset_of(self, sample: int) -> int:
+        return sample
+
+    def samples(self, count: int) -> int:
+        return count
+
+    def measure(self, lane: int, note: Note) -> int:
+        return sum(1 for _ in self.open(lane, START, note))
 
     def weight_of(self, sample: Sample) -> float:
         return float(sample.id + 1)
@@ -98,7 +113,7 @@ class Later:
     """A worker without a process: what is asked is read at once."""
 
     def __init__(self, stream: Numbered) -> None:
-        self.reader = LaneReader(stream)
+        self.reader = reader_of(stream)
 
     def ask(self, lane: int, begin: int, count: int) -> Future[Chunk]:
         future: Future[Chunk] = Future()
@@ -109,12 +124,16 @@ class Later:
         return future
 
 
+def reader_of(stream: Numbered, folder: Path = Path("nowhere")) -> LaneReader:
+    return LaneReader(stream, SeekPoints(folder, stream.fingerprint, 1))
+
+
 def samples_of(
-    stream: Numbered, keep: int = 4, *, ahead: int = 0, known: bool = False
+    stream: Numbered, keep: int = 4, *, ahead: int = 0, known: bool = False, window: int = 1
 ) -> LaneSamples:
-    lanes = HostedLanes(Later(stream).ask, lambda: None, ahead) if ahead else LaneReader(stream)
-    lengths: list[int | None] = [*stream.lengths] if known else [None] * stream.lanes
-    return LaneSamples(stream, lanes, lengths, keep)
+    lanes = HostedLanes(Later(stream).ask, lambda: None, ahead) if ahead else reader_of(stream)
+    counts: list[int | None] = [*stream.lengths] if known else [None] * stream.lanes
+    return LaneSamples(stream, lanes, counts, keep, window)
 
 
 def ids_of(samples: LaneSamples, *ids: int) -> list[int]:
@@ -221,8 +240,8 @@ def test_an_id_that_is_not_in_the_vocabulary_is_named_after_the_documents_before
     for bad in (256, -1):
         rows[2][1] = bad
         documents = TokenLanes(Given(rows, at_a_time=4), ByteTokenizer(), ids=True).open(0)
-        assert [one.tolist() for one in next(documents)] == [[1, 2], [3]]
-        with pytest.raises(ConfigError, match=rf"lane 0, item 2: token {bad} is not in"):
+        assert [one.tolist() for one in next(documents)[2]] == [[1, 2], [3]]
+        with pytest.raises(ConfigError, match=rf"lane 0, part 0, item 2: token {bad} is not in"):
             next(documents)
 
 
@@ -231,7 +250,7 @@ def test_a_long_document_is_tokenised_as_it_is_prepared(tmp_path: Path) -> None:
     text = "ab " * 400_000
     (tmp_path / "long.txt").write_text(text)
     tokenizer = train_bpe(["ab ab ab"] * 9, 270)
-    (documents,) = TokenLanes(Given([text]), tokenizer, ids=False).open(0)
+    ((_, _, documents),) = TokenLanes(Given([text]), tokenizer, ids=False).open(0)
     pieces = [text[: 1 << 20], text[1 << 20 :]]
     expected = np.concatenate(tokenizer.encode_batch(pieces))
     assert np.array_equal(documents[0], expected)
@@ -248,7 +267,8 @@ def test_a_shuffled_epoch_is_read_once_and_every_sample_comes_once(
     lengths: Lengths, window: int, step: int, ahead: int
 ) -> None:
     stream, order = Numbered(lengths), LaneOrder(lengths, seed=2, window=window)
-    source = StreamSource(samples_of(stream, 2 * window, ahead=ahead, known=True), ())
+    samples = samples_of(stream, 2 * window, ahead=ahead, known=True, window=window)
+    source = StreamSource(samples, ())
     for epoch in range(2):
         for start in range(0, order.samples_per_epoch, step):
             stop = min(start + step, order.samples_per_epoch)
@@ -260,13 +280,23 @@ def test_a_shuffled_epoch_is_read_once_and_every_sample_comes_once(
 def test_what_was_just_read_is_at_hand_and_what_is_behind_it_is_read_again() -> None:
     stream = Numbered((1000,))
     samples = samples_of(stream, keep=10)
-    assert ids_of(samples, 500) == [500]
+    samples.take(np.arange(400, 501))
     assert ids_of(samples, 491, 500) == [491, 500]
     assert stream.opened == [1]
-    assert samples.cost(np.array([505])) == 4
-    assert samples.cost(np.array([400, 505])) == 400
-    assert ids_of(samples, 480) == [480]
+    assert ids_of(samples, 290) == [290]
     assert stream.opened == [2]
+
+
+def test_a_lane_is_read_from_a_seek_point_on_where_there_is_one() -> None:
+    stream = Numbered((1000,), spacing=10)
+    samples = samples_of(stream, window=5)
+    assert ids_of(samples, 903) == [903]
+    assert stream.given == 904
+    for number, at_most in ((903, 0), (447, 8), (3, 4), (902, 3), (888, 9)):
+        before = stream.given
+        assert ids_of(samples, number) == [number]
+        assert stream.given - before <= at_most
+    assert stream.opened == [5]
 
 
 def test_as_many_as_were_asked_for_at_once_are_kept_twice() -> None:
@@ -284,7 +314,7 @@ def test_as_many_as_were_asked_for_at_once_are_kept_twice() -> None:
 def test_memory_stays_bounded(ahead: int) -> None:
     stream = Numbered((4000, 4000))
     order = LaneOrder(stream.lengths, seed=1, window=32)
-    samples = samples_of(stream, keep=64, ahead=ahead, known=True)
+    samples = samples_of(stream, keep=64, ahead=ahead, known=True, window=32)
     for start in range(0, 8000, 16):
         samples.take(order.indices(0, start, start + 16))
     samples.take(np.array([0, 1]))  # a seek through nearly all
@@ -292,22 +322,13 @@ def test_memory_stays_bounded(ahead: int) -> None:
     assert stream.most_alive <= 2 * (64 + 32 + 2 * ahead)
 
 
-def test_a_lane_that_begins_otherwise_the_next_time_is_an_error() -> None:
-    stream = Numbered((9,))
-    samples = samples_of(stream, keep=2)
-    assert ids_of(samples, 8) == [8]
-    stream.shift = 1
-    with pytest.raises(StreamChanged, match="lane 0 begins with another sample"):
-        samples.take(np.array([0]))
-
-
 @pytest.mark.parametrize(("later", "what"), [(7, "ended after 7 samples"), (9, "goes on")])
 @pytest.mark.parametrize("ahead", [0, 1, 20])
 def test_another_length_the_next_time_is_an_error(later: int, what: str, ahead: int) -> None:
     stream = Numbered((8,))
     samples = samples_of(stream, keep=2, ahead=ahead)
-    samples.extend({0: 20}, last=19)
-    assert samples.lengths == [8]
+    samples.read({0: range(19, 20)})
+    assert samples.counts == [8]
     stream.lengths = (later,)
     assert ids_of(samples, 0) == [0]
     with pytest.raises(StreamChanged, match=f"lane 0 {what}, .* it had 8"):
@@ -335,7 +356,7 @@ def test_all_lanes_are_asked_for_before_the_first_is_waited_for() -> None:
     lanes = HostedLanes(ask, lambda: None, ahead=7)
     samples = LaneSamples(stream, lanes, [None] * 3, keep=4)
     ids_of(samples, 1200, 1201, 1202)
-    assert asked[:3] == [(0, 397, 4), (1, 397, 4), (2, 397, 4)]
+    assert asked[:3] == [(0, 400, 1), (1, 400, 1), (2, 400, 1)]
     assert asked[3:] == [(0, 401, 7), (1, 401, 7), (2, 401, 7)]
 
 
@@ -363,14 +384,14 @@ def test_an_open_stream_gives_what_a_counted_one_gives_and_finds_its_end(
     lengths: Lengths, window: int, step: int, ahead: int
 ) -> None:
     stream, order = Numbered(lengths), LaneOrder([None] * len(lengths), seed=2, window=window)
-    ends: list[Sequence[LaneEnd]] = []
-    samples = samples_of(stream, 2 * max(window, step), ahead=ahead)
+    ends: list[Sequence[int]] = []
+    samples = samples_of(stream, 2 * max(window, step), ahead=ahead, window=window)
     source = OpenStreamSource(samples, order, ends.append)
     closed = LaneOrder(lengths, seed=2, window=window)
     for epoch in range(2):
         start, going_on = 0, True
         while going_on:
-            known = source.explore(epoch, start + step)
+            known = source.explore(start, start + step)
             stop = min(start + step, known)
             ids = order.indices(epoch, start, stop)
             assert ids.tolist() == closed.indices(epoch, start, stop).tolist()
@@ -380,12 +401,36 @@ def test_an_open_stream_gives_what_a_counted_one_gives_and_finds_its_end(
             start = stop
         assert start == known == order.samples_per_epoch == sum(lengths)
     assert max(stream.opened) <= 2
-    assert ends == [
-        [
-            LaneEnd(length, float((length - 1) * len(lengths) + lane + 1) if length else 0.0)
-            for lane, length in enumerate(lengths)
-        ]
-    ]
+    assert ends == [[*lengths]]
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    lengths=lengths_of_lanes.filter(any),
+    window=st.integers(1, 9),
+    step=st.integers(1, 13),
+    start=st.integers(0, 120),
+    spacing=st.integers(1, 7),
+)
+def test_an_open_stream_may_begin_anywhere_also_beyond_its_end(
+    lengths: Lengths, window: int, step: int, start: int, spacing: int
+) -> None:
+    """As a run that goes on in an epoch whose length is not known here."""
+    stream, order = (
+        Numbered(lengths, spacing=spacing),
+        LaneOrder([None] * len(lengths), 2, window),
+    )
+    samples = samples_of(stream, 2 * window, window=window)
+    source = OpenStreamSource(samples, order)
+    closed = LaneOrder(lengths, seed=2, window=window)
+    known = source.explore(start, start + step)
+    if start >= closed.samples_per_epoch:
+        assert known == order.samples_per_epoch == closed.samples_per_epoch
+    stop = min(start + step, known)
+    if start < stop:
+        ids = order.indices(0, start, stop)
+        assert ids.tolist() == closed.indices(0, start, stop).tolist()
+        assert source.read(ids)["id"].tolist() == ids.tolist()
 
 
 def test_the_end_of_an_epoch_is_known_when_the_last_step_fills_up_to_it() -> None:
@@ -393,14 +438,14 @@ def test_the_end_of_an_epoch_is_known_when_the_last_step_fills_up_to_it() -> Non
     order = LaneOrder([None] * 2, window=4)
     source = OpenStreamSource(samples_of(Numbered((8, 8)), keep=8), order)
     assert source.explore(0, 8) >= 9
-    assert source.explore(0, 16) == 16 == order.samples_per_epoch
+    assert source.explore(8, 16) == 16 == order.samples_per_epoch
 
 
 def test_going_on_far_within_a_stream_holds_few_samples() -> None:
     stream = Numbered((3000, 10, 3000))
     order = LaneOrder([None] * 3, seed=1, window=8)
-    source = OpenStreamSource(samples_of(stream, keep=16), order)
-    source.explore(0, 5016)
+    source = OpenStreamSource(samples_of(stream, keep=16, window=8), order)
+    source.explore(5000, 5016)
     ids = order.indices(0, 5000, 5016)
     assert source.read(ids)["id"].tolist() == ids.tolist()
     assert max(stream.opened) == 1

@@ -18,13 +18,9 @@ from instar.config.language import DataConfig
 from instar.data.order import UNKNOWN
 from instar.data.source import IGNORED
 from instar.data.text import stream_index
-from instar.data.text.stream_index import (
-    DocumentLane,
-    PackedLane,
-    count_lanes,
-    open_stream,
-)
-from instar.data.text.stream_source import OpenStreamSource, StreamChanged, StreamSource
+from instar.data.text.stream import DocumentLane, PackedLane, StreamChanged
+from instar.data.text.stream_index import count_lanes, open_stream
+from instar.data.text.stream_source import OpenStreamSource, StreamSource
 from instar.data.text.tokenizer import TOKENIZER_FILE, ByteTokenizer
 
 SIZES = (40, 7, 25, 0, 33)
@@ -56,7 +52,7 @@ def epoch_of(data: DataConfig, folder: Path, *, counted: bool, step: int = 7) ->
     start, known = 0, order.samples_per_epoch
     while start < known:
         if isinstance(source, OpenStreamSource):
-            known = source.explore(0, start + step)
+            known = source.explore(start, start + step)
         ids = order.indices(0, start, min(start + step, known))
         yield ids, source.read(ids), source.weights(ids)
         start += step
@@ -196,9 +192,9 @@ def test_a_worker_knows_no_torch(folder: Path) -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "from instar.config.language import DataConfig\n"
-        "from instar.data.text.stream_index import _reader\n"
+        "from instar.data.text.stream_index import _worker\n"
         "data = DataConfig(kind='stream', source=sys.argv[1])\n"
-        "assert _reader(data, Path(sys.argv[2]), 16).fetch(0, 0, 1).samples\n"
+        "assert _worker(data, Path(sys.argv[2]), 16).fetch(0, 0, 1).samples\n"
         "assert 'datasets' in sys.modules and 'torch' not in sys.modules\n"
     )
     words = [sys.executable, "-c", code, config(folder).source, str(folder)]

@@ -69,7 +69,7 @@ TROUBLES = (
     Trouble("holds_a_number", f"faulty:holds_a_number, {ITEM}: 'text' is int, not text", 8),
     Trouble(
         "begins_otherwise",
-        "lane 0 begins with another sample than when it was read before",
+        "faulty:begins_otherwise, item 0 is not what it was when it was read before",
         16,
         body="failures:keeps_little",
     ),

@@ -24,6 +24,8 @@ from tiny_run import STEPS, Place, acknowledged, codes, events, said, weights
 from ways import KINDS as EVERY_KIND
 from ways import Way, config, make_rows, rows_of, samples_of, taken, told
 
+from instar.data.text.stream import DocumentStream, PackedStream
+
 SHARDS = 4
 DOCUMENTS = "data.source=documents-*.parquet", "data.tokenizer=byte"
 KINDS = {
@@ -269,9 +271,12 @@ CUT_PLANS = figures.times(3, 60)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_whatever_the_cuts_it_is_the_sequence_of_the_undisturbed_run(
-    kind: str, tmp_path: Path
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part is opened anew, as a run that goes on is; steps end where epochs do."""
+    """Each part is opened anew, as a run that goes on is; steps end where epochs do. A stream has
+    seek points every few documents."""
+    monkeypatch.setattr(PackedStream, "spacing", 100)
+    monkeypatch.setattr(DocumentStream, "spacing", 3)
     path = {} if "mixture" in EVERY_KIND[kind] else {"path": str(tmp_path / "data")}
     data = config(make_rows(tmp_path), kind, **path)
     undisturbed = taken(data, Way(1), 60)

@@ -181,9 +181,9 @@ class Reader(Protocol):
 class OpenEnded(Protocol):
     """An order whose length is unknown until its end is reached."""
 
-    def explore(self, epoch: int, stop: int) -> object:
-        """Make the source read ahead until all samples before position `stop` are determined, and
-        whether more follow; afterwards the epoch's length is known if its end was reached."""
+    def explore(self, start: int, stop: int) -> object:
+        """Make the source read ahead until the samples at positions start … stop-1 are determined,
+        and whether more follow; afterwards the epoch's length is known if its end was reached."""
         ...
 
 
@@ -267,9 +267,9 @@ class LocalReader:
 
     def _within_reach(self, keys: list[StepKey], order: OpenEnded) -> list[StepKey]:
         """Return the steps that end within the epoch, after the source has looked for its end."""
-        epoch, start = divmod(keys[0].cursor, self._order.samples_per_epoch)
+        start = keys[0].cursor % self._order.samples_per_epoch
         stop = start + keys[-1].cursor - keys[0].cursor + keys[-1].global_batch
-        order.explore(epoch, stop)
+        order.explore(start, stop)
         end = self._order.samples_per_epoch
         return [keys[0], *(key for key in keys[1:] if key.cursor // end == keys[0].cursor // end)]
 

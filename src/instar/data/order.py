@@ -357,7 +357,7 @@ class LaneOrder:
             lengths: the number of samples of each lane, None if unknown.
         """
         self.lanes, self.seed, self.window = len(lengths), seed, window
-        self.explorer: Callable[[int, int], object] = lambda _epoch, _stop: None
+        self.explorer: Callable[[int, int], object] = lambda _start, _stop: None
         """Set by the source, which reports the ends of lanes that it reaches."""
         self.ends = {lane: length for lane, length in enumerate(lengths) if length is not None}
         """The number of samples of each lane whose end is known."""
@@ -394,10 +394,10 @@ class LaneOrder:
         """Return the lanes of the samples at positions start … stop-1, int64 [stop - start]."""
         return self._places(start, stop)[0]
 
-    def explore(self, epoch: int, stop: int) -> None:
-        """Make the source read ahead until all samples before position `stop` are determined, and
-        whether more follow."""
-        self.explorer(epoch, stop)
+    def explore(self, start: int, stop: int) -> None:
+        """Make the source read ahead until the samples at positions start … stop-1 are determined,
+        and whether more follow."""
+        self.explorer(start, stop)
 
     def end(self, lane: int, length: int) -> None:
         """Set the number of samples of a lane."""

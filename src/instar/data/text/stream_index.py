@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,13 +21,18 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.config.language import DataConfig
-from instar.data.order import Int64Array, LaneOrder
-from instar.data.text.stream import DocumentStream, PackedStream, TokenLanes, open_lanes
+from instar.data.order import LaneOrder
+from instar.data.text.seek_points import SeekPoints
+from instar.data.text.stream import (
+    DocumentLane,
+    DocumentStream,
+    PackedLane,
+    PackedStream,
+    TokenLanes,
+)
+from instar.data.text.stream_items import open_items
+from instar.data.text.stream_reader import HostedLanes, LaneReader, Lanes
 from instar.data.text.stream_source import (
-    HostedLanes,
-    LaneEnd,
-    LaneReader,
-    Lanes,
     LaneSamples,
     LaneWeights,
     OpenStreamSource,
@@ -54,66 +58,6 @@ class LanesRecord(msgspec.Struct, frozen=True):
     fingerprint: str
     packing: bool
     counts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PackedLane:
-    """The samples of a packed lane with `tokens` tokens."""
-
-    tokens: int
-    context: int
-
-    @property
-    def samples(self) -> int:
-        return max(0, -(-(self.tokens - 1) // self.context))
-
-    def total(self, numbers: Int64Array) -> float:
-        """Return the number of targets in the given samples."""
-        missing = self.samples * self.context - (self.tokens - 1)
-        last = np.count_nonzero(numbers == self.samples - 1)
-        return float(numbers.size * self.context - missing * last)
-
-
-@dataclass(frozen=True, eq=False)
-class DocumentLane:
-    """The samples of an unpacked lane: documents of these sizes in tokens, [samples]."""
-
-    sizes: NDArray[np.uint32]
-    context: int
-
-    @property
-    def samples(self) -> int:
-        return len(self.sizes)
-
-    def total(self, numbers: Int64Array) -> float:
-        """Return the number of targets in the given samples."""
-        targets = np.minimum(self.sizes[numbers].astype(np.int64) - 1, self.context)
-        return float(targets.sum())
-
-
-class LaneCounter:
-    """Counts the tokens or documents of lanes by reading them to the end."""
-
-    def __init__(self, tokens: TokenLanes, *, packing: bool) -> None:
-        self._tokens, self._packing = tokens, packing
-
-    def count(self, lane: int) -> int | NDArray[np.uint32]:
-        """Return the tokens of a lane, separators included; without packing, those of each document
-        that is a sample."""
-        between = self._tokens.separator.size
-        if self._packing:
-            whole = sum(
-                document.size + between
-                for documents in self._tokens.open(lane)
-                for document in documents
-            )
-            return max(0, whole - between)
-        sizes = [
-            np.array([document.size + between for document in documents], dtype=np.uint32)
-            for documents in self._tokens.open(lane)
-        ]
-        joined = np.concatenate([np.empty(0, np.uint32), *sizes])
-        return joined[joined > 1]
 
 
 def check_stream(data: DataConfig, folder: Path) -> None:
@@ -166,7 +110,7 @@ def open_stream(
     """Open the samples of a stream and their order; the caller closes the source.
 
     Args:
-        folder: holds the tokenizer and the counts.
+        folder: holds the tokenizer, the counts and the seek points.
         counted: if true, counts are required and each rank reads its own lanes; otherwise one rank
             reads all lanes, and unknown ends are found while reading and then stored.
 
@@ -184,36 +128,21 @@ def open_stream(
             hint="count them first, or use data.strategy: dispatched, which needs no counts",
             key="data.strategy",
         )
-    weights = _weights(known, folder, context) if known is not None and counted else []
-    lengths: list[int | None] = [None] * tokens.lanes
-    if known is not None and known.packing:
-        lengths = [PackedLane(count, context).samples for count in known.counts]
-    elif known is not None:
-        lengths = list(known.counts)
+    counts = [None] * tokens.lanes if known is None else known.counts
     sample_bytes = (context + 1) * tokens.dtype.itemsize
     keep = max(2 * window, _KEPT_BYTES // (tokens.lanes * sample_bytes))
-    ahead = max(1, _AHEAD_BYTES // sample_bytes)
-    samples = LaneSamples(stream, _lanes(stream, data, folder, context, ahead), lengths, keep)
-    if counted:
-        return StreamSource(samples, weights), LaneOrder(
-            [lane.samples for lane in weights], seed, window
-        )
-
-    def keep_counts(ends: Sequence[LaneEnd]) -> None:
-        counts = [end.samples for end in ends]
-        if data.packing:
-            counts = [
-                (end.samples - 1) * context + int(end.last_weight) + 1 if end.samples else 0
-                for end in ends
-            ]
-        _keep(tokens, data, folder, counts)
-
+    lanes = _lanes(stream, data, folder, max(1, _AHEAD_BYTES // sample_bytes))
+    samples = LaneSamples(stream, lanes, counts, keep, window)
+    lengths = [samples.length(lane) for lane in range(tokens.lanes)]
     order = LaneOrder(lengths, seed, window)
-    return OpenStreamSource(samples, order, keep_counts), order
+    if known is not None and counted:
+        return StreamSource(samples, _weights(known, folder, context)), order
+    return OpenStreamSource(samples, order, partial(_keep, tokens, data, folder)), order
 
 
 def _open_tokens(data: DataConfig, folder: Path) -> TokenLanes:
-    return open_lanes(data, load_tokenizer(folder))
+    ids = data.tokens_field is not None
+    return TokenLanes(open_items(data), load_tokenizer(folder), ids=ids)
 
 
 def _cut(tokens: TokenLanes, data: DataConfig, context: int) -> PackedStream | DocumentStream:
@@ -221,12 +150,12 @@ def _cut(tokens: TokenLanes, data: DataConfig, context: int) -> PackedStream | D
 
 
 def _lanes(
-    stream: PackedStream | DocumentStream, data: DataConfig, folder: Path, context: int, ahead: int
+    stream: PackedStream | DocumentStream, data: DataConfig, folder: Path, ahead: int
 ) -> Lanes:
     number = min(data.workers, stream.lanes)
     if not number:
-        return LaneReader(stream)
-    workers = Workers(partial(_reader, data, folder, context), number)
+        return _reader(stream, folder)
+    workers = Workers(partial(_worker, data, folder, stream.context), number)
     return HostedLanes(
         lambda lane, begin, count: workers.call(lane % number, "fetch", lane, begin, count),
         workers.close,
@@ -234,21 +163,15 @@ def _lanes(
     )
 
 
-def _reader(data: DataConfig, folder: Path, context: int) -> LaneReader:
-    """Open the samples in a worker."""
-    _do_without_torch()
-    return LaneReader(_cut(_open_tokens(data, folder), data, context))
+def _reader(stream: PackedStream | DocumentStream, folder: Path) -> LaneReader:
+    return LaneReader(stream, SeekPoints(folder, stream.cut, stream.spacing))
 
 
-def _counter(data: DataConfig, folder: Path) -> LaneCounter:
-    """Open the counter in a worker."""
-    _do_without_torch()
-    return LaneCounter(_open_tokens(data, folder), packing=data.packing)
-
-
-def _do_without_torch() -> None:
-    """Keep `datasets` from importing torch for its streams, which takes seconds and memory."""
+def _worker(data: DataConfig, folder: Path, context: int) -> LaneReader:
+    """Open a reader in a worker, without torch: `datasets` would import it for its streams, which
+    takes seconds and memory."""
     os.environ.setdefault("USE_TORCH", "0")
+    return _reader(_cut(_open_tokens(data, folder), data, context), folder)
 
 
 def _counted(
@@ -262,12 +185,13 @@ def _counted(
         many = f"{count:,} tokens" if isinstance(count, int) else f"{count.size:,} documents"
         say(f"lane {lane}: {many}, after {time.monotonic() - began:.1f} s")
 
+    context = 1  # counts do not depend on it
     if not workers:
-        counter = LaneCounter(tokens, packing=data.packing)
+        reader = _reader(_cut(tokens, data, context), folder)
         for lane in range(tokens.lanes):
-            told(lane, counter.count(lane))
+            told(lane, reader.count(lane))
         return counts
-    with Workers(partial(_counter, data, folder), workers) as hosts:
+    with Workers(partial(_worker, data, folder, context), workers) as hosts:
         coming = [hosts.call(lane % workers, "count", lane) for lane in range(tokens.lanes)]
         for lane, future in enumerate(coming):
             told(lane, future.result())

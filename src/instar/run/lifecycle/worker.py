@@ -436,13 +436,6 @@ def resume_from(
         with raise_on_all_ranks(world, "applying what is set anew"):
             change = Change(override, 0, 0, reason="set at resume")
             trainer.state = replay(trainer.state, trainer.parts, (change,))
-    state = trainer.state
-    again = trainer.parts.loaders.to_read_again(state.phase, state.progress.samples)
-    if again:
-        told.append(
-            f"the data is a stream, which is read from its beginning: about {again:,} samples are "
-            "read again before the first step"
-        )
     for warning in told:
         trainer.parts.logger.warn(warning, trainer.state.step)
 

@@ -108,13 +108,6 @@ class LoaderFactory:
         length of its epochs is UNKNOWN."""
         return DataPhase(context, UNKNOWN, phase.number + 1, cursor)
 
-    def to_read_again(self, phase: DataPhase, cursor: int) -> int:
-        """Approximate number of samples that a rank must read and discard to reach a cursor."""
-        if not self._config.data.read_from_start:
-            return 0
-        passed = phase.place(cursor) % phase.samples_per_epoch
-        return passed if self._parcels is not None else passed // self._world.size
-
     def open(self, task: Task, phase: DataPhase) -> Prefetcher:
         """Open this rank's loader of the phase's training samples; the caller must close it."""
         return Prefetcher(self._reader(task, phase), self._config.data.prefetch)

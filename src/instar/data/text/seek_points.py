@@ -1,0 +1,196 @@
+"""Seek points: documents of a lane at which reading can begin, kept in the data folder.
+
+seek-points/lane-K.json   the points of lane K
+
+A lane's samples are numbered from its beginning. A point says how many tokens, or documents, of the
+lane come before a document, so that reading can begin there. Points depend on neither the context
+nor the number of ranks. They are a cache: without them the same samples are read, later.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from instar.config.files import read_regular
+from instar.record.atomic import atomic_file, sweep
+
+logger = logging.getLogger(__name__)
+
+POINTS_FORMAT = "instar-seek-points/1"
+POINTS_FOLDER = "seek-points"
+
+_FINENESS = 1 << 13
+_MOST_BYTES = 1 << 23
+_SAVE_EVERY_S = 1.0
+_NEVER = float("-inf")
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class SeekPoint(NamedTuple):
+    """A document of a lane.
+
+    `offset` is the number of the lane's tokens before it, separators included, or of its documents if
+    they are not packed. `part` and `row` are those of its item, `digest` is `digest_of` its tokens.
+    """
+
+    offset: Natural
+    part: Natural
+    row: Natural
+    digest: Natural
+
+
+def digest_of(tokens: NDArray[Any]) -> int:
+    """Return 63 bits of the xxh3-64 of some tokens."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens).data) >> 1
+
+
+START = SeekPoint(0, 0, 0, 0)
+"""The beginning of a lane; no document is known there."""
+
+
+class PointsRecord(msgspec.Struct, frozen=True):
+    """The file of a lane; `checksum` is the xxh3-128 of the points as JSON."""
+
+    format: str
+    fingerprint: str
+    checksum: str
+    points: list[SeekPoint]
+
+
+@dataclass
+class _Lane:
+    points: list[SeekPoint]
+    """ascending"""
+    last: int = 0
+    """offset of the point that the current pass noted last"""
+    begun: bool = False
+    """Whether this process has read the lane's first document."""
+    changed: bool = False
+
+
+@dataclass
+class SeekPoints:
+    """The seek points of a stream.
+
+    Points are at least `spacing` apart, or 1/8192 of the offset where that is more: so their number
+    grows with the logarithm of the lane's length. A pass replaces the points that it comes by, as they may be those of an older stream.
+
+    `folder` is that of the data; a file in it that cannot be read or written is done without.
+    """
+
+    folder: Path
+    fingerprint: str
+    spacing: int
+    _lanes: dict[int, _Lane] = field(default_factory=dict)
+    _saved: float = _NEVER
+    _warned: bool = False
+
+    def before(self, lane: int, offset: int) -> SeekPoint:
+        """Return the last point of a lane at or before an offset, or START.
+
+        The first document is only compared with what this process has read: a new run may begin
+        with another stream than the one that the points are of.
+        """
+        known = self._of(lane)
+        index = bisect_right(known.points, offset, key=_OFFSET)
+        if index and (known.begun or known.points[index - 1].offset):
+            return known.points[index - 1]
+        if not known.points and offset > 2 * self.spacing:
+            self._warn(f"there are no seek points of lane {lane} in {self.folder}")
+        return START
+
+    def begin(self, lane: int, point: SeekPoint) -> None:
+        """Begin a pass over a lane at a point."""
+        self._of(lane).last = point.offset
+
+    def note(self, lane: int, point: SeekPoint) -> None:
+        """Take up a document of the current pass, unless it is too close to the last point."""
+        known = self._of(lane)
+        known.begun |= point.offset == 0
+        if 0 < point.offset < known.last + max(self.spacing, point.offset // _FINENESS):
+            return
+        low = bisect_right(known.points, known.last, key=_OFFSET) if point.offset else 0
+        high = bisect_right(known.points, point.offset, key=_OFFSET)
+        known.changed |= known.points[low:high] != [point]
+        known.points[low:high] = [point]
+        known.last = point.offset
+        if time.monotonic() >= self._saved + _SAVE_EVERY_S:
+            self.save()
+
+    def end(self, lane: int, length: int) -> None:
+        """Forget what an older stream had after the end of a lane."""
+        known = self._of(lane)
+        beyond = bisect_left(known.points, max(length, 1), key=_OFFSET)
+        known.changed |= beyond < len(known.points)
+        del known.points[beyond:]
+
+    def save(self) -> None:
+        """Write the points noted since the last call."""
+        if self._saved == _NEVER:
+            sweep(self.folder / POINTS_FOLDER)
+        for lane, known in self._lanes.items():
+            if known.changed:
+                record = PointsRecord(
+                    POINTS_FORMAT, self.fingerprint, _checksum(known.points), known.points
+                )
+                try:
+                    self._file(lane).parent.mkdir(exist_ok=True)
+                    with atomic_file(self._file(lane), durable=False) as aside:
+                        aside.write_bytes(msgspec.json.encode(record))
+                except OSError as error:
+                    self._warn(f"cannot write {self._file(lane)}: {error.strerror}")
+                known.changed = False
+        self._saved = time.monotonic()
+
+    def _of(self, lane: int) -> _Lane:
+        if lane not in self._lanes:
+            self._lanes[lane] = _Lane(self._load(lane))
+        return self._lanes[lane]
+
+    def _load(self, lane: int) -> list[SeekPoint]:
+        file = self._file(lane)
+        try:
+            record = msgspec.json.decode(read_regular(file, _MOST_BYTES), type=PointsRecord)
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._warn(f"{file} is not used: {error}")
+            return []
+        if (record.format, record.fingerprint) != (POINTS_FORMAT, self.fingerprint):
+            return []
+        ascending = all(
+            one.offset < other.offset and one[1:3] < other[1:3]
+            for one, other in pairwise(record.points)
+        )
+        if record.checksum != _checksum(record.points) or not ascending:
+            self._warn(f"{file} is not used: it is damaged")
+            return []
+        return record.points
+
+    def _file(self, lane: int) -> Path:
+        return self.folder / POINTS_FOLDER / f"lane-{lane}.json"
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            logger.warning("%s: a resumed stream is read from its beginning", what)
+        self._warned = True
+
+
+_OFFSET = attrgetter("offset")
+
+
+def _checksum(points: list[SeekPoint]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(points))
