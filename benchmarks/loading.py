@@ -84,7 +84,7 @@ FULL = Size(
     seeks=9,
     loaders=tuple(loaders.LOADERS),
     seekers=tuple(seeking.SEEKS),
-    stream_documents=10_000,
+    stream_documents=20_000,
     sparse_gb=50,
     sparse_batches=2000,
 )
@@ -235,8 +235,8 @@ def streams(size: Size, folder: Path) -> list[Case]:
         without.append(seeking.milliseconds(seek) / 1e3)
     title = f"the end of a stream of {size.stream_documents:,} documents"
     return [
-        case(f"{title}: a sample, with seek points", taken, "s"),
-        case(f"{title}: a sample, read from its beginning", without, "s"),
+        case(f"{title}: first batch, with seek points", taken, "s"),
+        case(f"{title}: first batch, read from its beginning", without, "s"),
     ]
 
 

@@ -1,5 +1,5 @@
-"""How soon a loader that starts anew gives the first batch at 90 % of an epoch, and a stream a sample
-near its end.
+"""How soon a loader that starts anew gives the first batch at 90 % of an epoch, and of a
+stream near its end.
 
     python benchmarks/seeking.py JSON
 
@@ -62,13 +62,13 @@ def make_stream(folder: Path, documents: int, words: int) -> DataConfig:
 
 
 def stream_seek(data: DataConfig, folder: Path, context: int) -> Callable[[], object]:
-    """Opens a stream and reads one of its last samples."""
+    """Opens a stream and reads a batch near its end, of samples of every lane."""
 
     def seek() -> object:
         source, order = open_stream(data, folder, context, seed=1, counted=True)
         try:
             end = order.samples_per_epoch - 4 * data.lanes
-            return source.read(order.indices(0, end, end + 1))
+            return source.read(order.indices(0, end, end + 2 * data.lanes))
         finally:
             source.close()
 
