@@ -94,7 +94,7 @@ def launch(
     path = [] if config is None else [os.fspath(config)]
     loaded = load_checked(path[0] if path else None, overrides)
     place = placement(os.environ)
-    if place.told:
+    if place.is_set:
         raise ConfigError.one(
             f"this process is already rank {place.rank} of {place.size}",
             where="environment",
@@ -116,7 +116,7 @@ def launch(
     )
     run_dir = ended.log.parents[1] if ended.log else None
     if ended.code == Interrupted.exit_code:
-        raise Interrupted(ended.text or f"go on with: instar resume {run_dir}")
+        raise Interrupted(ended.text or f"resume with: instar resume {run_dir}")
     if ended.code == StoppedUnsaved.exit_code:
         raise StoppedUnsaved(ended.text or NOTHING_STARTED)
     if ended.code == ConfigError.exit_code:

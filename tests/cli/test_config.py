@@ -72,7 +72,7 @@ def test_schema_of_a_section_or_key(section: str, rows: int, capsys: Captured) -
 
 def test_schema_of_what_there_is_not(capsys: Captured) -> None:
     assert main(["config", "schema", "modle"]) == 2
-    assert "no section or key 'modle'; did you mean 'model'?" in capsys.readouterr().err
+    assert "unknown section or key 'modle'; did you mean 'model'?" in capsys.readouterr().err
 
 
 def test_schema_as_json_is_a_json_schema(capsys: Captured) -> None:

@@ -55,7 +55,7 @@ def test_two_runs_in_one_folder_are_refused(
 def test_a_run_that_is_not_there_to_hear_is_not_asked(instar: Instar, place: Path) -> None:
     instar("train", "tiny.yaml", "--set", "record.run_dir=run")
     said = instar("control", "run", "save", code=3).stderr
-    assert "run is not running; to go on with it: instar resume run" in said
+    assert "run is not running; resume it with: instar resume run" in said
     assert not (place / "run" / "control").exists()
     assert "finished (reached 8it)" in instar("control", "run", "status").stdout
 

@@ -71,7 +71,7 @@ def test_seeds_that_also_change_the_data_are_told(
         config = {"name": "other", "seed": seed, **keys}
         written(runs / f"other-{ids}", {10: 4.0}, {10: 4.0}, config)
     assert main(["logs", "compare", "other", "--by", "seed", "--at", "step=10"]) == 0
-    note = "its 2 runs differ in their data as well, for data.seed follows seed"
+    note = "its 2 runs also differ in their data, because data.seed follows seed"
     assert (note in capsys.readouterr().err) == told
 
 
@@ -90,7 +90,7 @@ def test_json_and_markdown(capsys: Capture) -> None:
         ([], "a comparison needs two runs"),
         (["base", "gorw"], "no run 'gorw' in runs; did you mean 'grow'?"),
         (["base", "--metric", "los"], "no metric 'los' in base-abcde, base-fghjk; did you mean"),
-        (["base", "--at", "stpe=3"], "there is no axis 'stpe'; did you mean 'step'?"),
+        (["base", "--at", "stpe=3"], "unknown axis 'stpe'; did you mean 'step'?"),
         (["base", "--x", "flosp"], "did you mean 'flops'?"),
         (["base", "--at", "3"], "'3' is not a place in a run; write one like step=1000"),
         (["base", "--at-loss", "low"], "'low' is not a valid float"),

@@ -143,7 +143,7 @@ def test_a_record_with_lines_that_are_none_is_exported_without_them(
     [
         (["--to", "excel"], "excel"),
         (["--to", "parquet"], "parquet cannot go to stdout; name a folder with -o DIR"),
-        (["--to", "csv", "--json"], "name a place with -o"),
+        (["--to", "csv", "--json"], "name one with -o"),
         (["--to", "csv", "-o", "squares.txt/x.csv"], "cannot write squares.txt/x.csv"),
         (["demo-zzzzz", "--to", "csv"], "demo-zzzzz"),
         ([], "--to"),

@@ -106,7 +106,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path, capsys: 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--state", "fin"], "there is no state 'fin'; did you mean 'finished'?"),
+        (["--state", "fin"], "unknown state 'fin'; did you mean 'finished'?"),
         (["--state", "crahsed"], "did you mean 'crashed'?"),
         (["nowhere"], "no run 'nowhere'"),
         (["runs/grow-abcd"], "did you mean 'runs/grow-abcde'?"),

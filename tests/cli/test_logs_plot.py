@@ -181,7 +181,7 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed
             ["--metrics", "val/los"],
             "no metric 'val/los' in runs/demo-bcdef; did you mean 'val/loss'?",
         ),
-        (["-x", "flopz"], "--x: there is no axis 'flopz'; did you mean 'flops'?"),
+        (["-x", "flopz"], "--x: unknown axis 'flopz'; did you mean 'flops'?"),
         (
             ["-o", "a.jpg"],
             "-o: a.jpg has no suffix of a known format; use .png, .svg",
@@ -196,7 +196,7 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed
         (["--smooth", "1"], "Invalid value for '--smooth': 1.0 is not in the range 0<=x<1"),
         (["--clip", "101"], "Invalid value for '--clip': 101.0 is not in the range 50<x<=100"),
         (["nowhere"], "no run 'nowhere' in runs"),
-        (["--by", "name", "-o", "a.html"], "--by: html has no --by; zoom in the page"),
+        (["--by", "name", "-o", "a.html"], "--by: --by is not supported in html; zoom in the page"),
     ],
 )
 def test_what_cannot_be_drawn_says_what_instead(

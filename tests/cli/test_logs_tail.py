@@ -74,7 +74,7 @@ def test_a_ranks_log(run: RunDir, capsys: Capture) -> None:
     assert main(["logs", "tail", "--rank", "1", "-n", "2"]) == 0
     assert capsys.readouterr().out == "line 48\nline 49\n"
     assert main(["logs", "tail", "--rank", "3"]) == 2
-    assert "there is no log of rank 3 in runs/tail-abcde/logs; there are ranks 1" in (
+    assert "rank 3 has no log in runs/tail-abcde/logs; ranks with a log: 1" in (
         capsys.readouterr().err
     )
 
@@ -120,8 +120,8 @@ def test_ctrl_c_ends_following(run: RunDir) -> None:
     ("words", "told"),
     [
         (["tial"], "did you mean 'tail'?"),
-        (["--json", "-f"], "--json does not go with -f"),
-        (["--json", "--rank", "0"], "--json does not go with --rank"),
+        (["--json", "-f"], "--json cannot be combined with -f"),
+        (["--json", "--rank", "0"], "--json cannot be combined with --rank"),
         (["--rank", "x"], "'x' is not a valid integer"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

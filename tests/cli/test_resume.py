@@ -150,9 +150,9 @@ def test_what_cannot_change_any_more_is_refused_by_name(typed: Typed, run: Path)
     ("part", "loss"),
     [
         ("optimizer", "moments start at zero"),
-        ("scheduler", "course begins again"),
-        ("dataset", "begin again at the first sample"),
-        ("rng", "seeded anew"),
+        ("scheduler", "schedule starts again"),
+        ("dataset", "start again at the first sample"),
+        ("rng", "seeded again"),
     ],
 )
 def test_what_was_left_out_is_said_with_what_it_costs(

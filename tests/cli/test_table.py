@@ -16,7 +16,7 @@ print_table(
     ["run", "state", "step", "words"],
     [["a-run", "running", "1,000", "one two three four"], ["b", "crashed", "5", "six"]],
     right=["step"],
-    spare=["words", "state"],
+    optional=["words", "state"],
 )
 """
 
@@ -27,7 +27,7 @@ def shown(tmp_path: Path, columns: int, **env: str) -> str:
 
 
 def test_in_a_pipe_nothing_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(["run", "step"], [["a" * 300, "5"]], right=["step"], spare=["step"])
+    print_table(["run", "step"], [["a" * 300, "5"]], right=["step"], optional=["step"])
     assert capsys.readouterr().out.splitlines()[1] == "a" * 300 + "     5"
 
 

@@ -50,14 +50,14 @@ def test_the_defaults_fit_each_other() -> None:
         (
             {"train": {"until": ["10min"]}, "learning_rate": {"shape": "linear"}},
             "learning_rate.lr_decay_iters",
-            "a linear course must know its last step",
+            "a linear schedule needs its last step",
         ),
         (
             {"reproducible": "elastic", "parallel": {"elastic": {"virtual_ranks": 6}}},
             "parallel.elastic.virtual_ranks",
             "must be a power of two, got 6",
         ),
-        ({"reproducible": "elastic", "compile": True}, "compile", "does not go with reproducible"),
+        ({"reproducible": "elastic", "compile": True}, "compile", "cannot be combined with reproducible"),
     ],
 )  # fmt: skip
 def test_a_clash_names_its_likeliest_culprit(

@@ -10,7 +10,7 @@ from instar.config import CONFIG_VARIABLE, PRESETS, names_in
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import keys, sections
 from instar.config.language import LanguageConfig
-from instar.config.load import handed_over, load, unpacked
+from instar.config.load import from_launcher, load, unpacked
 from instar.config.origins import lines_of
 
 
@@ -121,10 +121,10 @@ def test_what_a_launcher_hands_over_is_taken_once(
 ) -> None:
     (tmp_path / "config.json").write_text(load(None, ["seed=3"]).packed())
     monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "config.json"))
-    taken = handed_over()
+    taken = from_launcher()
     assert taken is not None
     assert taken.config.seed == 3
-    assert handed_over() is None
+    assert from_launcher() is None
 
 
 def test_a_value_of_a_preset_points_at_the_preset() -> None:

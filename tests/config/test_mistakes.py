@@ -23,8 +23,8 @@ BROKEN = [
     ("name: a\x01b\n", "1:8", "U+0001 is not allowed", ""),
     ("x: " + "[" * 60 + "]" * 60 + "\n", "1:43", "nested more than 40 levels deep", ""),
     # a document that is no config
-    ("- a\n- b\n", "1:1", "a config is made of 'key: value' lines", ""),
-    ("just words\n", "1:1", "a config is made of 'key: value' lines", ""),
+    ("- a\n- b\n", "1:1", "a config consists of 'key: value' lines", ""),
+    ("just words\n", "1:1", "a config consists of 'key: value' lines", ""),
     ("? [a, b]\n: 1\n", "1:3", "a key must be a word", ""),
     ("seed: !secret 3\n", "1:7", 'tags such as "!secret" are not understood', ""),
     ("seed: !!int abc\n", "1:7", "cannot be read as a whole number", ""),

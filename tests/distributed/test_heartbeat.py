@@ -138,5 +138,5 @@ def test_only_the_thread_that_made_a_position_moves_it() -> None:
     saver.start()
     saver.join()
     assert (position.arrived, position.waits_for, position.doing) == (1, 1, "gathering answers")
-    position.go_on()
+    position.leave()
     assert position.waits_for == 0

@@ -65,7 +65,7 @@ def work(log):
                     raise ValueError("boom")
                 if pulse.send(Flag.STOP if stop.requested else Flag.NONE).wait().stop:
                     note(f"saved-{rank}-{log.step}")
-                    raise Interrupted("go on with: instar resume")
+                    raise Interrupted("resume with: instar resume")
 
 exit_now(run_rank(work))
 """
@@ -184,7 +184,7 @@ def test_all_ranks_stop_at_the_same_step(launcher: Launcher) -> None:
     code, errors, _ = launched.end()
     assert code == 75
     assert "SIGINT: stopping" in errors
-    assert errors.endswith("go on with: instar resume\n")
+    assert errors.endswith("resume with: instar resume\n")
     saved = sorted(file.name.split("-")[1:] for file in launched.folder.glob("saved-*"))
     assert [rank for rank, _ in saved] == ["0", "1"]
     assert saved[0][1] == saved[1][1]

@@ -98,7 +98,7 @@ def test_an_interruption_is_no_failure(record: Path) -> None:
     ("error", "code", "said"),
     [
         (ConfigError.one("n_embd is odd"), 2, "n_embd is odd"),
-        (Interrupted("go on with: instar resume r1"), 75, "go on with"),
+        (Interrupted("resume with: instar resume r1"), 75, "resume with"),
         (ValueError("boom"), 4, "rank 0 failed at step 7: ValueError: boom"),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(0), 4, "rank 0 failed at step 7: SystemExit: 0"),

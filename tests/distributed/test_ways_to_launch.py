@@ -321,7 +321,7 @@ def test_a_spawned_rank_that_fails_ends_all_and_is_named(place: Path, forks: For
 def assert_all_stopped_together(run_dir: Path, size: int) -> None:
     for rank in range(size):
         last = (run_dir / "logs" / f"rank_{rank}.log").read_text().splitlines()[-1]
-        assert last.endswith(f"stopped: go on with: instar resume {run_dir}")
+        assert last.endswith(f"stopped: resume with: instar resume {run_dir}")
     (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
     assert len(list((checkpoint / "rng").iterdir())) == size
 
@@ -344,7 +344,7 @@ def test_an_interrupted_parent_stops_the_ranks_that_it_launched(place: Path) -> 
     while " loss " not in (line := process.stdout.readline()):
         assert line, "it never trained"
     os.kill(process.pid, signal.SIGINT)
-    assert f"Interrupted: go on with: instar resume {run_dir}" in end(process, code=1)
+    assert f"Interrupted: resume with: instar resume {run_dir}" in end(process, code=1)
     assert_all_stopped_together(run_dir, 2)
 
 

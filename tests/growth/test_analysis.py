@@ -99,7 +99,7 @@ def test_adapters_are_said_to_be_unused_idle_or_used_up() -> None:
     said = "\n".join(analyzed(model).suggestions)
 
     assert rank_of(model, "blocks.0.attn.query", adapter=True).effective == (1, 1)
-    assert "blocks.0.attn.query: of its adapter of rank 8, 7 lie idle; 1 would do" in said
+    assert "blocks.0.attn.query: its adapter of rank 8 uses only 1; a rank of 1 suffices" in said
     assert "blocks.0.mlp.up: its adapter of rank 2 is used up" in said
     assert "blocks.1.mlp.up: its adapter is still zero" in said
 
@@ -111,7 +111,7 @@ def test_a_full_mlp_is_told_of_and_a_poor_one_is_not() -> None:
 
     (said,) = analyzed(model).suggestions
 
-    assert said.startswith("the MLPs of layers 1 use all")
+    assert said.startswith("the MLPs of layers 1 have full")
 
 
 @pytest.mark.parametrize("arch", [gpt2(), llama()], ids=["gpt2", "llama"])

@@ -230,7 +230,7 @@ def test_adapters_taken_away_are_gone_unless_merged_before(base: Architecture) -
     model = adapted(base, Lora("attn", 2, 3.0), Lora("embedding", 2, 1.0))
     gone, made = grown(model, operation("set_lora_rank", rank("all", 0)))
     assert (gone.arch, made.label) == (base, "lossy")
-    assert "merge_lora beforehand keeps what adapters have learnt" in made.notes
+    assert "to keep what the adapters have learned, use merge_lora first" in made.notes
     assert moved(model, gone) > 1e-3
     merged, _ = grown(model, operation("merge_lora"))
     kept, _ = grown(merged, operation("set_lora_rank", rank("all", 0)))
@@ -336,8 +336,8 @@ IMPOSSIBLE = [
     ("set_lora_rank", rank("head", 2), {}, r"the head is tied: its table is the embedding"),
     ("set_lora_rank", rank("mlp", 13), {}, r"up of shape \(12, 16\) can have; at most 12"),
     ("set_lora_rank", rank("attn", 2), {}, r"the adapters of 'attn' already are as requested"),
-    ("set_lora_rank", rank("attn", 3), {"alpha": 3.0}, r"alpha is for new adapters"),
-    ("set_lora_rank", rank("mlp", 0), {}, r"'mlp' has no adapters; set_lora_rank makes them"),
+    ("set_lora_rank", rank("attn", 3), {"alpha": 3.0}, r"alpha applies to new adapters"),
+    ("set_lora_rank", rank("mlp", 0), {}, r"'mlp' has no adapters; set_lora_rank adds them"),
     ("change_lora_rank", {"target": "mlp", "factor": 2}, {}, r"'mlp' has no adapters"),
     ("change_lora_rank", {"target": "attn", "factor": 1.1}, {}, r"already are as requested"),
     ("set_lora_alpha", {"target": "mlp", "alpha": 2.0}, {}, r"'mlp' has no adapters"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.logs.plot.axes import decades, round_places, written
+from instar.logs.plot.axes import decades, round_places, tick_texts
 from instar.logs.plot.compose import ChartRequest, compose
 from instar.logs.plot.transforms import band, smooth
 from instar.logs.query.alignment import axis_named, place_on
@@ -229,7 +229,7 @@ def test_what_cannot_be_drawn_says_why(tmp_path, wanted, message):
 
 
 def test_a_run_without_a_metric_says_so(tmp_path):
-    with pytest.raises(ConfigError, match="no metric was recorded yet"):
+    with pytest.raises(ConfigError, match="no metric has been recorded yet"):
         compose([read_run(tmp_path / "run", [])], ChartRequest())
 
 
@@ -317,4 +317,4 @@ def test_decades_lie_within_and_are_not_too_many(low, ratio, count):
     ],
 )
 def test_numbers_along_an_axis_have_one_unit(axis, places, texts):
-    assert written(axis, places) == texts
+    assert tick_texts(axis, places) == texts

@@ -13,7 +13,7 @@ from records import make_run
 from shown_runs import START, place, started, steps, told_run, write
 
 from instar.logs.read.record import AXES, read
-from instar.logs.web.curves import FIGURES, _rounded, chart_data
+from instar.logs.web.curves import SIGNIFICANT_FIGURES, _rounded, chart_data
 from instar.record.events import OperationEvent, Train
 
 
@@ -112,4 +112,4 @@ def test_rounding_keeps_six_figures(values: list[float]) -> None:
             assert math.isnan(before) == math.isnan(after)
             assert math.isnan(before) or before == after
         elif abs(before) > 1e-290:
-            assert after == pytest.approx(before, rel=10.0 ** (1 - FIGURES))
+            assert after == pytest.approx(before, rel=10.0 ** (1 - SIGNIFICANT_FIGURES))

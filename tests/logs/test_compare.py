@@ -271,11 +271,11 @@ def test_text_keeps_to_its_width(two: tuple[RunDir, RunDir], width: int) -> None
 @pytest.mark.parametrize(
     ("given_", "said"),
     [
-        ("setp=3", "there is no axis 'setp'; did you mean 'step'?"),
+        ("setp=3", "unknown axis 'setp'; did you mean 'step'?"),
         ("step=x", "'step=x' is not a place"),
         ("step=3min", "'step=3min' is not a place"),
         ("wall=3k", "'wall=3k' is not a place"),
-        ("loss<3", "say it with --at-loss"),
+        ("loss<3", "use --at-loss"),
         ("half", "'half' is not a place"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_text_means_runs(texts: tuple[str, ...], meant: list[str]) -> None:
         ("runs/grow-fghj", "did you mean 'runs/grow-fghjk'?"),
         ("zzz", "the latest of 3 in runs is 'grow-abcde'"),
         ("zzz-*", "no run matches 'zzz-*'"),
-        ("runs/notes", "runs/notes is not a run, and holds none"),
+        ("runs/notes", "runs/notes is neither a run nor a folder of runs"),
         ("", "no run ''"),
     ],
 )

@@ -119,8 +119,8 @@ def test_a_torn_last_line_is_passed_over_in_silence(tmp_path: Path) -> None:
         (train(5)[:40] + train(6), "not a whole line of JSON"),
         (b"\0" * 30 + b"\n", "30 NUL bytes"),
         (b'{"v":1,"kind":"\xff\xfe"}\n', "UTF-8"),
-        (b'{"loss":3.0,"step":5}\n', "JSON, but no event"),
-        (b"[1,2]\n", "JSON, but no event"),
+        (b'{"loss":3.0,"step":5}\n', "JSON, but not an event"),
+        (b"[1,2]\n", "JSON, but not an event"),
         (b"Traceback (most recent call last):\n", "not a whole line of JSON"),
         (b'{"v":2,"kind":"train","step":5,"loss":1.0}\n', "newer Instar: version 2"),
         (b'{"v":1,"kind":"train","step":"five","loss":1.0}\n', "step"),
@@ -180,7 +180,10 @@ def test_a_record_without_anything_is_empty(nothing: bytes, tmp_path: Path) -> N
     [
         (b"\0" * 5000, "NUL bytes"),
         (b"\n\n", "blank lines"),
-        (b'{"step":1,"train_loss":2.0}\n{"step":2,"train_loss":1.0}\n', "with step, train_loss"),
+        (
+            b'{"step":1,"train_loss":2.0}\n{"step":2,"train_loss":1.0}\n',
+            "with keys step, train_loss",
+        ),
         (b"step,loss\n1,2.0\n", "text"),
         (b"\x1f\x8b\x08\x00", "compressed"),
         (b"PK\x03\x04\x00\x00", "a binary file"),

@@ -406,7 +406,7 @@ def test_the_final_test_is_drawn(told: RunDir, shown: Shown) -> None:
     write_final_test(told)
     page = shown(report_html([read(told)]))
     said = words(page)
-    assert "5,000 samples, with the weights of step 40 (best)" in said
+    assert "5,000 samples, weights of step 40 (best)" in said
     assert "kind/accuracy 0.9750 0.0025" in said
     share = "(cell) => [cell.textContent, cell.style.getPropertyValue('--share')]"
     cells = page.locator(".tested td").all()
@@ -613,7 +613,7 @@ def test_without_javascript_the_summary_is_there(browser: Browser, page: Path) -
     try:
         without = context.new_page()
         without.goto(page.as_uri())
-        assert without.locator("text=JavaScript is off").is_visible()
+        assert without.locator("text=Curves need JavaScript").is_visible()
         assert without.locator("pre >> text=widen_mlp 64→96").is_visible()
         assert "2.9250" in without.locator("pre").inner_text()
     finally:

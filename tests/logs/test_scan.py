@@ -17,7 +17,7 @@ from records import lines
 from instar.logs.read import scan as scanning
 from instar.logs.read.columns import ABSENT, MetricTable
 from instar.logs.read.record import AXES, read
-from instar.logs.read.scan import FAULTS_TOLD, Content, pieces, scan
+from instar.logs.read.scan import MAX_FAULTS, Content, pieces, scan
 from instar.record.events import (
     NOT_AN_EVENT,
     TRAIN_METRICS,
@@ -71,7 +71,7 @@ def check(found: Content, expected: Expected) -> None:
     tables, others, faults, count, end = expected
     assert list(found.events) == others
     assert (found.lines, found.end, found.passed_over) == (count, end, len(faults))
-    assert [number for number, _ in found.faults] == faults[:FAULTS_TOLD]
+    assert [number for number, _ in found.faults] == faults[:MAX_FAULTS]
     assert set(found.tables) == set(tables)
     for name, events in tables.items():
         check_table(found.tables[name], events)

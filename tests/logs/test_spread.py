@@ -16,7 +16,7 @@ from instar.data.workers import Workers
 from instar.logs.read import cache
 from instar.logs.read import scan as scanning
 from instar.logs.read.record import RunRecord, read
-from instar.logs.read.scan import FAULTS_TOLD, pieces, scan
+from instar.logs.read.scan import MAX_FAULTS, pieces, scan
 from instar.logs.read.sidecar import cache_folder
 from instar.record.events import RecordError, Train, encode
 from instar.record.rundir import RunDir
@@ -57,7 +57,7 @@ def not_at_once(_: bytes) -> list[Any]:
 
 def test_processes_read_a_long_record_as_one_does(long: RunDir) -> None:
     expected = alone(long)
-    assert len(expected.faults) == FAULTS_TOLD + 1
+    assert len(expected.faults) == MAX_FAULTS + 1
     assert not expected.series("loss").kept.all()
     same(read(long), expected)
     assert cache.held_bytes(long.events, cache_of(long)) == expected.end

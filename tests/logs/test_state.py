@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from written_runs import BEGAN, Writer, writing
 
-from instar.logs.query.state import QUIET_S, WITHOUT_A_WORD, RunStatus, last_error, run_status
+from instar.logs.query.state import NO_REASON, QUIET_S, RunStatus, last_error, run_status
 from instar.logs.read.record import read
 from instar.record.events import Eval, Failed, RunFinished, RunStarted, Saved, Stop
 from instar.record.recorder import Recorder
@@ -58,7 +58,7 @@ def test_a_run_whose_holder_was_killed_has_crashed(tmp_path: Path) -> None:
         assert status(run).process == process.pid
         process.kill()
         process.wait()
-        assert status(run) == RunStatus("crashed", WITHOUT_A_WORD, False, "", None)
+        assert status(run) == RunStatus("crashed", NO_REASON, False, "", None)
 
 
 @pytest.mark.parametrize(("resumable", "state"), [(False, "finished"), (True, "stopped")])
@@ -142,7 +142,7 @@ def test_a_run_that_said_why_it_failed(tmp_path: Path, message: str, reason: str
 def test_a_run_that_could_not_say_why_is_explained_by_its_logs(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     log(run, 0, -50, "ERROR: rank 0 failed: of an earlier segment")
-    assert status(run).reason == WITHOUT_A_WORD
+    assert status(run).reason == NO_REASON
     log(run, 0, 20, "ERROR: rank 0 failed at step 10: PeerLost: rank 1 is gone")
     assert status(run).reason == "rank 0 failed at step 10: PeerLost: rank 1 is gone"
     log(run, 1, 21, "ERROR: rank 1 failed at step 10: ValueError: the cause")

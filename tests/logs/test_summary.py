@@ -238,7 +238,7 @@ def test_lines_of_several_runs_have_the_same_fields(tmp_path: Path, grown: Summa
     )
     assert [line.index("step") for line in lines] == [lines[0].index("step")] * 3
     assert lines[2].startswith("crashed ")
-    assert lines[2].endswith("ended without a word: killed, or the machine went down")
+    assert lines[2].endswith("ended without a message: killed, or the machine went down")
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -325,7 +325,7 @@ def test_gradients_reach_what_is_new(layer: str, op: Operation) -> None:
 @pytest.mark.parametrize(
     ("op", "said"),
     [
-        (widened("features", 9), "features is where something enters .* width, mlp, readout"),
+        (widened("features", 9), "features is an input or output axis.*: width, mlp, readout"),
         (widened("heads", 4), "no tensor has an axis 'heads'"),
         (widened("width", 9), "choose a multiple of 8"),
     ],

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.sections import AlertsConfig
-from instar.record.alerts import FEWEST, SLOW_RECORDS, SMOOTHED_OVER, Rules
+from instar.record.alerts import MIN_RECORDS, SLOW_RECORDS, SMOOTHING_WINDOW, Rules
 from instar.record.events import Alert, Event, OperationEvent, RunStarted, Skip, Train
 from instar.schedule.operations import INCOMPARABLE
 
@@ -115,13 +115,15 @@ def test_a_loss_that_gives_back_half_of_its_fall_alerts_once_and_soon(
     losses = noisy(level, min(noise, 0.2), seed)
     (alert,) = raised(curve(scale * (loss + offset) for loss in losses))
     assert alert.name == "divergence"
-    assert 300 < alert.step <= 300 + SMOOTHED_OVER
+    assert 300 < alert.step <= 300 + SMOOTHING_WINDOW
     assert alert.tokens == 10 * alert.step
     assert "at its lowest" in alert.message
 
 
 @given(
-    shift=st.floats(-100, 100), spike=st.floats(10, 1e9), width=st.integers(1, SMOOTHED_OVER // 2)
+    shift=st.floats(-100, 100),
+    spike=st.floats(10, 1e9),
+    width=st.integers(1, SMOOTHING_WINDOW // 2),
 )
 def test_a_short_spike_is_no_divergence(shift: float, spike: float, width: int) -> None:
     level = falling(10.0, 3.0, 200)
@@ -139,17 +141,17 @@ def test_a_loss_that_is_no_number_is_a_divergence() -> None:
     (alert,) = raised(curve([*falling(10.0, 3.0, 50), *[math.nan] * 10]))
     assert "not finite" in alert.message
     (alert,) = raised(curve([math.nan] * 30))
-    assert alert.step == FEWEST + 1
+    assert alert.step == MIN_RECORDS + 1
 
 
 def test_a_rise_after_an_operation_has_time_to_pass() -> None:
     before = curve(falling(8.0, 3.0, 100))
-    passing = curve([*falling(6.0, 3.0, FEWEST), *[3.0] * 30], 101)
+    passing = curve([*falling(6.0, 3.0, MIN_RECORDS), *[3.0] * 30], 101)
     staying = curve([6.0] * 40, 101)
     assert raised([*before, WIDEN, *passing]) == []
     assert len(raised([*before, *staying])) == 1
     (alert,) = raised([*before, WIDEN, *staying])
-    assert alert.step == 101 + FEWEST
+    assert alert.step == 101 + MIN_RECORDS
 
 
 def test_after_a_change_of_what_the_loss_is_of_it_is_compared_with_itself_alone() -> None:

@@ -64,7 +64,7 @@ run r7f3a  12L/768d 124M  4×H200  → runs/grow-r7f3a
 a remark
 warning: a doubt
 stopped: SIGINT  2,000 steps  → runs/grow-r7f3a
-go on with: instar resume r7f3a
+resume with: instar resume r7f3a
 """
 
 

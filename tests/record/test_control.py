@@ -17,7 +17,7 @@ def test_a_request_is_there_until_it_is_answered(tmp_path: Path) -> None:
     request = ask(folder, "save")
     assert commands(inbox) == ["save"]
     assert not request.answered()
-    assert inbox.asked("save")
+    assert inbox.is_requested("save")
     inbox.answer("save")
     assert request.answered()
     assert commands(inbox) == []
@@ -27,8 +27,8 @@ def test_an_answer_is_to_requests_of_its_kind(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "control")
     stop = ask(inbox.folder, "stop")
     saves = [ask(inbox.folder, "save") for _ in range(2)]
-    assert inbox.asked("save")
-    assert inbox.asked("stop")
+    assert inbox.is_requested("save")
+    assert inbox.is_requested("stop")
     inbox.answer("save")
     assert all(save.answered() for save in saves)
     assert not stop.answered()
@@ -62,12 +62,12 @@ def test_other_files_are_nobodys_requests(tmp_path: Path) -> None:
 def test_an_answer_is_not_to_requests_that_came_after_it_was_begun(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "control")
     first = ask(inbox.folder, "save")
-    assert inbox.asked("save")
+    assert inbox.is_requested("save")
     second = ask(inbox.folder, "save")
     inbox.answer("save")
     assert first.answered()
     assert not second.answered()
-    assert inbox.asked("save")
+    assert inbox.is_requested("save")
 
 
 def test_a_request_that_cannot_be_removed_is_answered_once(
@@ -75,12 +75,12 @@ def test_a_request_that_cannot_be_removed_is_answered_once(
 ) -> None:
     inbox = Inbox(tmp_path / "control")
     (inbox.folder / "0.save").mkdir(parents=True)
-    assert inbox.asked("save")
+    assert inbox.is_requested("save")
     inbox.answer("save")
-    assert not inbox.asked("save")
+    assert not inbox.is_requested("save")
     assert "cannot be removed" in caplog.text
     ask(inbox.folder, "save")
-    assert inbox.asked("save")
+    assert inbox.is_requested("save")
 
 
 def test_requests_that_cannot_be_read_are_none(
@@ -88,8 +88,8 @@ def test_requests_that_cannot_be_read_are_none(
 ) -> None:
     (tmp_path / "control").write_text("not a folder")
     inbox = Inbox(tmp_path / "control")
-    assert not inbox.asked("save")
-    assert not inbox.asked("stop")
+    assert not inbox.is_requested("save")
+    assert not inbox.is_requested("stop")
     inbox.clear()
     assert caplog.text.count("requests cannot be read") == 1
 

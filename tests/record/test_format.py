@@ -175,7 +175,7 @@ def test_an_early_end_says_how_to_go_on() -> None:
     )
     assert lines == [
         "stopped: SIGINT  1,200 steps  → runs/grow-r7f3a",
-        "go on with: instar resume runs/grow-r7f3a",
+        "resume with: instar resume runs/grow-r7f3a",
     ]
 
 

@@ -137,7 +137,7 @@ def small_disk(limit: int) -> Iterator[None]:
 
 def test_lines_that_a_full_disk_refuses_are_held_and_written_in_order(path: Path) -> None:
     said: list[str] = []
-    recorder = Recorder(path, tell=said.append)
+    recorder = Recorder(path, warn=said.append)
     with small_disk(1000):
         step = 0
         while path.stat().st_size + 300 < 1000 or step < 10:
@@ -181,13 +181,13 @@ def test_a_line_that_was_written_in_part_is_completed(path: Path) -> None:
     assert steps(path) == list(range(5))
 
 
-@pytest.mark.parametrize("limit", ["MOST_HELD_BYTES", "MOST_REFUSED_S"])
+@pytest.mark.parametrize("limit", ["MAX_HELD_BYTES", "MAX_REFUSED_S"])
 def test_too_much_or_too_long_says_that_the_run_should_stop(
     path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("instar.record.recorder.CLOSE_WAIT_S", 0.0)
     said: list[str] = []
-    recorder = Recorder(path, tell=said.append)
+    recorder = Recorder(path, warn=said.append)
     with small_disk(10):
         recorder.write(Train(step=1, loss=2.0))
         assert recorder.failure() is None

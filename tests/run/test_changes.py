@@ -280,7 +280,7 @@ def test_an_operation_that_fails_may_be_passed_over(make_grown: Make, tmp_path: 
     run.train()
     assert [bool(change.skipped) for change in run.state.history] == [True, False]
     (warning,) = events(tmp_path / "events.jsonl", Warn)
-    assert "skipped, the run is as it was" in warning.message
+    assert "skipped, the run is unchanged" in warning.message
     assert [one.name for one in events(tmp_path / "events.jsonl", OperationEvent)] == ["change_lr"]
 
 
@@ -306,7 +306,7 @@ def test_a_model_that_is_not_what_it_was_meant_to_be_is_not_used(
     for kind in (torch.float32, torch.float64):
         monkeypatch.setitem(TOLERANCE, kind, 0.0)
     run = make_grown(schedule(at(4, "widen_hidden", 48)))
-    with pytest.raises(RunFailed, match="is not what it was meant to be"):
+    with pytest.raises(RunFailed, match="changed more than its label allows"):
         run.train()
     assert run.state.in_force.architecture.n_embd == 32
     monkeypatch.undo()

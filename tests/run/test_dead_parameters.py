@@ -13,7 +13,7 @@ from instar.growth.plan import GrowthPlan
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
-from instar.run.loop.dead_parameters import LONGEST_WATCH, GradientWatch
+from instar.run.loop.dead_parameters import MAX_WATCHED_STEPS, GradientWatch
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2, LLAMA = gpt2(**SIZES), llama(**SIZES)
@@ -24,9 +24,9 @@ def watched(model: GPT, plan: GrowthPlan) -> GradientWatch:
     """After as many steps as the watch wants to see."""
     watch = GradientWatch(plan, "growth", model.arch.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
-    while not watch.over:
+    while not watch.is_over:
         model(*batch(model.arch)).backward()
-        watch.see({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        watch.update({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
     return watch
@@ -63,13 +63,13 @@ def test_a_new_block_with_adapters_takes_three_steps(base: Architecture) -> None
     left = []
     for _ in range(3):
         model(*batch(model.arch)).backward()
-        watch.see({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        watch.update({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
         left.append(set(watch.unreached))
     assert any(name.endswith("query.lora_a") for name in left[1])
     assert not left[2]
-    assert watch.over
+    assert watch.is_over
     assert not watch.dead
 
 
@@ -79,7 +79,7 @@ def test_a_part_that_no_gradient_reaches_is_noticed(base: Architecture) -> None:
     with torch.no_grad():
         model.get_parameter("blocks.0.mlp.up.lora_a")[1:].zero_()
     watch = watched(model, plan)
-    assert len(watch.norms) == LONGEST_WATCH
+    assert len(watch.norms) == MAX_WATCHED_STEPS
     assert not watch.dead
     dead = {f"blocks.0.mlp.up.lora_{side}": 3 for side in "ab"}
     assert watch.unreached == dead
@@ -98,5 +98,5 @@ def test_a_step_without_an_update_tells_nothing() -> None:
     model, plan = grown(random_gpt(GPT2), operation("widen_mlp", 20))
     watch = GradientWatch(plan, "growth", model.arch.parameters())
     for _ in range(4):
-        watch.see({n: torch.full_like(p, torch.nan) for n, p in model.named_parameters()})
-    assert not watch.over
+        watch.update({n: torch.full_like(p, torch.nan) for n, p in model.named_parameters()})
+    assert not watch.is_over

@@ -38,7 +38,7 @@ def after(
     state = state or MetricState()
     begun = state.best["loss"].seen if state.best else 0
     for number, row in enumerate(rows, begun + 1):
-        state = rules.see(
+        state = rules.update(
             state, dict(zip(("loss", "accuracy", "doubt"), row, strict=True)), 10 * number
         )
     return state
@@ -105,13 +105,13 @@ def test_a_run_is_given_up_where_one_or_all_stand_still(
     mode: str, rows: list[tuple[float, ...]], given_up: str
 ) -> None:
     rules = judge(early_stopping={"mode": mode, "rules": TWO})
-    assert rules.give_up(after(rules, *rows)) == (given_up or None)
+    assert rules.stop_reason(after(rules, *rows)) == (given_up or None)
 
 
 def test_without_rules_no_run_is_given_up() -> None:
     rules = judge()
-    assert rules.give_up(after(rules, *[(1, 1, 1)] * 50)) is None
-    assert rules.slow_down(after(rules, *[(1, 1, 1)] * 50), 0.1)[1] is None
+    assert rules.stop_reason(after(rules, *[(1, 1, 1)] * 50)) is None
+    assert rules.lower_lr(after(rules, *[(1, 1, 1)] * 50), 0.1)[1] is None
 
 
 def test_the_rate_falls_to_its_floor_and_no_further() -> None:
@@ -120,7 +120,7 @@ def test_the_rate_falls_to_its_floor_and_no_further() -> None:
     state, lr, found = MetricState(), 0.1, []
     for _ in range(12):
         state = after(rules, (0, 0.5, 0), state=state)
-        state, fallen = rules.slow_down(state, lr)
+        state, fallen = rules.lower_lr(state, lr)
         found.append(lr := fallen or lr)
     wanted = [0.1] * 2 + [0.05] * 2 + [0.025] * 2 + [0.02] * 6
     assert found == pytest.approx(wanted)
@@ -146,20 +146,20 @@ def test_a_rule_that_is_another_than_it_was_begins_anew() -> None:
     state, given_up = before, []
     for _ in range(4):
         state = after(loss, (0.95, 0.8, 0), state=state)
-        given_up.append(loss.give_up(state))
+        given_up.append(loss.stop_reason(state))
     assert given_up == [None] * 3 + [
         "loss has not been better than 0.95 (step 40) for 3 evaluations"
     ]
     eager = judge(early_stopping={"rules": [{"metric": "accuracy", "patience": 2}]})
     told = "accuracy has not been better than 0.9 (step 10) for 2 evaluations"
-    assert eager.give_up(before) == told
+    assert eager.stop_reason(before) == told
     other = judge(learning_rate={"plateau": {"metric": "loss", "factor": 0.5, "patience": 2}})
     watched = judge(learning_rate={"plateau": {"metric": "accuracy", "patience": 2}})
-    assert other.slow_down(after(watched, *rows), 0.1)[1] is None
+    assert other.lower_lr(after(watched, *rows), 0.1)[1] is None
     none, two = judge(), judge(early_stopping={"rules": TWO})
-    assert none.give_up(before) is None
+    assert none.stop_reason(before) is None
     told = "accuracy has not been better than 0.9 (step 10) for 3 evaluations"
-    assert two.give_up(after(two, (0.5, 0.5, 0), state=before)) == told
+    assert two.stop_reason(after(two, (0.5, 0.5, 0), state=before)) == told
 
 
 def test_a_trainer_gives_and_takes_it_up_with_its_state(trainer: Callable[..., Trainer]) -> None:

@@ -17,11 +17,11 @@ from instar.config.schema import Direction, PlateauConfig, Watch
 from instar.run.loop.early_stopping import (
     Rule,
     RuleState,
-    give_up,
+    is_on_plateau,
     lower,
-    see,
-    stands_still,
-    why,
+    reason,
+    stop_reason,
+    update,
 )
 
 NAN, INF = math.nan, math.inf
@@ -45,7 +45,7 @@ def after(rule: Rule, values: list[float], state: RuleState | None = None) -> Ru
     """The state when these values were seen, at steps 10, 20 …"""
     state = state or RuleState()
     for value in values:
-        state = see(rule, state, value, 10 * (state.seen + 1))
+        state = update(rule, state, value, 10 * (state.seen + 1))
     return state
 
 
@@ -82,7 +82,7 @@ def test_after_every_evaluation_it_is_as_the_definition_says(
     for count in range(len(values) + 1):
         seen = values[:count]
         state, found = after(rule, seen), betters(rule, seen)
-        assert stands_still(rule, state) == still(rule, seen)
+        assert is_on_plateau(rule, state) == still(rule, seen)
         assert state.seen == count
         assert state.best == (seen[found[-1]] if found else None)
         assert state.best_step == (10 * (found[-1] + 1) if found else None)
@@ -123,20 +123,20 @@ def test_several_rules_end_a_run_together_or_each_alone(
         states = [after(rule, values[:count]) for rule, values in watched]
         each = [still(rule, values[:count]) for rule, values in watched]
         expected = any(each) if mode == "any" else bool(each) and all(each)
-        reason = give_up(rules, states, mode)
-        assert (reason is not None) == expected
-        if reason is not None:
-            told = [why(*pair) for pair, at in zip(zip(rules, states, strict=True), each, strict=True) if at]  # fmt: skip
-            assert reason == " and ".join(told)
+        stopped = stop_reason(rules, states, mode)
+        assert (stopped is not None) == expected
+        if stopped is not None:
+            told = [reason(*pair) for pair, at in zip(zip(rules, states, strict=True), each, strict=True) if at]  # fmt: skip
+            assert stopped == " and ".join(told)
 
 
 def test_two_that_stand_still_at_different_times_are_not_all_at_once() -> None:
     first, second = [1.0, 2, 2, 2, 0, 0], [3.0, 2, 1, 1, 1, 1]
     states = [[after(LOSS, values[:count]) for values in (first, second)] for count in range(1, 7)]
-    assert [give_up([LOSS, LOSS], pair, "any") is not None for pair in states] == [
+    assert [stop_reason([LOSS, LOSS], pair, "any") is not None for pair in states] == [
         False, False, False, True, False, True,
     ]  # fmt: skip
-    assert all(give_up([LOSS, LOSS], pair, "all") is None for pair in states)
+    assert all(stop_reason([LOSS, LOSS], pair, "all") is None for pair in states)
 
 
 @given(
@@ -147,8 +147,8 @@ def test_a_metric_that_never_improves_ends_it_after_grace_and_patience(
 ) -> None:
     best = math.isfinite(value)
     last = rule.patience + max(rule.grace, 1 if best else 0)
-    assert not stands_still(rule, after(rule, [value] * (last - 1)))
-    assert stands_still(rule, after(rule, [value] * (last + extra)))
+    assert not is_on_plateau(rule, after(rule, [value] * (last - 1)))
+    assert is_on_plateau(rule, after(rule, [value] * (last + extra)))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_metric_that_never_improves_ends_it_after_grace_and_patience(
     ],
 )
 def test_by_hand(rule: Rule, values: list[float], at: int) -> None:
-    first = next(n for n in range(len(values) + 1) if stands_still(rule, after(rule, values[:n])))
+    first = next(n for n in range(len(values) + 1) if is_on_plateau(rule, after(rule, values[:n])))
     assert first == at == len(values)
 
 
@@ -198,7 +198,7 @@ def test_by_hand(rule: Rule, values: list[float], at: int) -> None:
     ],
 )
 def test_why_is_told_in_words(rule: Rule, values: list[float], said: str) -> None:
-    assert why(rule, after(rule, values)) == said
+    assert reason(rule, after(rule, values)) == said
 
 
 def test_a_rule_is_what_the_config_says() -> None:

@@ -123,7 +123,7 @@ def test_ctrl_c_in_training_stops_all_at_the_same_step_and_the_run_goes_on(
     run.wait_for(r"^ +3 .*loss")
     run.interrupt()
     said = run.finish(75)
-    assert said.splitlines()[-1] == f"go on with: instar resume {run_dir}"
+    assert said.splitlines()[-1] == f"resume with: instar resume {run_dir}"
     steps = {last_step(run_dir, rank) for rank in range(ranks)}
     assert len(steps) == 1
     stops = [e for e in read_events(run_dir / "events.jsonl") if isinstance(e, Stop)]
@@ -145,7 +145,7 @@ def test_ctrl_c_in_an_evaluation_stops_all(
     run.wait_for(r"^run ")
     run.interrupt()
     said = run.finish(75)
-    assert said.splitlines()[-1] == f"go on with: instar resume {run_dir}"
+    assert said.splitlines()[-1] == f"resume with: instar resume {run_dir}"
     assert curve(run_dir) == ([], [])
 
 

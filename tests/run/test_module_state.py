@@ -179,7 +179,7 @@ def test_what_the_module_froze_is_not_trained_until_somebody_says_so(tmp_path: P
         trains = {name for name, p in run.parts.stepper.parameters.items() if p.requires_grad}
         assert trains == {"up.bias", "down.weight", "down.bias"}
     events = (tmp_path / "run" / "events.jsonl").read_text("utf-8")
-    assert "up.bias trains from now on, which the task's own module had frozen" in events
+    assert "up.bias is trained from now on, although the task's module froze it" in events
 
 
 def test_a_forecast_leaves_out_what_the_module_froze(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def stream(config: Config, corpus: Path, tmp_path: Path) -> Config:
 def test_a_course_over_epochs_of_unknown_length(stream: Config) -> None:
     said = refused(stream("train.until=[3ep]"))
     assert "learning_rate.lr_decay_iters is needed" in said
-    assert "nobody knows how many samples this source has" in said
+    assert "the number of samples of this source is unknown" in said
     assert preflight(stream("train.until=[3ep]", "learning_rate.lr_decay_iters=20"), 1)
     assert preflight(stream("train.until=[20it]"), 1)
 
@@ -173,7 +173,7 @@ def test_epochs_of_unknown_length_while_the_context_changes(stream: Config) -> N
     change = 'schedule=[{"name": "set_context", "value": 4, "max_wait_iters": 5}]'
     settings = "learning_rate.lr_decay_iters=20", change
     said = refused(stream("train.until=[3ep]", *settings))
-    assert "set_context begins a stream anew" in said
+    assert "set_context restarts the stream" in said
     # samples keep their length until set_context
     longer = 'schedule=[{"name": "extend_context", "value": 512, "max_wait_iters": 5}]'
     assert preflight(stream("train.until=[3ep]", "learning_rate.lr_decay_iters=20", longer), 1)

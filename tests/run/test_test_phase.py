@@ -184,7 +184,7 @@ def test_the_last_weights_are_tested_where_the_config_says_so(place: Place) -> N
 def test_the_best_weights_are_not_promised_where_nothing_saves_them(place: Place) -> None:
     children = place.train(place.path / "run", "checkpoint.on_best=false")
     assert codes(children) == [2]
-    assert "say checkpoint.on_best: true, or test.weights: last" in said(children)
+    assert "set checkpoint.on_best: true, or test.weights: last" in said(children)
 
 
 @pytest.mark.parametrize("weights", ["best", "last"])

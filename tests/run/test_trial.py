@@ -17,7 +17,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import load
 from instar.distributed.world import World
 from instar.run.lifecycle.preflight import preflight
-from instar.run.lifecycle.trial import try_out
+from instar.run.lifecycle.trial import run_trial
 
 Try = Callable[..., list[str]]
 
@@ -33,7 +33,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     def attempted(task: str, *overrides: str, ranks: int = 1) -> list[str]:
         loaded = load("run.yaml", [f"task={task}", "precision=fp32", *overrides])
         prepared = preflight(loaded, ranks)
-        return try_out(prepared, World(0, 0, ranks, torch.device("cpu"), "gloo"))
+        return run_trial(prepared, World(0, 0, ranks, torch.device("cpu"), "gloo"))
 
     return attempted
 
@@ -58,9 +58,9 @@ REFUSED = {
     "OtherKeys": "sample 1 has y, the first one x",
     "Failing": "samples() failed: FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.npy'",
     "Leaving": "samples() failed: sys.exit() was called",
-    "Drawn": "x differs when the same samples are read again; what is drawn at random belongs in "
+    "Drawn": "x differs when the same samples are read again; random augmentation belongs in "
     "data.transform",
-    "Negative": "the first 8 samples weigh -8, which is no positive number",
+    "Negative": "the first 8 samples weigh -8, which is not a positive number",
     "HasNaN": "the loss of the first micro-batch is nan: x holds values that are not finite",
     "Double": "the model is not in float64: return x.astype('float32') from samples()",
     "Lazy": "0.weight has no size yet; give lazy modules their sizes, as in nn.Linear(in, out)",
@@ -76,7 +76,7 @@ REFUSED = {
     "DictLoss": "DictLoss.loss must be a tensor [samples], one value for each of 8, not a dict of loss",
     "MeanLoss": "MeanLoss.loss must be [samples], one for each of 8, not []: say reduction='none'",
     "NumberLoss": "NumberLoss.loss must be a tensor [samples], one value for each of 8, not a float",
-    "Detached": "the loss does not depend on the model's parameters: leave out detach(), item()",
+    "Detached": "the loss does not depend on the model's parameters: remove detach(), item()",
     "Infinite": "the loss of the first micro-batch is inf",
     "NoColumn": "loss failed: KeyError: 'label' (",
     "ListMeasure": "ListMeasure.measure must return tensors by name, not a list",

@@ -71,7 +71,7 @@ BROKEN = [
     ("- {name: change_lr, value: 2, when: {los_below: 3}}\n", "1:38", "unknown key 'los_below' in schedule[0].when", "did you mean 'loss_below'?"),
     ("- {name: change_lr, value: 2, when: {at_step: -1}}\n", "1:47", "of at least 0", ""),
     ("- {name: change_lr, value: 2, when: {at_fraction: 1.0}}\n", "1:51", "less than 1", ""),
-    ("- {name: change_lr, value: 2, when: {at_tokens: 50it}}\n", "1:49", "does not count tokens: '50it' counts steps", ""),
+    ("- {name: change_lr, value: 2, when: {at_tokens: 50it}}\n", "1:49", "is not a number of tokens: '50it' counts steps", ""),
     ("- {name: change_lr, value: 2, when: {at_tokens: many}}\n", "1:49", "not a budget: 'many'", ""),
     ("- {name: change_lr, value: 2, when: {at_tokens: 2.5}}\n", "1:49", "a whole number greater than 0 or text", ""),
     ("- {name: change_lr, value: 2, when: {any: []}}\n", "1:43", "schedule[0].when.any is empty", "list triggers"),
@@ -81,7 +81,7 @@ BROKEN = [
     ("- {name: change_lr, value: 2, when: {plateau: {window: 1, slope: 1}}}\n", "1:56", "window must be a whole number of at least 2", ""),
     ("- {name: change_lr, value: 2, when: {plateau: {window: 3}}}\n", "1:47", "plateau.slope is missing", ""),
     ("- {name: change_lr, value: 2, when: {plateau: {window: 3, slope: -1}}}\n", "1:66", "of at least 0", ""),
-    ("- {name: change_lr, value: 2, when: {waited: 3}, max_wait_iters: 3}\n", "1:37", "does not go with trigger_loss and max_wait_iters", "under 'any:'"),
+    ("- {name: change_lr, value: 2, when: {waited: 3}, max_wait_iters: 3}\n", "1:37", "cannot be combined with trigger_loss and max_wait_iters", "under 'any:'"),
     # with what else the config says
     ("- {name: set_context, value: 129, max_wait_iters: 3}\n", "1:30", "more than the 128 tokens", "extend_context before it"),
 ]  # fmt: skip
@@ -139,8 +139,8 @@ def test_all_mistakes_of_schedule_config_and_options_come_at_once(tmp_path: Path
         "grow.yaml:8:10: schedule[2].value must be a whole number, got 2.5\n"
         "  8 |   value: 2.5\n"
         "    |          ^\n"
-        "grow.yaml:9:23: schedule[2].when.at_fraction is a share of a budget that counts something; "
-        "add a budget such as 2000it to train.until, or use at_step\n"
+        "grow.yaml:9:23: schedule[2].when.at_fraction needs a budget of steps, tokens, samples or "
+        "epochs; add a budget such as 2000it to train.until, or use at_step\n"
         "  9 |   when: {at_fraction: 0.5}\n"
         "    |                       ^\n"
         "5 errors. Nothing was started.   Keys: instar config schema model"

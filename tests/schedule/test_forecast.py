@@ -200,7 +200,7 @@ def test_a_limit_that_may_be_passed_over_is_and_says_so() -> None:
         (
             [{"name": "change_lr", "value": 1e12}] * 26,
             "schedule[25].value",
-            "beyond any sense",
+            "out of range",
         ),
         (
             [{"name": "widen_mlp", "value": "x2"}, {"name": "widen_mlp", "value": 1000}],
@@ -282,7 +282,7 @@ def test_what_stays_is_not_told_again() -> None:
         "begins      at step 500 at the earliest, perhaps never",
     ):
         assert line in text.splitlines()
-    assert "if every operation comes at its earliest" in " ".join(text.split())
+    assert "if every operation fires at its earliest" in " ".join(text.split())
 
 
 def test_every_kind_of_change_has_words() -> None:

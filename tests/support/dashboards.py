@@ -15,7 +15,7 @@ import uvicorn
 
 from instar.logs.web import catalog
 from instar.logs.web import stream as live
-from instar.logs.web.server import Ending, configured, take
+from instar.logs.web.server import Ending, bind, configured
 from instar.record.events import Eval, OperationEvent, RunStarted, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
@@ -50,7 +50,7 @@ def asking(address: str) -> httpx.Client:
 def served(folder: Path) -> Iterator[str]:
     """The address of one in a thread of this process, which looks at the runs more often."""
     ending = Ending()
-    address = take("127.0.0.1", 0, None)
+    address = bind("127.0.0.1", 0, None)
     config = configured(folder, address, ending)
     server = uvicorn.Server(config)
     with pytest.MonkeyPatch.context() as patch, socket(fileno=address.descriptor) as bound:

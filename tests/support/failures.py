@@ -122,7 +122,7 @@ def full_from_step_8_to_20(argv: Sequence[str], place: str, copy: str) -> int:
 
 def full_until_given_up(argv: Sequence[str]) -> int:
     """On rank 0, the record cannot be written from step 8 on, and nobody waits for that to change."""
-    recorder.MOST_REFUSED_S, recorder.CLOSE_WAIT_S = 0.0, 0.0
+    recorder.MAX_REFUSED_S, recorder.CLOSE_WAIT_S = 0.0, 0.0
 
     def fill() -> None:
         for descriptor in Path("/proc/self/fd").iterdir():

@@ -268,7 +268,7 @@ def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, i
             if beat.wait().stop:
                 gather(world, log.rank)
                 _write(room.folder / f"saved-{log.rank}", str(step))
-                raise Interrupted("go on with: the same command")
+                raise Interrupted("resume with: the same command")
             come_to("backward", step)
             # As in a backward pass: a collective that the room knows nothing of.
             if world.size > 1:

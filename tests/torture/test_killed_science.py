@@ -158,7 +158,7 @@ def test_sigterm_in_the_test_ends_it_and_it_is_made_again(
     moment = "a micro-batch of the test"
     ranks = begin(place, run_dir, size, moment, 2, told, signal.SIGTERM)
     assert codes(ranks) == [75] * size, said(ranks)
-    assert "go on with: instar resume" in ranks[0].output()
+    assert "resume with: instar resume" in ranks[0].output()
     assert events(run_dir, "stop")[-1]["resumable"]
     assert not (run_dir / "test" / "result.json").exists()
     again = place.resume(run_dir, ranks=size)

@@ -152,7 +152,7 @@ def test_sigterm_to_a_launcher_stops_its_ranks(
     run.wait_for(r"^ +3 .*loss")
     run.terminate(group=to_group)
     told = run.finish(75)
-    assert told.splitlines()[-1] == f"go on with: instar resume {run_dir}"
+    assert told.splitlines()[-1] == f"resume with: instar resume {run_dir}"
     stop = events(run_dir, "stop")[-1]
     assert stop["resumable"]
     assert events(run_dir, "checkpoint")[-1]["step"] == stop["step"]

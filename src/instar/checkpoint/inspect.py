@@ -91,17 +91,17 @@ def check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     Raises:
         CheckpointError: one is missing or has another shape.
     """
-    there = read_header(path)
+    headers = read_header(path)
     for name, shape in shapes.items():
-        if name not in there or there[name].shape != shape:
-            found = there[name].shape if name in there else "missing"
+        if name not in headers or headers[name].shape != shape:
+            found = headers[name].shape if name in headers else "missing"
             raise CheckpointError(
                 f"{path.parent}: the tensors do not fit the architecture: {name} must have the shape "
                 f"{shape}, and is {found}"
             )
 
 
-Verdict = Literal["same", "changed", "only_a", "only_b"]
+Status = Literal["same", "changed", "only_a", "only_b"]
 
 _THREADS = 8
 
@@ -143,11 +143,11 @@ def check(path: Path) -> Check:
             for name in largest_first
         }
     wrong = [found for name in manifest.files if (found := checks[name].result())]
-    there = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     return Check(
         path,
         tuple(str(each) for each in wrong if not isinstance(each, UnreadableError)),
-        tuple(sorted(there - manifest.files.keys() - {MANIFEST})),
+        tuple(sorted(on_disk - manifest.files.keys() - {MANIFEST})),
         sum(entry.size_bytes for entry in manifest.files.values()),
         time.perf_counter() - begun,
         tuple(str(each) for each in wrong if isinstance(each, UnreadableError)),
@@ -163,7 +163,7 @@ class Difference:
     """
 
     name: str
-    verdict: Verdict
+    verdict: Status
     a: TensorEntry | None
     b: TensorEntry | None
     max_abs: float | None = None
@@ -202,7 +202,7 @@ def _compare_files(a: Path, b: Path) -> Iterator[Difference]:
             }
             for name in dict.fromkeys([*in_a, *in_b]):
                 if name not in in_a or name not in in_b:
-                    verdict: Verdict = "only_a" if name in in_a else "only_b"
+                    verdict: Status = "only_a" if name in in_a else "only_b"
                     yield Difference(name, verdict, in_a.get(name), in_b.get(name))
                 else:
                     yield _compare(name, in_a[name], in_b[name], reads[a](name), reads[b](name))
@@ -220,14 +220,14 @@ def _compare(
     if entry_a.dtype == entry_b.dtype and torch.equal(_bytes(a), _bytes(b)):
         return Difference(name, "same", entry_a, entry_b, 0.0, 0.0)
     a, b = a.to(torch.float64), b.to(torch.float64)
-    apart = b - a
+    difference = b - a
     return Difference(
         name,
         "changed",
         entry_a,
         entry_b,
-        apart.abs().max().item() if apart.numel() else 0.0,
-        (apart.norm() / a.norm()).item() if apart.any() else 0.0,
+        difference.abs().max().item() if difference.numel() else 0.0,
+        (difference.norm() / a.norm()).item() if difference.any() else 0.0,
     )
 
 

@@ -85,9 +85,9 @@ def left_at(manifest: Manifest, line: Line | None) -> int | None:
         return None
     if not manifest.line and line[0].time == 0.0:
         return None  # saved by an older Instar in a run of a newer one
-    for own, other in zip(manifest.line, line, strict=False):
-        if own != other:
-            return min(own.step, other.step)
+    for start, other in zip(manifest.line, line, strict=False):
+        if start != other:
+            return min(start.step, other.step)
     if len(manifest.line) > len(line):
         return manifest.line[len(line)].step
     rest = line[len(manifest.line) :]
@@ -159,8 +159,8 @@ def resolve(text: str, out_dir: Path = Path("runs")) -> Path:
     if _NUMBERED.fullmatch(path.name) and path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}")
     if _NUMBERED.fullmatch(path.name) and path.parent.is_dir():
-        there = ", ".join(each.name for each in checkpoints(path.parent.parent))
-        raise CheckpointError(f"{path} does not exist; existing checkpoints: {there or 'none'}")
+        existing = ", ".join(each.name for each in checkpoints(path.parent.parent))
+        raise CheckpointError(f"{path} does not exist; existing checkpoints: {existing or 'none'}")
     root = path if (path / "checkpoints").is_dir() else find_run(text, out_dir).path
     return latest(root)
 
@@ -174,10 +174,10 @@ def latest(root: Path) -> Path:
     if (named := pointed_at(root, LATEST)) is not None:
         return named
     line = line_of(root)
-    whole = [path for path in checkpoints(root) if _leads_to(path, line)]
-    if not whole:
+    found = [path for path in checkpoints(root) if _leads_to(path, line)]
+    if not found:
         raise CheckpointError(f"no checkpoint in {root / 'checkpoints'}")
-    return whole[-1]
+    return found[-1]
 
 
 def _leads_to(path: Path, line: Line | None) -> bool:
@@ -203,8 +203,8 @@ def pointed_at(root: Path, pointer: str) -> Path | None:
         name = read_regular(folder / pointer).decode("utf-8", "replace").strip()
     except OSError:
         return None
-    there = _NUMBERED.fullmatch(name) and (folder / name / MANIFEST).is_file()
-    return folder / name if there else None
+    exists = _NUMBERED.fullmatch(name) and (folder / name / MANIFEST).is_file()
+    return folder / name if exists else None
 
 
 def best_pointer(metric: str) -> str:
@@ -215,8 +215,8 @@ def best_pointer(metric: str) -> str:
 
 def pointers(root: Path) -> list[str]:
     """Returns the pointers of a run: latest, best, best-…"""
-    there = sorted(path.name for path in (root / "checkpoints").glob(f"{BEST}*"))
-    return [LATEST, *there]
+    best = sorted(path.name for path in (root / "checkpoints").glob(f"{BEST}*"))
+    return [LATEST, *best]
 
 
 def point(root: Path, pointer: str, checkpoint: Path) -> None:
@@ -288,10 +288,10 @@ def prune(root: Path, keep: RetentionPolicy) -> list[Path]:
     """
     known = list(_manifests(checkpoints(root)))
     named = {pointed_at(root, pointer) for pointer in pointers(root)}
-    gone = [path for path in prunable(known, keep, line_of(root)) if path not in named]
+    removed = [path for path in prunable(known, keep, line_of(root)) if path not in named]
     try:
-        for path in gone:
+        for path in removed:
             atomic.discard(path)
     except OSError as error:
         raise CheckpointError(f"cannot delete {path}: {error}") from error
-    return gone
+    return removed

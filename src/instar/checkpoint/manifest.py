@@ -60,8 +60,7 @@ COMPONENTS = {
         StateComponent(
             "optimizer",
             Pattern.REPLICATED,
-            lost="the optimizer's moments start at zero: expect a rise of the loss for some "
-            "hundred steps",
+            lost="the optimizer's moments start at zero: expect a higher loss for some hundred steps",
         ),
         StateComponent(
             "ema", Pattern.REPLICATED, lost="the moving average starts again from the weights"
@@ -70,7 +69,7 @@ COMPONENTS = {
         StateComponent(
             "rng",
             Pattern.PER_RANK,
-            lost="the generators are seeded anew from the seed, the step and the rank",
+            lost="random generators are seeded again from the seed, the step and the rank",
         ),
     )
 }

@@ -157,7 +157,7 @@ def publish(
         ):
             if world.is_main:
                 writer.open()
-        writer.aside = writer.folder / str(agree(world, writer.aside.name))
+        writer.temporary = writer.folder / str(agree(world, writer.temporary.name))
         with (
             raise_on_all_ranks(world, f"writing the checkpoint of step {step:,}"),
             _as_checkpoint_error(writer),
@@ -179,7 +179,7 @@ class CheckpointWriter:
     def __init__(self, root: Path, step: int, files_at_once: int = 1) -> None:
         self.root, self.step, self.files_at_once = root, step, files_at_once
         self.folder = root / "checkpoints"
-        self.aside = self.folder / f"{atomic.ASIDE}{secrets.token_hex(8)}"
+        self.temporary = self.folder / f"{atomic.TMP}{secrets.token_hex(8)}"
         self.files: dict[str, FileEntry] = {}
         """entries of the written files by name"""
 
@@ -187,7 +187,7 @@ class CheckpointWriter:
         """Creates the temporary folder, and removes those that crashes left."""
         atomic.make_folder(self.folder)
         atomic.sweep(self.folder)
-        atomic.make_folder(self.aside)
+        atomic.make_folder(self.temporary)
 
     def write(self, components: Mapping[str, Tensors], state: Mapping[str, Any], rank: int) -> None:
         """Writes and syncs the files of this rank."""
@@ -198,7 +198,7 @@ class CheckpointWriter:
         for name, tensors in components.items():
             pattern = known[name].pattern
             if rank == 0 or pattern is Pattern.PER_RANK:
-                path = self.aside / known[name].file(rank)
+                path = self.temporary / known[name].file(rank)
                 if pattern is Pattern.PER_RANK:
                     atomic.make_folder(path.parent)
                 files[path] = tensors
@@ -206,13 +206,13 @@ class CheckpointWriter:
         with ThreadPoolExecutor(self.files_at_once) as writers:
             list(writers.map(_write_tensors, files.keys(), files.values()))
         if rank == 0:
-            atomic.write_synced(self.aside / STATE, encode_json(state))
-        self.add_files([*files, *([self.aside / STATE] if rank == 0 else [])])
+            atomic.write_synced(self.temporary / STATE, encode_json(state))
+        self.add_files([*files, *([self.temporary / STATE] if rank == 0 else [])])
 
     def add_files(self, paths: Iterable[Path]) -> None:
         """Adds written files to the manifest and syncs their folders."""
         for path in paths:
-            self.files[path.relative_to(self.aside).as_posix()] = _entry(path, self.aside)
+            self.files[path.relative_to(self.temporary).as_posix()] = _entry(path, self.temporary)
             atomic.sync_folder(path.parent)
 
     def publish(
@@ -234,9 +234,9 @@ class CheckpointWriter:
             versions=versions(),
             **{field: getattr(facts, field) for field in Facts.__struct_fields__},
         )
-        atomic.write_synced(self.aside / MANIFEST, encode_manifest(manifest))
-        atomic.sync_folder(self.aside)
-        path = _publish_folder(self.aside, self.folder, self.step)
+        atomic.write_synced(self.temporary / MANIFEST, encode_manifest(manifest))
+        atomic.sync_folder(self.temporary)
+        path = _publish_folder(self.temporary, self.folder, self.step)
         for parent in (self.folder, self.root, self.root.parent):
             atomic.sync_folder(parent)
         atomic.replace_file(self.folder / LATEST, path.name.encode() + b"\n")
@@ -249,7 +249,7 @@ class CheckpointWriter:
             with _as_checkpoint_error(self):
                 yield
         except BaseException:
-            atomic.remove_tree(self.aside)
+            atomic.remove_tree(self.temporary)
             raise
 
 
@@ -287,17 +287,19 @@ def _check_names(tensors: Tensors) -> None:
             raise ValueError(f"save the model that was wrapped, not its wrapper: {name!r}")
 
 
-def _entry(path: Path, aside: Path) -> FileEntry:
-    return describe(path, COMPONENTS[path.relative_to(aside).parts[0].partition(".")[0]].pattern)
+def _entry(path: Path, temporary: Path) -> FileEntry:
+    return describe(
+        path, COMPONENTS[path.relative_to(temporary).parts[0].partition(".")[0]].pattern
+    )
 
 
 def _write_tensors(path: Path, tensors: Tensors) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(whole, path)
+        save_file(contiguous, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     except RuntimeError as error:
@@ -305,29 +307,32 @@ def _write_tensors(path: Path, tensors: Tensors) -> None:
     atomic.adopt_file(path)
 
 
-def _publish_folder(aside: Path, folder: Path, step: int) -> Path:
+def _publish_folder(temporary: Path, folder: Path, step: int) -> Path:
     """Renames to the first free name for `step`, unless an identical checkpoint exists."""
     attempt = 0
     while True:
         path = folder / (f"step-{step}.{attempt}" if attempt else f"step-{step}")
         if path.exists():
-            if _same_content(aside, path):
-                atomic.remove_tree(aside)
+            if _same_content(temporary, path):
+                atomic.remove_tree(temporary)
                 return path
             attempt += 1
             continue
-        atomic.rename(aside, path)
+        atomic.rename(temporary, path)
         return path
 
 
-def _same_content(aside: Path, published: Path) -> bool:
+def _same_content(temporary: Path, published: Path) -> bool:
     """Whether both are equal, except time and reason, and the published one is intact."""
     try:
-        verify(published, there := read_manifest(published))
+        verify(published, manifest := read_manifest(published))
     except CheckpointError:
         return False
     return (
-        msgspec.structs.replace(read_manifest(aside), time=there.time, reason=there.reason) == there
+        msgspec.structs.replace(
+            read_manifest(temporary), time=manifest.time, reason=manifest.reason
+        )
+        == manifest
     )
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from instar.checkpoint.listing import Line
     from instar.checkpoint.manifest import Manifest
 
-BROKEN = 3
-WHAT_TO_GIVE = (
+EXIT_BROKEN = 3
+EXPECTED = (
     "Give a checkpoint's folder, the one with manifest.json in it, or a run by its folder, id, "
     "name or `latest`"
 )
@@ -57,8 +57,8 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
     for fault in (*faults, *unreadable):
         click.echo(fault, err=True)
     if faults:
-        return _advise(root)
-    return BROKEN if unreadable else 0
+        return _print_newest_intact(root)
+    return EXIT_BROKEN if unreadable else 0
 
 
 @checkpoint.command()
@@ -77,7 +77,7 @@ def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None
     from instar.cli.describe import parameter_count, print_headers, print_manifest
 
     path = checkpoint_at(where)
-    with _advised(path):
+    with _with_advice(path):
         manifest = read_manifest(path)
     if config_only:
         from instar.config.origins import yaml_of
@@ -93,16 +93,16 @@ def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None
         except CheckpointError as error:
             faults.append(str(error))
     if as_json:
-        said = {"path": str(path), "parameters": parameter_count(manifest, headers)}
-        said |= msgspec.to_builtins(manifest)
-        print_json(said | ({"tensors": msgspec.to_builtins(headers)} if tensors else {}))
+        as_json_data = {"path": str(path), "parameters": parameter_count(manifest, headers)}
+        as_json_data |= msgspec.to_builtins(manifest)
+        print_json(as_json_data | ({"tensors": msgspec.to_builtins(headers)} if tensors else {}))
     else:
         print_manifest(path, manifest, headers)
         if tensors:
             print_headers(headers)
     if faults:
         raise CheckpointError(
-            "\n".join([*faults, f"What else is broken: instar checkpoint verify {path}"])
+            "\n".join([*faults, f"List all broken files: instar checkpoint verify {path}"])
         )
 
 
@@ -129,10 +129,10 @@ def verify(where: str, every: bool, as_json: bool) -> int:
         if not as_json:
             print_check(checks[-1])
     if as_json:
-        print_json([_of_check(each) for each in checks])
+        print_json([_check_to_json(each) for each in checks])
     if any(each.broken for each in checks):
-        return _advise(_root(where))
-    return BROKEN if any(each.unreadable for each in checks) else 0
+        return _print_newest_intact(_root(where))
+    return EXIT_BROKEN if any(each.unreadable for each in checks) else 0
 
 
 @checkpoint.command()
@@ -150,9 +150,9 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
     from instar.config.fields import differing
 
     path_a, path_b = checkpoint_at(a), checkpoint_at(b)
-    with _advised(path_a):
+    with _with_advice(path_a):
         one = read_manifest(path_a)
-    with _advised(path_b):
+    with _with_advice(path_b):
         other = read_manifest(path_b)
     groups = {
         "architecture": differing([one.architecture, other.architecture]),
@@ -162,11 +162,15 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
     }
     compared = compare_tensors(path_a, path_b)
     if as_json:
-        said: dict[str, Any] = {"a": str(path_a), "b": str(path_b)}
+        as_json_data: dict[str, Any] = {"a": str(path_a), "b": str(path_b)}
         for group, found in groups.items():
-            said[group] = {key: {"a": left, "b": right} for key, (left, right) in found.items()}
-        said["tensors"] = {file: [d.to_dict() for d in found] for file, found in compared.items()}
-        print_json(said)
+            as_json_data[group] = {
+                key: {"a": left, "b": right} for key, (left, right) in found.items()
+            }
+        as_json_data["tensors"] = {
+            file: [d.to_dict() for d in found] for file, found in compared.items()
+        }
+        print_json(as_json_data)
     else:
         print_facts(groups, str(path_a), str(path_b))
         print_tensors(compared, tensors)
@@ -189,7 +193,7 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
 
     from instar.run.lifecycle.analysis import analyze_checkpoint
 
-    with _advised(path):
+    with _with_advice(path):
         found = analyze_checkpoint(path, before)
     if as_json:
         print_json(found.to_dict())
@@ -214,7 +218,7 @@ def export(where: str, folder: Path, _to: str, ema: bool) -> None:
 
     from instar.models.hf import CLASSES, export_folder, style_of
 
-    with _advised(path):
+    with _with_advice(path):
         found = load(path)
     with _checkpoint_errors():
         arch = export_folder(found, folder, averaged=ema)
@@ -248,7 +252,7 @@ def _checkpoint_errors(*advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def _advised(path: Path) -> Iterator[None]:
+def _with_advice(path: Path) -> Iterator[None]:
     """Add to a CheckpointError the command that lists the whole checkpoints of the run."""
     from instar.checkpoint.manifest import CheckpointError
 
@@ -256,7 +260,7 @@ def _advised(path: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         run = path.absolute().parent.parent
-        advice = f"Which of its run are whole: instar checkpoint list {run} --verify"
+        advice = f"List the run's whole checkpoints: instar checkpoint list {run} --verify"
         raise CheckpointError(f"{error}\n{advice}") from error
 
 
@@ -268,7 +272,7 @@ def checkpoint_at(text: str) -> Path:
     """
     from instar.checkpoint.listing import resolve
 
-    with _checkpoint_errors(WHAT_TO_GIVE):
+    with _checkpoint_errors(EXPECTED):
         return resolve(text)
 
 
@@ -281,7 +285,7 @@ def _root(text: str) -> Path:
         return path.parent.parent
     if (path / "checkpoints").is_dir():
         return Path(text)
-    with _checkpoint_errors(WHAT_TO_GIVE):
+    with _checkpoint_errors(EXPECTED):
         return find_run(text).path
 
 
@@ -315,7 +319,7 @@ def _row(path: Path, verify: bool, line: Line | None) -> dict[str, Any]:
     }
 
 
-def _of_check(each: Check) -> dict[str, Any]:
+def _check_to_json(each: Check) -> dict[str, Any]:
     return {
         "path": str(each.path),
         "whole": not each.broken and not each.unreadable,
@@ -328,17 +332,17 @@ def _of_check(each: Check) -> dict[str, Any]:
     }
 
 
-def _advise(root: Path) -> int:
+def _print_newest_intact(root: Path) -> int:
     """Print on stderr the newest whole checkpoint of a run with a damaged one; return exit code 3."""
     from instar.checkpoint.listing import latest_intact
     from instar.checkpoint.manifest import CheckpointError
 
     try:
-        whole, _ = latest_intact(root)
-        click.echo(f"The newest whole checkpoint of this run is {whole.path}", err=True)
+        intact, _ = latest_intact(root)
+        click.echo(f"The newest whole checkpoint of this run is {intact.path}", err=True)
     except CheckpointError:
         click.echo("No checkpoint of this run is whole", err=True)
-    return BROKEN
+    return EXIT_BROKEN
 
 
 def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -360,7 +364,7 @@ def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
     try:
         config, settings = effective(began, history_from_json(manifest.history))
     except ValueError as error:
-        raise CheckpointError(f"{path}: its history cannot be followed: {error}") from error
+        raise CheckpointError(f"{path}: its history is invalid: {error}") from error
     force = dataclasses.asdict(settings)
     return values(config) | {f"in force: {name}": value for name, value in force.items()}
 

@@ -61,8 +61,8 @@ def init(kind: str, path: str | None, chosen: tuple[str, ...], force: bool) -> N
     except FileExistsError:
         raise ConfigError.one("the file already exists", path, "--force overwrites it") from None
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError.one(f"cannot be written: {said}", path) from None
+        message = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError.one(f"cannot be written: {message}", path) from None
     click.echo(f"wrote {path}   next: instar train {path}", err=True)
 
 
@@ -99,9 +99,11 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
     given |= {"preset": list(chosen)} if chosen else {}
     config = load(None, [f"{key}={json.dumps(value)}" for key, value in given.items()]).config
 
-    about = "\n".join(line[2:] for line in takewhile(lambda line: line[0] == "#", text.split("\n")))
+    description = "\n".join(
+        line[2:] for line in takewhile(lambda line: line[0] == "#", text.split("\n"))
+    )
     of = "" if task == LANGUAGE else f" --task {task}"
-    head = f"{about}\n{_REST}".format(of=of, path=printable(shlex.quote(path)))
+    head = f"{description}\n{_REST}".format(of=of, path=printable(shlex.quote(path)))
     lines = [*(f"# {line}".rstrip() for line in head.splitlines()), ""]
     section = ""
     for key, value in values(config).items():
@@ -137,8 +139,7 @@ def config() -> None:
 def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print the settings in force: defaults, presets, the file CFG, then --set.
 
-    The output is itself a config that can be run (without --json --origin: then it is a
-    record of keys).
+    The output is itself a valid config (except with --json --origin: a record of keys).
     """
     from instar.config.fields import values
 
@@ -159,9 +160,9 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
 @click.option("--task", default="language", show_default=True, help="Task whose schema is shown.")
 @json_option
 def schema(section: str | None, task: str, as_json: bool) -> None:
-    """List the keys that there are, or those of one SECTION.
+    """List all config keys, or those of one SECTION.
 
-    With --json the JSON Schema of a config file, from which editors complete and check.
+    --json prints the JSON Schema of a config file, which editors use to complete and check.
     """
     from instar.config.document import dotted
     from instar.config.errors import ConfigError
@@ -175,21 +176,21 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
     )
     from instar.config.origins import in_yaml
     from instar.config.roots import root_of
-    from instar.config.suggestions import key_meant, nearest
+    from instar.config.suggestions import nearest, suggest_key
 
     name, root = section or "", root_of(task)
-    there = list(filter(None, sections(root)))
+    names = list(filter(None, sections(root)))
     if name not in sections(root) and name not in keys(root):
-        meant = key_meant(root, name) or nearest(name, [*there, *keys(root)])
-        hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(there)}"
-        raise ConfigError.one(f"there is no section or key '{name}'", hint=hint)
+        suggestion = suggest_key(root, name) or nearest(name, [*names, *keys(root)])
+        hint = f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(names)}"
+        raise ConfigError.one(f"unknown section or key '{name}'", hint=hint)
     if as_json:
         print_json(editor_schema(root, name))
         return
     rows = [
         (
             key,
-            _brief(expected(root, tuple(key.split(".")))),
+            _short_type(expected(root, tuple(key.split(".")))),
             in_yaml(default(field)),
             field.description or "",
         )
@@ -200,7 +201,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
         rows += [
             (
                 dotted(path),
-                _brief(expected(root, path)),
+                _short_type(expected(root, path)),
                 "" if field.is_required() else in_yaml(default(field)),
                 field.description or "",
             )
@@ -218,9 +219,9 @@ def validate(cfg: str, overrides: tuple[str, ...]) -> None:
     from instar.config.fields import values
 
     loaded = _load(cfg, overrides)
-    every = values(loaded.config)
-    given = sum(loaded.origins[key] != "default" for key in every)
-    click.echo(f"{cfg}: ok, {given} of {len(every)} keys set")
+    all_values = values(loaded.config)
+    given = sum(loaded.origins[key] != "default" for key in all_values)
+    click.echo(f"{cfg}: ok, {given} of {len(all_values)} keys set")
 
 
 @config.command()
@@ -265,7 +266,7 @@ def _load(cfg: str | None, overrides: Sequence[str] = ()) -> Loaded:
     return load_checked(cfg, overrides, import_task=is_trusted() or not of_run)
 
 
-def _brief(words: str) -> str:
+def _short_type(words: str) -> str:
     """Shorten the description of a type for a table."""
     for long, short in (
         ("greater than", ">"),
@@ -294,10 +295,10 @@ def schedule() -> None:
 def check(
     file: str, cfg: str | None, nproc: int, overrides: tuple[str, ...], as_json: bool
 ) -> None:
-    """Print what the run would be, stage by stage, under the schedule in FILE.
+    """Print a forecast of the run, stage by stage, with the schedule in FILE.
 
-    Every mistake is listed with its line, exit code 2. No data are prepared for it: where they
-    are not there yet, epochs are not known.
+    Every mistake is listed with its line, exit code 2. No data are prepared: until they are,
+    epochs are unknown.
     """
     from instar.schedule.checks import load_checked
     from instar.schedule.forecast import checked_forecast
@@ -306,8 +307,8 @@ def check(
 
     loaded = load_checked(cfg, (*overrides, schedule_option(file)))
     spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
-    told = checked_forecast(loaded, spec, nproc)
+    forecast = checked_forecast(loaded, spec, nproc)
     if as_json:
-        print_json(told.to_dict())
+        print_json(forecast.to_dict())
     else:
-        click.echo(render(told))
+        click.echo(render(forecast))

@@ -127,12 +127,12 @@ def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
         summary = _summary(dataset)
         print_json(summary | {"verified": verify} | {"sample": beginnings})
         return
-    told = _told(dataset.source)
+    origin = _source_options(dataset.source)
     facts = [
         ("kind", _kind(dataset)),
         ("tokenizer", f"{dataset.tokenizer}, vocabulary {dataset.vocab_size:,}"),
         ("fingerprint", f"{dataset.fingerprint}{'  verified' if verify else ''}"),
-        ("made from", ", ".join(f"{key}={value}" for key, value in told.items())),
+        ("made from", ", ".join(f"{key}={value}" for key, value in origin.items())),
     ]
     print_named(facts, 13)
     click.echo()
@@ -194,7 +194,7 @@ def _elsewhere(dataset: TokenDataset) -> dict[str, Any]:
     return {"tokens" if record.packing else "documents": list(record.counts)}
 
 
-def _told(source: Mapping[str, Any]) -> dict[str, Any]:
+def _source_options(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters to print: those that are set."""
     unread = {"resolved"}
     if source.get("kind") in ("stream", "python"):

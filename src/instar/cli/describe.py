@@ -66,7 +66,7 @@ def _facts(path: Path, manifest: Manifest, headers: Headers) -> Iterator[tuple[s
     yield "checkpoint", str(path)
     yield "step", f"{manifest.step:,}"
     yield "saved", f"{saved}, {duration(time.time() - manifest.time)} ago, by {ranks}"
-    yield "reason", manifest.reason or "not said"
+    yield "reason", manifest.reason or "unknown"
     if done:
         yield "progress", ", ".join(_amount(unit, value) for unit, value in done.items())
     if manifest.loss is not None:
@@ -125,15 +125,15 @@ def _operation(entry: Any) -> str:
             changed = ", ".join(f"{key} {_cell(value)}" for key, value in given.items())
             return f"step {step:,}: set at resume: {changed}"
         case {"operation": {"name": str(name), **values}, "step": int(step)}:
-            told = [_cell(value) for value in values.values() if value not in (None, {})]
-            return " ".join([f"step {step:,}:", name, *told])
+            texts = [_cell(value) for value in values.values() if value not in (None, {})]
+            return " ".join([f"step {step:,}:", name, *texts])
     return _cell(entry)
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the checkpoints of a run, given as in `instar checkpoint list --json`."""
     now = time.time()
-    told = []
+    texts = []
     for row in rows:
         cells = ["?"] * 6
         if "step" in row:
@@ -148,8 +148,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         state = ["BROKEN"] if row["broken"] else ["whole"] if row["verified"] else []
         left = row.get("left_at")
         branch = [] if left is None else [f"left at step {left:,}"]
-        told.append([row["name"], *cells, " ".join([*row["pointers"], *branch, *state])])
-    print_table(["checkpoint", "step", "tokens", "loss", "size", "age", "reason", ""], told)
+        texts.append([row["name"], *cells, " ".join([*row["pointers"], *branch, *state])])
+    print_table(["checkpoint", "step", "tokens", "loss", "size", "age", "reason", ""], texts)
 
 
 def print_check(each: Check) -> None:
@@ -187,11 +187,11 @@ def print_tensors(compared: Mapping[str, Sequence[Difference]], in_full: bool) -
         unlike = [each for each in found if each.verdict != "same"]
         if unlike and (in_full or file == "model.safetensors"):
             click.echo()
-            rows = [[each.name, *_verdict(each)] for each in unlike]
+            rows = [[each.name, *_difference_cells(each)] for each in unlike]
             print_table([file, "", "max |b - a|", "‖b - a‖ / ‖a‖"], rows)
 
 
-def _verdict(each: Difference) -> list[str]:
+def _difference_cells(each: Difference) -> list[str]:
     if each.max_abs is not None and each.relative_l2 is not None:
         return ["changed", f"{each.max_abs:.3g}", f"{each.relative_l2:.3g}"]
     if each.a and each.b:
@@ -241,11 +241,11 @@ def print_analysis(found: CheckpointAnalysis) -> None:
             [[f"layer {layer}", "  ".join(shares)] for layer, shares in layers.items()],
         )
     click.echo()
-    for line in _beside(found):
+    for line in _notes(found):
         click.echo(line)
 
 
-def _beside(found: CheckpointAnalysis) -> Iterator[str]:
+def _notes(found: CheckpointAnalysis) -> Iterator[str]:
     analysis = found.analysis
     if (drift := analysis.drift) is not None:
         yield (

@@ -47,7 +47,7 @@ class _Visible(io.TextIOWrapper):
         return len(text)
 
 
-def speak_plainly(environment: Mapping[str, str] = os.environ) -> None:
+def set_encoding(environment: Mapping[str, str] = os.environ) -> None:
     """Encode output as ASCII on both streams if the locale or the stream does not support Unicode.
 
     In the locale C, Python uses UTF-8, which such a terminal garbles.

@@ -58,62 +58,64 @@ def events(
 ) -> None:
     """Print the events of each RUN: as text, as JSON lines (jsonl) or as one JSON document.
 
-    JSON lines of a single run are those of its record, byte for byte; of several runs, or with
-    --superseded, what they are of is added.
+    JSON lines of a single run are identical to its record; for several runs, or with
+    --superseded, `run` and `superseded` are added.
     """
     from instar.logs.read.filters import KINDS, check_kinds, filter_events, kind_of
 
-    found, met = chosen(runs), set[str]()
+    found, seen_kinds = chosen(runs), set[str]()
 
-    def sifted(run: RunDir) -> Iterator[FilteredEvent]:
+    def filtered(run: RunDir) -> Iterator[FilteredEvent]:
         for one in filter_events(
             run, kinds, from_step=from_step, to_step=to_step, superseded=superseded
         ):
-            met.add(kind_of(one.event))
+            seen_kinds.add(kind_of(one.event))
             yield one
 
-    each: Each = ((run, sifted(run)) for run in found)
+    each: Each = ((run, filtered(run)) for run in found)
     if not set(kinds) <= set(KINDS):  # kinds of a newer Instar, or misspelt: look into the records
-        each = [(run, list(sifted(run))) for run in found]
-        check_kinds(kinds, met)
-    told = {"text": _text, "jsonl": _lines, "json": _json}["json" if as_json else form]
-    deliver(told(each, many=len(found) > 1, superseded=superseded), output, open_it=open_it)
+        each = [(run, list(filtered(run))) for run in found]
+        check_kinds(kinds, seen_kinds)
+    format_events = {"text": _text, "jsonl": _lines, "json": _json}["json" if as_json else form]
+    deliver(
+        format_events(each, several=len(found) > 1, superseded=superseded), output, open_it=open_it
+    )
 
 
-def _text(each: Each, *, many: bool, superseded: bool) -> Iterator[str]:  # noqa: ARG001
+def _text(each: Each, *, several: bool, superseded: bool) -> Iterator[str]:  # noqa: ARG001
     from instar.logs.text.format_event import EventFormatter
 
     for number, (run, found) in enumerate(each):
-        if many:
+        if several:
             yield from ["", str(run.path)][number == 0 :]
-        teller = EventFormatter(run.path)
+        formatter = EventFormatter(run.path)
         for one in found:
             mark = "  (superseded)" if one.superseded else ""
-            yield from (f"{line}{mark}" for line in teller.every(one.event))
+            yield from (f"{line}{mark}" for line in formatter.every(one.event))
 
 
-def _lines(each: Each, *, many: bool, superseded: bool) -> Iterator[str]:
+def _lines(each: Each, *, several: bool, superseded: bool) -> Iterator[str]:
     for run, found in each:
         for one in found:
-            if many or superseded:
-                yield json.dumps(_object(run, one, many, superseded), separators=(",", ":"))
+            if several or superseded:
+                yield json.dumps(_object(run, one, several, superseded), separators=(",", ":"))
             else:
                 yield one.line.decode("utf-8", "backslashreplace")
 
 
-def _json(each: Each, *, many: bool, superseded: bool) -> Iterator[str]:
+def _json(each: Each, *, several: bool, superseded: bool) -> Iterator[str]:
     before = "["
     for run, found in each:
         for one in found:
-            yield f"{before}{json.dumps(_object(run, one, many, superseded))}"
+            yield f"{before}{json.dumps(_object(run, one, several, superseded))}"
             before = ","
     yield "]" if before == "," else "[]"
 
 
-def _object(run: RunDir, one: FilteredEvent, many: bool, superseded: bool) -> dict[str, Any]:
-    said: dict[str, Any] = {"run": str(run.path)} if many else {}
-    said |= json.loads(one.line)
-    return said | ({"superseded": one.superseded} if superseded else {})
+def _object(run: RunDir, one: FilteredEvent, several: bool, superseded: bool) -> dict[str, Any]:
+    as_dict: dict[str, Any] = {"run": str(run.path)} if several else {}
+    as_dict |= json.loads(one.line)
+    return as_dict | ({"superseded": one.superseded} if superseded else {})
 
 
 TABLES = ("csv", "parquet", "jsonl")
@@ -126,30 +128,30 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
     "--to",
     required=True,
     type=click.Choice([*TRACKERS, *TABLES]),
-    help="A tool, or a kind of file: a row for each step, and of jsonl an event for each line.",
+    help="A tool, or a file format: csv and parquet have a row per step, jsonl a line per event.",
 )
 @click.option(
     "-o",
     "--output",
     metavar="DIR|FILE",
-    help="Where to. A table goes to stdout without it, a tool's run to where the tool has its own.",
+    help="Destination.  [default: stdout for tables; the tool's own location for tools]",
 )
 @click.option("--superseded", is_flag=True, help="Include superseded events.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def export(
     runs: tuple[str, ...], to: str, output: str | None, superseded: bool, as_json: bool
 ) -> int:
-    """Hand the record of each RUN to another tool, or write it as a table.
+    """Export the record of each RUN to another tool, or as a table.
 
     A RUN is a folder, an id, a name (all runs of that name), a pattern, a file in a run, a folder
-    of runs, or `latest`, which is the default. Nothing is sent anywhere: W&B's run is written for
-    `wandb sync`. A run that is exported twice is there twice.
+    of runs, or `latest`, which is the default. Nothing is uploaded: runs for W&B are written for
+    `wandb sync`. Exporting a run again adds a second copy.
     """
 
     found = chosen(runs)
     write = _tracker_writer(to, output) if to in TRACKERS else _table_writer(to, output, len(found))
     if output is None and to in TABLES and as_json:
-        raise _usage("--json says what was written, and nothing is", "name a place with -o")
+        raise _usage("--json describes written files, but there is none", "name one with -o")
     read = read_all(found)
     written = [write(record, superseded) for record in read.records]
     for record in read.records:
@@ -160,7 +162,7 @@ def export(
     elif output is not None or to in TRACKERS:
         for each in written:
             click.echo(each["where"])
-    return read.tell()
+    return read.report_faults()
 
 
 Written = dict[str, Any]
@@ -214,8 +216,8 @@ def _tracker(settings: TrackersConfig) -> Tracker:
 
 
 def _config(record: RunRecord) -> dict[str, Any]:
-    """Return the run's config, nested, as far as it can be read; if it belongs to another user,
-    without the keys that say where trackers write."""
+    """Return the run's nested config as far as it can be read; if it belongs to another user,
+    without the section `record`, which sets where trackers write."""
     from instar.config.document import parse
 
     try:
@@ -235,17 +237,17 @@ def _settings(to: str, output: str | None, config: dict[str, Any]) -> TrackersCo
 
     from instar.config.sections import TrackersConfig
 
-    own: Any = config
+    section: Any = config
     for key in ("record", "trackers", to):
-        own = own.get(key) if isinstance(own, dict) else None
-    own = own if isinstance(own, dict) else {}
+        section = section.get(key) if isinstance(section, dict) else None
+    section = section if isinstance(section, dict) else {}
     over: dict[str, Any] = {"mode": "offline"} if to == "wandb" else {}
     if output is not None and to == "mlflow":
         over["uri"] = str(Path(output).absolute() / "mlruns")
     elif output is not None:
         over["dir"] = str(Path(output).absolute())
     try:
-        return TrackersConfig.model_validate({to: own | over})
+        return TrackersConfig.model_validate({to: section | over})
     except ValidationError:  # config of another version
         return TrackersConfig.model_validate({to: over})
 
@@ -254,27 +256,27 @@ def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord
     if output is None and (runs > 1 or to == "parquet"):
         what = f"{runs} runs" if runs > 1 else "parquet"
         raise _usage(f"{what} cannot go to stdout", "name a folder with -o DIR")
-    put = _PUT[to]
+    write_rows = _WRITERS[to]
 
     def write(record: RunRecord, superseded: bool) -> Written:
         if output is None and sys.stdout is not None and sys.stdout.isatty():
             shown = io.BytesIO()
-            rows = put(record, superseded, shown)
+            rows = write_rows(record, superseded, shown)
             click.echo(shown.getvalue().decode("utf-8", "replace"), nl=False)
             return _written(record, to, "-", rows=rows)
         if output is None:
             # sys.stdout is None if it was closed before Python started
             stdout = sys.stdout.buffer if sys.stdout is not None else io.BytesIO()
-            return _written(record, to, "-", rows=put(record, superseded, stdout))
+            return _written(record, to, "-", rows=write_rows(record, superseded, stdout))
         path = Path(output)
         if runs > 1 or path.suffix != f".{to}":
             path = path / f"{record.run.path.absolute().name}.{to}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(path) as aside:
-                with aside.open("wb") as file:
-                    rows = put(record, superseded, file)
-                sync_file(aside)
+            with atomic_file(path) as temporary:
+                with temporary.open("wb") as file:
+                    rows = write_rows(record, superseded, file)
+                sync_file(temporary)
         except OSError as error:
             raise _usage(f"cannot write {path}: {error.strerror}", "choose another -o") from error
         return _written(record, to, str(path), rows=rows)
@@ -286,7 +288,7 @@ def _written(record: RunRecord, to: str, where: str, **count: int) -> Written:
     return {"run": str(record.run.path), "to": to, "where": where, **count}
 
 
-def _put_jsonl(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
+def _write_jsonl(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
     from instar.record.trackers.sink import kept_lines
 
     count = 0
@@ -296,7 +298,7 @@ def _put_jsonl(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
     return count
 
 
-def _put_csv(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
+def _write_csv(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
     """Write CSV; missing values are empty, non-finite numbers are NaN, Infinity or -Infinity."""
     import csv
 
@@ -312,7 +314,7 @@ def _put_csv(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
     return len(rows)
 
 
-def _put_parquet(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
+def _write_parquet(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
     """Write Parquet; missing values are null, NaN and infinities are kept."""
     try:
         import pyarrow as pa
@@ -324,17 +326,19 @@ def _put_parquet(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
         ) from None
     rows = _rows(record, superseded)
     columns = {
-        name: pa.array(rows.values[name], mask=~rows.there[name] if name in rows.there else None)
+        name: pa.array(
+            rows.values[name], mask=~rows.measured[name] if name in rows.measured else None
+        )
         for name in rows.columns
     }
     pq.write_table(pa.table(columns), file)
     return len(rows)
 
 
-_PUT: dict[str, Callable[[RunRecord, bool, BinaryIO], int]] = {
-    "csv": _put_csv,
-    "parquet": _put_parquet,
-    "jsonl": _put_jsonl,
+_WRITERS: dict[str, Callable[[RunRecord, bool, BinaryIO], int]] = {
+    "csv": _write_csv,
+    "parquet": _write_parquet,
+    "jsonl": _write_jsonl,
 }
 
 

@@ -442,7 +442,7 @@ def _print_status(folder: Path, as_json: bool) -> None:
         )
         for name, process in each.processes.items():
             rows.append(["", f"  {name}", _phase_text(process, pid), "", "", _where(process)])
-    print_table(["#", "INSTANCE", "STATE", "STEP", "LOSS", "NOTE"], rows, spare=["LOSS", "STEP"])
+    print_table(["#", "INSTANCE", "STATE", "STEP", "LOSS", "NOTE"], rows, optional=["LOSS", "STEP"])
 
 
 def _phase_text(process: ProcessStatus, pid: int | None) -> str:

@@ -32,17 +32,17 @@ _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
     multiple=True,
     required=True,
     metavar="'NAME=VALUE [OPTION=VALUE …]'",
-    help="What is done; may be given several times, and is done in this order.",
+    help="Operation; may be given several times, carried out in this order.",
 )
 @click.option("--check", is_flag=True, help="Compare outputs, and write nothing if a label fails.")
 @trust_option
 @json_option
 def grow(where: str, out: Path, texts: tuple[str, ...], check: bool, as_json: bool) -> None:
-    """Make the run OUT of a checkpoint (of a RUN, the latest), grown.
+    """Create the run OUT by growing a checkpoint (of a RUN, the latest).
 
-    Its one checkpoint has the weights, the optimizer's state and the history that the same operations
-    would have given the run under way: `instar resume OUT` continues from there. Memory holds one
-    tensor of the model at a time (with --check, both models).
+    Its one checkpoint has the same weights, optimizer state and history as if the operations had been
+    carried out during training: `instar resume OUT` continues from there. Memory holds one tensor of
+    the model at a time (with --check, both models).
     """
     operations = [operation_of(text) for text in texts]
 
@@ -53,11 +53,11 @@ def grow(where: str, out: Path, texts: tuple[str, ...], check: bool, as_json: bo
     from instar.checkpoint.store import load
     from instar.run.lifecycle.offline import grow as grow_checkpoint
 
-    made = grow_checkpoint(load(path), out, operations, check=check)
+    result = grow_checkpoint(load(path), out, operations, check=check)
     if as_json:
-        print_json(made.to_dict())
+        print_json(result.to_dict())
         return
-    _tell(made)
+    _print_stages(result)
     click.echo(str(out))
     click.echo(f"next: instar resume {out}", err=True)
 
@@ -66,7 +66,7 @@ def operation_of(text: str) -> Operation:
     """Parse an operation such as `insert_layers=2 where=even`; values are YAML.
 
     Raises:
-        ConfigError: the form is wrong, or there is no such operation.
+        ConfigError: the form is wrong, or the operation is unknown.
     """
     from instar.config.document import parse
     from instar.config.errors import ConfigError
@@ -94,21 +94,23 @@ def operation_of(text: str) -> Operation:
     return operation
 
 
-def _tell(made: OfflineGrowth) -> None:
+def _print_stages(result: OfflineGrowth) -> None:
     """Print one line per operation on stderr: its effect, and the model's new size."""
     from instar.record.format import si
 
-    before = made.parameters_before
-    for stage in made.stages:
+    before = result.parameters_before
+    for stage in result.stages:
         value = "" if stage.operation.value is None else f" {json.dumps(stage.operation.value)}"
         size = f"{si(before)} → {si(stage.parameters)}" if stage.label else ""
         words = [f"{stage.operation.name}{value}", size, stage.label or "", *stage.notes]
         click.echo("  ".join(filter(None, words)), err=True)
         before = stage.parameters
-    if made.proof is not None:
-        what = "logit" if made.checked_on == "random tokens" else "output"
-        moved = f"max |Δ{what}| {made.proof.max_logit_diff:.2g}, Δloss {made.proof.delta_loss:+.2g}"
-        click.echo(f"checked on {made.checked_on}: {moved}: {made.proof.label}", err=True)
-    if made.warning:
-        click.echo(f"warning: {made.warning}", err=True)
-    click.echo(f"{made.path}, in {made.seconds:.1f} s", err=True)
+    if result.proof is not None:
+        what = "logit" if result.checked_on == "random tokens" else "output"
+        moved = (
+            f"max |Δ{what}| {result.proof.max_logit_diff:.2g}, Δloss {result.proof.delta_loss:+.2g}"
+        )
+        click.echo(f"checked on {result.checked_on}: {moved}: {result.proof.label}", err=True)
+    if result.warning:
+        click.echo(f"warning: {result.warning}", err=True)
+    click.echo(f"{result.path}, in {result.seconds:.1f} s", err=True)

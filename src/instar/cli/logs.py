@@ -56,7 +56,7 @@ def logs() -> None:
 
 HEADERS = ("id", "name", "state", "step", "tokens", "loss", "best val", "at", "time", "started")
 NUMBERS = ("step", "tokens", "loss", "best val", "at", "time")
-SPARE = ("at", "tokens", "started", "time", "name", "best val", "loss")
+OPTIONAL = ("at", "tokens", "started", "time", "name", "best val", "loss")
 """Columns that are omitted on a narrow terminal, in this order."""
 
 
@@ -99,7 +99,7 @@ def list_(
 
 def _print_rows(rows: list[Row]) -> None:
     if rows:
-        print_table(HEADERS, [_row_cells(row) for row in rows], right=NUMBERS, spare=SPARE)
+        print_table(HEADERS, [_row_cells(row) for row in rows], right=NUMBERS, optional=OPTIONAL)
     else:
         click.echo("no runs", err=True)
 
@@ -120,18 +120,18 @@ def _row_cells(row: Row) -> tuple[str, ...]:
     from instar.logs.text.summary import NONE, date
     from instar.record.format import duration, loss, si
 
-    seen = row.summary
+    summary = row.summary
     return (
-        seen.id,
-        seen.name,
+        summary.id,
+        summary.name,
         row.status.state,
-        NONE if seen.step is None else f"{seen.step:,}",
-        NONE if seen.tokens is None else si(seen.tokens),
-        NONE if seen.loss is None else loss(seen.loss),
-        NONE if seen.best is None else loss(seen.best, 4),
-        NONE if seen.best_step is None else f"{seen.best_step:,}",
+        NONE if summary.step is None else f"{summary.step:,}",
+        NONE if summary.tokens is None else si(summary.tokens),
+        NONE if summary.loss is None else loss(summary.loss),
+        NONE if summary.best is None else loss(summary.best, 4),
+        NONE if summary.best_step is None else f"{summary.best_step:,}",
         NONE if row.time_s is None else duration(row.time_s),
-        date(seen.started or 0.0)[:-3] or NONE,
+        date(summary.started or 0.0)[:-3] or NONE,
     )
 
 
@@ -162,7 +162,7 @@ def summary(
     else:
         text = "\n".join(_summary_lines(found, form, terminal_width() or WIDTH))
     deliver(text, output, open_it=open_it)
-    return read.tell()
+    return read.report_faults()
 
 
 def _summary_lines(found: Sequence[Summary], form: str, width: int) -> list[str]:
@@ -199,7 +199,7 @@ def _summary_lines(found: Sequence[Summary], form: str, width: int) -> list[str]
     "target",
     type=float,
     metavar="VALUE",
-    help="Also report where each run first reaches this loss, and what that saves against the first.",
+    help="Also report where each run first reaches this loss, and the savings relative to the first.",
 )
 @click.option(
     "--of",
@@ -264,11 +264,13 @@ def compare(
         target_metric=target_metric,
     )
     if as_json or form == "json":
-        said = as_text(to_json(result))
+        output_text = as_text(to_json(result))
     else:
-        said = "\n".join(markdown(result) if form == "md" else text(result, terminal_width()))
-    deliver(said, output, open_it=open_it)
-    return read.tell()
+        output_text = "\n".join(
+            markdown(result) if form == "md" else text(result, terminal_width())
+        )
+    deliver(output_text, output, open_it=open_it)
+    return read.report_faults()
 
 
 @click.command()
@@ -297,8 +299,8 @@ def tail(run: str, count: int, follow: bool, rank: int | None, as_json: bool) ->
 
     if as_json and (follow or rank is not None):
         raise ConfigError.one(
-            f"--json does not go with {'-f' if follow else '--rank'}",
-            hint="for lines as they come: tail -f RUN/events.jsonl",
+            f"--json cannot be combined with {'-f' if follow else '--rank'}",
+            hint="to follow JSON lines: tail -f RUN/events.jsonl",
         )
     runs = find_runs([run], OUT_DIR)
     found = runs[-1]
@@ -317,15 +319,15 @@ def _tail_events(run: RunDir, count: int, follow: bool) -> None:
     from instar.logs.query.tail import last_events, unit_of
     from instar.logs.text.format_event import EventFormatter
 
-    teller = EventFormatter(run.path, terminal_width(), unit_of(run.events))
+    formatter = EventFormatter(run.path, terminal_width(), unit_of(run.events))
     with _readable(run.events):
         events, end = last_events(run.events, max(count, 1))
     for event in events if count else ():
-        for line in teller.lines(event):
+        for line in formatter.lines(event):
             click.echo(line)
     for new in added(run, events, end) if follow else ():
         for event in new:
-            for line in teller.lines(event):
+            for line in formatter.lines(event):
                 click.echo(line)
 
 
@@ -335,11 +337,11 @@ def _tail_log(run: RunDir, rank: int, count: int, follow: bool) -> None:
 
     path = run.log(rank)
     if not path.is_file():
-        there = sorted(
+        ranks = sorted(
             int(p.stem[5:]) for p in run.logs.glob("rank_*.log") if p.stem[5:].isdecimal()
         )
-        hint = f"there are ranks {_spans(there)}" if there else "no rank has written a log yet"
-        raise ConfigError.one(f"there is no log of rank {rank} in {run.logs}", hint=hint)
+        hint = f"ranks with a log: {_spans(ranks)}" if ranks else "no rank has written a log yet"
+        raise ConfigError.one(f"rank {rank} has no log in {run.logs}", hint=hint)
     with _readable(path):
         lines, end = last_lines(path, count)
     for line in lines:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from instar import __version__
-from instar.cli.encoding import StdoutFails, speak_plainly, watch_streams
+from instar.cli.encoding import StdoutFails, set_encoding, watch_streams
 from instar.cli.options import LazyGroup
 from instar.config.errors import ConfigError, InstarError, sentence_of
 
@@ -43,7 +43,7 @@ COMMANDS = {
 }
 
 INTERRUPTED = 130
-OF_PATHS = {
+PATH_ERRORS = {
     errno.ENOENT,
     errno.ENOTDIR,
     errno.EISDIR,
@@ -70,9 +70,9 @@ def instar() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; print errors on stderr."""
-    speak_plainly()
+    set_encoding()
     try:
-        code = _trusting(list(sys.argv[1:] if argv is None else argv))
+        code = _run_with_trust(list(sys.argv[1:] if argv is None else argv))
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         click.echo(sentence_of(error), err=True)
-        return ConfigError.exit_code if error.errno in OF_PATHS else InstarError.exit_code
+        return ConfigError.exit_code if error.errno in PATH_ERRORS else InstarError.exit_code
     except MemoryError as error:
         click.echo(f"not enough memory: {error}" if str(error) else "not enough memory", err=True)
         return InstarError.exit_code
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         click.echo("a path or a value contains a NUL character", err=True)
         return ConfigError.exit_code
     except click.UsageError as error:
-        explained(error).show()
+        with_suggestion(error).show()
         return error.exit_code
     except click.ClickException as error:
         error.show()
@@ -116,7 +116,7 @@ def entry() -> NoReturn:
     sys.exit(code)
 
 
-def _trusting(args: list[str]) -> int:
+def _run_with_trust(args: list[str]) -> int:
     """Run a command; if it would run another user's code, ask for confirmation at the terminal."""
     try:
         return _run(args)
@@ -166,17 +166,17 @@ def _help_width() -> int:
 
 def _silence_stdout() -> None:
     """Discard the interpreter's last flush of stdout at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
-def explained(error: click.UsageError) -> click.UsageError:
+def with_suggestion(error: click.UsageError) -> click.UsageError:
     """Add a suggestion to the error if a key of the config was given as an option."""
     hint = ""
     options = {name for each in _params(error) for name in each.opts}
     if isinstance(error, click.NoSuchOption):
-        hint = _option_meant(error.option_name, options)
+        hint = _suggest_option(error.option_name, options)
     elif "--set" in options and (pair := re.search(r"\(([\w.]+=[^\s)]*)", error.message)):
         hint = f"write --set {pair[1]}"
     return (
@@ -190,15 +190,15 @@ def _params(error: click.UsageError) -> list[click.Parameter]:
     return error.ctx.command.params if error.ctx else []
 
 
-def _option_meant(given: str, options: Collection[str]) -> str:
+def _suggest_option(given: str, options: Collection[str]) -> str:
     if "--set" not in options:
         return ""
     from instar.config.roots import LANGUAGE, root_of
-    from instar.config.suggestions import key_meant
+    from instar.config.suggestions import suggest_key
 
     if given in ("--config", "--cfg") and "--config" not in options:
-        return "the config needs no option: instar train CFG"
-    key = key_meant(root_of(LANGUAGE), given.lstrip("-").replace("-", "_"))
+        return "give the config without an option: instar train CFG"
+    key = suggest_key(root_of(LANGUAGE), given.lstrip("-").replace("-", "_"))
     if key == "train.until" and "--until" in options:
         return "write --until, e.g. --until 2000it or --until 3ep"
     return f"write --set {key}=VALUE" if key else ""

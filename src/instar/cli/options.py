@@ -52,7 +52,7 @@ trust_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_trust,
-    help="Run the code that the config names although another user owns it.",
+    help="Run code that the config names even if another user owns it.",
 )
 
 
@@ -90,10 +90,10 @@ class CommandGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         names = self.list_commands(ctx)
-        there = {name: command for name in names if (command := self.get_command(ctx, name))}
+        commands = {name: command for name in names if (command := self.get_command(ctx, name))}
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(name, command.get_short_help_str(1000)) for name, command in there.items()]
+                [(name, command.get_short_help_str(1000)) for name, command in commands.items()]
             )
 
 
@@ -131,14 +131,14 @@ class LazyGroup(click.Group):
         formatter: click.HelpFormatter,
     ) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, about) for name, (_, about) in self.table.items()])
+            formatter.write_dl([(name, help_text) for name, (_, help_text) in self.table.items()])
 
     def _did_you_mean(self, name: str) -> str:
-        meant = command_meant(name, self.table)
-        return f" Did you mean '{meant}'?" if meant else ""
+        suggestion = suggest_command(name, self.table)
+        return f" Did you mean '{suggestion}'?" if suggestion else ""
 
 
-OF_OTHERS = {
+FOREIGN_COMMANDS = {
     "continue": "resume",
     "diff": "config diff",
     "eval": "test",
@@ -166,15 +166,15 @@ OF_OTHERS = {
 """Replacements for commands of other tools and for subcommands without their group."""
 
 
-def command_meant(name: str, table: Collection[str]) -> str:
-    """Return the command of a table that a word means; empty if it is ambiguous."""
+def suggest_command(name: str, table: Collection[str]) -> str:
+    """Return the command that an unknown word probably means; empty if it is ambiguous."""
     from difflib import get_close_matches
 
     if "train" in table and name.endswith((".yaml", ".yml")):
         return f"instar train {name}"
-    meant = OF_OTHERS.get(name, "")
-    if meant.partition(" ")[0] in (*table, "--help"):
-        return meant
+    suggestion = FOREIGN_COMMANDS.get(name, "")
+    if suggestion.partition(" ")[0] in (*table, "--help"):
+        return suggestion
     return next(iter(get_close_matches(name, table, n=1)), "")
 
 

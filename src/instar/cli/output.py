@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _GAP = 2
-_LEAST = 12
+_MIN_CELL = 12
 """Minimal width in columns of a cell whose text is wrapped."""
 
 
@@ -35,7 +35,7 @@ def print_table(
     rows: Sequence[Sequence[str]],
     *,
     right: Collection[str] = (),
-    spare: Sequence[str] = (),
+    optional: Sequence[str] = (),
 ) -> None:
     """Print a table; the first column is never wrapped.
 
@@ -45,10 +45,10 @@ def print_table(
     Args:
         rows: each with as many cells as there are headers.
         right: headers of right-aligned columns.
-        spare: headers of columns that are omitted on a narrow terminal, in this order.
+        optional: headers of columns that are omitted on a narrow terminal, in this order.
     """
     if terminal_width() is not None:
-        _draw(headers, rows, right, spare)
+        _draw(headers, rows, right, optional)
         return
 
     numbers = [number for number, header in enumerate(headers) if header in right]
@@ -67,12 +67,12 @@ def as_shown(text: str) -> str:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of stdout's terminal; None, unlimited, if it is none."""
+    """Return the columns of stdout's terminal; None (unlimited) if stdout is not a terminal."""
     try:
-        there = sys.stdout is not None and sys.stdout.isatty()
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
     except ValueError:  # stdout is closed
         return None
-    return shutil.get_terminal_size().columns if there else None
+    return shutil.get_terminal_size().columns if is_terminal else None
 
 
 def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
@@ -83,16 +83,16 @@ def _draw(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Collection[str],
-    spare: Sequence[str],
+    optional: Sequence[str],
 ) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
-    shown = _that_fit(headers, rows, spare, console.width)
-    stiff = [number for number in shown if number == 0 or headers[number] in right]
-    if not _has_room(headers, rows, stiff, shown, console.width):
+    shown = _that_fit(headers, rows, optional, console.width)
+    unwrapped = [number for number in shown if number == 0 or headers[number] in right]
+    if not _has_room(headers, rows, unwrapped, shown, console.width):
         _stack(headers, rows, shown, console.width)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -112,13 +112,13 @@ def _draw(
 def _has_room(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
-    stiff: Collection[int],
+    unwrapped: Collection[int],
     shown: Sequence[int],
     width: int,
 ) -> bool:
     """Whether the wrappable columns have enough room next to the others."""
     widths = _widths(headers, rows)
-    least = sum(widths[n] if n in stiff else min(widths[n], _LEAST) for n in shown)
+    least = sum(widths[n] if n in unwrapped else min(widths[n], _MIN_CELL) for n in shown)
     return least + _GAP * (len(shown) - 1) <= width
 
 
@@ -140,18 +140,18 @@ def _stack(
 
 
 def _that_fit(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str], width: int
+    headers: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
 ) -> list[int]:
     """Return the indices of the columns that fit."""
     widths = dict(enumerate(_widths(headers, rows)))
-    for header in spare:
+    for header in optional:
         if sum(widths.values()) + _GAP * (len(widths) - 1) <= width:
             break
         widths.pop(headers.index(header))
     return list(widths)
 
 
-LEAST = 20
+MIN_WIDTH = 20
 """Minimal width in columns for wrapping text."""
 
 
@@ -160,7 +160,7 @@ def print_named(texts: Iterable[tuple[str, str]], indent: int) -> None:
     width = terminal_width()
     for name, text in texts:
         lines = [text]
-        if width is not None and width - indent >= LEAST:
+        if width is not None and width - indent >= MIN_WIDTH:
             lines = textwrap.wrap(
                 text, width - indent, break_long_words=False, break_on_hyphens=False
             ) or [""]
@@ -221,9 +221,7 @@ def deliver(text: str | Iterable[str], output: str | None, *, open_it: bool = Fa
     lines = text.splitlines() if isinstance(text, str) else text
     if output is None:
         if open_it:
-            raise ConfigError.one(
-                "-e opens a file, and there is none", hint="name one with -o FILE"
-            )
+            raise ConfigError.one("-e needs a file to open", hint="name one with -o FILE")
         for line in lines:
             click.echo(line)
         return
@@ -249,7 +247,9 @@ def launch(path: Path) -> None:
     except OSError:
         failed = True
     if failed:
-        raise ConfigError.one(f"nothing here opens {path}", hint="it is written; copy it elsewhere")
+        raise ConfigError.one(
+            f"no application to open {path}", hint="the file is written; copy it elsewhere"
+        )
 
 
 def as_text(data: Any) -> str:
@@ -269,7 +269,7 @@ class Read:
     records: tuple[RunRecord, ...]
     faults: tuple[str, ...]
 
-    def tell(self) -> int:
+    def report_faults(self) -> int:
         """Print the errors on stderr; return the exit code of the command."""
         for fault in self.faults:
             click.echo(fault, err=True)

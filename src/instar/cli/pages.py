@@ -10,7 +10,7 @@ from instar.cli.options import json_option
 from instar.cli.output import as_text, chosen, deliver, launch, read_all, runs_argument
 from instar.config.errors import ConfigError
 
-BESIDE = "report.html"
+REPORT_OF_SEVERAL = "report.html"
 
 
 @click.command()
@@ -27,9 +27,9 @@ BESIDE = "report.html"
 def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: bool) -> int:
     """Write the latest run, or several RUNs side by side, as one self-contained HTML page.
 
-    The page is that of the dashboard with its data inside: curves, operations with their proofs,
-    stages, checkpoints, warnings, the final test, config and environment. It makes no network
-    requests. --json prints what was written.
+    It is the dashboard's page with its data inside: curves, operations with their proofs, stages,
+    checkpoints, warnings, the final test, config and environment. It makes no network requests.
+    --json prints a summary of what was written.
     """
     from instar.logs.query.summary import summarize, to_json
     from instar.logs.web.report import report_html
@@ -37,8 +37,8 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
 
     read = read_all(chosen(runs))
     if not read.records:
-        return read.tell()
-    default = read.records[0].run.report if len(read.records) == 1 else Path(BESIDE)
+        return read.report_faults()
+    default = read.records[0].run.report if len(read.records) == 1 else Path(REPORT_OF_SEVERAL)
     path = output or default
     content = report_html(read.records).encode("utf-8", "backslashreplace")
     try:
@@ -46,11 +46,11 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     except OSError as error:
         raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
     summaries = [to_json(summarize(record)) for record in read.records] if as_json else []
-    said = {"path": str(path), "size_bytes": len(content), "runs": summaries}
-    deliver(as_text(said) if as_json else str(path), None)
+    as_dict = {"path": str(path), "size_bytes": len(content), "runs": summaries}
+    deliver(as_text(as_dict) if as_json else str(path), None)
     if open_it:
         launch(path)
-    return read.tell()
+    return read.report_faults()
 
 
 @click.command()
@@ -62,12 +62,11 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
 def dashboard(folder: Path, port: int | None, host: str, token: str | None, opens: bool) -> None:
     """Show runs live in a browser: the runs in DIR (default: runs), or one run.
 
-    Nothing is written and nothing is controlled. Only this machine can open the page, unless
-    --host says otherwise, and only who has the printed address, which contains a token. Ctrl-C
-    ends it.
+    The page is read-only. It is reachable only from this machine, unless --host is set, and only
+    with the printed address, which contains a token. Ctrl-C ends it.
     """
     try:
-        from instar.logs.web.server import serve, take
+        from instar.logs.web.server import bind, serve
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in ("starlette", "uvicorn"):
@@ -77,7 +76,7 @@ def dashboard(folder: Path, port: int | None, host: str, token: str | None, open
         ) from error
     if folder.exists() and not folder.is_dir():
         raise ConfigError.one(f"{folder} is not a folder", hint="name a folder of runs, or a run")
-    address = take(host, port, token)
+    address = bind(host, port, token)
     if not folder.exists():
         click.echo(f"{folder} does not exist yet; its runs will be shown as they appear", err=True)
     click.echo(address.url)

@@ -101,10 +101,10 @@ def plot(
     form: str | None,
     as_json: bool,
 ) -> int:
-    """Draw curves of the latest run, or of each RUN, one over the other.
+    """Draw curves of the latest run, or of each RUN, overlaid.
 
-    Without -o or -e on the terminal itself. Operations are marked where they happened; what a
-    resume superseded is drawn faint. Of validation metrics the best value has a ring.
+    Without -o or -e, draws in the terminal. Operations are marked, superseded steps are faint, and
+    the best value of a validation metric has a ring.
     """
     from instar.logs.plot.compose import ChartRequest
     from instar.logs.query.alignment import axis_named, place_on
@@ -127,7 +127,7 @@ def plot(
     )
     found = read_all(chosen(runs, every=compare))
     _deliver(found.records, wanted, form, output, open_it=open_it)
-    return found.tell()
+    return found.report_faults()
 
 
 def _form(form: str | None, output: str | None, *, as_json: bool, open_it: bool) -> str:
@@ -225,12 +225,12 @@ def _screen(*, to_stdout: bool) -> TerminalSize:
     if not to_stdout:
         return TerminalSize(WIDTH, _HEIGHT)
     size = shutil.get_terminal_size((WIDTH, _HEIGHT))
-    there = terminal_width() is not None
+    is_terminal = terminal_width() is not None
     plain = os.environ.get("TERM") == "dumb" or os.environ.get("LC_ALL") in ("C", "POSIX")
-    speaks = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
+    encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
     return TerminalSize(
         max(size.columns, 20),
         max(size.lines, 12),
-        colour=there and not plain and not os.environ.get("NO_COLOR"),
-        ascii=plain or not speaks.startswith("utf"),
+        colour=is_terminal and not plain and not os.environ.get("NO_COLOR"),
+        ascii=plain or not encoding.startswith("utf"),
     )

@@ -75,7 +75,7 @@ def train(
 ) -> int:
     """Train the model that CFG describes."""
     from instar.config.errors import ConfigError
-    from instar.config.load import handed_over
+    from instar.config.load import from_launcher
     from instar.distributed.placement import DEVICES_VARIABLE, placement, resolve_ranks, share_cores
     from instar.schedule.checks import load_checked
 
@@ -86,38 +86,38 @@ def train(
         overrides = (*overrides, f"train.until={json.dumps(list(until))}")
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
     indices = _indices(devices)
-    going_on = None
+    resumed = None
     if resume is not None:
         from instar.record.rundir import find_run
         from instar.run.lifecycle.resume import Resume, named_checkpoint
 
         run = find_run(resume)
-        going_on = Resume(run, start, allow, fresh=start == "latest", given=cfg is not None)
-        named_checkpoint(going_on)
+        resumed = Resume(run, start, allow, fresh=start == "latest", given=cfg is not None)
+        named_checkpoint(resumed)
         cfg = cfg or str(run.config)
         argv = [*argv, "--resume", str(run.path), "--from", start]
         argv += [word for one in allow for word in ("--allow", one)]
         argv += ["--only-test"] * only_test
     try:
-        loaded = handed_over() or load_checked(cfg, overrides)
+        loaded = from_launcher() or load_checked(cfg, overrides)
     except ConfigError as error:
-        if going_on is None or going_on.given:
+        if resumed is None or resumed.given:
             raise
         from instar.run.lifecycle.resume import with_restoring
 
-        raise with_restoring(going_on.run, error) from None
+        raise with_restoring(resumed.run, error) from None
     place = placement(os.environ)
-    begin = resolve_ranks(loaded.config.parallel, place, nproc, indices)
+    rank_count = resolve_ranks(loaded.config.parallel, place, nproc, indices)
     if dry_run:
-        return _forecast(loaded, argv, begin.ranks, indices, as_json)
-    if place.told:
+        return _forecast(loaded, argv, rank_count.ranks, indices, as_json)
+    if place.is_set:
         if indices:
             os.environ[DEVICES_VARIABLE] = ",".join(map(str, indices))
-        return _one_rank(loaded, going_on, only_test)
-    return _from_the_shell(loaded, going_on, argv, begin.ranks, indices, max_restarts, only_test)
+        return _one_rank(loaded, resumed, only_test)
+    return _launch(loaded, resumed, argv, rank_count.ranks, indices, max_restarts, only_test)
 
 
-def _from_the_shell(
+def _launch(
     loaded: Loaded,
     resume: Resume | None,
     argv: Sequence[str],
@@ -240,8 +240,8 @@ def resume(context: click.Context, /, run: str, **options: Any) -> int:
 def test(context: click.Context, /, run: str, **options: Any) -> int:
     """Test a checkpoint of RUN (its folder, id, name, or `latest`) on the whole test split.
 
-    Writes `test/result.json` in the run's folder, and `test/predictions.parquet` where the task
-    makes predictions. No training step is made. The result does not depend on the number of ranks.
+    Writes `test/result.json` in the run's folder, and `test/predictions.parquet` if the task
+    makes predictions, without training. The result does not depend on the number of ranks.
     """
     code: int = context.invoke(train, resume=run, only_test=True, **options)
     return code
@@ -336,31 +336,29 @@ def control(run: str, command: str, timeout: float, as_json: bool) -> int:
 
     found = find_run(run)
     if command == "status":
-        _say(_status(found), as_json)
+        _print_status(_status(found), as_json)
         return 0
     if lock_owner(found) is None:
-        raise NotRunning(
-            f"{found.path} is not running; to go on with it: instar resume {found.path}"
-        )
+        raise NotRunning(f"{found.path} is not running; resume it with: instar resume {found.path}")
     latest = found.checkpoints / "latest"
     before = _identity(latest)
     request = ask(found.control, "save" if command == "save" else "stop")
     deadline = time.monotonic() + timeout
     while not request.answered():
         # a run that cannot delete another user's request still handles it
-        if command == "save" and _identity(latest) != before and _was_asked_for(latest):
+        if command == "save" and _identity(latest) != before and _saved_on_request(latest):
             request.withdraw()
             break
         if lock_owner(found) is None:
             request.withdraw()
             if command == "stop" and _identity(latest) != before:
                 break
-            raise NotRunning(f"{found.path} has ended before it did that; see {found.logs}")
+            raise NotRunning(f"{found.path} ended before it handled the request; see {found.logs}")
         if time.monotonic() > deadline:
             request.withdraw()
             raise NotRunning(
-                f"{found.path} has not done it within {timeout:g} s, and is not asked any more; a "
-                "longer --timeout waits longer"
+                f"{found.path} did not handle the request within {timeout:g} s; the request is "
+                "withdrawn; set a longer --timeout"
             )
         time.sleep(0.05)
     if _identity(latest) == before:
@@ -380,14 +378,14 @@ def _identity(path: Path) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
 
-def _was_asked_for(latest: Path) -> bool:
+def _saved_on_request(latest: Path) -> bool:
     """Whether the checkpoint that `latest` names was saved on request."""
     from instar.checkpoint.manifest import CheckpointError, read_manifest
-    from instar.record.control import ASKED_FOR
+    from instar.record.control import REQUESTED
 
     try:
         name = latest.read_text("utf-8", "replace").strip()
-        return ASKED_FOR in (read_manifest(latest.with_name(name)).reason)
+        return REQUESTED in (read_manifest(latest.with_name(name)).reason)
     except (OSError, ValueError, CheckpointError):
         return False
 
@@ -423,7 +421,7 @@ def _status(run: RunDir) -> dict[str, Any]:
     return status
 
 
-def _say(status: dict[str, Any], as_json: bool) -> None:
+def _print_status(status: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(status)
         return
@@ -442,4 +440,4 @@ def _say(status: dict[str, Any], as_json: bool) -> None:
         parts.append(f"saved {status['saved']}")
     click.echo("  ".join(parts))
     if status.get("go_on"):
-        click.echo(f"go on with: {status['go_on']}")
+        click.echo(f"resume with: {status['go_on']}")

@@ -69,8 +69,8 @@ class Budget:
         """Return the canonical text; `parse_budget` is its inverse."""
         if self.kind == "loss":
             return f"loss<{self.amount!r}"
-        whole = float(self.amount).is_integer()
-        amount: float | int = int(self.amount) if whole else self.amount
+        is_whole = float(self.amount).is_integer()
+        amount: float | int = int(self.amount) if is_whole else self.amount
         if self.kind == "epochs":
             return f"{amount}ep"
         if self.kind == "seconds":
@@ -134,22 +134,22 @@ def meant_number(text: str, key: str) -> int | float | None:
     if found := re.fullmatch(r"([+-]?\d+),(\d+)", text):
         return float(f"{found[1]}.{found[2]}")
     if found := re.fullmatch(rf"({_PLAIN})\s*%", text):
-        return _tidy(float(found[1]) / 100)
+        return _shortest(float(found[1]) / 100)
     if found := re.fullmatch(r"(\d{1,6})\s*(\*\*|\^|\*)\s*(\d{1,6})", text):
         a, sign, b = int(found[1]), found[2], int(found[3])
         return a * b if sign == "*" else a**b if b <= 63 else None
     if found := re.fullmatch(rf"({_PLAIN})\s*([kKmMbBgG]?)", text):
-        return _tidy(float(found[1]) * _SUFFIXES[found[2].lower()])
+        return _shortest(float(found[1]) * _SUFFIXES[found[2].lower()])
     try:
         budget = parse_budget(text)
     except ValueError:
         found = re.fullmatch(rf"({_PLAIN})\s*[a-zA-Z]", text)
-        return _tidy(float(found[1])) if found else None
+        return _shortest(float(found[1])) if found else None
     if budget.kind != "seconds":
-        return _tidy(budget.amount)
+        return _shortest(budget.amount)
     units = [size for ending, size in _OF_TIME.items() if key.endswith(ending)]
-    return _tidy(budget.amount / units[0]) if units else None
+    return _shortest(budget.amount / units[0]) if units else None
 
 
-def _tidy(number: float) -> int | float:
+def _shortest(number: float) -> int | float:
     return int(number) if abs(number) < 2**63 and number == int(number) else float(f"{number:.12g}")

@@ -12,7 +12,7 @@ from instar.config.suggestions import nearest
 
 def cross_checks(config: RunConfig) -> list[ConfigProblem]:
     """Return the conflicts within the config."""
-    rules = (_metrics, _course, _elastic, parallel_checks)
+    rules = (_metrics, _schedule, _elastic, parallel_checks)
     return [*config.conflicts(), *(problem for rule in rules for problem in rule(config))]
 
 
@@ -25,12 +25,12 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield requested metrics that the task does not measure."""
     known = config.metrics
     plateau = "learning_rate.plateau.metric"
-    asked = [(plateau, plateau, config.learning_rate.plateau.metric)]
-    asked += [
+    requested = [(plateau, plateau, config.learning_rate.plateau.metric)]
+    requested += [
         (f"early_stopping.rules[{index}].metric", "early_stopping.rules", rule.metric)
         for index, rule in enumerate(config.early_stopping.rules)
     ]
-    asked += [
+    requested += [
         (f"checkpoint.best_of[{index}]", "checkpoint.best_of", metric)
         for index, metric in enumerate(config.checkpoint.best_of)
     ]
@@ -45,15 +45,15 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             ("test.weights", "checkpoint.on_best", "test.at_end"),
             "test.weights is best, but checkpoint.on_best is false: no best checkpoint will exist",
-            "say checkpoint.on_best: true, or test.weights: last",
+            "set checkpoint.on_best: true, or test.weights: last",
         )
-    for key, whole, metric in asked:
+    for key, list_key, metric in requested:
         if metric not in known:
-            meant = nearest(metric, known)
+            suggestion = nearest(metric, known)
             yield ConfigProblem(
-                (key, whole),
+                (key, list_key),
                 f"{key}: this run has no metric '{metric}'",
-                f"did you mean '{meant}'?" if meant else f"there are {', '.join(known)}",
+                f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(known)}",
             )
 
 
@@ -73,8 +73,8 @@ def _virtual_ranks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
     ]
 
 
-def _course(config: RunConfig) -> list[ConfigProblem]:
-    course, found = config.learning_rate, []
+def _schedule(config: RunConfig) -> list[ConfigProblem]:
+    schedule, found = config.learning_rate, []
     budgets: list[Budget] = []
     for index, text in enumerate(config.train.until):
         try:
@@ -88,34 +88,34 @@ def _course(config: RunConfig) -> list[ConfigProblem]:
                 ("train.until",), "train.until is empty: the run would never end", "e.g. 2000it"
             )
         )
-    if course.shape in ("step", "exponential") and course.decay_every is None:
+    if schedule.shape in ("step", "exponential") and schedule.decay_every is None:
         found.append(
             ConfigProblem(
                 ("learning_rate.decay_every", "learning_rate.shape"),
-                f"learning_rate.decay_every is needed: with shape {course.shape}, the rate is "
-                f"multiplied by gamma ({course.gamma:g}) every decay_every steps",
+                f"learning_rate.decay_every is needed: with shape {schedule.shape}, the rate is "
+                f"multiplied by gamma ({schedule.gamma:g}) every decay_every steps",
                 "e.g. a third of the run's steps",
             )
         )
-    if not course.has_end:
+    if not schedule.has_end:
         return found
-    end = course.lr_decay_iters
+    end = schedule.lr_decay_iters
     if end is None:
         if budgets and not found and all(budget.kind in ("seconds", "loss") for budget in budgets):
             found.append(
                 ConfigProblem(
                     ("learning_rate.lr_decay_iters", "train.until", "learning_rate.shape"),
-                    f"learning_rate.lr_decay_iters is needed: a {course.shape} course must know "
-                    f"its last step, and train.until has only {', '.join(map(str, budgets))}",
-                    "give it, add a budget such as 2000it, or choose shape constant",
+                    f"learning_rate.lr_decay_iters is needed: a {schedule.shape} schedule needs its "
+                    f"last step, and train.until has only {', '.join(map(str, budgets))}",
+                    "set it, add a budget such as 2000it, or choose shape constant",
                 )
             )
         return found
-    if course.warmup_iters >= end:
+    if schedule.warmup_iters >= end:
         found.append(
             ConfigProblem(
                 ("learning_rate.warmup_iters", "learning_rate.lr_decay_iters"),
-                f"learning_rate.warmup_iters ({course.warmup_iters}) must be less than "
+                f"learning_rate.warmup_iters ({schedule.warmup_iters}) must be less than "
                 f"learning_rate.lr_decay_iters ({end})",
             )
         )
@@ -134,16 +134,16 @@ def _elastic(config: RunConfig) -> list[ConfigProblem]:
                 ("parallel.elastic.virtual_ranks", "reproducible"),
                 f"parallel.elastic.virtual_ranks must be a power of two, got {slices}: gradients "
                 "are added in pairs, and pairs of pairs",
-                f"{below} or {2 * below} would be",
+                f"use {below} or {2 * below}",
             )
         )
     if config.compile:
         found.append(
             ConfigProblem(
                 ("compile", "reproducible"),
-                "compile: true does not go with reproducible: elastic: which kernels a compiled "
-                "model runs depends on the shapes it has met since its process began",
-                "leave one of them out",
+                "compile: true cannot be combined with reproducible: elastic: the kernels of a "
+                "compiled model depend on the shapes that its process has seen",
+                "remove one of them",
             )
         )
     return found
@@ -158,23 +158,23 @@ def parallel_checks(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             ("parallel.devices",),
             f"parallel.devices names {', '.join(map(str, repeated))} more than once",
-            "each rank has a GPU of its own",
+            "each rank needs its own GPU",
         )
     elif devices and size is not None and len(devices) != size:
         yield ConfigProblem(
             ("parallel.world_size", "parallel.devices"),
             f"parallel.world_size is {size}, but parallel.devices are {len(devices)}",
-            "leave parallel.world_size out: there are as many ranks as devices",
+            "remove parallel.world_size: there are as many ranks as devices",
         )
     if device not in ("auto", "cuda") and devices:
         yield ConfigProblem(
             ("parallel.devices", "device"),
             f"parallel.devices choose GPUs, but device is {device}",
-            "leave one of them out",
+            "remove one of them",
         )
     if device.startswith("cuda:") and size is not None and size > 1:
         yield ConfigProblem(
             ("device", "parallel.world_size"),
             f"{device} is one device, but parallel.world_size is {size}",
-            "say cuda, and choose with parallel.devices",
+            "set device: cuda, and choose GPUs with parallel.devices",
         )

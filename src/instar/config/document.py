@@ -71,8 +71,8 @@ def parse(
         return None, reader.problems
     for name in reversed(under or ()):
         data = {name: data}
-    whole = reader.place(node.start_mark.line, node.start_mark.column)
-    places = {(): (whole, whole)} | reader.places
+    location = reader.place(node.start_mark.line, node.start_mark.column)
+    places = {(): (location, location)} | reader.places
     return Document(data, places, frozenset(reader.unreadable)), reader.problems
 
 
@@ -162,7 +162,7 @@ class _Reader:
             return None
 
     def mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        own: dict[str, Any] = {}
+        given: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         seen = set[str]()
         inside = f" in {self.name(path)}" if path else ""
@@ -186,13 +186,13 @@ class _Reader:
             else:
                 seen.add(key)
                 merged.pop(key, None)
-                here = (*path, key)
-                if here in self.places:  # from a merge
-                    self.unreadable = {p for p in self.unreadable if p[: len(here)] != here}
-                value = self.read(value_node, here, place)
-                if here not in self.unreadable:
-                    own[key] = value
-        return merged | own
+                own_path = (*path, key)
+                if own_path in self.places:  # from a merge
+                    self.unreadable = {p for p in self.unreadable if p[: len(own_path)] != own_path}
+                value = self.read(value_node, own_path, place)
+                if own_path not in self.unreadable:
+                    given[key] = value
+        return merged | given
 
     def merge(self, node: Node, path: KeyPath, place: SourceLocation) -> dict[str, Any]:
         """Return the merged keys of the mappings that `<<` names; earlier ones take precedence."""
@@ -202,10 +202,10 @@ class _Reader:
             self.report("'<<' merges mappings only", place, hint=hint)
             return {}
         merged: dict[str, Any] = {}
-        here = self.places[path]
+        own_path = self.places[path]
         for part in reversed(parts):
             merged |= self.read(part, path) or {}
-        self.places[path] = here
+        self.places[path] = own_path
         return merged
 
     def scalar(self, node: ScalarNode, place: SourceLocation, path: KeyPath) -> Any:
@@ -243,15 +243,15 @@ class _Reader:
         raise _Unreadable
 
     def syntax_problem(self, error: Exception) -> ConfigProblem:
-        place, said, hint = SourceLocation(self.source), str(error), ""
+        place, text_of_error, hint = SourceLocation(self.source), str(error), ""
         if isinstance(error, MarkedYAMLError):
-            said, hint, line, column = _explained(error, self.lines)
+            text_of_error, hint, line, column = _explained(error, self.lines)
             place = place if line is None else self.place(line, column)
         elif isinstance(error, ReaderError):
-            said = f"the character U+{int(error.character):04X} is not allowed in YAML"
+            text_of_error = f"the character U+{int(error.character):04X} is not allowed in YAML"
             before = _LINE_BREAK.split(self.text[: error.position])
             place = self.place(len(before) - 1, len(before[-1]))
-        return problem_at(place, f"not readable as YAML: {said}", hint)
+        return problem_at(place, f"not readable as YAML: {text_of_error}", hint)
 
 
 def _whole_number(text: str) -> int:
@@ -288,20 +288,30 @@ def _explained(error: MarkedYAMLError, lines: Sequence[str]) -> tuple[str, str, 
 
     A line that is not 'key: value' is often detected by the parser only on the next line.
     """
-    said = f"{error.problem or error.context}"
+    text_of_error = f"{error.problem or error.context}"
     mark, hint = error.problem_mark or error.context_mark, ""
-    if error.context_mark and any(theirs in said for theirs in (*dict(_UNCLOSED), _NO_COLON)):
+    if error.context_mark and any(
+        pattern in text_of_error for pattern in (*dict(_UNCLOSED), _NO_COLON)
+    ):
         mark = error.context_mark
     line, column = (mark.line, mark.column) if mark else (None, 0)
     if line is not None:
         if (
-            "mapping values are not" in said
+            "mapping values are not" in text_of_error
             and (before := _no_pair_before(line, lines)) is not None
         ):
-            said, line = _NO_COLON, before
+            text_of_error, line = _NO_COLON, before
             column = len(lines[line]) - len(lines[line].lstrip())
-        hint = _as_pair(lines[line]) if said == _NO_COLON else ""
-    return next((ours for theirs, ours in _SAID if theirs in said), said), hint, line, column
+        hint = _as_pair(lines[line]) if text_of_error == _NO_COLON else ""
+    return (
+        next(
+            (explanation for pattern, explanation in _SAID if pattern in text_of_error),
+            text_of_error,
+        ),
+        hint,
+        line,
+        column,
+    )
 
 
 def _no_pair_before(line: int, lines: Sequence[str]) -> int | None:
@@ -310,8 +320,8 @@ def _no_pair_before(line: int, lines: Sequence[str]) -> int | None:
     for number in range(line - 1, -1, -1):
         text = lines[number].strip(" \t")
         if text and not text.startswith("#"):
-            sound = re.search(r":(\s|$)", text, re.ASCII) or text.startswith("-")
-            return None if sound and not odd_space(text) else number
+            is_mapping = re.search(r":(\s|$)", text, re.ASCII) or text.startswith("-")
+            return None if is_mapping and not odd_space(text) else number
     return None
 
 

@@ -101,12 +101,12 @@ class ConfigError(InstarError):
     def __str__(self) -> str:
         count = len(self.problems)
         last = f"{count} error{'' if count == 1 else 's'}. Nothing was started."
-        about = next((problem for problem in self.problems if problem.key), None)
-        if about is not None:
+        with_key = next((problem for problem in self.problems if problem.key), None)
+        if with_key is not None:
             # name the list of an item's key
-            listed, bracket, _ = about.key.partition("[")
-            words = [listed if bracket else about.key.rpartition(".")[0]]
-            words += ["--task", about.task] if about.task else []
+            listed, bracket, _ = with_key.key.partition("[")
+            words = [listed if bracket else with_key.key.rpartition(".")[0]]
+            words += ["--task", with_key.task] if with_key.task else []
             last += f"   Keys: instar config schema {' '.join(filter(None, words))}".rstrip()
         return "\n".join([*map(str, self.problems), last])
 
@@ -116,14 +116,14 @@ def sentence_of(error: OSError) -> str:
     name = error.filename if isinstance(error.filename, str | bytes) else ""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     text = text if len(text) <= 200 else f"{text[:199]}…"
-    said = f"{text}: {error.strerror or error}" if text else str(error.strerror or error)
+    text_of_error = f"{text}: {error.strerror or error}" if text else str(error.strerror or error)
     hints = {
         errno.EMFILE: "raise the limit of open files: ulimit -n 1024",
         errno.ENOSPC: "free some space",
         errno.EDQUOT: "free some space of your quota",
     }
     hint = hints.get(error.errno or 0)
-    return f"{said}; {hint}" if hint else said
+    return f"{text_of_error}; {hint}" if hint else text_of_error
 
 
 _ACTING = re.compile(

@@ -131,8 +131,8 @@ def cache_home(kind: str) -> Path | None:
     given = os.environ.get("INSTAR_CACHE_DIR", "")
     above = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        own = Path(above) if Path(above).is_absolute() else Path.home() / ".cache"
-        home = Path(given) if given else own / "instar"
+        cache_dir = Path(above) if Path(above).is_absolute() else Path.home() / ".cache"
+        home = Path(given) if given else cache_dir / "instar"
         home.mkdir(0o700, parents=True, exist_ok=True)
         status = home.lstat()  # a link could lead to another folder owned by this user
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():

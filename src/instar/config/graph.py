@@ -260,11 +260,11 @@ def _shape(model: GraphModelConfig) -> Iterator[ConfigProblem]:
         if count > 1:
             yield ConfigProblem(("model.pooling",), f"model.pooling has {kind} {count} times")
     if model.layer == "gat" and model.width % model.n_head:
-        near = max(1, round(model.width / model.n_head)) * model.n_head
+        multiple = max(1, round(model.width / model.n_head)) * model.n_head
         yield ConfigProblem(
             ("model.width", "model.n_head", "model.layer"),
             f"model.width ({model.width}) must be divisible by model.n_head ({model.n_head})",
-            f"width {near} would be",
+            f"width {multiple} would be",
         )
 
 

@@ -159,12 +159,12 @@ def shape_checks(model: ModelConfig) -> list[ConfigProblem]:
     found = []
     heads, width = model.n_head, model.n_embd
     if width % heads:
-        near = max(heads, round(width / heads) * heads)
+        multiple = max(heads, round(width / heads) * heads)
         found.append(
             ConfigProblem(
                 ("model.n_embd", "model.n_head"),
                 f"model.n_embd ({width}) must be divisible by model.n_head ({heads})",
-                f"n_embd {near} would be",
+                f"n_embd {multiple} would be",
             )
         )
     elif model.positions == "rope" and (width // heads) % 2:

@@ -68,7 +68,7 @@ class Loaded:
         return json.dumps([self.config.task, self.given, dict(self.origins), places])
 
 
-def handed_over() -> Loaded | None:
+def from_launcher() -> Loaded | None:
     """Return the config that the launcher of this process has loaded; None without a launcher.
 
     Child processes of this one do not inherit it.
@@ -146,7 +146,7 @@ class _Findings:
     def note(self, place: SourceLocation, message: str, hint: str = "", key: str = "") -> None:
         self.problems.append(problem_at(place, message, hint, key))
 
-    def doubt(self, root: Root, path: KeyPath) -> None:
+    def mark_doubtful(self, root: Root, path: KeyPath) -> None:
         """Mark a key, or all keys of a section, as unreliable."""
         self.doubtful.add(name := dotted(path))
         if is_section(root, path):
@@ -157,8 +157,8 @@ class _Findings:
         # report a problem in an aliased value once, however often it is merged
         once: dict[tuple[str, str], ConfigProblem] = {}
         for each in self.problems:
-            said = re.sub(r"\[\d+\]", "", each.message) if each.excerpt else each.message
-            once.setdefault((each.where, said), each)
+            text = re.sub(r"\[\d+\]", "", each.message) if each.excerpt else each.message
+            once.setdefault((each.where, text), each)
         problems = sorted(once.values(), key=self._order)
         return ConfigError(*(replace(each, task=self.task) for each in problems))
 
@@ -190,7 +190,7 @@ def _read_config(path: str, findings: _Findings) -> Document | None:
     """Return the mapping in a file; None after a problem that prevents it."""
     document = _read_document(path, START, findings)
     if document is not None and not isinstance(document.data, dict):
-        message = f"a config is made of 'key: value' lines, got {show(document.data)}"
+        message = f"a config consists of 'key: value' lines, got {show(document.data)}"
         findings.note(document.place(), message)
         return None
     return document
@@ -226,30 +226,32 @@ def _read_document(
 def _read_text(
     path: str, start: str, findings: _Findings, named: SourceLocation | None
 ) -> str | None:
-    whole = SourceLocation(path)
+    location = SourceLocation(path)
     try:
         with open_regular(path, follow=True) as file:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) <= MAX_BYTES:
             return raw.decode("utf-8-sig")
-        findings.note(whole, f"larger than {MAX_BYTES >> 20} MiB; this is not a config")
+        findings.note(location, f"larger than {MAX_BYTES >> 20} MiB; this is not a config")
     except FileNotFoundError:
         hint = suggestions.near_path(path, "*.y*ml") or start
         if named is not None and named.line:
             findings.note(named, f"no such file: {path}", hint)
         else:
-            findings.note(whole, "no such file", hint)
+            findings.note(location, "no such file", hint)
     except IsADirectoryError:
-        there = ", ".join(str(each) for each in sorted(Path(path).glob("*.y*ml"))[:3])
-        findings.note(whole, "is a folder, not a config file", there and f"it holds {there}")
+        candidates = ", ".join(str(each) for each in sorted(Path(path).glob("*.y*ml"))[:3])
+        findings.note(
+            location, "is a folder, not a config file", candidates and f"it holds {candidates}"
+        )
     except UnicodeDecodeError as error:
         lines = raw[: error.start].decode("utf-8").split("\n")
         place = SourceLocation(path, len(lines), len(lines[-1]) + 1, lines[-1] + "�")
         message = f"byte 0x{raw[error.start]:02x} is not UTF-8"
         findings.note(place, message, "save the file as UTF-8")
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        findings.note(whole, f"cannot be read: {said}")
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        findings.note(location, f"cannot be read: {reason}")
     return None
 
 
@@ -302,7 +304,7 @@ def _entries(
     found: dict[KeyPath, _Entry] = {}
     tainted = {bad[:n] for bad in document.unreadable for n in range(1, len(bad) + 1)}
     for path in document.unreadable:
-        findings.doubt(root, path)
+        findings.mark_doubtful(root, path)
     for path, value in flat(root, document.data):
         if path[0] in ("model", "data") and path[0] in findings.doubtful:
             continue  # sections of an unknown task
@@ -315,9 +317,9 @@ def _entries(
             found[path] = _Entry(value, origin or str(place), document, path, path)
         elif value is not None:
             name = dotted(path)
-            findings.doubt(root, path)
+            findings.mark_doubtful(root, path)
             message = f"{name} is a section of 'key: value' lines, got {show(value)}"
-            hint = suggestions.no_section(root, name)
+            hint = suggestions.section_hint(root, name)
             findings.note(document.place(path), message, hint, f"{name}.")
     return found
 
@@ -327,16 +329,18 @@ def _chosen_presets(root: Root, given: dict[KeyPath, _Entry], findings: _Finding
     entry = given.get(("preset",))
     if entry is None:
         return []
-    asked = entry.value if isinstance(entry.value, list) else [entry.value]
+    requested = entry.value if isinstance(entry.value, list) else [entry.value]
     known = names_in(PRESETS)
-    for index, name in enumerate(asked):
+    for index, name in enumerate(requested):
         if name not in known:
             findings.doubtful |= keys(root).keys() - {dotted(path) for path in given}
-            meant = suggestions.nearest(str(name), known)
-            hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(known)}"
+            suggestion = suggestions.nearest(str(name), known)
+            hint = (
+                f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(known)}"
+            )
             findings.note(entry.place((index,)), f"unknown preset {show(name)}", hint, "preset")
             given.pop(("preset",), None)
-    return [name for name in asked if name in known]
+    return [name for name in requested if name in known]
 
 
 def _open_schedule(layer: dict[KeyPath, _Entry], findings: _Findings) -> None:
@@ -345,8 +349,12 @@ def _open_schedule(layer: dict[KeyPath, _Entry], findings: _Findings) -> None:
     if entry is None or not isinstance(entry.value, str):
         return
     named = entry.place()
-    beside = Path(named.source).parent / entry.value
-    hint = f"did you mean '{beside}'?" if beside.is_file() else "it is read from where you are"
+    sibling = Path(named.source).parent / entry.value
+    hint = (
+        f"did you mean '{sibling}'?"
+        if sibling.is_file()
+        else "the path is relative to the working directory"
+    )
     document = _read_document(entry.value, hint, findings, named, (SCHEDULE,))
     if document is not None and not isinstance(document.data, list):
         message = f"a schedule is a list of operations, got {show(document.data)}"
@@ -391,7 +399,7 @@ def _validated(
         return root.model_validate(_tree(root, layer))
     except ValidationError as error:
         refused = error.errors(include_url=False)
-    sound, told = dict(layer), set[KeyPath]()
+    valid, reported = dict(layer), set[KeyPath]()
     for item in refused:
         path, unknown = item["loc"], item["type"] == "extra_forbidden"
         while not unknown and len(path) > 1 and not choices(root, path):
@@ -401,29 +409,29 @@ def _validated(
             (e for p, e in layer.items() if p[: len(path)] == path), None
         )
         inner = path[len(key) :]
-        if path not in told:
-            told.add(path)
+        if path not in reported:
+            reported.add(path)
             place = entry.place(inner, key=unknown) if entry else SourceLocation(DEFAULT)
             if unknown:
-                message, hint, meant = suggestions.unknown_key(root, path)
-                findings.doubtful.add(meant)
+                message, hint, suggestion = suggestions.unknown_key(root, path)
+                findings.doubtful.add(suggestion)
             else:
                 value = _within(layer[key].value, inner) if key in layer else item["input"]
                 message, hint = suggestions.wrong_value(
                     root, path, value, item["type"], item["msg"]
                 )
             findings.note(place, message, hint, dotted(key if key in layer else path))
-        if key == (SCHEDULE,) and inner and key in sound:
+        if key == (SCHEDULE,) and inner and key in valid:
             # replace an invalid operation by an empty one, so that the others are checked too
-            operations = list(sound[key].value)
+            operations = list(valid[key].value)
             operations[int(inner[0])] = {"name": ""}
-            sound[key] = replace(sound[key], value=operations)
+            valid[key] = replace(valid[key], value=operations)
             findings.doubtful.add(f"{SCHEDULE}[{inner[0]}]")
         else:
             findings.doubtful.add(dotted(key))
-            sound = {p: e for p, e in sound.items() if p[: len(key)] != key}
+            valid = {p: e for p, e in valid.items() if p[: len(key)] != key}
     try:
-        return root.model_validate(_tree(root, sound))
+        return root.model_validate(_tree(root, valid))
     except ValidationError:  # e.g. a custom section with required keys
         return None
 

@@ -52,8 +52,8 @@ def opening(before: str, section: str, root: Root | None = None) -> list[str]:
         indent, name, home = "  " * depth, names[depth], ".".join(names[:depth])
         if root is not None:
             model = sections(root)[".".join(names[: depth + 1])]
-            said = model.__doc__ or sections(root)[home].model_fields[name].description
-            lines += ["", f"{indent}# {(said or name).strip().splitlines()[0]}"]
+            description = model.__doc__ or sections(root)[home].model_fields[name].description
+            lines += ["", f"{indent}# {(description or name).strip().splitlines()[0]}"]
         lines.append(f"{indent}{name}:")
     return lines
 

@@ -50,12 +50,12 @@ class PlainConfig(RunConfig):
     @property
     def metrics(self) -> dict[str, Direction]:
         """`loss` and the metrics that the config requests; only the class knows all of them."""
-        asked = [
+        required = [
             self.learning_rate.plateau.metric,
             *(rule.metric for rule in self.early_stopping.rules),
             *self.checkpoint.best_of,
         ]
-        return {"loss": "min", **dict.fromkeys(asked, "min")}
+        return {"loss": "min", **dict.fromkeys(required, "min")}
 
 
 def plain_root_of(task: str) -> type[RunConfig]:
@@ -82,8 +82,8 @@ def root_of(task: str) -> type[RunConfig]:
         meant = nearest(task, ROOTS)
         hint = f"did you mean '{meant}'?" if meant else "or name your own as module:class"
         raise _wrong(f"unknown task '{task}'; known are {', '.join(ROOTS)}", hint)
-    own = custom_task_class(task)
-    model, data = getattr(own, "Model", Section), getattr(own, "Data", SamplesConfig)
+    task_class = custom_task_class(task)
+    model, data = getattr(task_class, "Model", Section), getattr(task_class, "Data", SamplesConfig)
     for name, section, base in (("Model", model, Section), ("Data", data, SamplesConfig)):
         if not (isinstance(section, type) and issubclass(section, base)):
             raise _wrong(f"{task}: {name} must be a subclass of {base.__module__}.{base.__name__}")

@@ -260,7 +260,7 @@ class CheckpointConfig(Section):
     on_growth: bool = Field(True, description="save after every operation that changes the model")
     asynchronous: bool = Field(
         True,
-        description="write in the background while training goes on; what a stop, a signal or the "
+        description="write in the background while training continues; what a stop, a signal or the "
         "end saves is always waited for",
     )
     keep_last: PositiveInt = Field(3, description="number of latest checkpoints to keep")
@@ -439,8 +439,8 @@ def with_defaults(values: Mapping[str, Any]) -> Callable[[type[C]], type[C]]:
         for key, value in values.items():
             home, _, name = key.rpartition(".")
             if home == inside:
-                about = section.model_fields[name].description
-                fields[name] = (hints[name], Field(value, description=about))
+                description = section.model_fields[name].description
+                fields[name] = (hints[name], Field(value, description=description))
         return create_model(
             section.__name__,
             __base__=section,

@@ -75,8 +75,10 @@ class Sparse(Section):
     """A section that is written with the keys it was given, and no others."""
 
     @model_serializer(mode="wrap")
-    def _given(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in whole(self).items() if key in self.model_fields_set}
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {
+            key: value for key, value in serialize(self).items() if key in self.model_fields_set
+        }
 
 
 class PlateauTrigger(Sparse):

@@ -103,23 +103,23 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
 def near_path(path: str, pattern: str = "*") -> str:
     """Return a hint for a path that does not exist: a similarly named file next to it."""
     folder = Path(path).parent
-    there = [each.name for each in folder.glob(pattern)] if folder.is_dir() else []
-    meant = nearest(Path(path).name, there)
-    return f"did you mean '{folder / meant}'?" if meant else ""
+    candidates = [each.name for each in folder.glob(pattern)] if folder.is_dir() else []
+    suggestion = nearest(Path(path).name, candidates)
+    return f"did you mean '{folder / suggestion}'?" if suggestion else ""
 
 
-def key_meant(root: Root, name: str) -> str:
+def suggest_key(root: Root, name: str) -> str:
     """Return the dotted key, the first of several, that a name without or with the wrong section
     means; empty if it is ambiguous."""
     owners = [key for key in keys(root) if name in (key, key.rpartition(".")[2])]
-    called = aliases(root).get(name.rpartition(".")[2], "")
-    return owners[0] if owners else called if called in keys(root) else ""
+    known_aliases = aliases(root).get(name.rpartition(".")[2], "")
+    return owners[0] if owners else known_aliases if known_aliases in keys(root) else ""
 
 
-def no_section(root: Root, name: str) -> str:
+def section_hint(root: Root, name: str) -> str:
     """Return a hint for a section that was given a value as if it were a key."""
-    meant = aliases(root).get(name)
-    return f"did you mean '{meant}'?" if meant else ""
+    suggestion = aliases(root).get(name)
+    return f"did you mean '{suggestion}'?" if suggestion else ""
 
 
 def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
@@ -127,46 +127,52 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
     section, name = dotted(path[:-1]), str(path[-1])
     message = f"unknown key '{name}'" + (f" in {section}" if section else "")
     if section not in sections(root):  # in an item of a list
-        there = [key for choice in choices(root, path[:-1]) for key in choice.get("properties", ())]
+        candidates = [
+            key for choice in choices(root, path[:-1]) for key in choice.get("properties", ())
+        ]
         alias = ITEM_ALIASES.get(name)
-        meant = alias if alias in there else nearest(name, there)
-        return message, f"did you mean '{meant}'?" if meant else f"it has {', '.join(there)}", ""
+        suggestion = alias if alias in candidates else nearest(name, candidates)
+        return (
+            message,
+            f"did you mean '{suggestion}'?" if suggestion else f"it has {', '.join(candidates)}",
+            "",
+        )
     if "." in name and name in keys(root):
         home, _, last = name.rpartition(".")
         return message, f"write '{last}:' under '{home}:'", name
-    here, called = sections(root)[section].model_fields, aliases(root)
-    meant = called.get(f"{section}.{name}")
+    fields, known_aliases = sections(root)[section].model_fields, aliases(root)
+    suggestion = known_aliases.get(f"{section}.{name}")
     for known in (keys(root), sections(root)):
         owners = [key for key in known if key and key.rpartition(".")[2] == name]
-        if meant is None and owners:
+        if suggestion is None and owners:
             homes = [key.rpartition(".")[0] for key in owners]
             places = [f"in {home}" if home else "at the top level" for home in homes]
             return message, f"'{name}' belongs {' or '.join(places)}", owners[0]
-        meant = meant or called.get(name.lower().replace("-", "_"))
-    if meant is None and (close := nearest(name, here)):
-        meant = f"{section}.{close}" if section else close
-    if meant is None:
-        elsewhere = {key.rpartition(".")[2]: key for key in keys(root)} | called
-        meant = elsewhere.get(nearest(name, elsewhere, 0.85) or "")
-    if meant is None:
-        return message, f"it has {', '.join(here)}" if len(here) <= 8 else "", ""
-    home, _, last = meant.rpartition(".")
-    return message, f"did you mean '{last if home == section else meant}'?", meant
+        suggestion = suggestion or known_aliases.get(name.lower().replace("-", "_"))
+    if suggestion is None and (close := nearest(name, fields)):
+        suggestion = f"{section}.{close}" if section else close
+    if suggestion is None:
+        elsewhere = {key.rpartition(".")[2]: key for key in keys(root)} | known_aliases
+        suggestion = elsewhere.get(nearest(name, elsewhere, 0.85) or "")
+    if suggestion is None:
+        return message, f"it has {', '.join(fields)}" if len(fields) <= 8 else "", ""
+    home, _, last = suggestion.rpartition(".")
+    return message, f"did you mean '{last if home == section else suggestion}'?", suggestion
 
 
-def wrong_value(root: Root, path: KeyPath, given: Any, kind: str, said: str) -> tuple[str, str]:
+def wrong_value(root: Root, path: KeyPath, given: Any, kind: str, reason: str) -> tuple[str, str]:
     """Return message and hint for a value that the schema rejects.
 
     Args:
         kind: pydantic's error type.
-        said: pydantic's message; both are used only if the schema does not describe the allowed values.
+        reason: pydantic's message; both are used only if the schema does not describe the allowed values.
     """
     name = dotted(path)
     if kind == "missing":
         return f"{name} is missing", ""
     if not choices(root, path) or kind in ("value_error", "assertion_error"):
-        said = said.removeprefix("Value error, ")
-        return f"{name}: {said[:1].lower()}{said[1:]}, got {show(given)}", ""
+        reason = reason.removeprefix("Value error, ")
+        return f"{name}: {reason[:1].lower()}{reason[1:]}, got {show(given)}", ""
     hint = _hint(root, name, choices(root, path), given)
     return f"{name} must be {expected(root, path, given)}, got {show(given)}", hint
 
@@ -190,8 +196,10 @@ def _hint(root: Root, name: str, allowed: Sequence[Mapping[str, Any]], given: An
             return "drop the quotes"
         if "null" in types and text in ("none", "nil"):
             return "write null"
-        if meant := nearest(given, [str(w) for choice in allowed for w in choice.get("enum", ())]):
-            return f"did you mean '{meant}'?"
+        if suggestion := nearest(
+            given, [str(w) for choice in allowed for w in choice.get("enum", ())]
+        ):
+            return f"did you mean '{suggestion}'?"
         if name == "device" and text in ("gpu", "nvidia"):
             return "did you mean 'cuda'?"
         number = meant_number(given, name)

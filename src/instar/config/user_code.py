@@ -40,22 +40,22 @@ def load_named(name: str, *, key: str) -> Callable[..., Any]:
         colon and all(part.isidentifier() for part in (*module_name.split("."), function_name))
     ):
         raise wrong(f"{name!r} is not of the form module:function", "as in my_data:augment")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    cwd = str(Path.cwd())
+    if cwd not in sys.path and "" not in sys.path:
+        sys.path.insert(0, cwd)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if f"{module_name}.".startswith(f"{error.name}."):
             raise wrong(
-                f"there is no module {error.name!r}", f"it was looked for in {here} and PYTHONPATH"
+                f"there is no module {error.name!r}", f"it was looked for in {cwd} and PYTHONPATH"
             ) from None
         raise wrong(f"{module_name} cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:
         raise wrong(f"{module_name} cannot be imported: {what_happened(error)}") from error
     if not hasattr(module, function_name):
-        there = [each for each in vars(module) if callable(getattr(module, each))]
-        close = difflib.get_close_matches(function_name, there, n=1)
+        names = [each for each in vars(module) if callable(getattr(module, each))]
+        close = difflib.get_close_matches(function_name, names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else ""
         raise wrong(f"the module {module_name} has no {function_name!r}", hint)
     found: Callable[..., Any] = getattr(module, function_name)
@@ -72,13 +72,13 @@ def what_happened(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     text = "; ".join(filter(None, [str(error).strip(), *getattr(error, "__notes__", ())]))
     if isinstance(error, SystemExit):
-        said = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
+        cause = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
     elif isinstance(error, ValueError | TypeError) and frames[-1].filename.startswith(_INSTAR):
         return text  # Instar's own message about what the user's code returned
     else:
-        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
     place = _place(frames)
-    return f"{said} ({place})" if place else said
+    return f"{cause} ({place})" if place else cause
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
@@ -87,8 +87,8 @@ def _place(frames: Sequence[traceback.FrameSummary]) -> str:
     for frame in reversed(frames):
         if not (frame.filename.startswith(_NOT_THE_USERS) or "-packages" in frame.filename):
             path = Path(frame.filename)
-            if path.is_relative_to(here := Path.cwd()):
-                path = path.relative_to(here)
+            if path.is_relative_to(cwd := Path.cwd()):
+                path = path.relative_to(cwd)
             return f"{path}:{frame.lineno} in {frame.name}"
     return ""
 

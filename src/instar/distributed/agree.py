@@ -68,16 +68,16 @@ def gather_parts(world: World, part: bytes) -> list[bytes]:
     parts = [bytearray() for _ in sizes]
     for begin in range(0, max(sizes), _PART_BYTES):
         width = min(_PART_BYTES, max(sizes) - begin)
-        mine = _bytes(part[begin : begin + width].ljust(width, b"\0"))
+        chunk = _bytes(part[begin : begin + width].ljust(width, b"\0"))
         rows = list(torch.empty(world.size, width, dtype=torch.uint8).unbind())
         with collective(world, "gathering data on rank 0"):
-            dist.gather(mine, rows if world.is_main else None, 0, group=world.group)
+            dist.gather(chunk, rows if world.is_main else None, 0, group=world.group)
         if world.is_main:
-            for whole, row in zip(parts, rows, strict=True):
-                whole += _raw(row)
+            for received, row in zip(parts, rows, strict=True):
+                received += _raw(row)
     if not world.is_main:
         return []
-    return [bytes(whole[:size]) for whole, size in zip(parts, sizes, strict=True)]
+    return [bytes(received[:size]) for received, size in zip(parts, sizes, strict=True)]
 
 
 def reduce_sums(world: World, sums: Mapping[str, float]) -> dict[str, float]:
@@ -105,23 +105,23 @@ def raise_on_all_ranks(world: World, what: str) -> Iterator[None]:
     the first of them; the failing rank's own exception is its cause. If every rank failed alike
     there is no peer to name, and each raises its own exception; so does a single process.
     """
-    mine: BaseException | None = None
+    own_error: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        mine = error
+        own_error = error
     try:
-        faults = gather(world, None if mine is None else _fault(mine))
+        faults = gather(world, None if own_error is None else _fault(own_error))
     except PeerLost:
-        if mine is not None:
-            raise mine from None
+        if own_error is not None:
+            raise own_error from None
         raise
     failed = {rank: cast(dict[str, Json], fault) for rank, fault in enumerate(faults) if fault}
     if not failed:
         return
     alike = len({fault["message"] for fault in failed.values()}) == 1
-    if mine is not None and alike and len(failed) == world.size:
-        raise mine
+    if own_error is not None and alike and len(failed) == world.size:
+        raise own_error
     # a rank that failed only because another one did is not blamed
     failed = {rank: fault for rank, fault in failed.items() if not fault["secondary"]} or failed
     blamed = min(failed)
@@ -133,8 +133,8 @@ def raise_on_all_ranks(world: World, what: str) -> Iterator[None]:
         what=what,
         rank=blamed,
         exit_code=cast(int, fault["exit_code"]),
-        secondary=mine is None or is_secondary(mine),
-    ) from mine
+        secondary=own_error is None or is_secondary(own_error),
+    ) from own_error
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def collective(world: World, what: str, number: int | None = None) -> Iterator[N
         cause = re.sub(r"^\[[^\]]*\]\s*|\. This is typically.*", "", str(error), flags=re.DOTALL)
         raise PeerLost(f"rank {world.rank} lost another rank while {what}: {cause}") from error
     else:
-        world.position.go_on()
+        world.position.leave()
 
 
 class Flag(IntEnum):
@@ -207,8 +207,8 @@ class FlagReducer:
             self._width = len(sums)
         if len(sums) != self._width:
             raise ValueError(f"expected {self._width} sums as in the first call, got {len(sums)}")
-        asked = Flag(request)
-        vector = torch.tensor([asked is Flag.STOP, asked is Flag.ERROR, *sums], dtype=torch.float64)
+        flag = Flag(request)
+        vector = torch.tensor([flag is Flag.STOP, flag is Flag.ERROR, *sums], dtype=torch.float64)
         if self._world.size == 1:
             return PendingFlags(self._world, vector, None)
         with collective(self._world, "sending its flags"):
@@ -283,9 +283,9 @@ def _gather(world: World, data: bytes) -> list[bytes]:
         longest = max(lengths)
         if longest <= _ROOM:
             return [_body(frame, n) for frame, n in zip(frames, lengths, strict=True)]
-        wholes = list(torch.empty(world.size, longest, dtype=torch.uint8).unbind())
-        dist.all_gather(wholes, _bytes(data.ljust(longest, b"\0")), group=world.group)
-    return [_raw(whole[:n]) for whole, n in zip(wholes, lengths, strict=True)]
+        padded = list(torch.empty(world.size, longest, dtype=torch.uint8).unbind())
+        dist.all_gather(padded, _bytes(data.ljust(longest, b"\0")), group=world.group)
+    return [_raw(whole[:n]) for whole, n in zip(padded, lengths, strict=True)]
 
 
 def _frame(data: bytes) -> Tensor:

@@ -116,8 +116,8 @@ def exact_sums(world: World, columns: Mapping[str, Sequence[float]]) -> dict[str
 
     All ranks pass the same columns; the number of values in a column may differ, or be 0.
     """
-    mine = [str(_sum(values)) for values in columns.values()]
-    everyones = cast(list[list[str]], gather(world, mine))
+    own_sums = [str(_sum(values)) for values in columns.values()]
+    everyones = cast(list[list[str]], gather(world, own_sums))
     sums = (float(sum(map(_parse, texts))) for texts in zip(*everyones, strict=True))
     return dict(zip(columns, sums, strict=True))
 

@@ -159,10 +159,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 def error_text(error: BaseException) -> str:
     """Return the message of an exception with its notes."""
-    said = sentence_of(error) if isinstance(error, OSError) else str(error)
+    text = sentence_of(error) if isinstance(error, OSError) else str(error)
     if out_of_memory(error):
-        said = f"out of memory: {said}; reduce the model or train.batch_size"
-    return "; ".join([said, *getattr(error, "__notes__", ())])
+        text = f"out of memory: {text}; reduce the model or train.batch_size"
+    return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
 def describe_failure(error: BaseException, rank: int, step: int | None) -> Failure:
@@ -196,9 +196,9 @@ def write_failure(failure: Failure, error: BaseException, environ: Mapping[str, 
         },
         "instar": asdict(failure),
     }
-    aside = Path(f"{target}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(record), encoding="utf-8")
-    aside.replace(target)
+    temporary = Path(f"{target}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(record), encoding="utf-8")
+    temporary.replace(target)
 
 
 def read_failure(path: Path) -> Failure | None:

@@ -60,7 +60,7 @@ class Position:
         self.waits_for, self.doing = self.arrived + 1, what
         self.moves += 1
 
-    def go_on(self) -> None:
+    def leave(self) -> None:
         """Leave the collective, or continue without waiting for it."""
         if threading.get_ident() != self.thread:
             return
@@ -125,8 +125,8 @@ class Diagnosis:
 
     @classmethod
     def decode(cls, data: bytes) -> Diagnosis:
-        said = json.loads(data)
-        return cls(said["message"], tuple(said["ranks"]))
+        fields = json.loads(data)
+        return cls(fields["message"], tuple(fields["ranks"]))
 
 
 def diagnose(
@@ -147,9 +147,9 @@ def diagnose(
     if silent:
         return _silent(seen, silent, [rank for rank in living if rank not in silent]), 0.0
     waiting = {rank: one.beat for rank, one in living.items() if one.beat and one.beat.waits_for}
-    patient = [rank for rank, beat in waiting.items() if beat.still_s >= wait_s]
-    if patient:
-        return _late(seen, min(patient, key=lambda rank: waiting[rank].waits_for)), 0.0
+    waiting_longest = [rank for rank, beat in waiting.items() if beat.still_s >= wait_s]
+    if waiting_longest:
+        return _late(seen, min(waiting_longest, key=lambda rank: waiting[rank].waits_for)), 0.0
     still_s = [one.beat.still_s if one.beat else 0.0 for one in living.values()]
     if still_s and min(still_s) >= wait_s:
         return _stuck(living, wait_s), 0.0
@@ -164,20 +164,20 @@ def _silent(
 ) -> Diagnosis:
     """Name the silent ranks, and the position of a living one: ranks advance in lockstep, so it tells
     how far the silent ones got."""
-    told = []
+    parts = []
     for rank in ranks:
         one = seen[rank]
         last = f"last seen {one.beat.place}" if one.beat else "not seen since the rendezvous"
-        told.append(f"rank {rank} has sent no heartbeat for {one.silent_s:.0f} s: {last}")
-    told += [
+        parts.append(f"rank {rank} has sent no heartbeat for {one.silent_s:.0f} s: {last}")
+    parts += [
         f"no heartbeat arrives from host {host}: it is down or frozen, or the network to it is lost"
         for host in sorted(_hosts(seen, ranks) - _hosts(seen, others))
     ]
-    witness = next((other for other in others if seen[other].beat), None)
-    beat = seen[witness].beat if witness is not None else None
+    observer = next((other for other in others if seen[other].beat), None)
+    beat = seen[observer].beat if observer is not None else None
     if beat is not None:
-        told.append(f"rank {witness} is {beat.place}")
-    return Diagnosis("; ".join(told), tuple(ranks))
+        parts.append(f"rank {observer} is {beat.place}")
+    return Diagnosis("; ".join(parts), tuple(ranks))
 
 
 def _hosts(seen: Mapping[int, LastHeartbeat], ranks: Sequence[int]) -> set[str]:
@@ -185,10 +185,10 @@ def _hosts(seen: Mapping[int, LastHeartbeat], ranks: Sequence[int]) -> set[str]:
     return {beat.host.partition(" ")[0] for beat in beats if beat}
 
 
-def _late(seen: Mapping[int, LastHeartbeat], patient: int) -> Diagnosis:
-    """Name the ranks missing in the collective in which rank `patient` waits."""
+def _late(seen: Mapping[int, LastHeartbeat], waiting_longest: int) -> Diagnosis:
+    """Name the ranks missing in the collective in which rank `waiting_longest` waits."""
     beats = {rank: one.beat for rank, one in seen.items() if one.beat is not None}
-    host = beats[patient]
+    host = beats[waiting_longest]
     missing = [
         rank
         for rank, beat in beats.items()
@@ -196,12 +196,12 @@ def _late(seen: Mapping[int, LastHeartbeat], patient: int) -> Diagnosis:
     ]
     if not missing:
         return _stuck(seen, host.still_s)
-    told = [
+    parts = [
         f"rank {rank} has not entered a collective ({host.doing}) for {host.still_s:.0f} s: "
         f"{_state(beats[rank])}"
         for rank in missing
     ]
-    return Diagnosis("; ".join(told), tuple(missing))
+    return Diagnosis("; ".join(parts), tuple(missing))
 
 
 def _stuck(seen: Mapping[int, LastHeartbeat], wait_s: float) -> Diagnosis:
@@ -209,10 +209,10 @@ def _stuck(seen: Mapping[int, LastHeartbeat], wait_s: float) -> Diagnosis:
     beats = {rank: one.beat for rank, one in seen.items() if one.beat is not None}
     busy = [rank for rank, beat in beats.items() if not (beat.in_torch or beat.waits_for)]
     if 0 < len(busy) < len(beats):
-        told = [f"all other ranks wait for rank {rank}: {_state(beats[rank])}" for rank in busy]
-        return Diagnosis("; ".join(told), tuple(busy))
-    told = [f"rank {rank} is {beat.place}" for rank, beat in beats.items()]
-    return Diagnosis(f"no rank has made progress for {wait_s:.0f} s: {'; '.join(told)}", ())
+        parts = [f"all other ranks wait for rank {rank}: {_state(beats[rank])}" for rank in busy]
+        return Diagnosis("; ".join(parts), tuple(busy))
+    parts = [f"rank {rank} is {beat.place}" for rank, beat in beats.items()]
+    return Diagnosis(f"no rank has made progress for {wait_s:.0f} s: {'; '.join(parts)}", ())
 
 
 def _state(beat: Heartbeat) -> str:
@@ -251,12 +251,12 @@ class StoreClient:
         self._store, self._rank = store, rank
         self._absent = [other for other in range(size) if other != rank]
         self._present: list[int] = []
-        self._begun = False
+        self._has_verdict_key = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="heartbeat").start()
 
-    def exchange(self, mine: Heartbeat) -> Future[Heartbeats]:
-        return self._do(lambda: self._exchange(mine))
+    def exchange(self, own: Heartbeat) -> Future[Heartbeats]:
+        return self._do(lambda: self._exchange(own))
 
     def decide(self, verdict: Diagnosis) -> Future[Diagnosis]:
         return self._do(
@@ -266,12 +266,12 @@ class StoreClient:
     def close(self) -> None:
         self._tasks.put(None)
 
-    def _exchange(self, mine: Heartbeat) -> Heartbeats:
-        if not self._begun:
+    def _exchange(self, own: Heartbeat) -> Heartbeats:
+        if not self._has_verdict_key:
             # Reading a key that does not exist would block.
             self._store.compare_set(_VERDICT, "", "")
-            self._begun = True
-        self._store.set(_key(self._rank), mine.encode())
+            self._has_verdict_key = True
+        self._store.set(_key(self._rank), own.encode())
         for rank in [rank for rank in self._absent if self._store.check([_key(rank)])]:
             self._absent.remove(rank)
             self._present.append(rank)

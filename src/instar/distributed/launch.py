@@ -63,7 +63,7 @@ def launch(
     Exit with `signals.exit_now(code)`: while the interpreter shuts down, a late Ctrl-C would reach
     Python's own handler.
     """
-    conclusion = run_ranks(
+    result = run_ranks(
         argv,
         nproc,
         devices,
@@ -76,9 +76,9 @@ def launch(
         config=config,
         last=True,
     )
-    if conclusion.text:
-        say(conclusion.text)
-    return conclusion.code
+    if result.text:
+        say(result.text)
+    return result.code
 
 
 def run_ranks(
@@ -128,13 +128,15 @@ def run_ranks(
     if devices is not None:
         extra[DEVICES_VARIABLE] = ",".join(map(str, devices))
     with (
-        StopSignal(again=lambda: None, signals=(*STOP_SIGNALS, signal.SIGQUIT), last=last) as stop,
-        tempfile.TemporaryDirectory(prefix="instar-") as scratch,
+        StopSignal(
+            on_repeat=lambda: None, signals=(*STOP_SIGNALS, signal.SIGQUIT), last=last
+        ) as stop,
+        tempfile.TemporaryDirectory(prefix="instar-") as work_dir,
     ):
         if config:
-            handed = Path(scratch) / "config.json"
-            handed.write_text(config, encoding="utf-8")
-            extra[CONFIG_VARIABLE] = str(handed)
+            config_file = Path(work_dir) / "config.json"
+            config_file.write_text(config, encoding="utf-8")
+            extra[CONFIG_VARIABLE] = str(config_file)
         # Importing torch takes a second or two; signals are already handled by then.
         from instar.distributed.supervisor import Supervisor
         from instar.distributed.world import device_of
@@ -144,7 +146,7 @@ def run_ranks(
             module,
             argv,
             nproc,
-            Path(scratch),
+            Path(work_dir),
             stop,
             extra,
             say=say,
@@ -194,7 +196,7 @@ def threads_per_rank(nproc: int) -> int:
 def _conclude(exits: Sequence[RankExit], stop: StopSignal, *, resumable: bool) -> tuple[int, str]:
     """Return the exit code of the launch, and the error text."""
     late = [str(end.rank) for end in exits if end.killed and end.failure is None]
-    cause = _blamed(exits)
+    cause = _first_failure(exits)
     if stop.requested and (cause is None or cause.failure is None or cause.failure.secondary):
         text = f"killed, because it did not stop in time: rank {', '.join(late)}"
         saved = resumable or any(_has_checkpoint(end.log) for end in exits)
@@ -217,7 +219,7 @@ def _has_checkpoint(log: Path | None) -> bool:
     return log is not None and any((log.parents[1] / "checkpoints").glob("step-*"))
 
 
-def _blamed(exits: Sequence[RankExit]) -> RankExit | None:
+def _first_failure(exits: Sequence[RankExit]) -> RankExit | None:
     """Return the rank whose failure caused the others'; None if none failed."""
     bad = [
         end for end in exits if end.failure or (end.status not in (0, *STOPPED) and not end.killed)
@@ -242,7 +244,7 @@ def _code(end: RankExit) -> int:
 
 
 def _failure_text(exits: Sequence[RankExit]) -> str:
-    end = _blamed(exits)
+    end = _first_failure(exits)
     if end is None:
         return "the ranks ended without an error message"
     if end.failure is not None:
@@ -253,8 +255,8 @@ def _failure_text(exits: Sequence[RankExit]) -> str:
         text = f"rank {end.rank} {exit_text(end.status)}{around}"
         if end.status == -signal.SIGKILL:
             text += " (the kernel does so when memory runs out)"
-    blamed = [other for other in exits if end.failure and other.rank in end.failure.ranks]
-    return "\n".join([text, *_last_lines((blamed or [end])[0].output)])
+    at_fault = [other for other in exits if end.failure and other.rank in end.failure.ranks]
+    return "\n".join([text, *_last_lines((at_fault or [end])[0].output)])
 
 
 def _last_lines(files: Sequence[Path]) -> Iterator[str]:

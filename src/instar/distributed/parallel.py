@@ -69,7 +69,7 @@ def copy_from_rank_0(world: World, model: nn.Module) -> None:
     layout = [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
     digests = gather(world, xxhash.xxh3_128_hexdigest("\n".join(layout).encode()))
     if any(digest != digests[0] for digest in digests):
-        everyones = [set(cast(list[str], theirs)) for theirs in gather(world, layout)]
+        everyones = [set(cast(list[str], layouts)) for layouts in gather(world, layout)]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         differing = sorted(everyones[0] ^ everyones[other]) or ["their order"]
         raise RunFailed(
@@ -90,13 +90,13 @@ def broadcast_from_rank_0(
     """
     if world.size == 1:
         return tensors
-    mine: dict[str, Json] = {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()}
-    layout = cast(dict[str, tuple[str, list[int]]], agree(world, mine))
+    own_layout: dict[str, Json] = {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()}
+    layout = cast(dict[str, tuple[str, list[int]]], agree(world, own_layout))
     found: dict[str, Tensor] = {}
     for name, (dtype, shape) in layout.items():
         if world.is_main:
             found[name] = tensors[name].detach().contiguous()
-        elif mine.get(name) == [dtype, shape] and tensors[name].is_contiguous():
+        elif own_layout.get(name) == [dtype, shape] and tensors[name].is_contiguous():
             found[name] = tensors[name].detach()
         else:
             kind = getattr(torch, dtype.partition(".")[2])
@@ -168,8 +168,8 @@ def check_replicas_equal(world: World, tensors: Mapping[str, Tensor]) -> None:
         return
     with raise_on_all_ranks(world, "hashing the replicas"):
         hashes = {name: _hash(tensor) for name, tensor in sorted(tensors.items())}
-    whole = xxhash.xxh3_128_hexdigest("\n".join(f"{n}\t{h}" for n, h in hashes.items()).encode())
-    if len(set(cast(list[str], gather(world, whole)))) == 1:
+    digest = xxhash.xxh3_128_hexdigest("\n".join(f"{n}\t{h}" for n, h in hashes.items()).encode())
+    if len(set(cast(list[str], gather(world, digest)))) == 1:
         return
     everyones = cast(list[dict[str, str]], gather(world, hashes))
     names = sorted(set().union(*everyones))
@@ -178,13 +178,13 @@ def check_replicas_equal(world: World, tensors: Mapping[str, Tensor]) -> None:
         name: [rank for rank, one in enumerate(everyones) if one.get(name) != first.get(name)]
         for name in names
     }
-    told = [
+    messages = [
         f"{name} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         for name, ranks in drifted.items()
         if ranks
     ]
-    more = f" and {len(told) - 8} more" if len(told) > 8 else ""
-    raise RunFailed(f"differs from rank 0's: {'; '.join(told[:8])}{more}")
+    more = f" and {len(messages) - 8} more" if len(messages) > 8 else ""
+    raise RunFailed(f"differs from rank 0's: {'; '.join(messages[:8])}{more}")
 
 
 def _hash(tensor: Tensor) -> str:

@@ -34,7 +34,7 @@ class Placement:
     """the environment variable or config key that gave the port"""
     launch: str = ""
     """identifies this launch among others that might use the same port"""
-    told: bool = False
+    is_set: bool = False
     """whether the environment gives the rank; otherwise it is the only one by default"""
     own_gpu: bool = False
     """whether each rank sees exactly one GPU"""
@@ -95,7 +95,7 @@ def _from_torchrun(environ: Mapping[str, str], parallel: ParallelConfig | None) 
     rank = _number(environ, "RANK")
     if size == 1:
         # Cluster operators set RANK and WORLD_SIZE per machine, without LOCAL_RANK.
-        return Placement(rank, told="LOCAL_RANK" in environ)
+        return Placement(rank, is_set="LOCAL_RANK" in environ)
     local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
     host = environ.get("MASTER_ADDR") or (parallel.master_address if parallel else "")
     if parallel and not environ.get("MASTER_ADDR") and local_size < size and is_loopback(host):
@@ -112,7 +112,7 @@ def _from_torchrun(environ: Mapping[str, str], parallel: ParallelConfig | None) 
         port=port,
         port_key=key,
         launch=environ.get(LAUNCH_VARIABLE) or environ.get("TORCHELASTIC_RUN_ID", ""),
-        told=True,
+        is_set=True,
     )
 
 
@@ -143,7 +143,7 @@ def _from_slurm(environ: Mapping[str, str], parallel: ParallelConfig | None) -> 
         port=port or _slurm_port(job, step),
         port_key=key or "SLURM_JOB_ID",
         launch=f"slurm-{job}.{step}",
-        told=True,
+        is_set=True,
         own_gpu=environ.get("SLURM_GPUS_PER_TASK") == "1",
     )
 
@@ -223,7 +223,7 @@ def resolve_ranks(
         ConfigError: they contradict each other.
     """
     chosen = tuple(parallel.devices if devices is None else devices)
-    if place.told:
+    if place.is_set:
         ranks = place.size
         if nproc not in (None, ranks):
             raise ConfigError.one(
@@ -236,22 +236,22 @@ def resolve_ranks(
         ranks = nproc or len(devices)
     else:
         ranks = nproc or parallel.world_size or len(chosen) or 1
-    here = place.local_size if place.told else ranks
-    most = max(256, 32 * (os.cpu_count() or 1))
-    if not place.told and here > most:
+    local_ranks = place.local_size if place.is_set else ranks
+    limit = max(256, 32 * (os.cpu_count() or 1))
+    if not place.is_set and local_ranks > limit:
         raise ConfigError.one(
-            f"{here:,} ranks on this machine, which has {os.cpu_count()} processors; at most {most:,} "
+            f"{local_ranks:,} ranks on this machine, which has {os.cpu_count()} processors; at most {limit:,} "
             "are started",
             where="parallel.world_size" if nproc is None and devices is None else "--nproc",
             hint="on several machines, each starts its own ranks with torchrun or srun",
         )
-    if chosen and len(chosen) < here:
+    if chosen and len(chosen) < local_ranks:
         raise ConfigError.one(
-            f"{here} ranks on this machine, but devices {','.join(map(str, chosen))} only",
+            f"{local_ranks} ranks on this machine, but devices {','.join(map(str, chosen))} only",
             where="parallel.devices" if devices is None else "--devices",
             hint="one per rank",
         )
-    return RankCount(ranks, chosen[:here])
+    return RankCount(ranks, chosen[:local_ranks])
 
 
 def usable_cores() -> int:

@@ -43,11 +43,11 @@ def wait_for_all_ranks(store: RendezvousStore, rank: int, size: int, timeout_s: 
         RankMissing: on all ranks that came, naming those that did not within `timeout_s` seconds.
     """
     token = uuid.uuid4().hex
-    store.set(_here(rank), token)
+    store.set(_joined_key(rank), token)
     deadline = time.monotonic() + timeout_s
-    came = _lead(store, size) if rank == 0 else _follow(store, rank, token)
+    rounds = _lead(store, size) if rank == 0 else _follow(store, rank, token)
     for _ in _until(deadline):
-        name = next(came)
+        name = next(rounds)
         if name:
             return name
         _raise_posted(store, token)
@@ -57,17 +57,17 @@ def wait_for_all_ranks(store: RendezvousStore, rank: int, size: int, timeout_s: 
 
 def _lead(store: RendezvousStore, size: int) -> Iterator[str]:
     """Rank 0's part: polls once per `next`; yields "" until all ranks have acknowledged, then the prefix."""
-    heres = [_here(rank) for rank in range(size)]
+    joined_keys = [_joined_key(rank) for rank in range(size)]
     seen: list[str] = []
     name = ""
     while True:
-        if store.check(heres):
-            tokens = [token.decode() for token in store.multi_get(heres)]
+        if store.check(joined_keys):
+            tokens = [token.decode() for token in store.multi_get(joined_keys)]
             if tokens != seen:
                 seen, name = tokens, uuid.uuid4().hex
                 store.set(_OFFER, json.dumps({"name": name, "tokens": tokens}))
-            if store.check([_answer(name, rank) for rank in range(1, size)]):
-                store.set(_go(name), "")
+            if store.check([_answer_key(name, rank) for rank in range(1, size)]):
+                store.set(_go_key(name), "")
                 yield name
         yield ""
 
@@ -76,8 +76,8 @@ def _follow(store: RendezvousStore, rank: int, token: str) -> Iterator[str]:
     while True:
         name = _offered(store, rank, token)
         if name:
-            store.set(_answer(name, rank), "")
-            if store.check([_go(name)]):
+            store.set(_answer_key(name, rank), "")
+            if store.check([_go_key(name)]):
                 yield name
         yield ""
 
@@ -87,8 +87,8 @@ def _offered(store: RendezvousStore, rank: int, token: str) -> str:
     if not store.check([_OFFER]):
         return ""
     offer = json.loads(store.get(_OFFER))
-    mine = rank < len(offer["tokens"]) and offer["tokens"][rank] == token
-    return str(offer["name"]) if mine else ""
+    is_current = rank < len(offer["tokens"]) and offer["tokens"][rank] == token
+    return str(offer["name"]) if is_current else ""
 
 
 def _absent(store: RendezvousStore, rank: int, size: int, token: str) -> list[int]:
@@ -96,9 +96,9 @@ def _absent(store: RendezvousStore, rank: int, size: int, token: str) -> list[in
     name = _offered(store, rank, token)
     others = [other for other in range(1, size) if other != rank]
     if name:
-        absent = [other for other in others if not store.check([_answer(name, other)])]
+        absent = [other for other in others if not store.check([_answer_key(name, other)])]
     else:
-        absent = [other for other in range(size) if not store.check([_here(other)])]
+        absent = [other for other in range(size) if not store.check([_joined_key(other)])]
     # With no offer, or one that all have acknowledged, the missing rank is rank 0.
     return absent or [0]
 
@@ -109,8 +109,8 @@ def _post_error(
     """Post the error for the other ranks that came, so that all end with the same one."""
     ranks = ", ".join(map(str, absent))
     message = f"rank {ranks} of {size} did not join the rendezvous within {timeout_s:g} s"
-    heres = [_here(rank) for rank in range(size) if store.check([_here(rank)])]
-    tokens = [token.decode() for token in store.multi_get(heres)]
+    joined_keys = [_joined_key(rank) for rank in range(size) if store.check([_joined_key(rank)])]
+    tokens = [token.decode() for token in store.multi_get(joined_keys)]
     store.set(_OVER, json.dumps({"tokens": tokens, "message": message, "ranks": absent}))
     return RankMissing(message, absent)
 
@@ -133,15 +133,15 @@ def _until(deadline: float) -> Iterator[None]:
         pause_s = min(0.1, 1.2 * pause_s)
 
 
-def _here(rank: int) -> str:
+def _joined_key(rank: int) -> str:
     return f"instar/here/{rank}"
 
 
-def _answer(name: str, rank: int) -> str:
+def _answer_key(name: str, rank: int) -> str:
     return f"instar/answer/{name}/{rank}"
 
 
-def _go(name: str) -> str:
+def _go_key(name: str) -> str:
     return f"instar/go/{name}"
 
 
@@ -175,7 +175,7 @@ def listen_to_hosts(port: int, host: str, key: str) -> int | None:
     Raises:
         ConfigError: it cannot be bound; names the port and the `key` that set it.
     """
-    own = {
+    local_addresses = {
         one.address.partition("%")[0]
         for addresses in psutil.net_if_addrs().values()
         for one in addresses
@@ -185,7 +185,7 @@ def listen_to_hosts(port: int, host: str, key: str) -> int | None:
     except OSError:
         return None
     address = str(found[0][4][0])
-    if is_loopback(address) or address.partition("%")[0] not in own:
+    if is_loopback(address) or address.partition("%")[0] not in local_addresses:
         return None
     return listen(port, address, key)[0]
 

@@ -41,7 +41,7 @@ SAVE_S = 5.0
 class StopSignal:
     """While open, a stop signal only sets `requested` to its name; the first one counts.
 
-    A repeated signal sets `insisted` and calls `again` from another thread; by default that exits
+    A repeated signal sets `insisted` and calls `on_repeat` from another thread; by default that exits
     with code 75 if `resumable` is set, else 130. A second SIGINT or SIGQUIT, which a person sends,
     counts as repeated; of SIGTERM, which schedulers send several times, a third one, or a second
     one `SAVE_S` seconds after the first signal. Other signals never do. The same signal may arrive
@@ -53,7 +53,7 @@ class StopSignal:
 
     def __init__(
         self,
-        again: Callable[[], None] | None = None,
+        on_repeat: Callable[[], None] | None = None,
         *,
         signals: tuple[signal.Signals, ...] = STOP_SIGNALS,
         moment_s: float | None = None,
@@ -64,16 +64,16 @@ class StopSignal:
         """whether the run could be resumed if this process ended now"""
         self.requested: str | None = None
         self.insisted = False
-        self._again = again or self._leave
+        self._on_repeat = on_repeat or self._leave
         self._signals = signals
         self._last = last
         self._moment_s = _usual_moment_s(os.environ) if moment_s is None else moment_s
-        self._asked = threading.Event()
+        self._requested = threading.Event()
         self._open = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for a stop signal; return False after `timeout_s` seconds without one."""
-        return self._asked.wait(timeout_s)
+        return self._requested.wait(timeout_s)
 
     def __enter__(self) -> StopSignal:
         # Only the writing side is non-blocking: the C code must never wait for the thread.
@@ -112,7 +112,7 @@ class StopSignal:
 
     def _request(self, number: int) -> None:
         self.requested = self.requested or signal.Signals(number).name
-        self._asked.set()
+        self._requested.set()
 
     def _count(self) -> None:
         first = last = -math.inf
@@ -130,10 +130,10 @@ class StopSignal:
                 elif now - last > self._moment_s:
                     last = now
                     terms += number == signal.SIGTERM
-                    again = number == signal.SIGTERM and (terms > 1 or now - first > SAVE_S)
-                    if again or number in _INTERACTIVE:
+                    is_repeat = number == signal.SIGTERM and (terms > 1 or now - first > SAVE_S)
+                    if is_repeat or number in _INTERACTIVE:
                         self.insisted = True
-                        self._again()
+                        self._on_repeat()
 
     def _leave(self) -> NoReturn:
         exit_now((Interrupted if self.resumable else StoppedUnsaved).exit_code)
@@ -202,9 +202,9 @@ def detach_closed_streams() -> None:
             polled = select.poll()
             polled.register(number, 0)
             if any(found & (select.POLLHUP | select.POLLERR) for _, found in polled.poll(0)):
-                nothing = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nothing, number)
-                os.close(nothing)
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, number)
+                os.close(null)
 
 
 def _is_taken(number: signal.Signals) -> bool:

@@ -61,7 +61,7 @@ class Supervisor:
         module: str,
         argv: Sequence[str],
         nproc: int,
-        scratch: Path,
+        work_dir: Path,
         stop: StopSignal,
         env: Mapping[str, str],
         *,
@@ -85,7 +85,7 @@ class Supervisor:
         )
         self._command = [sys.executable, "-m", module, *argv]
         self._nproc = nproc
-        self._scratch = scratch
+        self._work_dir = work_dir
         self._stop = stop
         self._say = say
         self._on_restart = on_restart
@@ -130,7 +130,7 @@ class Supervisor:
         try:
             # one by one, so that those already started are killed if one cannot be started
             ranks.extend(
-                _Rank(self._command, self._env, self._scratch, number, restart)
+                _Rank(self._command, self._env, self._work_dir, number, restart)
                 for number in range(self._nproc)
             )
             limits = _Limits()
@@ -156,8 +156,8 @@ class Supervisor:
         now = time.monotonic()
         if limits.stop_by is None and self._stop.requested:
             limits.stop_by = now + self._stop_timeout_s
-            again = "; press again to kill all ranks" if self._stop.requested == "SIGINT" else ""
-            self._say(f"{self._stop.requested}: stopping{again}")
+            hint = "; press again to kill all ranks" if self._stop.requested == "SIGINT" else ""
+            self._say(f"{self._stop.requested}: stopping{hint}")
             for rank in running:
                 rank.child.send_signal(signal.SIGTERM)
         if limits.stop_by is None and any(rank.status in STOPPED for rank in ranks):
@@ -185,9 +185,14 @@ class _Rank:
     """The process of one rank and its failure record."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], scratch: Path, rank: int, restart: int
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        work_dir: Path,
+        rank: int,
+        restart: int,
     ) -> None:
-        folder = scratch / f"start-{restart}" / str(rank)
+        folder = work_dir / f"start-{restart}" / str(rank)
         folder.mkdir(parents=True)
         self._record = folder / "error.json"
         self.rank = rank

@@ -104,11 +104,11 @@ def watch_ranks(
             better = watch.explain(error)
             if better is not None:
                 raise better from error
-        watch.part(f"{type(error).__name__}: {error}", lost=lost)
+        watch.leave(f"{type(error).__name__}: {error}", lost=lost)
         raise
     else:
         watch.stop()
-        watch.part("")
+        watch.leave("")
     finally:
         watch.close()
 
@@ -127,12 +127,12 @@ class Watchdog:
         self.position = Position()
         self._served, self._rank, self._limits = served, rank, limits
         self._others = [other for other in range(size) if other != rank]
-        self._line = StoreClient(store, rank, size)
+        self._client = StoreClient(store, rank, size)
         self._host, self._pid = this_host(), os.getpid()
         self._search_s = max(SEARCH_S, 1.2 * limits.interval_s)
         self._count = 0
         self._moves = -1
-        self._still_s = 0.0
+        self._stalled_s = 0.0
         self._seen = {other: LastHeartbeat(None, 0.0) for other in self._others}
         self._answer: Future[Heartbeats] | None = None
         self._unanswered_s = 0.0
@@ -148,7 +148,7 @@ class Watchdog:
         with self._ending:
             self._leaving.set()
 
-    def part(self, error: str, *, lost: bool = False) -> None:
+    def leave(self, error: str, *, lost: bool = False) -> None:
         """Announce to the other ranks that this one leaves, because of `error` unless that is empty."""
         if self._store_lost:
             return
@@ -162,15 +162,15 @@ class Watchdog:
 
     def close(self) -> None:
         """End the threads, except one that is blocked in the store."""
-        self._line.close()
+        self._client.close()
 
     def explain(self, error: BaseException) -> RunFailed | None:
         """Find the rank whose loss caused `error`; None if it is unknown."""
         deadline = time.monotonic() + self._search_s
         before = {rank: one.beat.count for rank, one in self._seen.items() if one.beat}
-        mine = self._beat(ended=str(error), lost=True)
+        own = self._beat(ended=str(error), lost=True)
         while True:
-            news = None if self._store_lost else self._ask(mine, deadline)
+            news = None if self._store_lost else self._ask(own, deadline)
             if news is None:
                 return self._store_gone(error)
             if news.verdict:
@@ -181,13 +181,13 @@ class Watchdog:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        here = [rank for rank, beat in news.beats.items() if beat.ended is None]
-        quiet = [rank for rank in here if news.beats[rank].count == before.get(rank)]
-        blamed = quiet or here
+        alive = [rank for rank, beat in news.beats.items() if beat.ended is None]
+        quiet = [rank for rank in alive if news.beats[rank].count == before.get(rank)]
+        blamed = quiet or alive
         if not blamed:
             return None
-        told = "; ".join(f"rank {rank} was last seen {news.beats[rank].place}" for rank in blamed)
-        return _missing(self._decide(Diagnosis(f"{error}; {told}", tuple(blamed))))
+        places = "; ".join(f"rank {rank} was last seen {news.beats[rank].place}" for rank in blamed)
+        return _missing(self._decide(Diagnosis(f"{error}; {places}", tuple(blamed))))
 
     def _ended(self, beats: Mapping[int, Heartbeat], error: BaseException) -> RunFailed | None:
         """Return the error for a rank that failed by itself, or whose process is gone."""
@@ -202,8 +202,8 @@ class Watchdog:
         ]
         if not gone:
             return None
-        told = "; ".join(f"rank {rank} is gone, last seen {beats[rank].place}" for rank in gone)
-        return PeerLost(f"{error}; {told}")
+        places = "; ".join(f"rank {rank} is gone, last seen {beats[rank].place}" for rank in gone)
+        return PeerLost(f"{error}; {places}")
 
     def _watch(self) -> None:
         last, pause_s = time.monotonic(), 0.0
@@ -215,26 +215,26 @@ class Watchdog:
             # no rank has moved, and none is at fault.
             awake_s = min(now - last, pause_s + margin_s)
             last = now
-            self._look_at_main_thread(awake_s)
-            mine = self._beat()
+            self._measure_progress(awake_s)
+            own = self._beat()
             # At most the margin, or part of the wait would not count.
-            self._exchange(mine, awake_s, answer_s)
-            verdict, due_s = self._judge(mine)
+            self._exchange(own, awake_s, answer_s)
+            verdict, due_s = self._diagnose(own)
             if verdict is not None:
                 self._end(verdict)
             pause_s = min(self._limits.interval_s, max(0.02, due_s / 2))
 
-    def _look_at_main_thread(self, awake_s: float) -> None:
+    def _measure_progress(self, awake_s: float) -> None:
         moved = self._moves != self.position.moves
         self._moves = self.position.moves
-        self._still_s = 0.0 if moved else self._still_s + awake_s
+        self._stalled_s = 0.0 if moved else self._stalled_s + awake_s
 
-    def _exchange(self, mine: Heartbeat, awake_s: float, limit_s: float) -> None:
+    def _exchange(self, own: Heartbeat, awake_s: float, limit_s: float) -> None:
         """Exchange heartbeats, without waiting longer than `limit_s` for the store's answer."""
         if self._store_lost:
             return
         if self._answer is None:
-            self._answer = self._line.exchange(mine)
+            self._answer = self._client.exchange(own)
         try:
             news = self._answer.result(limit_s)
         except NoAnswer:
@@ -253,17 +253,17 @@ class Watchdog:
         if news.verdict:
             self._end(news.verdict)
 
-    def _judge(self, mine: Heartbeat) -> tuple[Diagnosis | None, float]:
-        limits, heard = self._limits, self._seen
+    def _diagnose(self, own: Heartbeat) -> tuple[Diagnosis | None, float]:
+        limits, last_seen = self._limits, self._seen
         if self._store_lost or self._unanswered_s:
-            if (lost := self._judge_store(mine)) is not None:
+            if (lost := self._diagnose_store(own)) is not None:
                 return lost, 0.0
-            heard = {rank: replace(one, silent_s=0.0) for rank, one in heard.items()}
+            last_seen = {rank: replace(one, silent_s=0.0) for rank, one in last_seen.items()}
         return diagnose(
-            {**heard, self._rank: LastHeartbeat(mine, 0.0)}, limits.silence_s, limits.wait_s
+            {**last_seen, self._rank: LastHeartbeat(own, 0.0)}, limits.silence_s, limits.wait_s
         )
 
-    def _judge_store(self, mine: Heartbeat) -> Diagnosis | None:
+    def _diagnose_store(self, own: Heartbeat) -> Diagnosis | None:
         probe_s = min(PROBE_S, self._limits.silence_s / 2)
         if self._probe is None and self._unanswered_s >= self._network_due_s - probe_s:
             self._probe = probe_host(self._served.address, probe_s)
@@ -274,7 +274,7 @@ class Watchdog:
         if self._served.rank is None:
             return None  # ranks keep training while their launcher is stopped
         # A closed connection may also mean that the rank has finished and left.
-        waiting = mine.waits_for > 0 and self._still_s >= 2
+        waiting = own.waits_for > 0 and self._stalled_s >= 2
         silent = self._unanswered_s >= self._limits.silence_s
         return self._server_lost() if silent or (self._store_lost and waiting) else None
 
@@ -324,16 +324,16 @@ class Watchdog:
         self._store_lost = True
         return PeerLost(f"{error}; {self._server_lost().message}")
 
-    def _ask(self, mine: Heartbeat, deadline: float) -> Heartbeats | None:
+    def _ask(self, own: Heartbeat, deadline: float) -> Heartbeats | None:
         try:
-            return self._line.exchange(mine).result(max(0.05, deadline - time.monotonic()))
+            return self._client.exchange(own).result(max(0.05, deadline - time.monotonic()))
         except (NoAnswer, RuntimeError):
             return None
 
     def _beat(self, ended: str | None = None, *, lost: bool = False) -> Heartbeat:
         self._count += 1
         position = self.position
-        line, in_torch = line_of(position.thread) if self._still_s >= 1 else ("", False)
+        line, in_torch = line_of(position.thread) if self._stalled_s >= 1 else ("", False)
         return Heartbeat(
             count=self._count,
             step=position.step,
@@ -341,7 +341,7 @@ class Watchdog:
             arrived=position.arrived,
             waits_for=position.waits_for,
             doing=position.doing,
-            still_s=round(self._still_s, 2),
+            still_s=round(self._stalled_s, 2),
             line=line,
             in_torch=in_torch,
             host=self._host,
@@ -355,7 +355,7 @@ class Watchdog:
         if self._store_lost:
             return verdict
         with suppress(NoAnswer, RuntimeError):
-            return self._line.decide(verdict).result(0.3)
+            return self._client.decide(verdict).result(0.3)
         return verdict
 
     def _end(self, verdict: Diagnosis) -> None:
@@ -364,41 +364,41 @@ class Watchdog:
             if self._leaving.is_set():
                 return
             # The main thread may hold the lock of a log handler, or be stuck on a disk.
-            telling = threading.Thread(target=self._tell, args=[verdict], daemon=True)
-            telling.start()
-            telling.join(1.0)
+            reporting = threading.Thread(target=self._report, args=[verdict], daemon=True)
+            reporting.start()
+            reporting.join(1.0)
             if self._served.rank == self._rank:
-                self._outlast_others(verdict)
+                self._serve_until_read(verdict)
             exit_now(RunFailed.exit_code)
 
-    def _outlast_others(self, verdict: Diagnosis) -> None:
+    def _serve_until_read(self, verdict: Diagnosis) -> None:
         """Serve the store until the others have read the verdict: otherwise they would only learn that
         this rank is gone."""
         deadline = time.monotonic() + self._search_s
-        while any(self._may_listen(rank, verdict) for rank in self._others):
+        while any(self._may_read(rank, verdict) for rank in self._others):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.02)
 
-    def _may_listen(self, rank: int, verdict: Diagnosis) -> bool:
+    def _may_read(self, rank: int, verdict: Diagnosis) -> bool:
         beat = self._seen[rank].beat
         if beat is None or beat.ended is not None or rank in verdict.ranks:
             return False
         return beat.host != self._host or process_state(beat.pid) != GONE
 
-    def _tell(self, verdict: Diagnosis) -> None:
+    def _report(self, verdict: Diagnosis) -> None:
         verdict = self._decide(verdict)
         error = _missing(verdict)
         failure = describe_failure(error, self._rank, self.position.step)
         write_failure(failure, error, os.environ)
         if LAUNCHER_VARIABLE not in os.environ:
-            self._end_stopped(verdict)
+            self._kill_stopped(verdict)
             with suppress(OSError, ValueError):
                 print(failure.sentence(), file=sys.stderr, flush=True)
         logger.error("%s", failure.sentence())
         logger.error("the main thread is at\n%s", stack_of(self.position.thread))
 
-    def _end_stopped(self, verdict: Diagnosis) -> None:
+    def _kill_stopped(self, verdict: Diagnosis) -> None:
         """Kill stopped processes: torchrun would send them SIGTERM and wait 30 s for nothing."""
         for rank in verdict.ranks:
             beat = self._seen[rank].beat if rank in self._seen else None

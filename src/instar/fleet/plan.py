@@ -374,7 +374,7 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
     from instar.config.fields import keys
     from instar.config.load import load
     from instar.config.roots import plain_root_of
-    from instar.config.suggestions import key_meant
+    from instar.config.suggestions import suggest_key
 
     runs = {name: job for name, job in plan.spec.jobs.items() if job.run is not None}
     used = {
@@ -395,7 +395,7 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
         unknown = [key for key in varied if key not in keys(root)]
         for key in unknown:
             if key not in used:
-                meant = key_meant(root, key) or nearest(key, keys(root)) or ""
+                meant = suggest_key(root, key) or nearest(key, keys(root)) or ""
                 hint = f"did you mean '{meant}'?" if meant else "use it as ${…} somewhere"
                 message = f"'{key}' is no key of {file}, and no text uses it"
                 yield loaded.problem(("matrix", key), message, hint)

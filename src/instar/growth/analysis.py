@@ -70,7 +70,7 @@ class TableChange:
 
 @dataclass(frozen=True)
 class WeightAnalysis:
-    """The results, and what was left out, with reasons."""
+    """The results, and which parts were left out, with reasons."""
 
     energies: tuple[float, ...]
     ranks: tuple[MatrixRank, ...]
@@ -126,16 +126,16 @@ def analyze(
     if before is None:
         left_out.append("change: there is no earlier state to compare with")
     else:
-        alike = _named_alike(before, layers)
-        if len(alike) < len(before):
+        comparable = _comparable(before, layers)
+        if len(comparable) < len(before):
             left_out.append("change of the blocks: their number and so their names differ")
-        changes = tuple(relative_changes(weights, alike, steps))
+        changes = tuple(relative_changes(weights, comparable, steps))
         if TOKEN_TABLE in weights:
             drift = table_change(weights[TOKEN_TABLE], before.get(TOKEN_TABLE))
-        unlike = {name for name in weights if name in alike or len(alike) == len(before)}
-        if unlike := unlike - {change.name for change in changes}:
+        skipped = {name for name in weights if name in comparable or len(comparable) == len(before)}
+        if skipped := skipped - {change.name for change in changes}:
             left_out.append(
-                f"change of {len(unlike)} tensors: they were zero, missing, or of another shape"
+                f"change of {len(skipped)} tensors: they were zero, missing, or of another shape"
             )
     return WeightAnalysis(
         tuple(energies),
@@ -148,7 +148,7 @@ def analyze(
     )
 
 
-def _named_alike(before: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
+def _comparable(before: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
     """Drops the blocks if their number has changed: inserting a block renames others."""
     if 1 + max((layer_of(name) or 0 for name in before), default=0) == layers:
         return before
@@ -282,14 +282,14 @@ def suggestions(ranks: Sequence[MatrixRank], heads: Sequence[HeadEntropy]) -> It
     ]
     if full:
         yield (
-            f"the MLPs of layers {', '.join(full)} use all their directions, as matrices of random "
-            "numbers do: where the loss has stopped falling, widen_mlp gives them more"
+            f"the MLPs of layers {', '.join(full)} have full effective rank, like random matrices: if "
+            "the loss has stopped falling, consider widen_mlp"
         )
     for head in heads:
         if head.share < COLLAPSED:
             yield (
                 f"layer {head.layer}, head {head.head} attends to one token only (entropy "
-                f"{head.entropy_nats:.2f} nats): before add_heads, see whether it recovers"
+                f"{head.entropy_nats:.2f} nats): before add_heads, check whether it recovers"
             )
 
 
@@ -299,10 +299,9 @@ def _of_adapter(rank: MatrixRank) -> Iterator[str]:
         yield f"{rank.name}: its adapter is still zero"
     elif used == rank.full:
         yield (
-            f"{rank.name}: its adapter of rank {rank.full} is used up; set_lora_rank gives it more"
+            f"{rank.name}: its adapter of rank {rank.full} is used fully; consider set_lora_rank"
         )
     elif 2 * used <= rank.full:
         yield (
-            f"{rank.name}: of its adapter of rank {rank.full}, {rank.full - used} lie idle; "
-            f"{used} would do"
+            f"{rank.name}: its adapter of rank {rank.full} uses only {used}; a rank of {used} suffices"
         )

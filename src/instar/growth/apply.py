@@ -126,23 +126,27 @@ def grow_buffers(
     plans = (plan.buffer(name) for name in (*initial, *filled))
     if lost := buffers.keys() - {made.source for made in plans if made is not None}:
         raise GrowthError(
-            f"the buffer {min(lost)} would be lost: a new module does not have it; register it when "
-            "the module is made, as None if need be"
+            f"the buffer {min(lost)} would be lost: a new module does not have it; register it in the "
+            "constructor, as None if it is filled later"
         )
     shapes = ({name: tuple(t.shape) for name, t in each.items()} for each in (buffers, initial))
     check_buffers(plan, *shapes)
     grown = {}
-    for name, begun in initial.items():
+    for name, initial_value in initial.items():
         made = plan.buffer(name)
         old = None if made is None else buffers.get(made.source)
-        grown[name] = begun if made is None or old is None else _grown_buffer(made, old, begun)
+        grown[name] = (
+            initial_value
+            if made is None or old is None
+            else _grown_buffer(made, old, initial_value)
+        )
     return {**grown, **filled}
 
 
-def _grown_buffer(made: Grown, old: Tensor, begun: Tensor) -> Tensor:
-    """Returns `begun` with the old values where the plan keeps or copies them."""
+def _grown_buffer(made: Grown, old: Tensor, fresh: Tensor) -> Tensor:
+    """Returns `fresh` with the old values where the plan keeps or copies them."""
     if not made.edits:
-        return old.to(begun, copy=True)
+        return old.to(fresh, copy=True)
     sources = [list(range(size)) for size in old.shape]
     for edit in made.edits:
         along = sources[edit.dim]
@@ -155,8 +159,8 @@ def _grown_buffer(made: Grown, old: Tensor, begun: Tensor) -> Tensor:
         ]
     kept = [[at for at, source in enumerate(each) if source >= 0] for each in sources]
     taken = [[source for source in each if source >= 0] for each in sources]
-    grown = begun.clone()
-    grown[_grid(kept, begun)] = old.to(begun)[_grid(taken, begun)]
+    grown = fresh.clone()
+    grown[_grid(kept, fresh)] = old.to(fresh)[_grid(taken, fresh)]
     return grown
 
 
@@ -212,7 +216,7 @@ class _Growing:
 
     def grow(self, made: Grown, tensor: Tensor) -> Tensor:
         for edit in made.edits:
-            tensor = self._laid_out(edit, tensor)
+            tensor = self._apply_edit(edit, tensor)
         factor = self._factor(made)
         if factor != 1.0:
             return tensor * factor
@@ -225,7 +229,7 @@ class _Growing:
             return made.gradient**2
         return 0.0 if made.copied and self.copies == "asymmetric" else made.gradient
 
-    def _laid_out(self, edit: Edit, tensor: Tensor) -> Tensor:
+    def _apply_edit(self, edit: Edit, tensor: Tensor) -> Tensor:
         shape = list(tensor.shape)
         shape[edit.dim] = sum(len(piece) for piece in edit.pieces)
         out = tensor.new_empty(shape)

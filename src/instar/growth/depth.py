@@ -79,7 +79,7 @@ def insert_layers(
 def _layers(arch: Growable) -> int:
     sizes = arch.sizes()
     if "layers" not in sizes:
-        raise GrowthError("this model has no axis called layers, so no blocks that could be added")
+        raise GrowthError("this model has no axis called layers, so blocks cannot be added")
     return sizes["layers"]
 
 
@@ -109,7 +109,7 @@ def _deeper(arch: Any, blocks: Sequence[_Block], origin: str) -> Any:
 
 def _masked(grown: Any, ranges: list[tuple[int, int]], step: int, steps: int) -> Any:
     if not isinstance(grown, Architecture):
-        raise GrowthError("only a GPT has masks; new blocks of this model begin at zero")
+        raise GrowthError("only a GPT supports masks; new blocks of this model start at zero")
     return with_mask(grown, "layers", ranges, step, steps)
 
 

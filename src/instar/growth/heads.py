@@ -72,7 +72,7 @@ def split_kv_heads(
         possible = [factor for factor in range(2, per_group + 1) if per_group % factor == 0]
         raise GrowthError(
             f"{per_group} query heads for each key and value head cannot be split by {value}; "
-            + (f"choose {listed(possible)}" if possible else "every one has its own already")
+            + (f"choose {listed(possible)}" if possible else "each one already has its own")
         )
     grown = arch.resized(kv_heads=arch.n_kv_head * value)
     copies = tuple(
@@ -100,8 +100,8 @@ def grow_head_dim(
     size = grown_size(value, now, "head_dim")
     if arch.qk_norm:
         raise GrowthError(
-            "with qk_norm queries and keys are divided by their own size, so a new channel is "
-            "either zero in both, and stays so, or changes the old ones; add_heads is possible"
+            "qk_norm divides queries and keys by their norm, so a new channel is either zero in both, "
+            "and stays so, or changes the old ones; add_heads is possible"
         )
     grown = arch.resized(head_dim=size)
     parts: list[Old | int] = [Old(0, now), size - now]

@@ -56,8 +56,8 @@ def set_lora_rank(
     of_new = [option for option in ("alpha", "rank_stabilized") if option in options]
     if of_new and all(old[name] for name in names):
         raise GrowthError(
-            f"{of_new[0]} is for new adapters, and {target!r} has all of its own; set_lora_alpha "
-            "changes their scale"
+            f"{of_new[0]} applies to new adapters, and all weights of {target!r} have one already; "
+            "set_lora_alpha changes their scale"
         )
     alpha = float(options.get("alpha", 2 * rank))
     new = Lora(target, rank, alpha, options.get("rank_stabilized", False))
@@ -146,7 +146,7 @@ def _target_adapters(adapters: Adapters, target: str) -> dict[str, Lora]:
     found = {name: adapters[name] for name in _target_weights(adapters, target)}
     if adapted := {name: adapter for name, adapter in found.items() if adapter}:
         return adapted
-    raise GrowthError(f"{target!r} has no adapters; set_lora_rank makes them")
+    raise GrowthError(f"{target!r} has no adapters; set_lora_rank adds them")
 
 
 def _with_rank(adapter: Lora | None, rank: int, hold: bool) -> Lora | None:
@@ -215,7 +215,7 @@ def _notes(old: Adapters, made: Adapters) -> Iterator[str]:
     for (before, after), number in counted.items():
         yield f"{number} × {before} → {after}"
     if None in made.values():
-        yield "merge_lora beforehand keeps what adapters have learnt"
+        yield "to keep what the adapters have learned, use merge_lora first"
 
 
 def _adapter_text(adapter: Lora | None) -> str:

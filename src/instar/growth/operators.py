@@ -72,13 +72,15 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
 def check(operation: Operation) -> None:
     """Raises GrowthError unless the operation is known and its value and options are valid."""
     if operation.name not in OPERATORS:
-        meant = nearest(operation.name, OPERATORS)
-        hint = f"did you mean {meant!r}?" if meant else f"there are {', '.join(OPERATORS)}"
+        suggestion = nearest(operation.name, OPERATORS)
+        hint = (
+            f"did you mean {suggestion!r}?" if suggestion else f"there are {', '.join(OPERATORS)}"
+        )
         raise GrowthError(f"no growth operation is called {operation.name!r}; {hint}")
     operator = OPERATORS[operation.name]
     with _named(operation.name):
         operator.value(operation.value)
-        values.check_each(operation.options, {**operator.options, **_EVERYWHERE})
+        values.check_each(operation.options, {**operator.options, **_COMMON_OPTIONS})
 
 
 def is_growth(name: str) -> bool:
@@ -93,8 +95,8 @@ def _named(operation: str) -> Iterator[None]:
     except GrowthError as error:
         raise GrowthError(f"{operation}: {error}") from None
     except ArchitectureError as error:
-        told = (f"{m.message}; {m.hint}" if m.hint else m.message for m in error.problems)
-        raise GrowthError(f"{operation}: {'. '.join(told)}") from None
+        messages = (f"{m.message}; {m.hint}" if m.hint else m.message for m in error.problems)
+        raise GrowthError(f"{operation}: {'. '.join(messages)}") from None
 
 
 def _widen(
@@ -104,15 +106,15 @@ def _widen(
     if not isinstance(arch, Architecture):
         return widen(arch, value, options, step)
     axis = value["axis"]
-    if axis not in _OF_GPT:
+    if axis not in _GPT_OPERATIONS:
         raise GrowthError(
-            f"a GPT has no axis {axis!r} to widen; there are {', '.join(_OF_GPT)}, and add_heads, "
+            f"a GPT has no axis {axis!r} to widen; there are {', '.join(_GPT_OPERATIONS)}, and add_heads, "
             "split_kv_heads, insert_layers for the others"
         )
-    return plan(arch, Operation(_OF_GPT[axis], value["size"], options), step=step)
+    return plan(arch, Operation(_GPT_OPERATIONS[axis], value["size"], options), step=step)
 
 
-_OF_GPT = {
+_GPT_OPERATIONS = {
     "mlp": "widen_mlp",
     "embed": "widen_hidden",
     "head_dim": "grow_head_dim",
@@ -120,7 +122,7 @@ _OF_GPT = {
     "context": "extend_context",
 }
 
-_EVERYWHERE: Mapping[str, Check] = {
+_COMMON_OPTIONS: Mapping[str, Check] = {
     "lr": values.is_lr,
     "moments": values.one_of("asymmetric", "mapped", "reset"),
 }

@@ -68,16 +68,16 @@ def compare(
     """
     columns = min(before.logits.shape[-1], after.logits.shape[-1])
     old, new = (probe.logits[..., :columns].double() for probe in (before, after))
-    apart = (new - old).abs().max().item()
-    relative = apart / max(old.abs().max().item(), torch.finfo(torch.float64).tiny)
+    difference = (new - old).abs().max().item()
+    relative = difference / max(old.abs().max().item(), torch.finfo(torch.float64).tiny)
     delta, rounding = after.loss - before.loss, TOLERANCE[dtype]
     rounded_nats = rounding * max(1.0, abs(before.loss))
-    holds = math.isfinite(apart) and math.isfinite(delta)
+    holds = math.isfinite(difference) and math.isfinite(delta)
     if plan.label == "exact":
         holds = holds and relative <= rounding and abs(delta) <= rounded_nats
     elif plan.bound_nats is not None:
         holds = holds and delta <= plan.bound_nats + rounded_nats
-    return Proof(plan.label, apart, relative, delta, holds)
+    return Proof(plan.label, difference, relative, delta, holds)
 
 
 def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple[float, float]:

@@ -127,8 +127,8 @@ def grown_size(value: Any, now: int, axis: str) -> int:
         raise GrowthError(f"{axis} is {now:,} already and only grows; choose more, or 'x2'")
     if size > MAX_FACTOR * now:
         raise GrowthError(
-            f"{axis} is {now:,}, and {size:,} is more than {MAX_FACTOR:,} times that; growing by "
-            "about 2 at once is the safest"
+            f"{axis} is {now:,}, and {size:,} is more than {MAX_FACTOR:,} times that; a factor of about "
+            "2 at a time is safest"
         )
     return size
 

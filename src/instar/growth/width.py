@@ -32,15 +32,15 @@ def widen(
     del step
     axis, now = value["axis"], arch.sizes().get(value["axis"])
     if "mask" in options:
-        raise GrowthError("only a GPT has masks; new structure of this model begins at zero")
+        raise GrowthError("only a GPT supports masks; new structure of this model starts at zero")
     along = uses(arch, axis)
     inner = [name for name in arch.sizes() if _is_inner(arch, name)]
     if now is None or not along:
-        raise GrowthError(f"no tensor has an axis {axis!r}; what can be widened is {listed(inner)}")
+        raise GrowthError(f"no tensor has an axis {axis!r}; axes to widen: {listed(inner)}")
     if axis not in inner:
         raise GrowthError(
-            f"{axis} is where something enters or leaves the model: only what its own tensors both "
-            f"write and read can be widened, which is {listed(inner)}"
+            f"{axis} is an input or output axis: only axes that the model both writes and reads can be "
+            f"widened: {listed(inner)}"
         )
     normalised = any(use.entry.kind == "norm" for use in along)
     size = grown_size(value["size"], now, axis)
@@ -49,13 +49,13 @@ def widen(
         raise GrowthError(f"how must be zero or split, not {how!r}")
     if normalised and (how == "zero" or size % now):
         raise GrowthError(
-            f"a norm takes its statistics over {axis}, and only whole copies leave them as they "
-            f"are: choose a multiple of {now}, with how: split"
+            f"a norm takes its statistics over {axis}, and only whole copies preserve them: choose a "
+            f"multiple of {now}, with how: split"
         )
     if how == "zero" and not any(use.entry.std for use in along if use.relation == "writes"):
         raise GrowthError(
-            f"the table gives no standard deviation for what writes {axis}: from zeros on both "
-            "sides nothing would ever grow; give these entries a std, or choose how: split"
+            f"the table gives no standard deviation for tensors that write {axis}: with zeros on both "
+            "sides no gradient would reach them; give these entries a std, or choose how: split"
         )
     grown = arch.resized(**{axis: size})
     layout, note = _units(now, size, how, options)
@@ -168,10 +168,10 @@ _PADDING: Mapping[Norm, Fill] = {"rmsnorm": "zero", "layernorm": "mean"}
 def _with_masked_growth(
     arch: Architecture, grown: Architecture, axis: MaskedAxis, options: Mapping[str, Any]
 ) -> tuple[Architecture, GrowthPlan]:
-    """Fills what a mask covers with initial values."""
-    if beside := options.keys() & {"how", "share"}:
+    """Fills new elements under a mask with initial values."""
+    if conflicting := options.keys() & {"how", "share"}:
         raise GrowthError(
-            f"{listed(sorted(beside))} and mask cannot go together: what is under a mask needs no zeros"
+            f"{listed(sorted(conflicting))} and mask cannot be combined: a mask needs no zeros"
         )
     now, size = arch.sizes()[axis], grown.sizes()[axis]
     layout = layout_of((Old(0, now), size - now), initial_slices)
@@ -215,7 +215,7 @@ def _units(now: int, size: int, how: str, options: Mapping[str, Any]) -> tuple[L
         share = options.get("share", now / size if whole else 0.5)
         return _split(now, size, share), f"split, {share:g} stays with the source"
     if "share" in options:
-        raise GrowthError("share is of how: split")
+        raise GrowthError("share requires how: split")
     return layout_of((Old(0, now), size - now), zero_in_readers), "not read yet"
 
 

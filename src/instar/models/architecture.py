@@ -139,7 +139,7 @@ class Architecture:
     lora: tuple[Lora, ...] = ()
     """adapters; at most one entry matches a weight"""
     mask: Mask | None = None
-    """mask over what is new"""
+    """mask over new structure"""
 
     def __post_init__(self) -> None:
         problems = size_problems(self, AXES.values(), MOST)
@@ -162,7 +162,7 @@ class Architecture:
             problems.append(
                 problem(
                     "n_head",
-                    f"RoPE turns pairs of channels, and a head of {self.head_dim} channels is odd",
+                    f"RoPE rotates pairs of channels, and a head has {self.head_dim}, an odd number",
                     "make n_embd / n_head even, or use positions: learned",
                 )
             )

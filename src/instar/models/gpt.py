@@ -162,7 +162,7 @@ class _Block(nn.Module):
         name = f"blocks.{layer}"
         self.dropout = arch.dropout
         self.layer = layer
-        self.entering = arch.mask is not None and arch.mask.has("layers", layer)
+        self.is_masked = arch.mask is not None and arch.mask.has("layers", layer)
         self.attn_norm = _Norm(arch, table, f"{name}.attn_norm")
         self.attn = _Attention(arch, table, f"{name}.attn")
         self.mlp_norm = _Norm(arch, table, f"{name}.mlp_norm")
@@ -172,11 +172,11 @@ class _Block(nn.Module):
         self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, openings: Tensor | None
     ) -> Tensor:
         attended = self.attn(self.attn_norm(x, openings), rotation, openings)
-        if self.entering and openings is not None:
+        if self.is_masked and openings is not None:
             attended = attended * openings[self.layer]
         x = x + _dropout(attended, self.dropout, self.training)
         made = self.mlp(self.mlp_norm(x, openings), openings)
-        if self.entering and openings is not None:
+        if self.is_masked and openings is not None:
             made = made * openings[self.layer]
         return x + _dropout(made, self.dropout, self.training)
 

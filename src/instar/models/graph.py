@@ -88,8 +88,8 @@ class GraphNetwork(nn.Module):
                 of_graph = of_graph.repeat_interleave(offsets.diff(), dim=0, output_size=len(x_SD))
             read = read + of_graph
         read = ACTIVATIONS[self.shape.activation](read)
-        said = [self.get_submodule(f"head_{name}")(read) for name, _ in self.shape.outputs]
-        return torch.cat(said, dim=-1)
+        outputs = [self.get_submodule(f"head_{name}")(read) for name, _ in self.shape.outputs]
+        return torch.cat(outputs, dim=-1)
 
     def init_weights(self, seed: int) -> None:
         """Initializes every parameter (see `set_parameters`)."""
@@ -111,10 +111,10 @@ class _Block(nn.Module):
 
     def forward(self, x_ND: Tensor, flows: _Flows) -> Tensor:
         h_ND = self.norm(x_ND)
-        met = self.own(h_ND)
+        hidden = self.own(h_ND)
         for flow, edges in flows.items():
-            met = met + self.get_submodule(flow)(h_ND, edges)
-        made: Tensor = self.down(self.activation(met))
+            hidden = hidden + self.get_submodule(flow)(h_ND, edges)
+        made: Tensor = self.down(self.activation(hidden))
         return x_ND + F.dropout(made, self.dropout, self.training)
 
 
@@ -243,26 +243,28 @@ class _Pool(nn.Module):
 
     def __init__(self, shape: GraphShape, table: Mapping[str, Parameter]) -> None:
         super().__init__()
-        self.ways = shape.pooling
-        for way in self.ways:
-            self.add_module(way, _aggregation(way, table))
+        self.poolings = shape.pooling
+        for pooling in self.poolings:
+            self.add_module(pooling, _aggregation(pooling, table))
 
     def forward(self, x_ND: Tensor, offsets: Tensor) -> Tensor:
         with torch.autocast(x_ND.device.type, enabled=False):
-            pooled = [self.get_submodule(way)(x_ND, ptr=offsets, dim=0) for way in self.ways]
+            pooled = [
+                self.get_submodule(pooling)(x_ND, ptr=offsets, dim=0) for pooling in self.poolings
+            ]
         return torch.cat(pooled, dim=-1)
 
 
-def _aggregation(way: Pooling, table: Mapping[str, Parameter]) -> nn.Module:
+def _aggregation(pooling: Pooling, table: Mapping[str, Parameter]) -> nn.Module:
     made: nn.Module
-    if way == "attention":
+    if pooling == "attention":
         made = aggr.AttentionalAggregation(_linear(table, "pool.attention.gate_nn"))
     else:
         made = {
             "mean": aggr.MeanAggregation,
             "sum": aggr.SumAggregation,
             "max": aggr.MaxAggregation,
-        }[way]()
+        }[pooling]()
     return made
 
 
@@ -286,10 +288,10 @@ def _flows(shape: GraphShape, edges_E2: Tensor, nodes: int, dtype: torch.dtype) 
     if shape.flow == "symmetric":
         source, target = torch.cat((source, target)), torch.cat((target, source))
     by_source, by_target = _SortedEdges(source, target, nodes), _SortedEdges(target, source, nodes)
-    ways = [(by_target, by_source), (by_source, by_target)]
+    by_flow = [(by_target, by_source), (by_source, by_target)]
     return {
         flow: _Edges(heard, sent, shape.layer, dtype)
-        for flow, (heard, sent) in zip(shape.flows, ways, strict=False)
+        for flow, (heard, sent) in zip(shape.flows, by_flow, strict=False)
     }
 
 

@@ -103,7 +103,7 @@ class GraphShape(Shape):
         return FLOWS[self.flow]
 
     @property
-    def heard(self) -> str:
+    def aggregation_axis(self) -> str:
         """The axis on which neighbors are aggregated."""
         return "heads*channels" if self.layer == "gat" else "width"
 
@@ -134,7 +134,7 @@ class GraphShape(Shape):
                 table.linear(f"{block}.{flow}.sent", "heads*channels", "width", bias=False)
                 table.linear(f"{block}.{flow}.received", "heads*channels", "width")
                 table.linear(f"{block}.{flow}.score", "heads", "channels", bias=False)
-            table.linear(f"{block}.{flow}.heard", "mlp", self.heard, bias=False)
+            table.linear(f"{block}.{flow}.heard", "mlp", self.aggregation_axis, bias=False)
         table.linear(f"{block}.down", "width", "mlp")
 
     def _norm(self, table: Table, name: str) -> None:
@@ -190,13 +190,13 @@ def flops_per_graph(shape: GraphShape, nodes: float, edges: float) -> float:
     summed channel, and the latter once more for attention scores.
     """
     sizes = shape.sizes()
-    once = nodes if shape.level == "node" else 1.0
+    readouts = nodes if shape.level == "node" else 1.0
     products = 0.0
     for name, entry in shape.parameters().items():
         if entry.kind == "matrix":
-            whole = layer_of(name) is None and not name.startswith(("encoder.", "pool."))
-            times = once if whole else nodes
+            per_output = layer_of(name) is None and not name.startswith(("encoder.", "pool."))
+            times = readouts if per_output else nodes
             products += times * axis_size(sizes, "*".join(entry.axes))
-    ways = 2 if shape.flow == "symmetric" else len(shape.flows)
-    summed = shape.layers * ways * edges * axis_size(sizes, shape.heard)
+    n_flows = 2 if shape.flow == "symmetric" else len(shape.flows)
+    summed = shape.layers * n_flows * edges * axis_size(sizes, shape.aggregation_axis)
     return 6.0 * (products + summed * (2 if shape.layer == "gat" else 1))

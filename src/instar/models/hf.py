@@ -126,8 +126,12 @@ def style_of(arch: Architecture) -> Style:
         must(arch.activation in _ACTIVATIONS, "activation", f"has {', '.join(_ACTIVATIONS)}")
         must(arch.positions == "learned", "positions", "has learned ones")
         must(arch.n_kv_head == arch.n_head, "n_kv_head", f"has as many as n_head, {arch.n_head}")
-        wide = arch.n_embd // arch.n_head
-        must(arch.head_dim * arch.n_head == arch.n_embd, "head_dim", f"has n_embd / n_head, {wide}")
+        head_dim = arch.n_embd // arch.n_head
+        must(
+            arch.head_dim * arch.n_head == arch.n_embd,
+            "head_dim",
+            f"has n_embd / n_head, {head_dim}",
+        )
     if found:
         raise CheckpointError(
             "export writes GPT-2 and Llama, and this model is neither; "
@@ -208,8 +212,8 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     except ArchitectureError as error:
         problems += str(error).splitlines()
     if problems:
-        told = ["config.json describes no supported model:", *dict.fromkeys(problems)]
-        raise CheckpointError("\n  ".join(told))
+        lines = ["config.json describes no supported model:", *dict.fromkeys(problems)]
+        raise CheckpointError("\n  ".join(lines))
     return arch
 
 
@@ -219,7 +223,7 @@ Take = Callable[[str, Any], Any]
 def _from_gpt2(
     fields: Mapping[str, Any], take: Take, must: Callable[..., None], problems: list[str]
 ) -> dict[str, Any]:
-    known = {name: ours for ours, name in _ACTIVATIONS.items()} | _ALIASES
+    known = {name: sources for sources, name in _ACTIVATIONS.items()} | _ALIASES
     must("activation_function", "gelu_new", *known)
     must("scale_attn_weights", True, True)
     must("scale_attn_by_inverse_layer_idx", False, False)
@@ -269,9 +273,9 @@ def _from_llama(
     }
 
 
-def _head_dim(width: int, heads: int, wide: str, many: str, problems: list[str]) -> int:
+def _head_dim(width: int, heads: int, width_key: str, heads_key: str, problems: list[str]) -> int:
     if heads < 1 or width % heads:
-        problems.append(f"{wide}: {width} cannot be divided into {many} = {heads} heads")
+        problems.append(f"{width_key}: {width} cannot be divided into {heads_key} = {heads} heads")
         return 2
     return width // heads
 
@@ -339,10 +343,10 @@ def to_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, T
         if name not in table
     }
     made = {}
-    for name, ours in _names(whole, style).items():
-        parts = [added[part] if part in added else tensors[part] for part in ours]
+    for name, sources in _names(whole, style).items():
+        parts = [added[part] if part in added else tensors[part] for part in sources]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        transposed = ours[0] in table and _is_transposed(table[ours[0]], style)
+        transposed = sources[0] in table and _is_transposed(table[sources[0]], style)
         made[name] = (joined.T if transposed else joined).contiguous()
     return made
 
@@ -360,24 +364,24 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
     given = _under_full_names(tensors, wanted, _PREFIX[style])
     problems = _problems_of_head(arch, wanted, given)
     made = {}
-    for name, ours in wanted.items():
+    for name, sources in wanted.items():
         if name not in given:
             problems.append(f"{name}: missing")
             continue
         tensor = given.pop(name)
-        lengths = [table[part].shape[0] for part in ours]
-        shape: tuple[int, ...] = (sum(lengths), *table[ours[0]].shape[1:])
-        transposed = _is_transposed(table[ours[0]], style)
-        said = shape[::-1] if transposed else shape
-        if tuple(tensor.shape) != said:
-            problems.append(f"{name}: shape {tuple(tensor.shape)}, but config.json says {said}")
+        lengths = [table[part].shape[0] for part in sources]
+        shape: tuple[int, ...] = (sum(lengths), *table[sources[0]].shape[1:])
+        transposed = _is_transposed(table[sources[0]], style)
+        expected = shape[::-1] if transposed else shape
+        if tuple(tensor.shape) != expected:
+            problems.append(f"{name}: shape {tuple(tensor.shape)}, but config.json says {expected}")
         elif not tensor.is_floating_point():
             problems.append(f"{name}: {tensor.dtype}; import takes weights in floating point")
         elif not tensor.isfinite().all():
             problems.append(f"{name}: holds values that are not finite (NaN or infinite)")
         else:
             whole = (tensor.T if transposed else tensor).to(torch.float32)
-            for part, piece in zip(ours, torch.split(whole, lengths), strict=True):
+            for part, piece in zip(sources, torch.split(whole, lengths), strict=True):
                 made[part] = piece.clone(memory_format=torch.contiguous_format)
     problems += [f"{name}: unknown" for name in given]
     _refuse(problems, f"the {TITLES[style]} of config.json")
@@ -400,8 +404,8 @@ def _merged(
 def _refuse(problems: list[str], what: str) -> None:
     if problems:
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
-        told = [f"the tensors are not those of {what}:", *problems[:12], *more]
-        raise CheckpointError("\n  ".join(told))
+        lines = [f"the tensors are not those of {what}:", *problems[:12], *more]
+        raise CheckpointError("\n  ".join(lines))
 
 
 def _names(arch: Architecture, style: Style) -> dict[str, list[str]]:
@@ -410,12 +414,12 @@ def _names(arch: Architecture, style: Style) -> dict[str, list[str]]:
     for name in arch.parameters():
         part, _, last = name.rpartition(".")
         block = re.match(r"blocks\.(\d+)\.(.*)", part)
-        theirs = (
+        full_name = (
             f"{_BLOCKS[style]}.{block[1]}.{_NAMES[style][block[2]]}"
             if block
             else _NAMES[style][part]
         )
-        made.setdefault(f"{theirs}.{last}", []).append(name)
+        made.setdefault(f"{full_name}.{last}", []).append(name)
     return made
 
 
@@ -441,7 +445,7 @@ def _problems_of_head(
     if not arch.tied or "lm_head.weight" not in given:
         return []
     head = given.pop("lm_head.weight")
-    (table,) = (name for name, ours in wanted.items() if ours == ["token_embedding.weight"])
+    (table,) = (name for name, sources in wanted.items() if sources == ["token_embedding.weight"])
     if table in given and not torch.equal(head, given[table]):
         return [f"lm_head.weight: differs from {table}, but config.json has tie_word_embeddings"]
     return []
@@ -470,14 +474,14 @@ def export_folder(checkpoint: Checkpoint, folder: Path, *, averaged: bool = Fals
     tokenizer = load_tokenizer(run) if (run / TOKENIZER_FILE).is_file() else None
     config = to_config(arch, end_id=tokenizer.end_id if tokenizer else None)
     tensors = to_tensors(arch, checkpoint.tensors(component))
-    with atomic_dir(folder) as aside:
-        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
-        atomic.adopt_file(aside / WEIGHTS)
+    with atomic_dir(folder) as temporary:
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        atomic.adopt_file(temporary / WEIGHTS)
         if tokenizer:
-            atomic.write_synced(aside / TOKENIZER_FILE, to_fast(tokenizer).encode())
+            atomic.write_synced(temporary / TOKENIZER_FILE, to_fast(tokenizer).encode())
             about = _tokenizer_config(tokenizer, arch)
-            atomic.write_synced(aside / "tokenizer_config.json", _json(about))
-        atomic.write_synced(aside / CONFIG, _json(config))
+            atomic.write_synced(temporary / "tokenizer_config.json", _json(about))
+        atomic.write_synced(temporary / CONFIG, _json(config))
     return arch
 
 
@@ -499,18 +503,20 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
     tokenizer = _read_tokenizer(folder, arch)
     config = LanguageConfig(name=_name(run_dir), model=model, data=_data_section(tokenizer))
     origins = {f"model.{field}": f"{folder.name}/{CONFIG}" for field in ModelConfig.model_fields}
-    with atomic_dir(run_dir) as aside:
-        run = RunDir(aside)
+    with atomic_dir(run_dir) as temporary:
+        run = RunDir(temporary)
         run.logs.mkdir()
         if tokenizer:
-            atomic.write_synced(aside / TOKENIZER_FILE, tokenizer.to_json().encode())
+            atomic.write_synced(temporary / TOKENIZER_FILE, tokenizer.to_json().encode())
         atomic.write_synced(run.config, resolved(config, origins).encode())
         facts = Facts(
             tokenizer=tokenizer.fingerprint if tokenizer else "",
             reason=f"imported from {folder.name}",
             left_out=["optimizer", "rng"],
         )
-        made = publish(aside, 0, {"model": tensors}, {}, architecture=arch.to_dict(), facts=facts)
+        made = publish(
+            temporary, 0, {"model": tensors}, {}, architecture=arch.to_dict(), facts=facts
+        )
     return RunDir(run_dir).checkpoints / made.name
 
 
@@ -533,24 +539,24 @@ def to_fast(tokenizer: Tokenizer) -> str:
 
 def from_fast(tokenizer: Tokenizer) -> Tokenizer:
     """Inverse of `to_fast`; a tokenizer that `to_fast` did not write is returned as it is."""
-    said = tokenizer.to_json()
+    text = tokenizer.to_json()
     if not isinstance(tokenizer, BPETokenizer):
         return tokenizer
-    if said == to_fast(ByteTokenizer()):
+    if text == to_fast(ByteTokenizer()):
         return ByteTokenizer()
-    if (vocabulary := json.loads(said)["model"]).get("type") == "WordLevel":
+    if (vocabulary := json.loads(text)["model"]).get("type") == "WordLevel":
         names = sorted(vocabulary["vocab"], key=vocabulary["vocab"].__getitem__)
         chars = CharTokenizer("".join(names[:-1]))
-        return chars if said == to_fast(chars) else tokenizer
+        return chars if text == to_fast(chars) else tokenizer
     return tokenizer
 
 
 def _letter(byte: int) -> str:
     """Returns the character of a byte in byte-level tokenizers, as in GPT-2: itself if it is
     printable, else one from code point 256 on."""
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [each for each in range(256) if each not in seen]
-    return chr(byte if byte in seen else 256 + hidden.index(byte))
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [each for each in range(256) if each not in visible]
+    return chr(byte if byte in visible else 256 + hidden.index(byte))
 
 
 def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any]:
@@ -622,18 +628,18 @@ def _model_section(arch: Architecture) -> ModelConfig:
     }
     try:
         section = ModelConfig(**fields)
-        again = resolve(section, 1)
+        resolved_shape = resolve(section, 1)
     except ArchitectureError as error:
         raise CheckpointError(f"{CONFIG}: no run could have this shape: {error}") from error
     except ValidationError as error:
-        said = [
+        messages = [
             wrong_value(LanguageConfig, ("model", *each["loc"]), each["input"], each["type"], "")[0]
             for each in error.errors(include_url=False)
         ]
         raise CheckpointError(
-            f"{CONFIG}: no run could have this shape: {'; '.join(said)}"
+            f"{CONFIG}: no run could have this shape: {'; '.join(messages)}"
         ) from None
-    if differing := _differing(arch.to_dict(), again.to_dict()):
+    if differing := _differing(arch.to_dict(), resolved_shape.to_dict()):
         raise CheckpointError(f"{CONFIG}: no run could have this shape: {differing}")
     return section
 

@@ -79,8 +79,8 @@ def problems(
             continue
         found = [name for name in weights if entry.matches(name)]
         if not found:
-            there = "" if "head" in weights else "; the head is tied, so it is the embedding"
-            yield number, f"{entry.target!r} names no weight of this model", POSSIBLE + there
+            hint = "" if "head" in weights else "; the head is tied, so it is the embedding"
+            yield number, f"{entry.target!r} names no weight of this model", POSSIBLE + hint
         for name in found:
             if name in taken:
                 yield (

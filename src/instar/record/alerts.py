@@ -38,17 +38,17 @@ from instar.record.events import (
 from instar.record.recorder import Sink
 from instar.record.rundir import RunDir
 
-SMOOTHED_OVER = 5
+SMOOTHING_WINDOW = 5
 """Records; two outliers in a row never alert."""
-NOISE_OVER = 100
-FEWEST = 10
+NOISE_WINDOW = 100
+MIN_RECORDS = 10
 """Records without alerts at the start and after an operation."""
-NOISES = 10.0
+NOISE_FACTOR = 10.0
 """Multiple of the noise by which a smoothed loss may exceed its minimum."""
 
-SPEEDS_OVER = 100
+SPEED_WINDOW = 100
 SLOW_RECORDS = 5
-FEWEST_SPEEDS = 5
+MIN_SPEEDS = 5
 
 
 class Rules:
@@ -122,8 +122,8 @@ class Divergence:
         self._begin()
 
     def _begin(self) -> None:
-        self._recent: deque[float] = deque(maxlen=SMOOTHED_OVER)
-        self._steps: deque[float] = deque(maxlen=NOISE_OVER)
+        self._recent: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
+        self._steps: deque[float] = deque(maxlen=NOISE_WINDOW)
         self._highest = -math.inf
         self._lowest = math.inf
         self._records = 0
@@ -142,18 +142,18 @@ class Divergence:
             self._steps.append(abs(step))
         self._recent.append(loss)
         self._records += 1
-        if len(self._recent) < SMOOTHED_OVER:
+        if len(self._recent) < SMOOTHING_WINDOW:
             return ""
         smooth = median(self._recent)
         if math.isfinite(smooth):
             self._lowest = min(self._lowest, smooth)
             if self._highest == -math.inf:
                 self._highest = smooth
-        if self._records <= FEWEST:
+        if self._records <= MIN_RECORDS:
             return ""
         noise = 1.4826 / math.sqrt(2) * median(self._steps) if self._steps else 0.0
         fallen = max(0.0, self._highest - self._lowest)
-        margin = max(self._share * fallen, NOISES * noise)
+        margin = max(self._share * fallen, NOISE_FACTOR * noise)
         before = self._diverges
         above = smooth - (self._lowest if math.isfinite(self._lowest) else 0.0)
         self._diverges = above > (margin / 2 if before else margin)
@@ -162,7 +162,7 @@ class Divergence:
         if not math.isfinite(smooth):
             return "the training loss is not finite"
         return (
-            f"the training loss diverges: about {smooth:.4g} over the last {SMOOTHED_OVER} records, "
+            f"the training loss diverges: about {smooth:.4g} over the last {SMOOTHING_WINDOW} records, "
             f"{self._lowest:.4g} at its lowest"
         )
 
@@ -181,11 +181,11 @@ class Stall:
 
     def changed(self) -> None:
         """Forgets the usual speed, because a step may take longer from here on."""
-        self._speeds: deque[float] = deque(maxlen=SPEEDS_OVER)
+        self._speeds: deque[float] = deque(maxlen=SPEED_WINDOW)
 
     def update(self, speed: float) -> str:
         """Returns the message of an alert after one more speed (tokens/s), or an empty string."""
-        usual = median(self._speeds) if len(self._speeds) >= FEWEST_SPEEDS else None
+        usual = median(self._speeds) if len(self._speeds) >= MIN_SPEEDS else None
         if usual is None or speed >= self._share * usual:
             self._slow = 0
             if math.isfinite(speed):
@@ -255,7 +255,7 @@ class Notifier:
 
     def _work(self) -> None:
         while (alert := self._queue.get()) is not None:
-            payload = as_json(self._run, alert)
+            payload = to_json(self._run, alert)
             for deliver in self._targets:
                 try:
                     deliver(payload)
@@ -263,7 +263,7 @@ class Notifier:
                     self._failures.append(f"an alert could not be delivered: {error}")
 
 
-def as_json(run: RunDir, alert: Alert) -> dict[str, Any]:
+def to_json(run: RunDir, alert: Alert) -> dict[str, Any]:
     """Returns the payload of an alert; `text` is a sentence, as chat webhooks expect."""
     return {
         "text": f"{run.path.name}: {alert.message}",
@@ -317,18 +317,18 @@ def post(address: str, payload: dict[str, Any], timeout_s: float) -> None:
 
 
 class AlertSink:
-    """Writes events to another sink; alerts go to that sink, to `tell` and to the notifier."""
+    """Writes events to another sink; alerts go to that sink, to `warn` and to the notifier."""
 
     def __init__(
-        self, sink: Sink, rules: Rules, notifier: Notifier, tell: Callable[[str], None]
+        self, sink: Sink, rules: Rules, notifier: Notifier, warn: Callable[[str], None]
     ) -> None:
-        self._sink, self._rules, self._notifier, self._tell = sink, rules, notifier, tell
+        self._sink, self._rules, self._notifier, self._warn = sink, rules, notifier, warn
 
     def write(self, event: Event) -> None:
         self._sink.write(event)
         for alert in self._rules.update(event):
             self._sink.write(alert)
-            self._tell(alert.message)
+            self._warn(alert.message)
             self._notifier.send(alert)
         self._report_failures()
 
@@ -347,4 +347,4 @@ class AlertSink:
     def _report_failures(self) -> None:
         for failure in self._notifier.failures():
             self._sink.write(Warn(message=failure))
-            self._tell(failure)
+            self._warn(failure)

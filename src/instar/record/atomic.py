@@ -21,7 +21,7 @@ from instar.config.errors import ConfigError, InstarError
 from instar.config.files import make_folder as make_folder
 from instar.config.files import sync_folder as sync_folder
 
-ASIDE = ".tmp-"
+TMP = ".tmp-"
 """Prefix of the names of unpublished files and folders."""
 TRASH = ".trash-"
 """Prefix of the names of folders that are being deleted."""
@@ -122,21 +122,21 @@ def atomic_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
     If the block raises, `path` stays as it was. `durable=False` does not wait for the disk; it is
     for caches, which may be lost.
     """
-    aside = path.with_name(f"{ASIDE}{secrets.token_hex(8)}")
+    temporary = path.with_name(f"{TMP}{secrets.token_hex(8)}")
     try:
-        with holding(aside.touch, aside):
-            yield aside
-            rename(aside, path)
+        with holding(temporary.touch, temporary):
+            yield temporary
+            rename(temporary, path)
     finally:
-        remove_tree(aside)
+        remove_tree(temporary)
     if durable:
         sync_folder(path.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically: readers see the old or the new content, also after a crash."""
-    with atomic_file(path) as aside:
-        write_synced(aside, content)
+    with atomic_file(path) as temporary:
+        write_synced(temporary, content)
 
 
 def discard(path: Path) -> None:
@@ -161,7 +161,7 @@ def finish_deleting(limit_s: float) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove temporary files and folders that a crash left, but none that are being written."""
-    for pattern in (f"{ASIDE}*", f"{TRASH}*"):
+    for pattern in (f"{TMP}*", f"{TRASH}*"):
         for left_behind in folder.glob(pattern):
             _remove_unless_held(left_behind)
 
@@ -183,7 +183,7 @@ def check_new(folder: Path) -> None:
     which would be replaced under the processes that are in it.
 
     Raises:
-        WriteError: it is none of these.
+        WriteError: it cannot.
     """
     if folder.resolve() == Path.cwd().resolve():
         raise WriteError(f"{folder} is the working directory; choose a new folder")
@@ -208,21 +208,21 @@ def atomic_dir(folder: Path, *, key: str = "", first_wins: bool = False) -> Iter
     from safetensors import SafetensorError
 
     folder = folder.absolute()
-    aside = folder.with_name(f"{ASIDE}{folder.name}-{secrets.token_hex(4)}")
+    temporary = folder.with_name(f"{TMP}{folder.name}-{secrets.token_hex(4)}")
     try:
         make_folder(folder.parent)
-        with holding(lambda: make_folder(aside), aside):
+        with holding(lambda: make_folder(temporary), temporary):
             try:
-                yield aside
-                sync_folder(aside)
+                yield temporary
+                sync_folder(temporary)
                 try:
-                    rename(aside, folder)
+                    rename(temporary, folder)
                 except OSError as error:
                     if not first_wins or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                         raise
                 sync_folder(folder.parent)
             finally:
-                remove_tree(aside)
+                remove_tree(temporary)
     except (OSError, SafetensorError) as error:
         message = f"cannot write {folder}: {getattr(error, 'strerror', None) or error}"
         if key:

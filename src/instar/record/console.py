@@ -183,7 +183,7 @@ class LiveScreen:
         self._live = Live(
             console=self._terminal, auto_refresh=False, redirect_stdout=False, transient=True
         )
-        self._gone = False
+        self._broken = False
         self._next_paint = 0.0
         self._attempt(self._start)
 
@@ -199,9 +199,9 @@ class LiveScreen:
 
     def show(self, text: str, style: str = "") -> None:
         """Prints a line above the current one."""
-        line, nothing = self._line(text, style), self._line("", "")
+        line, blank = self._line(text, style), self._line("", "")
         # the current line is older than the printed one
-        self._attempt(lambda: self._live.update(nothing))
+        self._attempt(lambda: self._live.update(blank))
         self._attempt(lambda: self._terminal.print(line, soft_wrap=True))
 
     def update(self, text: str) -> None:
@@ -225,12 +225,12 @@ class LiveScreen:
         return Text(printable(text, self._encoding), style=style)
 
     def _attempt(self, paint: Callable[[], object]) -> None:
-        if self._gone:
+        if self._broken:
             return
         try:
             paint()
         except (OSError, ValueError):
-            self._gone = True
+            self._broken = True
             _redirect_to_null(self._stream)
             with suppress(OSError, ValueError):
                 self._live.stop()  # restores sys.stderr
@@ -239,7 +239,7 @@ class LiveScreen:
 def _redirect_to_null(stream: TextIO) -> None:
     """Redirects a broken stream to the null device, so that flushing it at exit does not fail."""
     with suppress(OSError, ValueError):
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, stream.fileno())
-        os.close(nothing)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
     detach_closed_streams()

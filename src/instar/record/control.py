@@ -21,7 +21,7 @@ from typing import Literal, get_args
 logger = logging.getLogger(__name__)
 
 Command = Literal["save", "stop"]
-ASKED_FOR = "asked for"
+REQUESTED = "asked for"
 """the reason of a checkpoint that was requested"""
 COMMANDS: tuple[Command, ...] = get_args(Command)
 
@@ -50,7 +50,7 @@ def ask(folder: Path, command: Command) -> Request:
     """
     with suppress(FileExistsError):
         folder.mkdir()
-        # all who may write to the run's folder may remove requests, whoever creates them
+        # everyone who may write to the run's folder may remove requests of others
         with suppress(OSError):
             os.chown(folder, -1, folder.parent.stat().st_gid)
             folder.chmod(folder.parent.stat().st_mode & 0o777)
@@ -67,7 +67,7 @@ class Inbox:
         self._seen = -1
         self._requests: list[Request] = []
         self._noted: set[Request] = set()
-        self._left: set[Path] = set()
+        self._unremovable: set[Path] = set()
         """answered requests that cannot be removed"""
 
     def requests(self) -> list[Request]:
@@ -78,7 +78,9 @@ class Inbox:
                 raise OSError(errno.ELOOP, "a symbolic link, which is not followed", self.folder)
             changed = status.st_mtime_ns
             if changed != self._seen:
-                found = [path for path in sorted(self.folder.iterdir()) if path not in self._left]
+                found = [
+                    path for path in sorted(self.folder.iterdir()) if path not in self._unremovable
+                ]
                 self._requests = [
                     Request(_command(path), path) for path in found if path.suffix[1:] in COMMANDS
                 ]
@@ -87,14 +89,14 @@ class Inbox:
         except FileNotFoundError:
             return []
         except OSError as error:
-            if self.folder not in self._left:
-                self._left.add(self.folder)
+            if self.folder not in self._unremovable:
+                self._unremovable.add(self.folder)
                 logger.warning("requests cannot be read: %s", error)
             return []
         return self._requests
 
-    def asked(self, command: Command) -> bool:
-        """Whether a command is requested; its requests are noted for the next `answer`."""
+    def is_requested(self, command: Command) -> bool:
+        """Whether a command is requested; notes its requests for the next `answer`."""
         found = [request for request in self.requests() if request.command == command]
         self._noted.update(found)
         return bool(found)
@@ -116,7 +118,7 @@ class Inbox:
             try:
                 request.withdraw()
             except OSError as error:
-                self._left.add(request.path)
+                self._unremovable.add(request.path)
                 logger.warning("the request was answered, but cannot be removed: %s", error)
         self._seen = -1
 

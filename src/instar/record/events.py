@@ -58,10 +58,10 @@ class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
     fingerprint: str = ""
     """Fingerprint of the resolved config."""
     model: str = ""
-    """The shape in short, e.g. `12L/768d`."""
+    """Short form of the shape, e.g. `12L/768d`."""
     parameters: Count = 0
     devices: str = ""
-    """Devices in short, e.g. `4×H200 DDP`."""
+    """Short form of the devices, e.g. `4×H200 DDP`."""
     world_size: Count = 1
     unit: str = "token"
     """Unit of `tokens` and `tokens_per_s`."""
@@ -148,7 +148,7 @@ class OperationEvent(Placed, tag="operation", frozen=True, kw_only=True):
     verb: str = "SET"
     """`SET` for settings, `GROW` for the architecture."""
     change: str = ""
-    """Before and after in short, e.g. `2048→3072`."""
+    """Short form of before and after, e.g. `2048→3072`."""
     reason: str = ""
     """What made it fire, e.g. `val 3.41 < 3.50`."""
     notes: tuple[str, ...] = ()
@@ -258,7 +258,7 @@ class RunFinished(Placed, tag="run_finished", frozen=True, kw_only=True):
     best_value: float | None = None
     best_value_step: Count | None = None
     tokens_per_s: float | None = None
-    """Over the active time of this segment."""
+    """Over the active time of the whole run."""
 
 
 def _kind(event: type[Event]) -> str:

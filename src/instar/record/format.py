@@ -222,7 +222,7 @@ def finished_lines(
     if event.tokens_per_s is not None:
         parts.append(f"{si(event.tokens_per_s)} {unit}/s")
     lines = ["  ".join([*parts, f"→ {where}"])]
-    return lines + ([f"go on with: {go_on}"] if go_on else [])
+    return lines + ([f"resume with: {go_on}"] if go_on else [])
 
 
 def printable(text: str, encoding: str | None) -> str:

@@ -24,12 +24,12 @@ from instar.record.events import (
 )
 
 SYNC_EVERY_S = 10.0
-MOST_HELD_BYTES = 16 << 20
-"""of refused lines; a run with more should stop"""
-MOST_REFUSED_S = 600.0
-"""for which the disk may refuse writes before the run should stop"""
+MAX_HELD_BYTES = 16 << 20
+"""size of unwritten lines above which a run should stop"""
+MAX_REFUSED_S = 600.0
+"""time for which the disk may refuse writes before the run should stop"""
 CLOSE_WAIT_S = 5.0
-"""for which `close` waits for a disk that refuses writes"""
+"""time for which `close` waits for a disk that refuses writes"""
 
 
 class Sink(Protocol):
@@ -69,15 +69,15 @@ class Recorder:
         *,
         sync_every_s: float = SYNC_EVERY_S,
         clock: Callable[[], float] = time.time,
-        tell: Callable[[str], None] = lambda _: None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`tell`: shows a warning to the user."""
+        """`warn`: shows a warning to the user."""
         self.path = path
         self.segment = 0
         self.synced = 0
         """Bytes of the file that survive a loss of power."""
         self._clock = clock
-        self._tell = tell
+        self._warn = warn
         self._sync_every_s = sync_every_s
         self._last_sync = time.monotonic()
         self._held_since: float | None = None
@@ -106,7 +106,7 @@ class Recorder:
         if since is None:
             return None
         refused_s = time.monotonic() - since
-        if self._file.held_bytes <= MOST_HELD_BYTES and refused_s <= MOST_REFUSED_S:
+        if self._file.held_bytes <= MAX_HELD_BYTES and refused_s <= MAX_REFUSED_S:
             return None
         return f"{self._refusal()}, for {refused_s:.0f} s; {len(self._file):,} lines are held in memory"
 
@@ -151,7 +151,7 @@ class Recorder:
         held = len(self._file)
         lost = self._file.close(CLOSE_WAIT_S)
         if held and lost:
-            self._tell(f"{self._refusal()}: the last {lost:,} lines of the record are lost")
+            self._warn(f"{self._refusal()}: the last {lost:,} lines of the record are lost")
 
     def __enter__(self) -> Self:
         return self
@@ -168,12 +168,12 @@ class Recorder:
         since = self._file.refused_since
         if since is not None and self._held_since is None:
             self._held_since = since
-            self._tell(
-                f"{self._refusal()}; training goes on, and the lines of the record are held in "
+            self._warn(
+                f"{self._refusal()}; training continues, and the lines of the record are held in "
                 "memory until they can be written"
             )
         elif since is None and self._held_since is not None:
             seconds, self._held_since = time.monotonic() - self._held_since, None
             message = f"{self._refusal()}, for up to {seconds:.1f} s; no line was lost"
             self.write(Warn(message=message))
-            self._tell(f"{self.path} can be written again; no line was lost")
+            self._warn(f"{self.path} can be written again; no line was lost")

@@ -171,10 +171,10 @@ def running_process(machine: Mapping[str, object]) -> int | None:
     if not isinstance(pid, int) or not 0 < pid < 1 << 31:
         return None
     try:
-        apart = abs(psutil.Process(pid).create_time() - started)
+        difference_s = abs(psutil.Process(pid).create_time() - started)
     except psutil.Error:
         return None
-    return pid if apart < SAME_PROCESS_S else None
+    return pid if difference_s < SAME_PROCESS_S else None
 
 
 def _opened(run: RunDir) -> TextIO:
@@ -326,9 +326,9 @@ def _starter(run: RunDir) -> int | None:
 
 
 def _taken(path: Path, pid: int | None) -> ConfigError:
-    who = f"process {pid}" if pid else "another process"
+    owner = f"process {pid}" if pid else "another process"
     return ConfigError.one(
-        f"{path}: {who} has started a run there",
+        f"{path}: {owner} has started a run there",
         where="record.run_dir",
         hint="choose another folder, or wait for it and resume",
     )
@@ -382,12 +382,12 @@ def _foreign(path: Path) -> Iterator[Path]:
 
 
 def _check_writable(path: Path, key: str) -> None:
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise ConfigError.one(f"{there} is a file, not a folder", where=key)
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ConfigError.one(f"{existing} is a file, not a folder", where=key)
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError.one(
-            f"cannot write to {there}: permission denied",
+            f"cannot write to {existing}: permission denied",
             where=key,
             hint="choose a folder that can be written to",
         )

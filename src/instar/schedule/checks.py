@@ -34,10 +34,10 @@ def mistakes(config: RunConfig) -> Iterator[ConfigProblem]:
     for number, given in enumerate(config.schedule):
         place = f"{SCHEDULE}[{number}]"
         for key, message, hint in (*_operation(given), *_triggers(given, config)):
-            said = f"{place}.{key} {message}" if key else f"{place}: {message}"
+            text = f"{place}.{key} {message}" if key else f"{place}: {message}"
             # skip what could not be parsed: the key, its entry, or the whole schedule
             keys = (f"{place}.{key}" if key else place, place, SCHEDULE)
-            yield ConfigProblem(keys, said, hint)
+            yield ConfigProblem(keys, text, hint)
     yield from _context(config)
 
 
@@ -50,52 +50,52 @@ def _operation(given: ScheduledOperation) -> Iterator[Finding]:
         yield "name", "must not be fold_masks: a run folds its masks by itself", "leave it out"
         return
     if given.name not in names():
-        meant = nearest(given.name, names())
-        hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(names())}"
+        suggestion = nearest(given.name, names())
+        hint = f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(names())}"
         yield "name", f"must be an operation, got '{given.name}'", hint
         return
-    whole = operation(given)
-    if value := _refused(whole, None):
+    operation_of_entry = operation(given)
+    if value := _refused(operation_of_entry, None):
         yield value
-    for option in whole.options:
-        if meant := _meant(option):
-            yield option, "is unknown", f"did you mean '{meant}'?"
-        elif value is None and (found := _refused(whole, option)):
+    for option in operation_of_entry.options:
+        if suggestion := _misspelled(option):
+            yield option, "is unknown", f"did you mean '{suggestion}'?"
+        elif value is None and (found := _refused(operation_of_entry, option)):
             yield found
 
 
-def _meant(option: str) -> str | None:
+def _misspelled(option: str) -> str | None:
     """Return the schedule's own key that an unknown option is probably a misspelling of."""
     return nearest(option, ScheduledOperation.model_fields, 0.8)
 
 
-def _refused(whole: Operation, option: str | None) -> Finding | None:
+def _refused(operation_of_entry: Operation, option: str | None) -> Finding | None:
     """Check an operation with only this option, or with none, so that a problem is attributed to
     the option that causes it."""
     part = option or "value"
-    options = {} if option is None else {option: whole.options[option]}
+    options = {} if option is None else {option: operation_of_entry.options[option]}
     try:
-        check(replace(whole, options=options))
+        check(replace(operation_of_entry, options=options))
     except OperationError as error:
-        return error.part, error.said, ""
+        return error.part, error.message, ""
     except ValueError as error:
-        said = str(error)
-        if "has no option" in said:
-            return part, f"is unknown: {said}", ""
-        said = said.removeprefix(f"{whole.name}: ").removeprefix(f"{part}: ")
-        return part, said, ""
+        text = str(error)
+        if "has no option" in text:
+            return part, f"is unknown: {text}", ""
+        text = text.removeprefix(f"{operation_of_entry.name}: ").removeprefix(f"{part}: ")
+        return part, text, ""
     return None
 
 
 def _triggers(given: ScheduledOperation, config: RunConfig) -> Iterator[Finding]:
-    beside = given.trigger_loss is not None or given.max_wait_iters is not None
-    mistyped = any(map(_meant, given.model_extra or {}))
+    has_loss_trigger = given.trigger_loss is not None or given.max_wait_iters is not None
+    mistyped = any(map(_misspelled, given.model_extra or {}))
     if given.when is not None:
-        if beside:
+        if has_loss_trigger:
             hint = "write them as loss_below and waited, under 'any:'"
-            yield "when", "does not go with trigger_loss and max_wait_iters beside it", hint
+            yield "when", "cannot be combined with trigger_loss and max_wait_iters", hint
         yield from _when(given.when, "when", config)
-    elif not beside and not mistyped:
+    elif not has_loss_trigger and not mistyped:
         hint = "give it trigger_loss, max_wait_iters or when"
         yield "", "this operation could never fire", hint
 
@@ -103,20 +103,20 @@ def _triggers(given: ScheduledOperation, config: RunConfig) -> Iterator[Finding]
 def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
     given = {name for name in type(when).model_fields if getattr(when, name) is not None}
     if not given:
-        yield key, "is empty: it would never fire", f"it has {', '.join(type(when).model_fields)}"
+        yield key, "is empty: it would never fire", f"use {', '.join(type(when).model_fields)}"
     if isinstance(when.at_tokens, str):
         try:
             tokens(when.at_tokens)
         except ValueError as error:
-            yield f"{key}.at_tokens", f"does not count tokens: {error}", ""
+            yield f"{key}.at_tokens", f"is not a number of tokens: {error}", ""
     if when.at_fraction is not None and not _has_end(config):
         hint = "add a budget such as 2000it to train.until, or use at_step"
-        yield f"{key}.at_fraction", "is a share of a budget that counts something", hint
+        yield f"{key}.at_fraction", "needs a budget of steps, tokens, samples or epochs", hint
     for name in ("any", "all"):
         inner: tuple[When, ...] | None = getattr(when, name)
         if inner == ():
             hint = "list triggers, each beginning with '-'"
-            yield f"{key}.{name}", "is empty: it says nothing", hint
+            yield f"{key}.{name}", "is empty", hint
         for index, each in enumerate(inner or ()):
             yield from _when(each, f"{key}.{name}[{index}]", config)
 
@@ -135,14 +135,14 @@ def _context(config: RunConfig) -> Iterator[ConfigProblem]:
     for number, given in enumerate(config.schedule):
         place = f"{SCHEDULE}[{number}]"
         before = (place, *before)
-        whole = given.value if type(given.value) is int else None
+        size = given.value if type(given.value) is int else None
         if given.name == "extend_context":
             # a factor is applied where the architecture is known
-            longest = None if longest is None or whole is None else max(longest, whole)
-        elif given.name == "set_context" and whole and longest and whole > longest:
+            longest = None if longest is None or size is None else max(longest, size)
+        elif given.name == "set_context" and size and longest and size > longest:
             yield ConfigProblem(
                 (f"{place}.value", *before, "model.context"),
-                f"{place}.value ({whole}) is more than the {longest:,} tokens that the model "
-                "looks back on then",
+                f"{place}.value ({size}) is more than the {longest:,} tokens that the model "
+                "has as context then",
                 "extend_context before it",
             )

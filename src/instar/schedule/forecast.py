@@ -114,17 +114,17 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     if found := list(mistakes(config)):
         raise ScheduleError(*found)
     began = initial_state(config, spec.architecture, spec.facts)
-    legs = _legs(config, began, spec, world_size)
+    legs = _all_legs(config, began, spec, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
     early, late = (
         timeline(
             legs,
             budgets,
             evaluated_at_start=evaluates_at_start(config),
-            hopeful=hopeful,
+            optimistic=optimistic,
             eval_epochs=config.eval.eval_epochs,
         )
-        for hopeful in (True, False)
+        for optimistic in (True, False)
     )
     return Forecast(
         stages=tuple(
@@ -132,10 +132,10 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
                 config,
                 spec,
                 leg,
-                _at(early, number),
-                _at(late, number),
+                _first_step(early, number),
+                _first_step(late, number),
                 world_size,
-                _still(legs, number, [n for n in range(number) if _lasts(late, n)]),
+                _frozen_parameters(legs, number, [n for n in range(number) if _has_steps(late, n)]),
             )
             for number, leg in enumerate(legs)
         ),
@@ -162,13 +162,13 @@ def checked_forecast(loaded: Loaded, spec: TaskSpec, world_size: int) -> Forecas
     raise ConfigError(*problems)
 
 
-def _legs(config: RunConfig, began: State, spec: TaskSpec, world_size: int) -> list[Leg]:
+def _all_legs(config: RunConfig, initial: State, spec: TaskSpec, world_size: int) -> list[Leg]:
     """Return the legs of a run; the effects of operations do not depend on when they fire.
 
     Raises ScheduleError with all problems up to the first impossible growth: later operations would
     apply to a model that does not exist.
     """
-    legs = [Leg(None, began, _pace(began, spec))]
+    legs = [Leg(None, initial, _pace(initial, spec))]
     problems: list[ConfigProblem] = []
     for entry in entries(config):
         try:
@@ -183,7 +183,7 @@ def _legs(config: RunConfig, began: State, spec: TaskSpec, world_size: int) -> l
 
 
 def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
-    after, plan = _tried(before, entry)
+    after, plan = _after(before, entry)
     skipped = _skipped(after, entry)
     if skipped:
         return Leg(entry, before, _pace(before, spec), skipped=skipped)
@@ -191,7 +191,7 @@ def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
     return Leg(entry, after, _pace(after, spec), plan)
 
 
-def _tried(state: State, entry: Entry) -> tuple[State, GrowthPlan | None]:
+def _after(state: State, entry: Entry) -> tuple[State, GrowthPlan | None]:
     """Return the state after an entry, and the growth plan if the model grows."""
     state = when_due(state, entry.operation)
     try:
@@ -216,11 +216,11 @@ def _faulty(state: State, operation: Operation) -> str:
 
 def _skipped(grown: State, entry: Entry) -> str:
     """Return the reason for skipping an entry, or ""."""
-    said = too_large(entry, grown.architecture)
-    if said and entry.on_failure == "stop":
-        hint = "on_failure: skip goes on without it"
-        raise _refused(entry, "max_params", f"is exceeded: there would be {said}", hint)
-    return said
+    reason = too_large(entry, grown.architecture)
+    if reason and entry.on_failure == "stop":
+        hint = "on_failure: skip continues without it"
+        raise _refused(entry, "max_params", f"is exceeded: there would be {reason}", hint)
+    return reason
 
 
 def _check_data(state: State, entry: Entry, spec: TaskSpec, world_size: int) -> None:
@@ -239,7 +239,7 @@ def _check_data(state: State, entry: Entry, spec: TaskSpec, world_size: int) -> 
         raise _refused(
             entry,
             "value",
-            f"makes samples of {settings.context:,} tokens, and there are {tokens:,} to train on",
+            f"needs samples of {settings.context:,} tokens, but the training data has {tokens:,}",
         )
 
 
@@ -258,8 +258,8 @@ def _pace(state: State, spec: TaskSpec) -> Pace:
     )
 
 
-def _at(told: Timeline, number: int) -> int | None:
-    return told.steps[number] if number < len(told.steps) else None
+def _first_step(timeline: Timeline, number: int) -> int | None:
+    return timeline.steps[number] if number < len(timeline.steps) else None
 
 
 def _stage(
@@ -269,7 +269,7 @@ def _stage(
     early: int | None,
     late: int | None,
     world_size: int,
-    still: FrozenParameters,
+    frozen_parameters: FrozenParameters,
 ) -> Stage:
     settings, architecture = leg.state.settings, leg.state.architecture
     elastic = config.reproducible == "elastic"
@@ -294,29 +294,31 @@ def _stage(
             settings.context,
             batch_size,
             "cuda" if config.device.startswith("cuda") else "cpu",
-            still,
+            frozen_parameters,
         ),
         batch_size=batch_size,
         steps_per_epoch=None if size is None else -(-size // settings.global_batch),
     )
 
 
-def _lasts(told: Timeline, number: int) -> bool:
+def _has_steps(timeline: Timeline, number: int) -> bool:
     """Whether a leg has steps, as far as is known."""
-    begins, ends = _at(told, number), _at(told, number + 1)
-    return begins is None or ends is None or begins < ends
+    begin, end = _first_step(timeline, number), _first_step(timeline, number + 1)
+    return begin is None or end is None or begin < end
 
 
-def _still(legs: Sequence[Leg], number: int, lasting: Collection[int]) -> FrozenParameters:
-    """Return the frozen parameters of a leg, and those of them that were frozen in all `lasting`
+def _frozen_parameters(
+    legs: Sequence[Leg], number: int, with_steps: Collection[int]
+) -> FrozenParameters:
+    """Return the frozen parameters of a leg, and those of them that were frozen in all `with_steps`
     legs before it, under whatever name."""
     state = legs[number].state
     frozen = [n for n in state.architecture.parameters() if is_frozen(state.settings.frozen, n)]
-    ever = {name for name in frozen if not _trained(legs[: number + 1], name, lasting)}
+    ever = {name for name in frozen if not _trained(legs[: number + 1], name, with_steps)}
     return FrozenParameters(frozenset(frozen), frozenset(ever))
 
 
-def _trained(legs: Sequence[Leg], name: str, lasting: Collection[int]) -> bool:
+def _trained(legs: Sequence[Leg], name: str, with_steps: Collection[int]) -> bool:
     """Whether a parameter of the last leg, or its source, was trained in an earlier leg."""
     for number in range(len(legs) - 1, 0, -1):
         plan = legs[number].plan
@@ -325,7 +327,7 @@ def _trained(legs: Sequence[Leg], name: str, lasting: Collection[int]) -> bool:
             return False
         name = source
         before = legs[number - 1].state.settings
-        if number - 1 in lasting and not is_frozen(before.frozen, name):
+        if number - 1 in with_steps and not is_frozen(before.frozen, name):
             return True
     return False
 
@@ -339,15 +341,15 @@ def described(operation: Operation) -> str:
     )
 
 
-def _totals(told: Timeline) -> Totals | None:
-    end: Clock | None = told.end
+def _totals(timeline: Timeline) -> Totals | None:
+    end: Clock | None = timeline.end
     if end is None:
         return None
-    known = told.end_pace.samples_per_epoch is not None
+    known = timeline.end_pace.samples_per_epoch is not None
     return Totals(
         steps=end.step,
         samples=end.samples,
         tokens=end.tokens,
-        epochs=float(end.epochs(told.end_pace)) if known else None,
+        epochs=float(end.epochs(timeline.end_pace)) if known else None,
         flops=end.flops,
     )

@@ -58,7 +58,7 @@ RESTART_LR = Operation("reset_lr_schedule")
 OVERRIDE = "override"
 """The operation created by a resume: keys of the config with their new values."""
 
-LENGTHS = frozenset({"set_context"})
+CHANGES_LENGTH = frozenset({"set_context"})
 """Operations that change the length of samples: a stream restarts from its beginning."""
 
 INCOMPARABLE = frozenset({"set_context", "resize_vocab", OVERRIDE})
@@ -225,20 +225,20 @@ def planned(state: State, operation: Operation, step: int) -> tuple[State, Growt
         frozen = _still_frozen(settings.frozen, plan, then)
         settings = dataclasses.replace(settings, frozen=frozen)
         return State(settings, architecture, config, state.facts), plan
-    _fits(operation, settings, state.architecture)
+    _check_result(operation, settings, state.architecture)
     return dataclasses.replace(state, settings=settings), None
 
 
 class OperationError(ValueError):
     """An operation with an invalid value or option."""
 
-    def __init__(self, name: str, part: str, said: str) -> None:
+    def __init__(self, name: str, part: str, message: str) -> None:
         """
         Args:
             part: the invalid part, "value" or an option.
         """
-        super().__init__(f"{name}: {part} {said}")
-        self.part, self.said = part, said
+        super().__init__(f"{name}: {part} {message}")
+        self.part, self.message = part, message
 
 
 def names() -> list[str]:
@@ -253,11 +253,11 @@ def check(operation: Operation) -> None:
         growth.check(operation)
         return
     if name not in SETTINGS:
-        meant = nearest(name, names())
-        hint = f"did you mean {meant!r}?" if meant else f"there are {', '.join(names())}"
-        raise ValueError(f"there is no operation {name!r}; {hint}")
+        suggestion = nearest(name, names())
+        hint = f"did you mean {suggestion!r}?" if suggestion else f"there are {', '.join(names())}"
+        raise ValueError(f"unknown operation {name!r}; {hint}")
     for option in operation.options:
-        raise OperationError(name, option, f"is no option of {name}, which has none")
+        raise OperationError(name, option, f"is not an option of {name}, which has none")
     if name == "reset_lr_schedule":
         # schedules in which every operation has a value also give one here; it has no effect
         if value is not None and not isinstance(value, int | float):
@@ -290,27 +290,33 @@ def _check_number(name: str, value: Any) -> None:
         raise OperationError(name, "value", f"must be a whole number, got {show(value)}")
 
 
-def _fits(operation: Operation, settings: Settings, architecture: Growable) -> None:
+def _check_result(operation: Operation, settings: Settings, architecture: Growable) -> None:
     """Raise ValueError if settings after `operation` are invalid, or invalid for this model."""
     if not 0 < settings.lr < math.inf or max(settings.counts()) > LARGEST:
-        raise ValueError(f"{operation.name} {operation.value:g}: this is beyond any sense")
+        raise ValueError(
+            f"{operation.name} {operation.value:g}: the result is out of range (0 < x ≤ {LARGEST:g})"
+        )
     longest = architecture.sizes().get("context", 1)
     if settings.context > longest:
         raise ValueError(
-            f"{operation.name} {settings.context}: the model looks back on {longest} "
-            "tokens; extend_context first"
+            f"{operation.name} {settings.context}: the model's context has {longest} tokens; "
+            "extend_context first"
             if "context" in architecture.sizes()
-            else f"{operation.name}: this model's samples have no length to choose"
+            else f"{operation.name}: this model's samples have no context length"
         )
     if operation.name not in ("freeze", "unfreeze"):
         return
-    there = list(architecture.parameters())
+    parameter_names = list(architecture.parameters())
     for pattern in _patterns(operation.value):
-        if not any(is_frozen((pattern,), name) for name in there):
-            meant = nearest(pattern, there)
-            hint = f"did you mean {meant!r}?" if meant else f"they are called like {there[0]!r}"
+        if not any(is_frozen((pattern,), name) for name in parameter_names):
+            suggestion = nearest(pattern, parameter_names)
+            hint = (
+                f"did you mean {suggestion!r}?"
+                if suggestion
+                else f"names look like {parameter_names[0]!r}"
+            )
             raise ValueError(f"{operation.name}: no parameter matches {pattern!r}; {hint}")
-    if all(is_frozen(settings.frozen, name) for name in there):
+    if all(is_frozen(settings.frozen, name) for name in parameter_names):
         raise ValueError("freeze: nothing would be left to train")
 
 
@@ -357,16 +363,16 @@ def _still_frozen(frozen: tuple[str, ...], plan: GrowthPlan, facts: ModuleFacts)
             found.add(name)
     new = [name for name in plan.tensors if is_frozen(frozen, name) and name not in found]
     excepted = (*frozen, *(f"{THAWED}{each}" for each in patterns_of(new, plan.tensors)))
-    anew = patterns_of(found, plan.tensors)
-    right = all(is_frozen(excepted, name) == (name in found) for name in plan.tensors)
-    return excepted if right and (not new or len(excepted) < len(anew)) else anew
+    complete = patterns_of(found, plan.tensors)
+    is_equal = all(is_frozen(excepted, name) == (name in found) for name in plan.tensors)
+    return excepted if is_equal and (not new or len(excepted) < len(complete)) else complete
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _whole(value: float) -> int:
+def _rounded(value: float) -> int:
     return max(1, math.floor(value + 0.5))
 
 
@@ -379,12 +385,12 @@ def _set_warmup(settings: Settings, warmup: int) -> Settings:
     end, every = settings.lr_decay_iters, settings.decay_every
     if settings.warmup_iters > 0:
         factor = warmup / settings.warmup_iters
-        end = None if end is None else max(warmup + 1, _whole(end * factor))
-        every = None if every is None else _whole(every * factor)
+        end = None if end is None else max(warmup + 1, _rounded(end * factor))
+        every = None if every is None else _rounded(every * factor)
     return dataclasses.replace(settings, warmup_iters=warmup, lr_decay_iters=end, decay_every=every)
 
 
-Course = tuple[int, int | None, int | None]
+Intervals = tuple[int, int | None, int | None]
 """(warmup_iters, lr_decay_iters, decay_every)"""
 
 
@@ -395,7 +401,7 @@ def _change_warmup(settings: Settings, factor: float) -> Settings:
     that rounding errors do not accumulate.
     """
     now = (settings.warmup_iters, settings.lr_decay_iters, settings.decay_every)
-    unscaled, before = settings.course_unscaled, settings.course_factor
+    unscaled, before = settings.unscaled_intervals, settings.interval_factor
     if unscaled is None or _scaled(unscaled, before) != now:
         unscaled, before = now, 1.0
     total = before * factor
@@ -410,13 +416,13 @@ def _change_warmup(settings: Settings, factor: float) -> Settings:
         warmup_iters=warmup,
         lr_decay_iters=end,
         decay_every=every,
-        course_factor=total,
-        course_unscaled=unscaled,
+        interval_factor=total,
+        unscaled_intervals=unscaled,
     )
 
 
-def _scaled(course: Course, factor: float) -> Course:
-    warmup, end, every = int(course[0] * factor), course[1], course[2]
+def _scaled(intervals: Intervals, factor: float) -> Intervals:
+    warmup, end, every = int(intervals[0] * factor), intervals[1], intervals[2]
     # the decay ends after the warm-up, and a decay interval is at least one step
     return (
         warmup,
@@ -426,7 +432,7 @@ def _scaled(course: Course, factor: float) -> Course:
 
 
 def _eval_iters(settings: Settings, iters: float) -> Settings:
-    return dataclasses.replace(settings, eval_iters=_whole(iters))
+    return dataclasses.replace(settings, eval_iters=_rounded(iters))
 
 
 def _change_eval_iters(settings: Settings, factor: float, _step: int) -> Settings:
@@ -456,11 +462,11 @@ SETTINGS: Mapping[str, Effect] = {
     "change_lr": lambda s, factor, _: _lr(s, s.lr * factor),
     "set_lr": lambda s, value, _: _lr(s, value),
     "change_batch_size": lambda s, factor, _: dataclasses.replace(
-        s, batch_size=_whole(s.batch_size * factor)
+        s, batch_size=_rounded(s.batch_size * factor)
     ),
     "set_batch_size": lambda s, value, _: dataclasses.replace(s, batch_size=int(value)),
     "change_grad_accum": lambda s, factor, _: dataclasses.replace(
-        s, grad_accum=_whole(s.grad_accum * factor)
+        s, grad_accum=_rounded(s.grad_accum * factor)
     ),
     "set_grad_accum": lambda s, value, _: dataclasses.replace(s, grad_accum=int(value)),
     "change_warmup_iters": lambda s, factor, _: _change_warmup(s, factor),
@@ -468,7 +474,7 @@ SETTINGS: Mapping[str, Effect] = {
     "change_eval_iters": _change_eval_iters,
     "set_eval_iters": lambda s, value, _: _eval_iters(s, value),
     "change_eval_interval": lambda s, factor, _: dataclasses.replace(
-        s, eval_interval=_whole(s.eval_interval * factor)
+        s, eval_interval=_rounded(s.eval_interval * factor)
     ),
     "set_eval_interval": lambda s, value, _: dataclasses.replace(s, eval_interval=int(value)),
     "reset_lr_schedule": lambda s, _, step: dataclasses.replace(s, lr_start=step),

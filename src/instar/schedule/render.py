@@ -17,22 +17,24 @@ Row = tuple[str, Sequence[str]]
 """A label and its lines."""
 
 
-def render(told: Forecast) -> str:
+def render(forecast: Forecast) -> str:
     """Render a forecast in lines of at most 80 columns; rows that an operation does not change are
     not repeated."""
     rows: list[Row] = []
     before: Stage | None = None
-    for number, stage in enumerate(told.stages, 1):
-        known = [] if before is None else _rows(before, told.unit, told.world_size)
-        if len(told.stages) > 1:
-            rows += _opening(number, stage, told)
+    for number, stage in enumerate(forecast.stages, 1):
+        known = [] if before is None else _rows(before, forecast.unit, forecast.world_size)
+        if len(forecast.stages) > 1:
+            rows += _stage_header(number, stage, forecast)
         if before is not None and (changed := _changed(before.settings, stage.settings)):
             rows.append(("settings", [", ".join(changed)]))
-        rows += [row for row in _rows(stage, told.unit, told.world_size) if row not in known]
-        if len(told.stages) > 1:
+        rows += [
+            row for row in _rows(stage, forecast.unit, forecast.world_size) if row not in known
+        ]
+        if len(forecast.stages) > 1:
             rows.append(("", [""]))
         before = stage
-    rows += _whole(told)
+    rows += _totals(forecast)
     return "\n".join(line for label, texts in rows for line in _wrapped(label, texts))
 
 
@@ -41,21 +43,21 @@ def _wrapped(label: str, texts: Sequence[str]) -> list[str]:
     return [f"{'' if n else label:<{_LABEL}}{line}".rstrip() for n, line in enumerate(lines)]
 
 
-def _opening(number: int, stage: Stage, told: Forecast) -> list[Row]:
+def _stage_header(number: int, stage: Stage, forecast: Forecast) -> list[Row]:
     label = f" ({stage.label})" if stage.label else ""
     rows: list[Row] = [
         (f"stage {number}", [f"{stage.operation}{label}" or "as the config says"]),
         ("trigger", [stage.when]),
-        ("begins", [_steps(stage, told)]),
+        ("begins", [_steps(stage, forecast)]),
         ("skipped", [stage.skipped]),
     ]
     return [row for row in rows if row[1] != [""]]
 
 
-def _steps(stage: Stage, told: Forecast) -> str:
+def _steps(stage: Stage, forecast: Forecast) -> str:
     first, latest = stage.first_step, stage.latest_step
     if first is None:
-        return "not reached" + (f" within {told.steps:,} steps" if told.steps else "")
+        return "not reached" + (f" within {forecast.steps:,} steps" if forecast.steps else "")
     if latest is None:
         return f"at step {first:,} at the earliest, perhaps never"
     at = f"at step {first:,}"
@@ -122,7 +124,7 @@ def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
             "step",
             [
                 f"{settings.global_batch:,} samples,{units} on {ranks}, "
-                f"at most {stage.batch_size:,} samples at once"
+                f"micro-batches of at most {stage.batch_size:,} samples"
             ],
         ),
     ]
@@ -131,24 +133,24 @@ def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
     return [row for row in rows if row[1]]
 
 
-def _whole(told: Forecast) -> list[Row]:
+def _totals(forecast: Forecast) -> list[Row]:
     """Return the rows about the run as a whole."""
     data = "not prepared yet, or a stream: epochs are not known"
-    if told.dataset_tokens is not None:
-        data = f"{si(told.dataset_tokens)} {told.unit}s, {told.samples_per_epoch:,} samples"
-    rows: list[Row] = [("data", [data]), ("until", [" or ".join(told.until)])]
-    if told.early is None or told.late is None:
-        said = ["open: only the clock or the loss ends this run"]
-        if any("ep" in text for text in told.until) and told.dataset_tokens is None:
-            said = ["open: how many steps an epoch has is not known yet"]
-    elif told.early == told.late:
-        said = [_total(told.early, told.unit)]
+    if forecast.dataset_tokens is not None:
+        data = f"{si(forecast.dataset_tokens)} {forecast.unit}s, {forecast.samples_per_epoch:,} samples"
+    rows: list[Row] = [("data", [data]), ("until", [" or ".join(forecast.until)])]
+    if forecast.early is None or forecast.late is None:
+        text_lines = ["open: only the clock or the loss ends this run"]
+        if any("ep" in text for text in forecast.until) and forecast.dataset_tokens is None:
+            text_lines = ["open: how many steps an epoch has is not known yet"]
+    elif forecast.early == forecast.late:
+        text_lines = [_total(forecast.early, forecast.unit)]
     else:
-        said = [
-            f"{_total(told.early, told.unit)} if every operation comes at its earliest;",
-            f"{_total(told.late, told.unit)} at its latest",
+        text_lines = [
+            f"{_total(forecast.early, forecast.unit)} if every operation fires at its earliest step;",
+            f"{_total(forecast.late, forecast.unit)} at its latest",
         ]
-    return [*rows, ("total", said)]
+    return [*rows, ("total", text_lines)]
 
 
 def _total(totals: Totals, unit: str) -> str:

@@ -47,9 +47,9 @@ class Settings:
     """Step at which the latest rewarming began."""
     rewarm_iters: int = 0
     """Length of the rewarming in steps; 0: none."""
-    course_factor: float = 1.0
+    interval_factor: float = 1.0
     """Product of the factors of `change_warmup_iters`."""
-    course_unscaled: tuple[int, int | None, int | None] | None = None
+    unscaled_intervals: tuple[int, int | None, int | None] | None = None
     """Values of warmup_iters, lr_decay_iters and decay_every without that factor; None: their
     present values."""
 
@@ -67,16 +67,16 @@ class Settings:
 
 def initial_settings(config: RunConfig) -> Settings:
     """Return the settings of step 0 given by the config."""
-    course = config.learning_rate
+    schedule = config.learning_rate
     return Settings(
         lr=config.optimizer.lr,
-        lr_shape=course.shape,
-        warmup_iters=course.warmup_iters,
-        lr_decay_iters=course.lr_decay_iters,
-        decay_fraction=course.decay_fraction,
-        decay_every=course.decay_every,
-        gamma=course.gamma,
-        min_lr_ratio=course.min_lr_ratio,
+        lr_shape=schedule.shape,
+        warmup_iters=schedule.warmup_iters,
+        lr_decay_iters=schedule.lr_decay_iters,
+        decay_fraction=schedule.decay_fraction,
+        decay_every=schedule.decay_every,
+        gamma=schedule.gamma,
+        min_lr_ratio=schedule.min_lr_ratio,
         lr_start=0,
         batch_size=config.train.batch_size,
         grad_accum=config.train.gradient_accumulation_steps,

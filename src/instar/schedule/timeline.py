@@ -87,8 +87,8 @@ class Clock:
         return max(shares, default=None)
 
     def end(self, pace: Pace, budgets: Sequence[Budget]) -> int | None:
-        """Return the first step, this one at the earliest, after which a budget is used up; None if
-        there is none, or epochs have unknown length."""
+        """Return the first step, this one at the earliest, after which a budget is used up; None
+        without a counted budget, or if epochs have unknown length."""
 
         def over(step: int) -> bool:
             used = self.after(pace, step - self.step).used(pace, budgets)
@@ -101,12 +101,12 @@ def _taken(begin: int, steps: int, batch: int, size: int | None) -> int:
     """Return the samples consumed by `steps` steps from position `begin`, with epochs of `size`."""
     if size is None:
         return steps * batch
-    left = size - begin % size
-    to_end = -(-left // batch)
+    remaining = size - begin % size
+    to_end = -(-remaining // batch)
     if steps < to_end:
         return steps * batch
     epochs, rest = divmod(steps - to_end, -(-size // batch))
-    return left + epochs * size + rest * batch
+    return remaining + epochs * size + rest * batch
 
 
 def _first(holds: Callable[[int], bool], begin: int) -> int | None:
@@ -156,7 +156,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class _Leaving:
+class _Ending:
     """A leg, from its first step on, and the entry that ends it."""
 
     leg: Leg
@@ -168,7 +168,7 @@ class _Leaving:
     evaluated: bool
     """Whether there is an evaluation at the first step."""
     masked_until: int
-    hopeful: bool
+    optimistic: bool
     """Whether conditions on the loss hold at once, instead of never."""
 
     def step(self) -> int | None:
@@ -198,7 +198,7 @@ class _Leaving:
             tokens=clock.tokens,
             fraction=None if used is None else float(used),
             since_last=step - begin,
-            loss=(-math.inf if self.hopeful else math.inf) if evaluated else None,
+            loss=(-math.inf if self.optimistic else math.inf) if evaluated else None,
             losses=self._losses(step),
             operated=self.leg.entry is not None and step == begin,
         )
@@ -208,7 +208,7 @@ class _Leaving:
 
     def _losses(self, step: int) -> tuple[tuple[int, float], ...]:
         """Return losses for a plateau trigger that never fall, or that never stop falling."""
-        last, slope = step // self.interval, 1e30 if self.hopeful else -1e30
+        last, slope = step // self.interval, 1e30 if self.optimistic else -1e30
         first = max(self.clock.step // self.interval, last - losses_needed(self.entry.trigger))
         steps = (number * self.interval for number in range(first + 1, last + 1))
         return tuple((each, slope * each) for each in steps)
@@ -219,20 +219,20 @@ def timeline(
     budgets: Sequence[Budget],
     *,
     evaluated_at_start: bool,
-    hopeful: bool,
+    optimistic: bool,
     eval_epochs: int | None = None,
 ) -> Timeline:
     """Simulate the run through `legs`, the first of which has no entry.
 
     Args:
         evaluated_at_start: whether there is a validation loss before the first step.
-        hopeful: whether conditions on the loss hold at once, instead of never.
+        optimistic: whether conditions on the loss hold at once, instead of never.
         eval_epochs: the epochs between evaluations, instead of an interval of steps.
     """
     clock, masked_until, evaluated, steps = Clock(), 0, evaluated_at_start, [0]
     for before, leg in pairwise(legs):
         assert leg.entry is not None
-        leaving = _Leaving(
+        ending = _Ending(
             before,
             leg.entry,
             clock,
@@ -240,15 +240,15 @@ def timeline(
             _interval(before, eval_epochs),
             evaluated,
             masked_until,
-            hopeful,
+            optimistic,
         )
-        step, end = leaving.step(), clock.end(before.pace, budgets)
+        step, end = ending.step(), clock.end(before.pace, budgets)
         if step is None or (end is not None and step >= end):
             break
         clock = clock.after(before.pace, step - clock.step)
         if leg.pace.weight != before.pace.weight:
             clock = clock.new_order(before.pace)
-        evaluated = leaving.is_evaluated(step) or leg.entry.reevaluate
+        evaluated = ending.is_evaluated(step) or leg.entry.reevaluate
         mask = mask_of(leg.state.architecture)
         if mask is not None and mask is not mask_of(before.state.architecture):
             masked_until = step + mask.steps

@@ -126,8 +126,8 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
             return next((why for each in triggers if (why := fires(each, moment))), None)
         case AllOf(triggers):
             reasons = [fires(each, moment) for each in triggers]
-            told = [why for why in reasons if why is not None]
-            return " and ".join(told) if len(told) == len(triggers) else None
+            fired = [why for why in reasons if why is not None]
+            return " and ".join(fired) if len(fired) == len(triggers) else None
 
 
 def needs_loss(trigger: Trigger) -> bool:

@@ -46,7 +46,7 @@ def test_only_what_has_changed_is_looked_at_again(tmp_path: Path) -> None:
 def test_where_there_is_no_time_to_look_at_all_each_has_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "LOOK_S", -1)
+    monkeypatch.setattr(catalog, "REFRESH_S", -1)
     for letter in "abc":
         make_run(tmp_path, f"run-aaaa{letter}", steps=2)
     looks = Looks()

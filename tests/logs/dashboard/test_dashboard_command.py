@@ -17,7 +17,7 @@ from instar.logs.web import server as serve
 def test_without_a_wish_any_port_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         monkeypatch.setattr(serve, "PORT", other.getsockname()[1])
-        address = serve.take("127.0.0.1", None, None)
+        address = serve.bind("127.0.0.1", None, None)
     os.close(address.descriptor)
     assert address.port != 0
     assert address.url == f"http://127.0.0.1:{address.port}/?token={address.token}"

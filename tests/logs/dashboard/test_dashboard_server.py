@@ -27,7 +27,7 @@ from instar.logs.read.record import read
 from instar.logs.web import server as connection
 from instar.logs.web.curves import Curves
 from instar.logs.web.report import report_html
-from instar.logs.web.server import Ending, configured, take
+from instar.logs.web.server import Ending, bind, configured
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 from instar.record.trackers.tracker import flat
@@ -239,7 +239,7 @@ def test_there_is_always_a_token(folder: Path, host: tuple[str, ...]) -> None:
 
 
 def test_the_address_that_a_browser_is_started_with_is_good_once(tmp_path: Path) -> None:
-    address = take("127.0.0.1", 0, None)
+    address = bind("127.0.0.1", 0, None)
     os.close(address.descriptor)
     app = configured(tmp_path, address, Ending()).app
     transport = httpx.ASGITransport(app=app)
@@ -259,7 +259,7 @@ def test_a_port_that_is_taken_is_told_with_one_that_is_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use") as caught:
-            take("127.0.0.1", port, None)
+            bind("127.0.0.1", port, None)
     assert "is free now: --port " in str(caught.value)
 
 
@@ -267,7 +267,7 @@ def test_a_port_that_is_taken_is_told_with_one_that_is_free() -> None:
     ("arguments", "told"),
     [
         (["--host", "192.0.2.1"], "192.0.2.1 is not an address of this machine"),
-        (["--token", "with space"], "a token is made of letters"),
+        (["--token", "with space"], "a token consists of letters"),
         (["file"], "file is not a folder"),
     ],
 )
@@ -439,7 +439,7 @@ def test_a_request_that_does_not_come_whole_is_given_up(folder: Path, sent: byte
 
 def test_connections_are_limited_in_number(folder: Path) -> None:
     with connected(folder) as (address, connect):
-        held = [connect(b"GET / HT") for _ in range(connection.AT_MOST)]
+        held = [connect(b"GET / HT") for _ in range(connection.MAX_CONNECTIONS)]
         one_more = connect(b"")
         with suppress(ConnectionResetError):
             assert one_more.recv(1) == b""

@@ -81,17 +81,17 @@ def test_a_place_in_an_unknown_form_is_the_beginning(run: RunDir) -> None:
     for text in ("one-aaaaa:-1", "one-aaaaa:x", f"one-aaaaa:{'9' * 99}", "one-aaaaa:²"):
         for last_id in ("", "nonsense", "a.1|", "a.1|x|y"):
             news = live.PageUpdates(catalog, QueryParams([("run", text), ("seen", "?")]), last_id)
-            assert any(b'"names"' in part for part in news.look())
+            assert any(b'"names"' in part for part in news.poll())
 
 
 def test_what_was_told_is_not_told_again(run: RunDir) -> None:
     catalog = Catalog(run.path.parent, row, unseen)
     asked = QueryParams([("run", "one-aaaaa:0"), ("run", "gone:7"), ("metric", "loss")])
     news = live.PageUpdates(catalog, asked)
-    assert news.look()
-    assert news.look() == []
+    assert news.poll()
+    assert news.poll() == []
     with Recorder(run.events) as record:
         record.write(train(6, 1.0))
     again = live.PageUpdates(catalog, asked, news.id)
-    assert [part.count(b'"step":[6]') for part in again.look()] == [1]
-    assert again.look() == []
+    assert [part.count(b'"step":[6]') for part in again.poll()] == [1]
+    assert again.poll() == []

@@ -20,7 +20,7 @@ _LABELS = {
 
 
 def axis_label(axis: str, units: Sequence[str], high: float) -> str:
-    """Returns the label of an axis that ends at `high`; `units`: of the runs' tokens, e.g. `graph`."""
+    """Returns the label of an axis that ends at `high`; `units`: the runs' token units, e.g. `graph`."""
     if axis == "flops" and power_of(high) and math.isfinite(high):
         return f"training compute ({ten_to(power_of(high))} FLOPs)"
     if axis == "tokens":
@@ -29,39 +29,39 @@ def axis_label(axis: str, units: Sequence[str], high: float) -> str:
 
 
 def check_axis(axis: str, records: Sequence[RunRecord]) -> None:
-    """See that every run has this axis.
+    """Checks that every run has values on this axis.
 
     Raises:
-        ConfigError: one has not; names it, and the axes that it has.
+        ConfigError: a run has none; lists the axes that it has.
     """
     for record in records:
         if _has(record, axis):
             continue
-        there = [name for name in AXES if _has(record, name)]
-        if there:
+        available = [name for name in AXES if _has(record, name)]
+        if available:
             raise ConfigError.one(
-                f"{record.run.path} has no {axis}: nothing of it was counted",
+                f"{record.run.path} has no values on the axis {axis}",
                 where="--x",
-                hint=f"it has {', '.join(there)}",
+                hint=f"it has {', '.join(available)}",
             )
 
 
 def _has(record: RunRecord, axis: str) -> bool:
-    every = (record.series(metric).axis(axis) for metric in record.metrics)
-    return any(len(places) and places.max() > 0 for places in every)
+    values = (record.series(metric).axis(axis) for metric in record.metrics)
+    return any(len(places) and places.max() > 0 for places in values)
 
 
 _COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTES = tuple((1024.0**n, f" {unit}iB") for n, unit in ((4, "T"), (3, "G"), (2, "M"), (1, "K")))
 _CLOCK = ((86400.0, " d"), (3600.0, " h"), (60.0, " min"), (1.0, " s"))
 POWERS = ("flops", "lr")
-"""What is counted in powers of ten, which stand in the axis's label."""
+"""axes whose power of ten is part of the label"""
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def round_places(low: float, high: float, count: int, base: float = 1.0) -> list[float]:
-    """At most `count` (at least 2) places in [low, high], whole multiples of 1, 2 or 5 times a
-    power of ten of `base`; of a range that is hardly one, its beginning."""
+    """Returns at most `count` (at least 2) places in [low, high]: multiples of 1, 2 or 5 times a power
+    of ten of `base`; `[low]` for a nearly empty range."""
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-290):
         return [low]
     rough = (high - low) / max(count, 2) / base
@@ -76,8 +76,8 @@ def round_places(low: float, high: float, count: int, base: float = 1.0) -> list
 
 
 def decades(low: float, high: float, count: int) -> list[float]:
-    """At most `count` powers of ten, or of ten thousand …, in [low, high]; round places between
-    where there would be less than two."""
+    """Returns at most `count` powers of ten (or of 100, 1000, …) in [low, high]; round places if
+    there are fewer than two."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     if last - first < 1:
         return [place for place in round_places(low, high, count) if place > 0]
@@ -86,30 +86,30 @@ def decades(low: float, high: float, count: int) -> list[float]:
 
 
 def base_of(axis: str, high: float) -> float:
-    """What an axis of durations or bytes counts in: 60 where it ends at some minutes."""
+    """Returns the unit of an axis of durations or bytes, e.g. 60 if it ends at some minutes."""
     scales = {"wall_s": _CLOCK, "active_s": _CLOCK, "memory_bytes": _BYTES}.get(axis, ())
     return next((size for size, _ in scales if high >= 2 * size), 1.0)
 
 
 def power_of(high: float) -> int:
-    """The power of ten, a multiple of three, that an axis up to `high` counts in."""
+    """Returns the power of ten, a multiple of three, that scales an axis up to `high`."""
     return 3 * math.floor(math.log10(high) / 3 + 1e-9) if high > 0 else 0
 
 
 def ten_to(power: int) -> str:
-    """`10¹²`"""
+    """Returns `10¹²` for 12."""
     return f"10{str(power).translate(_SUPERSCRIPT)}"
 
 
 def power_text(place: float) -> str:
-    """`10¹²`, `5·10¹²`: a place on a logarithmic axis."""
+    """Returns a place on a logarithmic axis as `10¹²` or `5·10¹²`."""
     power = math.floor(math.log10(place) + 1e-9)
     factor = f"{place / 10.0**power:.3g}"
     return ten_to(power) if factor == "1" else f"{factor}·{ten_to(power)}"
 
 
-def written(axis: str, places: Sequence[float]) -> list[str]:
-    """Places along an axis, all with one unit: 0, 20M, 40M; 0, 10 min, 20 min; 0.001, 0.01."""
+def tick_texts(axis: str, places: Sequence[float]) -> list[str]:
+    """Formats places along an axis with one unit: 0, 20M, 40M; 0, 10 min, 20 min; 0.001, 0.01."""
     high = max(map(abs, places), default=0.0)
     if axis in ("wall_s", "active_s", "memory_bytes"):
         base = base_of(axis, high)

@@ -1,4 +1,4 @@
-"""A chart as data, and the labels of its parts."""
+"""Chart data, and the labels of its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = Literal["operation", "checkpoint", "resume", "alert", "failed"]
 
 @dataclass(frozen=True)
 class Polyline:
-    """Points that belong together; where y is NaN the line is broken."""
+    """Connected points; a NaN in y breaks the line."""
 
     x: Floats
     y: Floats
@@ -35,24 +35,24 @@ class Polyline:
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run, or of several that belong together."""
+    """One metric of one run, or of a group of runs."""
 
     metric: str
     run: int
-    """Which of the chart's runs it is of."""
+    """index into the chart's runs"""
     line: Polyline
-    """What counts, smoothed if that is wanted; the mean of several runs."""
+    """current points, smoothed if requested; the mean of a group"""
     raw: Polyline | None = None
-    """What was smoothed."""
+    """the line before smoothing"""
     superseded: tuple[Polyline, ...] = ()
     band: tuple[Floats, Floats] | None = None
-    """Low and high around a mean."""
+    """low and high around a mean"""
     best: tuple[float, float] | None = None
-    """The best place of a held-out metric."""
+    """x and value of the best point of a held-out metric"""
     held_out: bool = False
     left_out: int = 0
-    """Points that cannot be drawn: not finite, beyond all measure, or below 0 on a logarithmic
-    axis."""
+    """points that cannot be drawn: not finite, absurdly large, or not positive on a logarithmic
+    axis"""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Panel:
     label: str
     curves: tuple[Curve, ...]
     right: tuple[Curve, ...] = ()
-    """Curves over a second y axis."""
+    """curves on a second y axis"""
     log: bool = False
     limits: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
-    """What is not in the picture: `2 points above`."""
+    """what is not drawn: `2 points above`"""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Annotation:
-    """Something that happened at a place."""
+    """An event at a place."""
 
     kind: Kind
     x: float
@@ -92,7 +92,7 @@ class Chart:
     axis: str
     label: str
     runs: tuple[str, ...]
-    """What each run is called in this company."""
+    """a unique label per run"""
     panels: tuple[Panel, ...]
     marks: tuple[Annotation, ...] = ()
     log_x: bool = False
@@ -100,7 +100,7 @@ class Chart:
 
     @property
     def view(self) -> tuple[float, float]:
-        """The limits with some room beside them."""
+        """The x limits with a margin."""
         low, high = self.limits
         if self.log_x:
             return low, high * (high / low) ** _ROOM if high > low else high * 1.1
@@ -108,8 +108,8 @@ class Chart:
         return low - room, high + room
 
     def to_dict(self) -> dict[str, Any]:
-        """What is drawn, as JSON can say it."""
-        told: dict[str, Any] = to_words(
+        """Returns the chart as JSON-ready data."""
+        as_json: dict[str, Any] = to_words(
             {
                 "title": self.title,
                 "x": self.axis,
@@ -121,7 +121,7 @@ class Chart:
                 ],
             }
         )
-        return told
+        return as_json
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
@@ -163,7 +163,7 @@ _SPLITS = {"val": "validation", "test": "test"}
 
 
 def panel_label(metrics: Sequence[str], units: Sequence[str]) -> str:
-    """The name of a y axis with its unit: `loss (nats per token)`."""
+    """Returns the label of a y axis with its unit: `loss (nats per token)`."""
     different = list(dict.fromkeys(metrics))
     if len(different) == 1:
         return _with_unit(metric_text(different[0]), different[0], units)
@@ -174,7 +174,7 @@ def panel_label(metrics: Sequence[str], units: Sequence[str]) -> str:
 
 
 def metric_text(metric: str) -> str:
-    """`validation loss` of `val/loss`."""
+    """Returns `validation loss` for `val/loss`."""
     split, _, rest = metric.partition("/")
     if split in _SPLITS and rest:
         return f"{_SPLITS[split]} {rest.replace('/', ' ')}"
@@ -182,7 +182,7 @@ def metric_text(metric: str) -> str:
 
 
 def curve_text(metric: str) -> str:
-    """As `metric_text`, for a curve beside those of other splits: `training loss`."""
+    """Returns `metric_text`, with `training` where no split is named: `training loss`."""
     return (
         metric_text(metric)
         if "/" in metric or metric in _NAMES
@@ -191,20 +191,20 @@ def curve_text(metric: str) -> str:
 
 
 def subtitle(records: Sequence[RunRecord]) -> str:
-    """The models: `2L/128d, 803k → 4L/128d, 1.33M parameters`."""
+    """Returns the models: `2L/128d, 803k → 4L/128d, 1.33M parameters`; empty if runs differ."""
     shapes = list(dict.fromkeys(filter(None, map(_shapes, records))))
     return shapes[0] if len(shapes) == 1 else ""
 
 
 def _shapes(record: RunRecord) -> str:
-    every = [stage for stage in stages(record) if stage.model]
-    if not every:
+    found = [stage for stage in stages(record) if stage.model]
+    if not found:
         return ""
-    turns = [every[0]] if len(every) == 1 else [every[0], every[-1]]
-    told = [
-        stage.model + (f", {si(stage.parameters)}" if stage.parameters else "") for stage in turns
+    ends = [found[0]] if len(found) == 1 else [found[0], found[-1]]
+    texts = [
+        stage.model + (f", {si(stage.parameters)}" if stage.parameters else "") for stage in ends
     ]
-    return " → ".join(told) + (" parameters" if turns[-1].parameters else "")
+    return " → ".join(texts) + (" parameters" if ends[-1].parameters else "")
 
 
 def _with_unit(text: str, metric: str, units: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""From runs to a chart: which curves it has, which part of them, and what is annotated."""
+"""Composes a chart from runs: selects curves, their range and annotations."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 _CLOCKS = ("wall_s", "time")
 _LONGEST_TITLE = 60
 _LARGEST, _FARTHEST, _LAST_TIME = 1e150, 1e30, 2e11
-"""What is larger comes from a broken run or clock, and would leave no room for anything else."""
-_LEAST_POINTS, _ALL_POINTS = 200, 60_000
-MOST_MARKED = 7
+"""larger values come from a broken run or clock and would squeeze everything else"""
+_MIN_POINTS, _ALL_POINTS = 200, 60_000
+MAX_MARKED_RUNS = 7
 """number of runs up to which annotations are drawn"""
 LOSS_CURVES = (("loss", "val/loss"),)
 
@@ -46,32 +46,32 @@ class ChartRequest:
     """The options of a plot."""
 
     panels: tuple[tuple[str, ...], ...] = LOSS_CURVES
-    """The metrics of each panel."""
+    """metrics of each panel"""
     axis: str = "step"
     weight: float = 0.0
-    """Of the moving average that curves are smoothed with."""
+    """weight of the exponential moving average; 0: no smoothing"""
     log: bool = False
     log_x: bool = False
     lr: bool = False
     clip: float | None = None
-    """The percentile of the values above which, and below the opposite one, the y axis ends."""
+    """percentile at which the y axis ends; it starts at 100 - `clip`"""
     start: float | None = None
     end: float | None = None
     marks: bool = True
     by: Literal["name", "seed"] | None = None
     points: int = 2000
-    """Of one curve, at most; fewer where there are many curves."""
+    """maximum points per curve; fewer if there are many curves"""
 
 
 def compose(records: Sequence[RunRecord], wanted: ChartRequest) -> Chart:
-    """The chart of these runs.
+    """Returns the chart of these runs.
 
     Raises:
-        ConfigError: no run has a metric; a run has not the axis; nothing is left to draw.
+        ConfigError: no run has a metric, a run lacks the axis, or nothing is left to draw.
     """
     if not any(record.metrics for record in records):
         where = ", ".join(str(record.run.path) for record in records)
-        raise ConfigError.one(f"nothing to draw: no metric was recorded yet in {where}")
+        raise ConfigError.one(f"nothing to draw: no metric has been recorded yet in {where}")
     _check_metrics(records, wanted)
     check_axis(wanted.axis, [record for record in records if record.metrics])
     runs = [record.run for record in records]
@@ -79,7 +79,7 @@ def compose(records: Sequence[RunRecord], wanted: ChartRequest) -> Chart:
         grouped(runs, wanted.by) if wanted.by else {name: [n] for n, name in enumerate(names(runs))}
     )
     metrics = sum(map(len, wanted.panels))
-    room = max(_LEAST_POINTS, _ALL_POINTS // (metrics * len(groups)))
+    room = max(_MIN_POINTS, _ALL_POINTS // (metrics * len(groups)))
     wanted = replace(wanted, points=min(wanted.points, room))
     members = [[records[n] for n in numbers] for numbers in groups.values()]
     panels = tuple(
@@ -98,23 +98,25 @@ def compose(records: Sequence[RunRecord], wanted: ChartRequest) -> Chart:
     if empty:
         notes = (*panels[0].notes, f"nothing to draw of {', '.join(empty)}")
         panels = (replace(panels[0], notes=notes), *panels[1:])
-    if wanted.by and (told := notes_on_data(runs, wanted.by)):
-        panels = (replace(panels[0], notes=(*panels[0].notes, *told)), *panels[1:])
-    called = [
+    if wanted.by and (data_notes := notes_on_data(runs, wanted.by)):
+        panels = (replace(panels[0], notes=(*panels[0].notes, *data_notes)), *panels[1:])
+    labels = [
         f"{name} ({len(numbers)} run{'s' if len(numbers) > 1 else ''})" if wanted.by else name
         for name, numbers in groups.items()
     ]
     one = len(records) == 1
     limits = _limits(panels, wanted)
     found = (
-        marked(members, wanted.axis, limits) if wanted.marks and len(members) <= MOST_MARKED else ()
+        annotate(members, wanted.axis, limits)
+        if wanted.marks and len(members) <= MAX_MARKED_RUNS
+        else ()
     )
     return Chart(
-        title=records[0].run.path.name if one else _title(called, len(records)),
+        title=records[0].run.path.name if one else _title(labels, len(records)),
         subtitle=subtitle(records),
         axis=wanted.axis,
         label=axis_label(wanted.axis, _units(records), 0.0 if wanted.log_x else limits[1]),
-        runs=tuple(called),
+        runs=tuple(labels),
         panels=panels,
         marks=found,
         log_x=wanted.log_x,
@@ -125,13 +127,13 @@ def compose(records: Sequence[RunRecord], wanted: ChartRequest) -> Chart:
 def _check_metrics(records: Sequence[RunRecord], wanted: ChartRequest) -> None:
     known = list(dict.fromkeys(name for record in records for name in record.metrics))
     where = str(records[0].run.path) if len(records) == 1 else f"these {len(records)} runs"
-    asked = [metric for metrics in wanted.panels for metric in metrics]
+    requested = [metric for metrics in wanted.panels for metric in metrics]
     missing = [
         unknown_metric(metric, known, where).problems[0]
-        for metric in (*asked, *(["lr"] if wanted.lr else []))
+        for metric in (*requested, *(["lr"] if wanted.lr else []))
         if not any(metric in record for record in records)
     ]
-    if missing and (wanted.panels != LOSS_CURVES or len(missing) == len(asked)):
+    if missing and (wanted.panels != LOSS_CURVES or len(missing) == len(requested)):
         raise ConfigError(*missing)
 
 
@@ -149,7 +151,7 @@ def _panel(
         if any(metric in record for record in group)
     ]
     shown = tuple(curve for curve in curves if curve is not None)
-    beside = [
+    lr_curves = [
         _curve("lr", run, [record for record in group if "lr" in record], replace(wanted, weight=0))
         for run, group in enumerate(members)
         if right and any("lr" in record for record in group)
@@ -164,7 +166,7 @@ def _panel(
     return Panel(
         label=panel_label([curve.metric for curve in shown] or list(metrics), units),
         curves=shown,
-        right=tuple(curve for curve in beside if curve is not None),
+        right=tuple(curve for curve in lr_curves if curve is not None),
         log=wanted.log,
         limits=limits,
         notes=tuple(notes),
@@ -174,7 +176,7 @@ def _panel(
 def _curve(
     metric: str, run: int, records: Sequence[RunRecord], wanted: ChartRequest
 ) -> Curve | None:
-    """A metric of one run, or the mean of several; None where nothing can be drawn."""
+    """Returns a metric of one run, or the mean of several; None if nothing can be drawn."""
     everything = [_within(record.series(metric), wanted) for record in records]
     current = [s if s.kept.all() else s.current() for s in everything]
     drawable = [_drawable(series, wanted) for series in current]
@@ -191,13 +193,13 @@ def _curve(
         ]
         if (mean := band(lines)) is None:
             return None
-        some = thin(mean.mean, wanted.points)
+        indices = thin(mean.mean, wanted.points)
         low, high = mean.mean - mean.deviation, mean.mean + mean.deviation
         if wanted.log:
             low = np.where(low > 0, low, mean.mean)
-        around = (low[some], high[some])
-        line = Polyline(mean.x[some], mean.mean[some])
-        return Curve(metric, run, line, band=around, held_out=held_out, left_out=lost)
+        limits = (low[indices], high[indices])
+        line = Polyline(mean.x[indices], mean.mean[indices])
+        return Curve(metric, run, line, band=limits, held_out=held_out, left_out=lost)
     series, known = current[0], drawable[0]
     values = series.value if known.all() else np.where(known, series.value, np.nan)
     weight = 0.0 if held_out else wanted.weight
@@ -235,8 +237,8 @@ def _drawable(series: Series, wanted: ChartRequest) -> npt.NDArray[np.bool_]:
 
 
 def _line(series: Series, values: Floats, wanted: ChartRequest) -> Polyline:
-    """Thinned, on a logarithmic axis each decade of places by itself; on clocks the line is broken
-    where the run stood still between two segments."""
+    """Returns the thinned line, on a logarithmic axis thinned per decade; on time axes, the line is
+    broken between segments."""
     places = series.axis(wanted.axis)
     if wanted.log_x and len(places) > wanted.points:
         edges = np.flatnonzero(np.diff(np.floor(np.log10(places)))) + 1
@@ -252,7 +254,7 @@ def _line(series: Series, values: Floats, wanted: ChartRequest) -> Polyline:
 
 
 def _superseded(series: Series) -> Iterator[Series]:
-    """What was superseded of each segment, from the last point on that was not."""
+    """Yields the superseded part of each segment, starting at the last point that was not."""
     for segment in np.unique(series.segment[~series.kept]):
         part = series.take(series.segment == segment)
         first = int(part.kept.argmin())
@@ -274,7 +276,7 @@ def _best(
 def _clip(
     curves: Sequence[Curve], percentile: float
 ) -> tuple[tuple[float, float], list[str]] | None:
-    """The y range between the percentiles, a twentieth wider, and how much lies outside."""
+    """Returns the y range between the percentiles, 5 % wider at each end, and notes of points outside."""
     values = np.concatenate([(curve.raw or curve.line).y for curve in curves] or [np.zeros(0)])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -307,31 +309,31 @@ def _limits(panels: Sequence[Panel], wanted: ChartRequest) -> tuple[float, float
     return low - room, high + room
 
 
-def _title(called: Sequence[str], runs: int) -> str:
-    if len(called) == 1:
-        return called[0]
-    told = ", ".join(called)
-    return told if len(told) <= _LONGEST_TITLE else f"{runs} runs"
+def _title(labels: Sequence[str], runs: int) -> str:
+    if len(labels) == 1:
+        return labels[0]
+    title = ", ".join(labels)
+    return title if len(title) <= _LONGEST_TITLE else f"{runs} runs"
 
 
 def _why_nothing(records: Sequence[RunRecord], wanted: ChartRequest) -> str:
-    asked = ", ".join(metric for metrics in wanted.panels for metric in metrics)
+    metrics_text = ", ".join(metric for metrics in wanted.panels for metric in metrics)
     where = str(records[0].run.path) if len(records) == 1 else f"{len(records)} runs"
-    there = [
+    series_in_range = [
         _within(record.series(metric), wanted).current()
         for record in records
         for metrics in wanted.panels
         for metric in metrics
         if metric in record
     ]
-    values = np.concatenate([series.value for series in there] or [np.zeros(0)])
+    values = np.concatenate([series.value for series in series_in_range] or [np.zeros(0)])
     if not len(values):
-        return f"nothing to draw: {asked} of {where} has no point between --from and --to"
+        return f"nothing to draw: {metrics_text} of {where} has no point between --from and --to"
     if not np.isfinite(values).any():
-        return f"nothing to draw: none of the {len(values)} values of {asked} in {where} is finite"
+        return f"nothing to draw: none of the {len(values)} values of {metrics_text} in {where} is finite"
     if wanted.log and not (values > 0).any():
-        return f"nothing to draw: no value of {asked} in {where} is above 0, as --log needs"
-    return f"nothing to draw: the runs of {where} have no common range of {asked}"
+        return f"nothing to draw: no value of {metrics_text} in {where} is above 0, as --log needs"
+    return f"nothing to draw: the runs of {where} have no common range of {metrics_text}"
 
 
 def _real_name(metric: str) -> str:
@@ -353,21 +355,21 @@ _KINDS: dict[str, Kind] = {
 _LONGEST = 36
 
 
-def marked(
+def annotate(
     members: Sequence[Sequence[RunRecord]], axis: str, limits: tuple[float, float]
 ) -> tuple[Annotation, ...]:
-    """Operations, checkpoints, resumes, alerts and failures of what counts, within the limits, in
-    their order; what a run that goes on sets anew is told by its resume."""
+    """Returns operations, checkpoints, resumes, alerts and failures that are not superseded, within
+    the limits, in order. Overrides are left out: the resume that set them is annotated."""
     found = [
-        Annotation(_KINDS[told["kind"]], told["x"][axis], run, _short(told["title"]))
+        Annotation(_KINDS[mark["kind"]], mark["x"][axis], run, _short(mark["title"]))
         for run, group in enumerate(members)
         for record in group
-        for told in marks(record, (axis,))
-        if told["kind"] in _KINDS
-        and not told["superseded"]
-        and not told["title"].startswith("override ")
-        and told["x"][axis] is not None
-        and limits[0] <= told["x"][axis] <= limits[1]
+        for mark in marks(record, (axis,))
+        if mark["kind"] in _KINDS
+        and not mark["superseded"]
+        and not mark["title"].startswith("override ")
+        and mark["x"][axis] is not None
+        and limits[0] <= mark["x"][axis] <= limits[1]
     ]
     return tuple(sorted(dict.fromkeys(found), key=lambda mark: mark.x))
 

@@ -1,4 +1,4 @@
-"""Charts drawn by matplotlib as PNG, SVG or PDF; the same bytes for the same chart."""
+"""Draws charts with matplotlib as PNG, SVG or PDF; the same chart gives the same bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from instar.config.errors import ConfigError
-from instar.logs.plot.axes import POWERS, base_of, decades, power_of, power_text, ten_to, written
+from instar.logs.plot.axes import POWERS, base_of, decades, power_of, power_text, ten_to, tick_texts
 from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, curve_text, metric_text
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 COLOURS = (
     "#0067a5", "#c24a00", "#00835f", "#a8477f", "#b07a00", "#2a9fd0", "#5b4fb3", "#5f6670",
 )  # fmt: skip
-"""Differ in hue and in lightness, after Okabe and Ito; those of the pages."""
+"""differ in hue and lightness, after Okabe and Ito; the same as on the pages"""
 INK = "#222222"
 FAINT = "#767676"
 GRID = "#e8e8e8"
 ALARM = "#b3001b"
 
 WIDTH = 7.2
-"""Inches: a page's text."""
+"""inches; the text width of a page"""
 DASHED, DOTTED = (0, (4, 1.6)), (0, (2, 1.5))
 
 RC: Any = {
@@ -71,7 +71,7 @@ RC: Any = {
 
 
 def colours(count: int) -> list[Any]:
-    """One for each of `count` runs: distinct ones, or a scale from dark to light for many."""
+    """Returns `count` distinct colours, or a scale from dark to light for many."""
     if count <= len(COLOURS):
         return list(COLOURS[:count])
     from matplotlib import colormaps
@@ -81,13 +81,13 @@ def colours(count: int) -> list[Any]:
 
 
 def ring(colour: Any) -> dict[str, Any]:
-    """The look of a best place."""
+    """Returns the style of a best point."""
     edge = {"markeredgecolor": colour, "markeredgewidth": 1.4}
     return {"marker": "o", "ms": 6, "color": "white", **edge}
 
 
 def number_ticks(axis: Any, name: str) -> None:
-    """Round numbers with one unit; of a clock, round in what it is read in."""
+    """Sets round ticks with one unit; durations are round in minutes, hours or days."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -101,19 +101,19 @@ def number_ticks(axis: Any, name: str) -> None:
         axis.set_major_locator(MaxNLocator(count, steps=steps))
 
     def text(place: float, _: int | None = None) -> str:
-        return written(name, [place, high])[0]
+        return tick_texts(name, [place, high])[0]
 
     axis.set_major_formatter(FuncFormatter(text))
 
 
 def decades_ticks(axis: Any, name: str) -> None:
-    """Powers of ten along a logarithmic axis; round numbers where there are less than two."""
+    """Sets powers of ten as ticks of a logarithmic axis; round numbers if there are fewer than two."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
-    told = power_text if name in POWERS else lambda place: written(name, [place])[0]
+    text = power_text if name in POWERS else lambda place: tick_texts(name, [place])[0]
     axis.set_major_locator(FixedLocator(decades(low, high, 7)))
-    axis.set_major_formatter(FuncFormatter(lambda place, _: told(place)))
+    axis.set_major_formatter(FuncFormatter(lambda place, _: text(place)))
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -140,17 +140,17 @@ def clock_ticks(axes: Axes) -> None:
     )
 
 
-_MOST_LABELLED, _FROM_MANY = 10, 5
+_MAX_LABELLED, _FROM_MANY = 10, 5
 
 
 def crowded(panel: Panel) -> bool:
-    """Whether there are too many curves to look at each."""
+    """Whether there are too many curves to tell apart."""
     return len(panel.curves) > 20
 
 
 def legend(axes: Axes, chart: Chart, panel: Panel, colour: Any) -> None:
-    """Runs by colour and metrics by line, as far as either needs telling; what all panels have
-    alike stands in the first."""
+    """Adds a legend of runs by colour and metrics by line style, if there are several; entries common
+    to all panels are in the first."""
     several, first = len(chart.runs) > 1, panel is chart.panels[0]
     handles = [*_runs(chart, panel, colour)] if several and first else []
     if len(panel.metrics) > 1:
@@ -164,25 +164,25 @@ def legend(axes: Axes, chart: Chart, panel: Panel, colour: Any) -> None:
     best = [curve for curve in panel.curves if curve.best is not None and not crowded(panel)]
     if best and (first or not several):
         shade = FAINT if several else colour(best[0])
-        told = (
+        label = (
             f"best, {best[0].best[1]:.4g}"
             if len(best) == 1 and not several and best[0].best
             else "best"
         )
-        handles.append(_sample(told, ls="", **ring(shade)))
+        handles.append(_sample(label, ls="", **ring(shade)))
     if first:
-        handles += _alike(chart)
+        handles += _shared_handles(chart)
     if handles:
         columns = 1 + (len(handles) > 6)
         axes.legend(handles=handles, loc="best", ncols=columns).set_zorder(5)
 
 
 def _runs(chart: Chart, panel: Panel, colour: Any) -> Iterator[Line2D]:
-    """All of some runs, an even choice of many."""
+    """Yields an entry per run; of many runs, an even choice."""
     shades = {curve.run: colour(curve) for curve in panel.curves}
     runs = list(shades)
     rest = 0
-    if len(runs) > _MOST_LABELLED:
+    if len(runs) > _MAX_LABELLED:
         rest = len(runs) - _FROM_MANY
         runs = [runs[n * (len(runs) - 1) // (_FROM_MANY - 1)] for n in range(_FROM_MANY)]
     for run in runs:
@@ -191,7 +191,7 @@ def _runs(chart: Chart, panel: Panel, colour: Any) -> Iterator[Line2D]:
         yield _sample(f"and {rest} more", ls="")
 
 
-def _alike(chart: Chart) -> Iterator[Line2D]:
+def _shared_handles(chart: Chart) -> Iterator[Line2D]:
     curves = [curve for panel in chart.panels for curve in panel.curves]
     if any(curve.band is not None for curve in curves):
         yield _sample("mean ± standard deviation", color=FAINT, alpha=0.25, lw=6)
@@ -204,14 +204,14 @@ def _alike(chart: Chart) -> Iterator[Line2D]:
 
 
 def _sample(text: str, **look: Any) -> Line2D:
-    """How a curve looks, for the legend."""
+    """Returns a legend entry."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=text, **look)
 
 
 _ROWS = 8
-"""Of labels above the first panel."""
+"""maximum rows of labels above the first panel"""
 
 
 @dataclass(frozen=True)
@@ -220,13 +220,13 @@ class Label:
 
     mark: Annotation
     row: int
-    """From below."""
+    """counted from below"""
     left: bool
-    """Whether it ends at its mark instead of beginning there."""
+    """whether the text ends at its mark instead of starting there"""
 
 
 def draw_marks(panels: Sequence[Axes], chart: Chart, labels: Sequence[Label]) -> None:
-    """Lines through all panels, labels above the first, ticks at the foot of the last."""
+    """Draws lines through all panels, labels above the first, checkpoints at the bottom of the last."""
     several = len(chart.runs) > 1
     shades = colours(len(chart.runs))
     for axes in panels:
@@ -248,10 +248,10 @@ def draw_marks(panels: Sequence[Axes], chart: Chart, labels: Sequence[Label]) ->
 
 
 def place_labels(chart: Chart) -> list[Label]:
-    """Labels in rows above a picture, each text once.
+    """Places labels in rows above a picture, each text once.
 
-    From right to left, each in the row above all those whose lines it would cover, so that no line
-    crosses a label to its left; labels that find no room are left out.
+    Labels are placed from right to left, each in the row above those whose lines it would cover, so
+    that no line crosses a label to its left. Labels that do not fit are left out.
     """
     wide = (WIDTH - 1.0) * 72
     first: dict[str, Annotation] = {}
@@ -296,7 +296,7 @@ def _share(place: float, low: float, high: float, *, log: bool) -> float:
 
 _FIRST, _OTHER = 3.3, 2.0
 _ROW = 10
-"""Points that a row of labels takes."""
+"""height of a row of labels, in points"""
 _NO_DATE: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "svg": {"Date": None},
@@ -305,7 +305,7 @@ _NO_DATE: dict[str, dict[str, None]] = {
 
 
 def picture(chart: Chart, kind: Literal["png", "svg", "pdf"]) -> bytes:
-    """The chart as a file.
+    """Returns the chart as the content of a file.
 
     Raises:
         ConfigError: matplotlib is not installed; names the extra.
@@ -325,7 +325,7 @@ def picture(chart: Chart, kind: Literal["png", "svg", "pdf"]) -> bytes:
 
 
 def draw(chart: Chart) -> Figure:
-    """The chart as a figure; its style is that of the caller's `rc_context`."""
+    """Returns the chart as a figure in the style of the caller's `rc_context`."""
     from matplotlib.figure import Figure
 
     labels = place_labels(chart)
@@ -353,7 +353,7 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
     for curve in panel.curves:
         _draw_curve(axes, curve, colour(curve), dense=dense)
     axes.set_ylabel(panel.label)
-    if limits := panel.limits or _of_one_value(panel):
+    if limits := panel.limits or _single_value_limits(panel):
         axes.set_ylim(*limits)
     else:
         axes.margins(y=0.06)
@@ -393,29 +393,28 @@ def _draw_curve(axes: Axes, curve: Curve, colour: Any, *, dense: bool) -> None:
         axes.plot(*[[place] for place in curve.best], zorder=4, **ring(colour))
 
 
-def _of_one_value(panel: Panel) -> tuple[float, float] | None:
-    """Limits around curves on a logarithmic axis that have only one value; None where they have
-    more."""
+def _single_value_limits(panel: Panel) -> tuple[float, float] | None:
+    """Returns limits around curves with a single value on a logarithmic axis, else None."""
     values = np.concatenate([curve.line.y for curve in panel.curves])
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     return (low / 1.1, low * 1.1) if panel.log and high <= low * (1 + 1e-6) else None
 
 
 def _draw_right(axes: Axes, chart: Chart, panel: Panel) -> None:
-    beside = axes.twinx()
-    beside.grid(visible=False)
-    beside.spines["right"].set_visible(True)
+    right_axes = axes.twinx()
+    right_axes.grid(visible=False)
+    right_axes.spines["right"].set_visible(True)
     one = len(chart.runs) == 1
     shades = colours(len(chart.runs))
     for curve in panel.right:
         shade = FAINT if one else shades[curve.run]
-        beside.plot(curve.line.x, curve.line.y, color=shade, lw=0.9, ls=":", zorder=1)
-    beside.set_ylim(0, None)
-    power = power_of(beside.get_ylim()[1])
+        right_axes.plot(curve.line.x, curve.line.y, color=shade, lw=0.9, ls=":", zorder=1)
+    right_axes.set_ylim(0, None)
+    power = power_of(right_axes.get_ylim()[1])
     unit = f" ({ten_to(power)})" if power else ""
-    beside.set_ylabel(metric_text("lr") + unit, color=FAINT)
-    number_ticks(beside.yaxis, "lr")
-    axes.set_zorder(beside.get_zorder() + 1)
+    right_axes.set_ylabel(metric_text("lr") + unit, color=FAINT)
+    number_ticks(right_axes.yaxis, "lr")
+    axes.set_zorder(right_axes.get_zorder() + 1)
     axes.patch.set_visible(False)
 
 
@@ -433,7 +432,7 @@ def _draw_x(axes: Axes, chart: Chart) -> None:
 
 
 def _colour_of(chart: Chart, panel: Panel) -> Any:
-    """By run where there are several, by metric where there is one."""
+    """Returns a function from curve to colour: by run if there are several, else by metric."""
     if len(chart.runs) > 1:
         shades = colours(len(chart.runs))
         return lambda curve: shades[curve.run]

@@ -1,4 +1,4 @@
-"""A chart drawn in characters by plotext: braille dots, or ASCII where there is nothing else."""
+"""Draws a chart in a terminal with plotext, in braille dots or ASCII."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from instar.logs.plot.axes import (
     power_text,
     round_places,
     ten_to,
-    written,
+    tick_texts,
 )
 from instar.logs.plot.chart import Annotation, Chart, Panel, Polyline, curve_text, panel_label
 from instar.record.format import printable
@@ -27,19 +27,19 @@ from instar.record.format import printable
 _COLOURS = ("blue+", "orange+", "green+", "magenta+", "cyan+", "red+")
 _SIGNS = "•×+o*#@%&$"
 _ASCII_SIGNS = ".x+o*#@%&$"
-_MOST_CURVES = 10
-_MOST_MARKS = 8
-_MOST_MARKED_RUNS = 3
-_LEAST = 7
-"""Rows of a panel."""
+_MAX_CURVES = 10
+_MAX_MARKS = 8
+_MAX_MARKED_RUNS = 3
+_MIN_ROWS = 7
+"""minimum rows of a panel"""
 _BOX = str.maketrans("│─┌┐└┘├┤┬┴┼", "|-+++++++++")
 _POWER = re.compile("(?:([\\d.]+)·)?10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
-_NUMERALS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+_FROM_SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 
 
 @dataclass(frozen=True)
 class TerminalSize:
-    """What a terminal can show."""
+    """Size and abilities of a terminal."""
 
     width: int = 80
     height: int = 24
@@ -50,15 +50,15 @@ class TerminalSize:
 @dataclass(frozen=True)
 class _Look:
     sign: str
-    """The marker of its points."""
+    """marker of its points"""
     key: str
-    """The sign in the legend."""
+    """sign in the legend"""
     colour: str | None
     joined: bool
 
 
 def terminal(chart: Chart, size: TerminalSize) -> str:
-    """The chart in lines of at most the screen's width.
+    """Returns the chart in lines of at most the terminal's width.
 
     Raises:
         ConfigError: plotext is not installed; names the extra.
@@ -72,26 +72,30 @@ def terminal(chart: Chart, size: TerminalSize) -> str:
         ) from error
     panels = list(_panels(chart))
     marks = _lines_marked(chart)
-    foot = _mark_lines(chart, marks, size)
-    room = size.height - len(foot) - 3
-    height = max(_LEAST, min(room // len(panels) - 2, size.width // 3))
-    heights = [max(_LEAST, height // 2) if panel.metrics == ("lr",) else height for panel in panels]
-    ticks = [_y_ticks(panel, tall) for panel, tall in zip(panels, heights, strict=True)]
+    footer = _mark_lines(chart, marks, size)
+    room = size.height - len(footer) - 3
+    height = max(_MIN_ROWS, min(room // len(panels) - 2, size.width // 3))
+    heights = [
+        max(_MIN_ROWS, height // 2) if panel.metrics == ("lr",) else height for panel in panels
+    ]
+    ticks = [_y_ticks(panel, rows) for panel, rows in zip(panels, heights, strict=True)]
     ticks = [(at, [_words(text, size) for text in texts]) for at, texts in ticks]
-    wide = max(len(text) for _, texts in ticks for text in texts)
+    label_width = max(len(text) for _, texts in ticks for text in texts)
     places = [mark.x for mark in marks]
     drawn = [
-        _draw_panel(plotext, chart, panel, size, tall, places, at, [t.rjust(wide) for t in texts])
-        for panel, tall, (at, texts) in zip(panels, heights, ticks, strict=True)
+        _draw_panel(
+            plotext, chart, panel, size, rows, places, at, [t.rjust(label_width) for t in texts]
+        )
+        for panel, rows, (at, texts) in zip(panels, heights, ticks, strict=True)
     ]
-    text = "\n".join([_words(chart.title, size), *drawn, *foot])
+    text = "\n".join([_words(chart.title, size), *drawn, *footer])
     if size.ascii:
         text = text.translate(_BOX)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def _panels(chart: Chart) -> Iterator[Panel]:
-    """A second axis is a panel of its own."""
+    """Yields the panels; curves on a second axis become their own panel."""
     for panel in chart.panels:
         yield replace(panel, right=())
         if panel.right:
@@ -141,12 +145,12 @@ def _draw_panel(
 
 
 def _looks(panel: Panel, size: TerminalSize) -> list[_Look]:
-    """Colours where there are any, else a sign for each curve; the first is a line of dots."""
+    """Returns a colour per curve, or a sign per curve without colours; the first is a dotted line."""
     signs = _ASCII_SIGNS if size.ascii else _SIGNS
     dots = "." if size.ascii else "braille"
     several = len({curve.run for curve in panel.curves}) > 1
     looks = []
-    for number, curve in enumerate(panel.curves[:_MOST_CURVES]):
+    for number, curve in enumerate(panel.curves[:_MAX_CURVES]):
         shade = curve.run if several else number
         colour = _COLOURS[shade % len(_COLOURS)] if size.colour else None
         few = len(curve.line) < 2 or (curve.held_out and len(curve.line) <= size.width // 3)
@@ -161,7 +165,7 @@ def _looks(panel: Panel, size: TerminalSize) -> list[_Look]:
 def _legend(
     chart: Chart, panel: Panel, looks: Sequence[_Look], size: TerminalSize
 ) -> Iterator[str]:
-    """What the y axis is, and which sign is which curve, in as many lines as that takes."""
+    """Yields the y axis's label and the signs of the curves, wrapped to the width."""
     yield _words(panel.label + "".join(f"  [{note}]" for note in panel.notes), size)
     if len(panel.curves) == 1 and len(chart.runs) == 1:
         return
@@ -194,8 +198,8 @@ def _y_range(panel: Panel) -> tuple[float, float]:
         return float(low), float(high)
     low, high = float(values.min()), float(values.max())
     if high - low <= 1e-6 * abs(high):
-        spare = abs(low) / 10 or 1.0
-        return low - spare, high + spare
+        margin = abs(low) / 10 or 1.0
+        return low - margin, high + margin
     return low, high
 
 
@@ -205,9 +209,9 @@ def _y_ticks(panel: Panel, height: int) -> tuple[list[float], list[str]]:
     count = max(3, height // 3)
     if panel.log:
         places = decades(10**low, 10**high, count)
-        return _on(places, log=True).tolist(), written("", places)
+        return _on(places, log=True).tolist(), tick_texts("", places)
     places = round_places(low, high, count, base_of(name, high))
-    texts = written(name, places)
+    texts = tick_texts(name, places)
     if name in POWERS and (power := power_of(max(map(abs, places)))):
         texts = [text if text == "0" else f"{text}·{ten_to(power)}" for text in texts]
     return places, texts
@@ -222,30 +226,32 @@ def _x_ticks(chart: Chart, width: int) -> tuple[list[float], list[str]]:
         return places, [f"{datetime.fromtimestamp(place):{form}}" for place in places]
     if chart.log_x:
         places = decades(low, high, count)
-        texts = [power_text(p) if chart.axis in POWERS else written("", [p])[0] for p in places]
+        texts = [power_text(p) if chart.axis in POWERS else tick_texts("", [p])[0] for p in places]
         return [float(np.log10(place)) for place in places], texts
     places = round_places(low, high, count, base_of(chart.axis, high))
-    return places, [written(chart.axis, [place, high])[0] for place in places]
+    return places, [tick_texts(chart.axis, [place, high])[0] for place in places]
 
 
 def _lines_marked(chart: Chart) -> list[Annotation]:
-    """The marks that get a line; of many runs none does."""
-    if len(chart.runs) > _MOST_MARKED_RUNS:
+    """Returns the marks that get a vertical line; none if there are many runs."""
+    if len(chart.runs) > _MAX_MARKED_RUNS:
         return []
     return [mark for mark in chart.marks if mark.kind != "checkpoint"]
 
 
 def _mark_lines(chart: Chart, marks: Sequence[Annotation], size: TerminalSize) -> list[str]:
-    """What the vertical lines mean, in their order."""
+    """Returns lines that explain the vertical lines, in order."""
     first: dict[str, float] = {}
     for mark in marks:
         first.setdefault(mark.text, mark.x)
-    shown = list(first.items())[:_MOST_MARKS]
+    shown = list(first.items())[:_MAX_MARKS]
     places = [_words(_place_text(chart, x), size) for _, x in shown]
-    wide = max(map(len, places), default=0)
-    lines = [f"{at.rjust(wide)} │ {text}" for at, (text, _) in zip(places, shown, strict=True)]
+    label_width = max(map(len, places), default=0)
+    lines = [
+        f"{at.rjust(label_width)} │ {text}" for at, (text, _) in zip(places, shown, strict=True)
+    ]
     rest = len(first) - len(shown)
-    lines += [f"{'':{wide}}   and {rest} more"] if rest else []
+    lines += [f"{'':{label_width}}   and {rest} more"] if rest else []
     return [_words(line, size) for line in lines]
 
 
@@ -257,7 +263,7 @@ def _place_text(chart: Chart, x: float) -> str:
     rough = float(f"{x:.3g}")
     if chart.axis == "flops":
         return power_text(rough) if rough > 0 else "0"
-    return written(chart.axis, [rough, chart.limits[1]])[0]
+    return tick_texts(chart.axis, [rough, chart.limits[1]])[0]
 
 
 def _tinted(text: str, colour: str | None) -> str:
@@ -269,7 +275,7 @@ def _tinted(text: str, colour: str | None) -> str:
 
 
 def _parts(line: Polyline) -> Iterator[Polyline]:
-    """The pieces of a line between its gaps."""
+    """Yields the parts of a line between its gaps."""
     known = np.isfinite(line.y)
     edges = np.flatnonzero(np.diff(known.astype(np.int8))) + 1
     for piece in np.split(np.arange(len(line)), edges):
@@ -278,12 +284,12 @@ def _parts(line: Polyline) -> Iterator[Polyline]:
 
 
 def _on(values: Any, *, log: bool) -> Any:
-    """Places on a linear or logarithmic axis."""
+    """Returns places on a linear or logarithmic axis."""
     return np.log10(np.asarray(values)) if log else np.asarray(values, np.float64)
 
 
 def _words(text: str, size: TerminalSize, width: int | None = None) -> str:
-    """`text` in what the screen can show, no wider than it or than `width`."""
+    """Returns `text` in characters that the terminal can show, at most `width` or its width long."""
     text = visible(text)
     if size.ascii:
         text = printable(_POWER.sub(_exponent, text), "ascii")
@@ -292,5 +298,5 @@ def _words(text: str, size: TerminalSize, width: int | None = None) -> str:
 
 
 def _exponent(power: re.Match[str]) -> str:
-    """`5e-4` of `5·10⁻⁴`."""
-    return f"{power[1] or 1}e{power[2].translate(_NUMERALS)}"
+    """Returns `5e-4` for `5·10⁻⁴`."""
+    return f"{power[1] or 1}e{power[2].translate(_FROM_SUPERSCRIPT)}"

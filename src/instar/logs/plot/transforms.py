@@ -18,17 +18,17 @@ _BLOCK = 64
 
 
 def smooth(values: npt.ArrayLike, weight: float) -> Floats:
-    """The exponential moving average of `values`, without its bias towards 0 at the beginning.
+    """Returns the bias-corrected exponential moving average of `values`.
 
     With the finite values v₁, v₂, … and aₖ = weight · aₖ₋₁ + (1 − weight) · vₖ, a₀ = 0, the k-th
-    of them becomes aₖ / (1 − weightᵏ) (the correction of Adam, arXiv 1412.6980, section 3). What
-    is not finite stays as it is, and the average goes on behind it.
+    becomes aₖ / (1 − weightᵏ) (the correction of Adam, arXiv 1412.6980, section 3). Non-finite values
+    are unchanged and skipped by the average.
 
     Raises:
         ValueError: `weight` is not in [0, 1).
     """
     if not 0 <= weight < 1:
-        raise ValueError(f"weight is at least 0 and below 1, not {weight}")
+        raise ValueError(f"weight is out of range [0, 1): {weight}")
     smoothed = np.array(values, np.float64)
     if weight == 0:
         return smoothed
@@ -40,8 +40,8 @@ def smooth(values: npt.ArrayLike, weight: float) -> Floats:
 
 
 def _decaying_sum(values: Floats, decay: float) -> Floats:
-    """sₖ = decay · sₖ₋₁ + vₖ, a block at a time: within blocks a product with a triangular
-    matrix, and from block to block the same recurrence over their last values."""
+    """Computes sₖ = decay · sₖ₋₁ + vₖ in blocks: a triangular matrix product within blocks, and the
+    same recurrence over their last values."""
     whole = len(values) - len(values) % _BLOCK
     age = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
     within = np.tril(decay ** np.maximum(age, 0))
@@ -59,11 +59,10 @@ def _decaying_sum(values: Floats, decay: float) -> Floats:
 
 
 def thin(values: npt.ArrayLike, points: int) -> Ints:
-    """Which of `values` to draw, ascending: at most `points`, or 5 where that is less than 5.
+    """Returns ascending indices of the values to draw, at most `max(points, 5)`.
 
-    The first and the last are among them. The values are cut into buckets of equal length, and
-    of each bucket the smallest and the largest finite value stay; where a bucket holds values
-    that are not finite, the first of these stays too, so that the gap is seen.
+    The first and last values are included. Of each of the buckets of equal length, the smallest and
+    largest finite value are kept, and the first non-finite value, so that gaps stay visible.
     """
     column = np.ascontiguousarray(values, np.float64)
     points = max(points, 5)
@@ -77,7 +76,7 @@ def thin(values: npt.ArrayLike, points: int) -> Ints:
 
 
 def _buckets(column: Floats, count: int) -> list[Floats]:
-    """`column` as rows of one length, and what is left over as a row of its own."""
+    """Returns `column` as rows of equal length, and the remainder as another array of one row."""
     length = -(-len(column) // count)
     full = len(column) - len(column) % length
     parts = [column[:full].reshape(-1, length), column[full:].reshape(1, -1)]
@@ -85,7 +84,7 @@ def _buckets(column: Floats, count: int) -> list[Floats]:
 
 
 def _extremes(column: Floats, count: int) -> tuple[Ints, Ints]:
-    """The places of each bucket's minimum and maximum; of a NaN, where it holds one."""
+    """Returns the indices of each bucket's minimum and maximum, or of a NaN if it has one."""
     low: list[Ints] = []
     high: list[Ints] = []
     start = 0
@@ -98,7 +97,7 @@ def _extremes(column: Floats, count: int) -> tuple[Ints, Ints]:
 
 
 def _finite_extremes(column: Floats, count: int) -> tuple[Ints, Ints, Ints]:
-    """As `_extremes` of the finite values, and each bucket's first that is not finite."""
+    """Returns `_extremes` of the finite values, and the index of each bucket's first non-finite one."""
     finite = np.isfinite(column)
     low, _ = _extremes(np.where(finite, column, np.inf), count)
     _, high = _extremes(np.where(finite, column, -np.inf), count)
@@ -108,19 +107,19 @@ def _finite_extremes(column: Floats, count: int) -> tuple[Ints, Ints, Ints]:
 
 @dataclass(frozen=True)
 class Band:
-    """Over places that all of the curves have; all arrays have one length."""
+    """Mean and deviation of several curves over their common range; all arrays have shape [n]."""
 
     x: Floats
     mean: Floats
     deviation: Floats
-    """The standard deviation of a sample, divided by n - 1; 0 of one curve."""
+    """sample standard deviation (n - 1); 0 for one curve"""
 
 
 def band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
-    """The mean of curves (x ascending, y) within their common range; None: they have none.
+    """Returns the mean of curves (x ascending, y) over their common range, or None without one.
 
-    Its places are those of the curve with the fewest; the others are interpolated between theirs.
-    Points that are not finite are left out.
+    Curves are interpolated at the places of the one with the fewest points. Non-finite points are
+    left out.
     """
     known = [(x[finite], y[finite]) for x, y in curves if (finite := np.isfinite(y)).any()]
     if not known or len(known) < len(curves):

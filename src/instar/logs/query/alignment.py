@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 PLACED_BY = ("step", "samples", "tokens", "epoch", "flops", "wall_s", "active_s")
-"""The axes that start at 0 with every run."""
+"""axes that start at 0 in every run"""
 
 _NAMES = {
     "steps": "step",
@@ -60,7 +60,7 @@ class AxisValue:
     amount: float
 
     def text(self, unit: str = "token") -> str:
-        """`step 1,000`, `1.50B tok`, `1.0e15 FLOPs`, `10m00 active`."""
+        """Returns the place as text: `step 1,000`, `1.50B tok`, `1.0e15 FLOPs`, `10m00 active`."""
         match self.axis:
             case "step":
                 return f"step {self.amount:,.0f}"
@@ -76,26 +76,26 @@ class AxisValue:
 
 
 def axis_named(text: str, axes: Sequence[str] = PLACED_BY, where: str = "") -> str:
-    """Returns one of `axes` by its name or another name for it.
+    """Returns one of `axes` by its name or an alias; `where`: the option, for the error.
 
     Raises:
-        ConfigError: there is no such axis; suggests one. `where`: the option that named it.
+        ConfigError: the axis is unknown; suggests one.
     """
     known = _NAMES if "time" in axes else _NAMES | {"time": "wall_s"}
     name = known.get(text.lower(), text.lower())
     if name in axes:
         return name
     near = get_close_matches(name, [*axes, *known], n=1)
-    meant = known.get(near[0], near[0]) if near else ""
-    hint = f"did you mean {meant!r}?" if meant else f"there are {', '.join(axes)}"
-    raise ConfigError.one(f"there is no axis {text!r}", where, hint)
+    suggestion = known.get(near[0], near[0]) if near else ""
+    hint = f"did you mean {suggestion!r}?" if suggestion else f"expected one of {', '.join(axes)}"
+    raise ConfigError.one(f"unknown axis {text!r}", where, hint)
 
 
 def place_on(axis: str, text: str, option: str) -> float:
-    """Returns a place such as `2000`, `20M`, `1.5e18`, `10min` or `2026-01-31T12:00` on an axis.
+    """Parses a place such as `2000`, `20M`, `1.5e18`, `10min` or `2026-01-31T12:00` on an axis.
 
     Raises:
-        ConfigError: it is not a place on that axis; names the forms.
+        ConfigError: the text is not a place on that axis; shows valid forms.
     """
     if (amount := _amount(axis, text)) is not None:
         return amount
@@ -119,29 +119,29 @@ def _amount(axis: str, text: str) -> float | None:
 
 
 def parse_place(text: str) -> AxisValue:
-    """Read a place such as `step=1000`, `tokens=1.5B`, `wall=10min`, or a budget (`50Mtok`).
+    """Parses a place such as `step=1000`, `tokens=1.5B`, `wall=10min`, or a budget (`50Mtok`).
 
     Raises:
-        ConfigError: it is none; names the forms.
+        ConfigError: the text is not a place; shows valid forms.
     """
     name, equals, amount = text.partition("=")
     if not equals:
         try:
             budget = parse_budget(text)
         except ValueError:
-            raise _no_place(text) from None
+            raise _not_a_place(text) from None
         if budget.kind == "loss":
-            raise ConfigError.one(f"{text!r} is not a place", hint="say it with --at-loss")
+            raise ConfigError.one(f"{text!r} is not a place", hint="use --at-loss")
         return AxisValue(_BUDGETS.get(budget.kind, budget.kind), budget.amount)
     axis = axis_named(name.strip())
     found = _amount(axis, amount)
     if found is None or found < 0:
-        raise _no_place(text)
+        raise _not_a_place(text)
     return AxisValue(axis, found)
 
 
 def even_places(axis: str, furthest: float, count: int = 5) -> list[AxisValue]:
-    """A handful of places up to the furthest one, evenly apart; steps and samples are whole."""
+    """Returns `count` evenly spaced places up to `furthest`; steps, samples and tokens are whole."""
     amounts = [*(furthest * number / count for number in range(1, count)), furthest]
     if axis in ("step", "samples", "tokens"):
         amounts = [float(math.floor(amount)) for amount in amounts]
@@ -149,10 +149,10 @@ def even_places(axis: str, furthest: float, count: int = 5) -> list[AxisValue]:
 
 
 def values_at(x: Floats, values: Floats, wanted: Floats) -> Floats:
-    """A curve's values at the places `wanted`, linear between its neighbouring points.
+    """Interpolates a curve linearly at the places `wanted`.
 
-    NaN where the curve has no point on one side, or none that is a number. Of several points at
-    one place the last counts. Shapes: x and values [n], wanted [m], result [m].
+    NaN outside the curve, or next to a NaN. Of several points at one place the last counts. Shapes:
+    x and values [n], wanted [m], result [m].
     """
     x, values = unique(x, values)
     found = np.full(len(wanted), np.nan)
@@ -172,7 +172,7 @@ def values_at(x: Floats, values: Floats, wanted: Floats) -> Floats:
 
 
 def unique(x: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """The curve by rising `x`, of several points at one place the last."""
+    """Sorts the curve by `x`; of several points at one place keeps the last."""
     if len(x) > 1 and not (np.diff(x) > 0).all():
         order = np.argsort(x, kind="stable")
         x, values = x[order], values[order]
@@ -181,7 +181,7 @@ def unique(x: Floats, values: Floats) -> tuple[Floats, Floats]:
     return x, values
 
 
-def _no_place(text: str) -> ConfigError:
+def _not_a_place(text: str) -> ConfigError:
     return ConfigError.one(f"{text!r} is not a place in a run", hint=f"write one like {FORMS}")
 
 
@@ -190,16 +190,16 @@ class LossReached:
     """The place at which a metric first reaches the target."""
 
     at: dict[str, float]
-    """by axis, linear between the two neighbouring measurements"""
+    """by axis, interpolated linearly between the two neighbouring measurements"""
     from_the_start: bool
-    """the first measurement reaches it already: it may have been reached before"""
+    """the first measurement reaches it already, so it may have been reached earlier"""
     left_at_step: int | None
-    """the last step at which the value was worse again; None: it never was"""
+    """the last later step with a worse value; None: none"""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """How much less of something one group needs than another, as a share of the other's amount."""
+    """How much less one group needs than another, as a share of the other's amount."""
 
     share: float
     """0.31: 31 % less; below 0: more"""
@@ -208,7 +208,7 @@ class Saving:
     pairs: int
     """0: the groups have no seed in common, and their means are compared"""
     left_out: int
-    """pairs, else runs, that do not reach the value and are not part of the share"""
+    """pairs, or unpaired runs, that do not reach the value and do not count in the share"""
 
 
 def at_loss(series: Series, target: float) -> LossReached | None:
@@ -219,10 +219,10 @@ def at_loss(series: Series, target: float) -> LossReached | None:
     curve = series.current()
     curve = curve.take(np.isfinite(curve.value))
     good = curve.value >= target if curve.better == "max" else curve.value <= target
-    there = np.flatnonzero(good)
-    if not len(there):
+    reached = np.flatnonzero(good)
+    if not len(reached):
         return None
-    first = int(there[0])
+    first = int(reached[0])
     after = np.flatnonzero(~good[first:])
     share = 1.0
     if first > 0:
@@ -242,35 +242,36 @@ def at_loss(series: Series, target: float) -> LossReached | None:
 def saving(
     base: Mapping[object, LossReached | None], other: Mapping[object, LossReached | None], axis: str
 ) -> Saving | None:
-    """What `other` saves against `base` along `axis`, over the keys (seeds) that both have.
+    """Returns what `other` saves relative to `base` along `axis`, over the keys (seeds) of both.
 
-    The share is 1 less the geometric mean of the ratios; None: nothing to be compared reaches
-    the value.
+    The share is 1 minus the geometric mean of the ratios; None: no pair reaches the value.
     """
-    ours, theirs = _logs(other, axis), _logs(base, axis)
+    other_logs, base_logs = _logs(other, axis), _logs(base, axis)
     both = [key for key in base if key in other]
     if not both:
-        return _unpaired(ours, theirs, len(base) + len(other))
-    logs = [ours[key] - theirs[key] for key in both if key in ours and key in theirs]
+        return _unpaired(other_logs, base_logs, len(base) + len(other))
+    logs = [
+        other_logs[key] - base_logs[key] for key in both if key in other_logs and key in base_logs
+    ]
     if not logs:
         return None
     spread = float(np.std(np.exp(logs), ddof=1)) if len(logs) > 1 else None
     return Saving(1 - math.exp(sum(logs) / len(logs)), spread, len(logs), len(both) - len(logs))
 
 
-def _logs(arm: Mapping[object, LossReached | None], axis: str) -> dict[object, float]:
+def _logs(group: Mapping[object, LossReached | None], axis: str) -> dict[object, float]:
     return {
         key: math.log(found.at[axis])
-        for key, found in arm.items()
+        for key, found in group.items()
         if found is not None and found.at[axis] > 0
     }
 
 
 def _unpaired(
-    ours: Mapping[object, float], theirs: Mapping[object, float], runs: int
+    other: Mapping[object, float], base: Mapping[object, float], runs: int
 ) -> Saving | None:
-    """Of geometric means; the spread is that of a ratio of independent runs, to first order."""
-    sides = [np.array(list(side.values())) for side in (ours, theirs)]
+    """Compares geometric means; the spread is that of a ratio of independent runs, to first order."""
+    sides = [np.array(list(side.values())) for side in (other, base)]
     if not all(map(len, sides)):
         return None
     ratio = math.exp(sides[0].mean() - sides[1].mean())
@@ -280,7 +281,7 @@ def _unpaired(
 
 
 def saving_text(found: Saving, what: str) -> str:
-    """`31% fewer FLOPs`, `5% ±3% more tokens`, `equally many steps`."""
+    """Returns a saving as text: `31% fewer FLOPs`, `5% ±3% more tokens`, `as many steps`."""
     share = found.share
     spread = "" if found.spread is None else f" ±{found.spread:.0%}"
     seconds = "time" in what

@@ -1,4 +1,4 @@
-"""Compares runs: metrics at equal places, where each reaches a loss, differences of configs."""
+"""Compares runs: metrics at equal places, where each run reaches a loss, differences of configs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 COMPARED = ("val/loss", "loss")
-"""metrics compared where none is named, as far as a run has them"""
+"""default metrics, as far as a run has them"""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Cell:
     mean: float | None
     """over the runs whose value is finite; None: no run has a finite value"""
     deviation: float | None
-    """standard deviation over runs; None of fewer than two"""
+    """standard deviation over runs; None for fewer than two"""
     error: float | None
     """standard error of the mean"""
     low: float | None
     """of the band from the lowest to the highest run"""
     high: float | None
     runs: int
-    """whose value is finite"""
+    """number of runs with a finite value"""
     not_finite: int
-    """runs that reached the place with a value that is NaN or infinite"""
+    """number of runs that reached the place with NaN or infinity"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class ToLoss:
     metric: str
     target: float
     reached: tuple[tuple[LossReached | None, ...], ...]
-    """of each run of each group"""
+    """by group and run"""
     savings: tuple[Mapping[str, Saving | None], ...]
-    """of each group but the first, against the first, by axis"""
+    """of each group but the first, relative to the first, by axis"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Comparison:
     metrics: Mapping[str, tuple[tuple[Cell, ...], ...]]
     """by metric, group and place"""
     config: Mapping[str, tuple[Any, ...]]
-    """the keys that differ between groups"""
+    """keys that differ between groups, with a value per group"""
     warnings: tuple[str, ...]
     """why losses are not comparable"""
     to_loss: ToLoss | None
@@ -85,7 +85,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Curves:
-    """The part of a run that is kept while others are read."""
+    """The part of a run that stays in memory while others are read."""
 
     unit: str
     metrics: Mapping[str, Mapping[str, tuple[Floats, Floats]]]
@@ -106,25 +106,25 @@ def compare(
     """Compares two or more groups of runs.
 
     Args:
-        records: of all their runs.
-        metrics: names or patterns; none: `COMPARED`.
-        places: where; none: five places along `axis`, up to the furthest that all have reached
-            with all metrics.
-        target: the value of `target_metric` that is looked for; None: none is.
+        records: the records of all runs of the groups.
+        metrics: names or patterns; default `COMPARED`.
+        places: places to compare at; default five places along `axis`, up to the furthest one that
+            all runs have reached with all metrics.
+        target: a value of `target_metric` for which to report where each run first reaches it.
 
     Raises:
-        ConfigError: no run has such a metric, or there is nothing to be compared.
+        ConfigError: no run has such a metric, or nothing has been measured yet.
     """
     axes = {place.axis for place in places} or {axis}
     wanted = tuple(ALIASES.get(metric, metric) for metric in metrics)
     goal = ALIASES.get(target_metric, target_metric)
     known: dict[str, None] = {}
     curves: list[list[_Curves]] = []
-    of = {record.run: record for record in records}
+    by_run = {record.run: record for record in records}
     for group in groups:
-        known |= {metric: None for run in group.runs for metric in of[run].metrics}
+        known |= {metric: None for run in group.runs for metric in by_run[run].metrics}
         curves.append(
-            [_curves(of[run], wanted or COMPARED, axes, target, goal) for run in group.runs]
+            [_curves(by_run[run], wanted or COMPARED, axes, target, goal) for run in group.runs]
         )
     where = ", ".join(group.name for group in groups)
     for name in (*wanted, *([goal] if target is not None else [])):
@@ -133,15 +133,15 @@ def compare(
     configs = [config for group in groups for config in group.configs]
     if target is not None:
         check_same_data(configs, goal)
-    every = [run for group in curves for run in group]
-    names = list(dict.fromkeys(name for run in every for name in run.metrics))
+    all_runs = [run for group in curves for run in group]
+    names = list(dict.fromkeys(name for run in all_runs for name in run.metrics))
     if not names:
         raise ConfigError.one(f"nothing has been measured yet in {where}")
     names.sort(key=_rank(wanted or COMPARED))
-    at = tuple(places or even_places(axis, _furthest(every, axis)))
+    at = tuple(places or even_places(axis, _furthest(all_runs, axis)))
     return Comparison(
         groups=tuple(groups),
-        unit=every[0].unit,
+        unit=all_runs[0].unit,
         places=at,
         metrics={
             name: tuple(
@@ -186,8 +186,8 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             "savings": dict(zip(names[1:], goal.savings, strict=True)),
             "against": names[0],
         }
-    said: dict[str, Any] = to_words(msgspec.to_builtins(found, str_keys=True))
-    return said
+    as_json: dict[str, Any] = to_words(msgspec.to_builtins(found, str_keys=True))
+    return as_json
 
 
 def _curves(
@@ -210,7 +210,7 @@ def _curves(
 
 
 def _furthest(runs: Sequence[_Curves], axis: str) -> float:
-    """The furthest place that every run has reached with all of its metrics."""
+    """Returns the furthest place that every run has reached with all of its metrics."""
     ends = [
         float(by_axis[axis][0].max())
         for run in runs
@@ -224,7 +224,7 @@ def _cells(
     curves: Sequence[Mapping[str, tuple[Floats, Floats]]], places: Sequence[AxisValue]
 ) -> tuple[Cell, ...]:
     found = np.full((len(curves), len(places)), np.nan)
-    been = np.zeros_like(found, bool)
+    covered = np.zeros_like(found, bool)
     for axis in {place.axis for place in places}:
         columns = [number for number, place in enumerate(places) if place.axis == axis]
         wanted = np.array([places[number].amount for number in columns])
@@ -233,10 +233,10 @@ def _cells(
                 x, values = by_axis[axis]
                 found[row, columns] = values_at(x, values, wanted)
                 if len(x):
-                    been[row, columns] = (x.min() <= wanted) & (wanted <= x.max())
+                    covered[row, columns] = (x.min() <= wanted) & (wanted <= x.max())
     return tuple(
-        _cell(column[np.isfinite(column)], int((there & ~np.isfinite(column)).sum()))
-        for column, there in zip(found.T, been.T, strict=True)
+        _cell(column[np.isfinite(column)], int((reached & ~np.isfinite(column)).sum()))
+        for column, reached in zip(found.T, covered.T, strict=True)
     )
 
 
@@ -267,7 +267,7 @@ def _to_loss(
     base = keyed[0]
     savings = []
     for other in keyed[1:]:
-        if len(base) == len(other) == 1:  # one run against one: a pair, whatever their seeds
+        if len(base) == len(other) == 1:  # a pair even if their seeds differ
             other = dict(zip(base, other.values(), strict=True))
         savings.append({axis: saving(base, other, axis) for axis in PLACED_BY})
     return ToLoss(metric, target, reached, tuple(savings))

@@ -1,4 +1,4 @@
-"""The config of a run, line by line and as values: its `run.yaml`, and what was set at its resumes."""
+"""The config of a run, as lines and as values: its `run.yaml`, and the overrides of its resumes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from instar.config.origins import (
 from instar.record.rundir import RunDir
 
 MAX_BYTES = 1 << 20
-"""as of any config"""
+"""maximum size of a config file"""
 
 
 def config_lines(run: RunDir) -> list[ConfigLine]:
-    """The lines of the config in force at a run's latest checkpoint, secrets hidden; none where
-    run.yaml cannot be read."""
+    """Returns the lines of the config in force at a run's latest checkpoint, secrets redacted; empty
+    if run.yaml cannot be read."""
     try:
         with open_regular(run.config) as file:
             text = file.read(MAX_BYTES).decode("utf-8", "replace")
@@ -44,13 +44,13 @@ def config_lines(run: RunDir) -> list[ConfigLine]:
 
 
 def _changed(line: ConfigLine, value: Any, step: int) -> ConfigLine:
-    said = in_yaml(value)
+    text = in_yaml(value)
     name = line.text.partition(":")[0]
-    return replace(line, text=f"{name}: {said}", value=said, origin=f"set at step {step}")
+    return replace(line, text=f"{name}: {text}", value=text, origin=f"set at step {step}")
 
 
 def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
-    """Keys that resumes have changed: their values at the latest checkpoint, and since which step."""
+    """Returns the keys that resumes have set: value at the latest checkpoint, and step of the change."""
     found: dict[str, tuple[Any, int]] = {}
     try:
         named = read_regular(run.checkpoints / "latest", 64).decode().strip()
@@ -61,7 +61,7 @@ def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
         return found
     from instar.schedule.operations import OVERRIDE, history_from_json
 
-    with suppress(TypeError, ValueError):  # of somebody's making
+    with suppress(TypeError, ValueError):  # an edited manifest
         for change in history_from_json(entries):
             if change.operation.name == OVERRIDE:
                 given = dict(change.operation.value)
@@ -70,15 +70,16 @@ def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
 
 
 def derived_keys(configs: Sequence[Sequence[ConfigLine]]) -> set[str]:
-    """The keys whose values follow from others: derived in some of the configs, and nowhere given."""
+    """Returns the keys whose values follow from others: derived in some configs, given in none."""
     every = [line for lines in configs for line in lines if line.key]
     derived = {line.key for line in every if line.origin == DERIVED}
     return derived - {line.key for line in every if line.origin != DERIVED}
 
 
 def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Keys and values of each run, defaults included, without the derived keys; and what is wrong
-    with configs: a run whose config cannot be read has none. No data or machine is looked at.
+    """Returns keys and values of each run, defaults included and derived keys excluded, and faults.
+
+    A run whose config cannot be read has no keys. Data and machine are not checked.
     """
     from instar.config.fields import values, with_values
     from instar.config.load import load
@@ -91,7 +92,7 @@ def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[st
             loaded = load(str(run.config), checks=(), import_task=False)
             config = loaded.config
             if changed := {key: value for key, (value, _) in set_at_resumes(run).items()}:
-                with suppress(ValueError):  # of a task that is not imported
+                with suppress(ValueError):  # a key of a task that is not imported
                     config = with_values(config, changed)
             every = values(config)
             found.append(

@@ -1,4 +1,4 @@
-"""The final test of a run, as `test/result.json` and `test/predictions.parquet` have it."""
+"""Reads the final test of a run from `test/result.json` and `test/predictions.parquet`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _PREDICTED = ".predicted"
-NO_PYARROW = "What was predicted is not drawn: pyarrow is not installed (pip install 'instar[hf]')."
+NO_PYARROW = "Predictions are not plotted: pyarrow is not installed (pip install 'instar[hf]')."
 
 
 class _Metric(msgspec.Struct):
@@ -52,7 +52,7 @@ class FinalTest:
 
     step: int
     weights: str
-    """best, last, or the name of a checkpoint"""
+    """`best`, `last`, or the name of a checkpoint"""
     samples: int
     metrics: dict[str, tuple[float, float | None]]
     """value and standard error"""

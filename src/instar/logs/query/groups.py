@@ -1,4 +1,4 @@
-"""Groups of runs that differ in nothing but the seed, their names, and whether their data is the same."""
+"""Groups runs that differ only in the seed, names the groups, and checks that their data is the same."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class RunGroup:
     name: str
     runs: tuple[RunDir, ...]
     configs: tuple[Mapping[str, Any], ...] = field(repr=False)
-    """keys and values of each run, but for what was derived; empty where its config cannot be
-    read"""
+    """keys and values of each run without derived keys; empty if its config cannot be read"""
 
     @property
     def seeds(self) -> tuple[Any, ...]:
@@ -31,14 +30,15 @@ class RunGroup:
 
     @property
     def keys(self) -> tuple[object, ...]:
-        """Pairs its runs with those of another group: the seed, and a number where several runs
-        have the same seed."""
+        """Keys that pair its runs with those of another group: seed and number among equal seeds."""
         seeds = self.seeds
         return tuple((seed, seeds[:number].count(seed)) for number, seed in enumerate(seeds))
 
     def config(self) -> dict[str, Any]:
-        """The values that all of its runs have; of the others a list, one of each run. Runs whose
-        config cannot be read are left out; empty if all are."""
+        """Returns the values that all runs share, and for other keys a list with one value per run.
+
+        Runs whose config cannot be read are left out; empty if all are.
+        """
         known = [config for config in self.configs if config]
         every = {key: [config.get(key) for config in known] for config in known for key in config}
         return {
@@ -50,8 +50,8 @@ class RunGroup:
 def group_runs(runs: Sequence[RunDir], by: By = "run") -> tuple[list[RunGroup], list[str]]:
     """Returns groups of runs, in the order of their first runs, and the faults of their configs.
 
-    By `name`, runs of one name are one group; by `seed`, runs whose configs differ in nothing but
-    the seed and how they are recorded.
+    `by="name"`: runs of one name are a group. `by="seed"`: runs whose configs differ only in the
+    seed and in how they are recorded.
     """
     configs, faults = config_values(runs)
     numbers = [[n] for n in range(len(runs))] if by == "run" else alike(runs, by)
@@ -63,7 +63,7 @@ def group_runs(runs: Sequence[RunDir], by: By = "run") -> tuple[list[RunGroup], 
 
 
 def _names(groups: Sequence[Sequence[RunDir]], by: By) -> list[str]:
-    """Of each group the name its runs share, else its first run's folder; none twice."""
+    """Returns a unique name for each group: the name its runs share, else its first run's folder."""
     names = []
     for group in groups:
         shared = {run.name for run in group}
@@ -85,23 +85,23 @@ _LONGEST = 24
 """characters of a value in a name"""
 _LONGEST_IN_TABLE = 60
 _KEPT = ("name", "resume", "record", "checkpoint")
-"""Keys and sections that do not influence training."""
+"""keys and sections that do not influence training"""
 Given = dict[str, str]
-"""The values of a run's config that do not follow from others, by dotted keys."""
+"""the underived values of a run's config, by dotted key"""
 
 
 def names(runs: Sequence[RunDir]) -> list[str]:
-    """One for each: the name, if no other has it; else name and the keys that differ, such as
-    `demo seed=2`; else the folder's name."""
+    """Returns a unique label per run: its name; else name and differing keys, as `demo seed=2`; else
+    the folder's name."""
     short = [printable(run.name) for run in runs]
     if len(set(short)) == len(runs):
         return short
     given = given_values(runs)
     keys = list(differing(given))
     if 0 < len(keys) <= _MOST_KEYS:
-        told = [_told(name, values, keys) for name, values in zip(short, given, strict=True)]
-        if len(set(told)) == len(runs):
-            return told
+        labels = [_label(name, values, keys) for name, values in zip(short, given, strict=True)]
+        if len(set(labels)) == len(runs):
+            return labels
     folders = [printable(run.path.name) for run in runs]
     if len(set(folders)) == len(runs):
         return folders
@@ -109,7 +109,7 @@ def names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def grouped(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> dict[str, list[int]]:
-    """The numbers of the runs that are alike, by what the groups are called."""
+    """Returns the indices of the runs of each group, by the group's name."""
     groups = alike(runs, by)
     firsts = names([runs[numbers[0]] for numbers in groups])
     if len(firsts) == 1:
@@ -118,14 +118,14 @@ def grouped(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> dict[str, li
 
 
 def alike(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> list[list[int]]:
-    """The numbers of the runs that belong together: of one name, or (`seed`) alike in all that was
-    said of them but the seed and how they are kept; one whose config cannot be read is alone.
+    """Returns the indices of the runs of each group: of one name, or with configs that are equal but
+    for the seed and how the run is recorded. A run whose config cannot be read is its own group.
     """
     keys: list[object] = [run.name for run in runs]
     if by == "seed":
-        said = [values | {"seed": ""} if values else {} for values in given_values(runs)]
+        by_run = [values | {"seed": ""} if values else {} for values in given_values(runs)]
         keys = [
-            frozenset(values.items()) or run.path for run, values in zip(runs, said, strict=True)
+            frozenset(values.items()) or run.path for run, values in zip(runs, by_run, strict=True)
         ]
     groups: dict[object, list[int]] = {}
     for number, key in enumerate(keys):
@@ -136,26 +136,26 @@ def alike(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> list[list[int]
 def notes_on_data(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> list[str]:
     """Returns notes on groups whose runs were evaluated on different held-out samples."""
     return [
-        f"{name}: its {len(numbers)} runs differ in their data as well, for data.seed follows seed; "
-        "with data.seed given, only order and first values differ"
+        f"{name}: its {len(numbers)} runs also differ in their data, because data.seed follows seed; "
+        "set data.seed to vary only order and initialization"
         for name, numbers in grouped(runs, by).items()
         if len({_data_of(config_lines(runs[number])) for number in numbers} - {""}) > 1
     ]
 
 
 def _data_of(lines: Sequence[ConfigLine]) -> str:
-    """What decides which samples a run holds out, as far as its config says; "" if it is empty."""
+    """Returns what decides which samples a run holds out, according to its config; "" if empty."""
     values = {line.key: line.value for line in lines}
     task, path, part = (values.get(k) for k in ("task", "data.path", "eval.eval_iters"))
     unset = (None, "", "null")
     if task in ("language", None) and path not in unset and part in unset:
         return str(path)  # prepared once, whatever the seeds of the runs
-    own = values.get("data.seed")
-    return str(values.get("seed", "") if own in unset else own)
+    data_seed = values.get("data.seed")
+    return str(values.get("seed", "") if data_seed in unset else data_seed)
 
 
 def given_values(runs: Sequence[RunDir]) -> list[Given]:
-    """Returns the given values of each run; empty where its config cannot be read."""
+    """Returns the underived values of each run; empty if its config cannot be read."""
     every = [config_lines(run) for run in runs]
     derived = derived_keys(every)
     found: list[Given] = []
@@ -169,13 +169,13 @@ def given_values(runs: Sequence[RunDir]) -> list[Given]:
     return found
 
 
-def _told(name: str, values: Given, keys: Sequence[str]) -> str:
+def _label(name: str, values: Given, keys: Sequence[str]) -> str:
     pairs = (f"{key.rpartition('.')[2]}={_short(values.get(key, 'none'))}" for key in keys)
     return " ".join([name, *pairs])
 
 
 def _short(value: str) -> str:
-    """A value short enough for a legend; for a list of operations their number."""
+    """Returns a value short enough for a legend: for a list of operations, their number."""
     if len(value) <= _LONGEST:
         return value
     items = value.count("- {")
@@ -189,8 +189,8 @@ def _counted(operations: int) -> str:
 def short_values(key: str, values: Sequence[object], whole: Sequence[str]) -> list[str]:
     """Returns the values of one key for the cells of a table; `whole`: their full texts.
 
-    A text that is too long has a short form: the number of operations of a schedule, of anything
-    else its beginning. `differs` is added where an earlier value with the same form is another.
+    A text that is too long is shortened to the number of operations of a schedule, or else to its
+    beginning. `differs` is appended where an earlier, different value has the same short form.
     """
     short = [
         text if len(text) <= _LONGEST_IN_TABLE else _abbreviated(key, value, text)
@@ -210,7 +210,7 @@ def _abbreviated(key: str, value: object, text: str) -> str:
 
 
 Config = Mapping[str, Any]
-"""keys and values of a run's config; empty where it cannot be read"""
+"""keys and values of a run's config; empty if it cannot be read"""
 
 _READ = (
     "data.source",
@@ -220,13 +220,13 @@ _READ = (
     "data.text_field",
     "data.tokens_field",
 )
-"""What training data are read, and held-out ones where `data.val_source` does not name them. The
-options of generated data are in a section named after their source."""
+"""keys that define the training data, and the held-out data unless `data.val_source` does; the
+options of generated data are in a section named after their source"""
 _ALWAYS = ("task", "data.val_source", "data.tokenizer")
 
 
 def check_same_data(configs: Sequence[Config], metric: str) -> None:
-    """Raise ConfigError unless one value of the metric is the same achievement in all runs."""
+    """Raises ConfigError unless the metric is measured on the same data and tokens in all runs."""
     if keys := _differing(configs, held_out=metric.startswith("val/")):
         raise ConfigError.one(
             f"the runs differ in {', '.join(keys)}: {metric} is measured on different data or tokens",
@@ -236,7 +236,7 @@ def check_same_data(configs: Sequence[Config], metric: str) -> None:
 
 
 def warnings_on_data(configs: Sequence[Config]) -> tuple[str, ...]:
-    """One line where the losses of runs must not be compared; else nothing."""
+    """Returns one line if the losses of the runs are not comparable, else nothing."""
     if keys := _differing(configs, held_out=True):
         what = "losses, which are measured on different data or tokens, are not comparable"
     elif keys := _differing(configs, held_out=False):
@@ -247,7 +247,7 @@ def warnings_on_data(configs: Sequence[Config]) -> tuple[str, ...]:
 
 
 def _differing(configs: Sequence[Config], *, held_out: bool) -> list[str]:
-    """The keys that make losses of runs different quantities; `held_out`: those on held-out data."""
+    """Returns the differing keys that make losses incomparable; `held_out`: losses on held-out data."""
     known = [config for config in configs if config]
     tokenizers = {config.get("data.tokenizer") for config in known}
     # one val_source for all holds out the same text, but a bpe tokenizer is trained on the source

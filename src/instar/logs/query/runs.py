@@ -22,41 +22,41 @@ _LATEST = "latest"
 def find_runs(texts: Sequence[str], out_dir: Path = Path("runs")) -> list[RunDir]:
     """Returns the runs that `texts` name, each once, in the order of the texts.
 
-    A text is a run's folder, a file in one, a folder of runs, an id, a name (all runs that bear
-    it), `latest`, or a pattern of any of these (`runs/sharded_*/events.jsonl`, `demo-*`); patterns
-    and names are also looked for under `out_dir`. No text at all is the latest run.
+    A text is a run's folder, a file in one, a folder of runs, an id, a name (all runs of that name),
+    `latest`, or a pattern of any of these (`runs/sharded_*/events.jsonl`, `demo-*`). Patterns and
+    names are also looked up under `out_dir`. Without texts, the latest run.
 
     Raises:
         ConfigError: a text names no run; suggests one.
     """
     found: dict[Path, RunDir] = {}
     for text in texts or (_LATEST,):
-        for run in _meant(text, out_dir):
+        for run in _resolve(text, out_dir):
             found.setdefault(run.path.resolve(), run)
     return list(found.values())
 
 
-def _meant(text: str, out_dir: Path) -> list[RunDir]:
+def _resolve(text: str, out_dir: Path) -> list[RunDir]:
     path = Path(text)
-    if (run := _around(path)) is not None:
+    if (run := _run_containing(path)) is not None:
         return [run]
     if text and path.is_dir() and (inside := runs_in(path)):
         return inside
     if glob.has_magic(text):
         if matched := list(_matching(text, out_dir)):
             return matched
-        raise ConfigError.one(f"no run matches {text!r}", hint=_there_are(out_dir))
-    there = runs_in(out_dir)
-    if text == _LATEST and there:
-        return there[-1:]
-    exact = [run for run in there if text in (run.path.name, run.id)]
-    if named := exact or [run for run in there if run.name == text]:
+        raise ConfigError.one(f"no run matches {text!r}", hint=_latest_hint(out_dir))
+    runs = runs_in(out_dir)
+    if text == _LATEST and runs:
+        return runs[-1:]
+    exact = [run for run in runs if text in (run.path.name, run.id)]
+    if named := exact or [run for run in runs if run.name == text]:
         return named
     raise _no_run(text, out_dir)
 
 
-def _around(path: Path) -> RunDir | None:
-    """The run that `path` is the folder of, or a file in."""
+def _run_containing(path: Path) -> RunDir | None:
+    """Returns the run whose folder is `path` or contains it."""
     if path.is_file():
         return next((run for run in map(RunDir, path.parents) if run.holds_run()), None)
     return RunDir(path) if path.name and RunDir(path).holds_run() else None
@@ -73,7 +73,7 @@ def _matching(pattern: str, out_dir: Path) -> Iterator[RunDir]:
 
 def _runs_at(paths: Iterable[Path]) -> Iterator[RunDir]:
     for path in paths:
-        run = _around(path)
+        run = _run_containing(path)
         if run is not None:
             yield run
 
@@ -81,7 +81,7 @@ def _runs_at(paths: Iterable[Path]) -> Iterator[RunDir]:
 def _no_run(text: str, out_dir: Path) -> ConfigError:
     path = Path(text)
     if text and path.is_dir():
-        return ConfigError.one(f"{path} is not a run, and holds none: it has no run.yaml")
+        return ConfigError.one(f"{path} is neither a run nor a folder of runs: it has no run.yaml")
     as_path = path.parent != Path()
     folder = path.parent if as_path else out_dir
     runs = runs_in(folder)
@@ -91,19 +91,19 @@ def _no_run(text: str, out_dir: Path) -> ConfigError:
     if not as_path:
         names = [name for run in runs for name in (run.path.name, run.name, run.id)]
     near = get_close_matches(str(path) if as_path else text, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else _there_are(folder)
+    hint = f"did you mean {near[0]!r}?" if near else _latest_hint(folder)
     return ConfigError.one(f"no run {text!r}{'' if as_path else f' in {folder}'}", hint=hint)
 
 
-def _there_are(out_dir: Path) -> str:
-    there = runs_in(out_dir)
-    if not there:
+def _latest_hint(out_dir: Path) -> str:
+    runs = runs_in(out_dir)
+    if not runs:
         return f"there is no run in {out_dir}"
-    return f"the latest of {len(there)} in {out_dir} is {there[-1].path.name!r}"
+    return f"the latest of {len(runs)} in {out_dir} is {runs[-1].path.name!r}"
 
 
 FEW = 32
-"""number of runs from which on threads are used"""
+"""number of runs from which threads are used"""
 AT_ONCE = 4
 _INNER = ("run", "kind", "events")
 """fields of `CachedSummary` that are not part of a list"""
@@ -118,21 +118,21 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why it ended; of one that crashed and cannot be read, why it cannot."""
+        """Why the run ended, or why the record of a crashed run cannot be read."""
         unreadable = self.summary.fault if self.status.state == "crashed" else ""
         return unreadable or self.status.reason
 
     @property
     def time_s(self) -> float | None:
-        """From its first start to its last line."""
+        """Seconds from the first start to the last line."""
         started, seen = self.summary.started, self.summary.seen
         return None if started is None or seen is None else seen - started
 
 
 def to_json(row: Row) -> dict[str, Any]:
-    """Returns a row as JSON-ready data; what is not known is null."""
+    """Returns a row as JSON-ready data; unknown values are null."""
     summary, status = row.summary, row.status
-    said: dict[str, Any] = {
+    fixed = {
         "path": str(summary.run.path),
         "id": summary.id,
         "name": summary.name,
@@ -142,15 +142,15 @@ def to_json(row: Row) -> dict[str, Any]:
         "go_on": status.go_on,
     }
     names = [field.name for field in fields(summary) if field.name not in _INNER]
-    told: dict[str, Any] = to_words(said | {name: getattr(summary, name) for name in names})
-    return told
+    as_json: dict[str, Any] = to_words(fixed | {name: getattr(summary, name) for name in names})
+    return as_json
 
 
 def runs_of(folders: Sequence[str], out_dir: Path) -> list[RunDir]:
-    """The runs in these folders, or in `out_dir` if none is given; a run itself counts too.
+    """Returns the runs in these folders, or in `out_dir` by default; a run's own folder is allowed.
 
     Raises:
-        ConfigError: there is no such folder, run or pattern.
+        ConfigError: no such folder or run exists, or a pattern matches none.
     """
     if not folders:
         return runs_in(out_dir)
@@ -171,18 +171,18 @@ def list_runs(
     last: int | None = None,
     now: float | None = None,
 ) -> list[Row]:
-    """Rows of those runs that are in this state and bear this name, at most the `last` ones.
+    """Returns rows of the runs that match `state` and `name`, at most the `last` ones.
 
     Args:
-        name: also a pattern; of a run's name, its folder or its id.
-        now: Unix seconds, for whether a run elsewhere still speaks.
+        name: a run's name, folder or id, or a pattern of these.
+        now: Unix seconds, to judge whether a run on another machine is alive.
 
     Raises:
-        ConfigError: there is no such state.
+        ConfigError: the state is unknown.
     """
     if state is not None and state not in STATES:
-        raise ConfigError.one(f"there is no state {state!r}", "--state", _check_state(state))
-    chosen = [run for run in runs if name is None or _is_called(run, name)]
+        raise ConfigError.one(f"unknown state {state!r}", "--state", _state_hint(state))
+    chosen = [run for run in runs if name is None or _matches(run, name)]
     if state is None and last is not None:
         chosen = chosen[-last:]
     rows = [row for row in _rows(chosen, now) if state in (None, row.status.state)]
@@ -205,17 +205,17 @@ def _rows(runs: Sequence[RunDir], now: float | None) -> list[Row]:
 
 
 def _row(run: RunDir, now: float | None) -> Row:
-    seen = cached_summary(run)
-    return Row(seen, run_status(run, seen.events, seen.seen or 0.0, now))
+    summary = cached_summary(run)
+    return Row(summary, run_status(run, summary.events, summary.seen or 0.0, now))
 
 
-def _is_called(run: RunDir, name: str) -> bool:
+def _matches(run: RunDir, name: str) -> bool:
     return any(fnmatchcase(text, name) for text in (run.name, run.path.name, run.id))
 
 
-def _check_state(state: str) -> str:
+def _state_hint(state: str) -> str:
     from difflib import get_close_matches
 
-    begun = [known for known in STATES if known.startswith(state.lower())]
-    near = begun or get_close_matches(state.lower(), STATES, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(STATES)}"
+    matching = [known for known in STATES if known.startswith(state.lower())]
+    near = matching or get_close_matches(state.lower(), STATES, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(STATES)}"

@@ -1,4 +1,4 @@
-"""The stages of a run: its architectures in order, with the cost and the losses of each."""
+"""Computes the stages of a run: its architectures in order, with the cost and losses of each."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 
 Place = dict[str, float]
-"""A place in a run, by `AXES`."""
+"""a place in a run: its value on each of `AXES`"""
 
 
 @dataclass(frozen=True)
 class RunStage:
-    """The run from one change of its shape to the next; the first begins with the run."""
+    """The part of a run between two changes of architecture; the first starts with the run."""
 
     from_step: int
     to_step: int
     model: str
-    """the shape in short, e.g. `12L/768d`"""
+    """short form of the shape, e.g. `12L/768d`"""
     parameters: int | None
     architecture: Mapping[str, Any]
     operation: str
-    """name and change, e.g. `widen_mlp 192→352`; empty for the first"""
+    """name and change, e.g. `widen_mlp 192→352`; empty for the first stage"""
     reason: str
-    """what made the operation fire"""
+    """why the operation's trigger fired"""
     tokens: int
     flops: float
     wall_s: float
     active_s: float
-    """these four within the stage alone"""
+    """these four count within the stage"""
     loss: float | None
-    """the last one of its training steps"""
+    """at its last training step"""
     val_loss: float | None
 
     @property
@@ -53,18 +53,20 @@ def stages(record: RunRecord) -> list[RunStage]:
     first = starts[0] if starts else None
     if not isinstance(first, RunStarted):
         return []
-    grown = [logged.event for logged in record.of(OperationEvent) if logged.kept]
-    turns = [each for each in grown if isinstance(each, OperationEvent) and each.architecture]
-    places = [place_at(record, first.step), *map(place_of, turns), last_place(record)]
+    operations = [logged.event for logged in record.of(OperationEvent) if logged.kept]
+    growths = [
+        each for each in operations if isinstance(each, OperationEvent) and each.architecture
+    ]
+    places = [place_at(record, first.step), *map(place_of, growths), last_place(record)]
     model, parameters, architecture = first.model, first.parameters or None, first.architecture
     found = []
     for number, (begin, end) in enumerate(pairwise(places)):
-        turn = turns[number - 1] if number else None
-        if turn is not None:
-            model = shape_text(turn.architecture) or model
-            after = turn.proof.get("parameters_after", math.nan)
+        growth = growths[number - 1] if number else None
+        if growth is not None:
+            model = shape_text(growth.architecture) or model
+            after = growth.proof.get("parameters_after", math.nan)
             parameters = int(after) if math.isfinite(after) else None
-            architecture = turn.architecture
+            architecture = growth.architecture
         found.append(
             RunStage(
                 from_step=int(begin["step"]),
@@ -72,8 +74,8 @@ def stages(record: RunRecord) -> list[RunStage]:
                 model=model,
                 parameters=parameters,
                 architecture=architecture,
-                operation=operation_text(turn) if turn else "",
-                reason=turn.reason if turn else "",
+                operation=operation_text(growth) if growth else "",
+                reason=growth.reason if growth else "",
                 tokens=int(end["tokens"] - begin["tokens"]),
                 flops=end["flops"] - begin["flops"],
                 wall_s=end["wall_s"] - begin["wall_s"],
@@ -86,13 +88,13 @@ def stages(record: RunRecord) -> list[RunStage]:
 
 
 def operation_text(operation: OperationEvent) -> str:
-    """`widen_mlp 192→352`."""
-    told = operation.change or ("" if operation.value is None else str(operation.value))
-    return f"{operation.name} {told}".strip()
+    """Returns name and change, e.g. `widen_mlp 192→352`."""
+    change = operation.change or ("" if operation.value is None else str(operation.value))
+    return f"{operation.name} {change}".strip()
 
 
 def shape_text(architecture: Mapping[str, Any]) -> str:
-    """`12L/768d` of an architecture that names these; empty of one that does not."""
+    """Returns layers and width, e.g. `12L/768d`; empty for an architecture without these."""
     layers = architecture.get("n_layer", architecture.get("layers"))
     width = architecture.get("n_embd", architecture.get("width"))
     parts = [(layers, "L"), (width, "d")]

@@ -25,7 +25,7 @@ STATES: tuple[State, ...] = ("running", "finished", "stopped", "crashed")
 QUIET_S = 60.0
 """seconds without a new line after which a run counts as ended, if its lock cannot be read"""
 
-WITHOUT_A_WORD = "ended without a word: killed, or the machine went down"
+NO_REASON = "ended without a message: killed, or the machine went down"
 
 _CHECKPOINT = re.compile(r"step-[0-9.]+")
 _LOG_TAIL_BYTES = 1 << 16
@@ -42,23 +42,26 @@ class RunStatus:
     reason: str
     """why it ended; empty while it runs"""
     resumable: bool
-    """whether `checkpoints/latest` names a checkpoint that is whole, as far as a look tells"""
+    """whether `checkpoints/latest` names a checkpoint with a manifest; its files are not verified"""
     go_on: str
-    """the command that resumes a run that was stopped or has crashed; empty: it cannot be resumed"""
+    """command that resumes a stopped or crashed run; empty: it cannot be resumed"""
     process: int | None
-    """process that trains in the folder on this machine; 0: its id is unknown"""
+    """id of the process that trains in the folder on this machine; 0: unknown"""
 
 
 def run_status(
     run: RunDir, events: Sequence[Event], seen: float, now: float | None = None
 ) -> RunStatus:
-    """Returns the state of `run`; `events` contain the starts and ends of its last segment.
+    """Returns the state of `run`.
 
-    An end is the last line that a run writes, after its last save and its final test: it counts as
-    soon as it is written, even if the process has not exited yet. A process that has locked the
-    folder since then is a resume.
+    The end event is the last line that a run writes, after its last save and its final test. It
+    counts as soon as it is written, even if the process has not exited yet. A process that locked the
+    folder after that is a resume.
 
-    `seen`: when the last line was written, and `now`, Unix seconds.
+    Args:
+        events: contain the start and end events of the last segment.
+        seen: when the last line was written, in Unix seconds.
+        now: Unix seconds.
     """
     process = lock_owner(run)
     started = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
@@ -69,26 +72,26 @@ def run_status(
         and (started is None or event.segment >= started.segment)
     ]
     resumable = _whole_latest(run)
-    state, reason = _told(ends)
+    state, reason = _recorded_state(ends)
     is_quiet = abs((time.time() if now is None else now) - seen) >= QUIET_S
-    if process is None and not ends and not _can_ask(run, started):
-        # the lock is another user's, say, whose processes may be hidden too
+    if process is None and not ends and not _lock_is_reliable(run, started):
+        # the lock may belong to another user, whose processes may be hidden too
         process = running_process(started.machine) if started is not None else None
         if process is None and not is_quiet:
             return RunStatus("running", "", resumable, "", None)
-    if process is not None and not (ends and _taken(run) < ends[-1].time):
+    if process is not None and not (ends and _locked_since(run) < ends[-1].time):
         return RunStatus("running", "", resumable, "", process)
     if state == "crashed" and not reason:
-        reason = last_error(run, started.time if started else 0.0) or WITHOUT_A_WORD
-    to_go_on = resumable and state in ("stopped", "crashed")
-    return RunStatus(state, reason, resumable, _resume(run) if to_go_on else "", None)
+        reason = last_error(run, started.time if started else 0.0) or NO_REASON
+    can_resume = resumable and state in ("stopped", "crashed")
+    return RunStatus(state, reason, resumable, _resume(run) if can_resume else "", None)
 
 
 def last_error(run: RunDir, since: float = 0.0) -> str:
-    """Returns the error at the end of the ranks' logs, that of the first rank to fail; else "".
+    """Returns the error at the end of the ranks' logs, of the first rank to fail; else "".
 
-    An error that follows from another rank's failure counts only if there is no other. `since`:
-    Unix seconds; earlier errors are ignored.
+    Errors caused by another rank's failure count only if there is no other. `since`: Unix seconds;
+    earlier errors are ignored.
     """
     found = [
         error
@@ -99,28 +102,28 @@ def last_error(run: RunDir, since: float = 0.0) -> str:
     return found[0][1] if found else ""
 
 
-def _told(ends: Sequence[Event]) -> tuple[State, str]:
-    """The state and the reason according to the record."""
+def _recorded_state(ends: Sequence[Event]) -> tuple[State, str]:
+    """Returns the state and the reason according to the record."""
     last = ends[-1] if ends else None
     if isinstance(last, Failed):
         at = "" if last.step is None else f" at step {last.step:,}"
-        who = "" if last.message.startswith("rank ") else f"rank {last.rank} failed{at}: "
-        return "crashed", who + last.message
+        prefix = "" if last.message.startswith("rank ") else f"rank {last.rank} failed{at}: "
+        return "crashed", prefix + last.message
     stop = next((end for end in reversed(ends) if isinstance(end, Stop)), None)
     if stop is not None:
         return ("stopped" if stop.resumable else "finished"), stop.reason
     return ("finished", "") if last is not None else ("crashed", "")
 
 
-def _taken(run: RunDir) -> float:
-    """When the lock was taken, Unix seconds."""
+def _locked_since(run: RunDir) -> float:
+    """Returns when the lock was taken, in Unix seconds."""
     try:
         return run.lock.stat().st_mtime
     except OSError:
         return math.inf
 
 
-def _can_ask(run: RunDir, started: RunStarted | None) -> bool:
+def _lock_is_reliable(run: RunDir, started: RunStarted | None) -> bool:
     """Whether a free lock means that no process trains in the folder."""
     if started is not None and started.machine.get("host", platform.node()) != platform.node():
         return False
@@ -150,7 +153,7 @@ def _error_of(path: Path) -> tuple[float, str] | None:
         return None
     for line in reversed(lines):
         if match := _ERROR.match(line):
-            with suppress(ValueError, OverflowError):  # a time that is none
+            with suppress(ValueError, OverflowError):  # not a valid time
                 written = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp()
             return written, match[2].strip()
         if match := _FATAL.match(line):

@@ -13,6 +13,7 @@ import numpy as np
 
 from instar.checkpoint.manifest import MANIFEST
 from instar.config.files import read_regular
+from instar.logs.query.stages import shape_text
 from instar.logs.query.state import State, run_status
 from instar.record.events import (
     Alert,
@@ -42,22 +43,22 @@ class MetricValue:
     value: float
     step: int
     error: float | None = None
-    """its standard error, where that was measured"""
+    """standard error, if measured"""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A checkpoint that is on the disk."""
+class CheckpointEntry:
+    """A checkpoint on disk."""
 
     name: str
     step: int
     pointers: tuple[str, ...]
-    """`latest`, `best`, `best-…`: what names it"""
+    """pointers to it: `latest`, `best`, `best-…`"""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of a run; superseded steps count in nothing but the peak memory."""
+    """A summary of a run; superseded steps count only for the peak memory."""
 
     path: str
     id: str
@@ -67,13 +68,13 @@ class Summary:
     """why it ended; empty while it runs"""
     resumable: bool
     go_on: str
-    """the command that resumes it; empty if it cannot be resumed"""
+    """command that resumes it; empty if it cannot be resumed"""
     process: int | None
-    """that trains it now, on this machine"""
+    """id of the process that trains it on this machine"""
     started: float
-    """Unix seconds; 0: it never has"""
+    """Unix seconds; 0: never"""
     seen: float
-    """Unix seconds at which its last line was written"""
+    """when the last line was written, in Unix seconds"""
     segments: int
     """number of starts and resumes"""
     step: int
@@ -86,7 +87,7 @@ class Summary:
     wall_s: float
     active_s: float
     tokens_per_s: float | None
-    """over all its active time"""
+    """over the whole active time"""
     last: dict[str, MetricValue]
     best: dict[str, MetricValue]
     """of metrics that have a direction (lower or higher is better)"""
@@ -94,23 +95,23 @@ class Summary:
     """the metric that `checkpoints/best` follows"""
     operations: tuple[OperationEvent, ...]
     skipped_steps: int
-    checkpoints: tuple[Kept, ...]
+    checkpoints: tuple[CheckpointEntry, ...]
     memory_peak_bytes: int | None
     model: str
-    """as it is now, in short"""
+    """short form of the current shape"""
     parameters: int
     devices: str
     world_size: int
     warnings: tuple[str, ...]
     alerts: tuple[str, ...]
     faults: tuple[str, ...]
-    """what could not be read of its record"""
+    """lines of its record that could not be read"""
 
 
 def to_json(summary: Summary) -> dict[str, Any]:
     """Returns a summary as JSON-ready data."""
-    said: dict[str, Any] = to_words(msgspec.to_builtins(summary))
-    return said
+    as_json: dict[str, Any] = to_words(msgspec.to_builtins(summary))
+    return as_json
 
 
 def summarize(record: RunRecord, now: float | None = None) -> Summary:
@@ -179,8 +180,8 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
 
 
 def _end(series: Series) -> int | None:
-    there = np.flatnonzero(series.kept)
-    return int(there[-1]) if len(there) else None
+    kept = np.flatnonzero(series.kept)
+    return int(kept[-1]) if len(kept) else None
 
 
 def _best(series: Series) -> int | None:
@@ -203,7 +204,7 @@ def _value(curves: dict[str, Series], name: str, index: int) -> MetricValue:
 
 
 def _furthest(kept: list[Event], curves: dict[str, Series], ends: dict[str, int]) -> Placed:
-    """The last place of the run, without the final test, which may be of an earlier step."""
+    """Returns the last place of the run, ignoring the final test, which may be of an earlier step."""
     places = [event for event in kept if isinstance(event, Placed)]
     for name, end in ends.items():
         if not name.startswith("test/"):
@@ -223,7 +224,7 @@ def _furthest(kept: list[Event], curves: dict[str, Series], ends: dict[str, int]
 
 
 def _shape(current: RunStarted | None, operations: tuple[OperationEvent, ...]) -> tuple[str, int]:
-    """The model in short and its parameters, after what grew since the run was last started."""
+    """Returns the model's short form and parameter count, including growth since the last start."""
     if current is None:
         return "", 0
     grown = [o for o in operations if o.segment >= current.segment and o.architecture]
@@ -231,11 +232,7 @@ def _shape(current: RunStarted | None, operations: tuple[OperationEvent, ...]) -
     parameters = next((int(size) for size in reversed(sizes) if isfinite(size)), current.parameters)
     if not grown:
         return current.model, parameters
-    shape = grown[-1].architecture
-    layers = shape.get("n_layer", shape.get("layers"))
-    width = shape.get("n_embd", shape.get("width"))
-    brief = f"{layers}L/{width}d" if layers is not None and width is not None else current.model
-    return brief, parameters
+    return shape_text(grown[-1].architecture) or current.model, parameters
 
 
 def _peak(memory: Series | None) -> int | None:
@@ -244,8 +241,8 @@ def _peak(memory: Series | None) -> int | None:
     return int(memory.value[np.isfinite(memory.value)].max())
 
 
-def _checkpoints(folder: Path) -> Iterator[Kept]:
-    """The published checkpoints by step; no tensor is read."""
+def _checkpoints(folder: Path) -> Iterator[CheckpointEntry]:
+    """Yields the published checkpoints by step; no tensor is read."""
     named: dict[str, list[str]] = {}
     for path in sorted([*folder.glob("latest"), *folder.glob("best*")], reverse=True):
         try:
@@ -259,4 +256,4 @@ def _checkpoints(folder: Path) -> Iterator[Kept]:
         if (match := _CHECKPOINT.fullmatch(path.name)) and (path / MANIFEST).is_file()
     ]
     for step, path in sorted(found, key=lambda one: (one[0], one[1].stat().st_mtime)):
-        yield Kept(path.name, step, tuple(named.get(path.name, ())))
+        yield CheckpointEntry(path.name, step, tuple(named.get(path.name, ())))

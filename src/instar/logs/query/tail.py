@@ -23,11 +23,10 @@ from instar.record.rundir import RunDir
 
 
 class Follower:
-    """Reads on from a place in a record.
+    """Reads the events appended to a record after an offset.
 
-    Only whole lines are read, so a line that is being written comes with a later look. A line
-    that is no event is passed over. A record that is shorter than what was read of it, or is
-    another file now, is read anew from its beginning; one that is not there yet holds nothing.
+    Only whole lines are read; lines that are not events are skipped. A record that has become shorter
+    or has been replaced is read again from its beginning. A missing file counts as empty.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -35,18 +34,12 @@ class Follower:
         self.offset = offset
         """bytes read so far, always at the beginning of a line"""
         self.restarts = 0
-        """how often the record turned out to be another one, and was read anew"""
+        """number of times the record was replaced and read again"""
         self._inode: int | None = None
 
     def poll(self) -> list[Event]:
-        """The events that were added since the last look, in their order."""
-        events = []
-        for line in self._new_lines():
-            try:
-                events.append(decode(line))
-            except NOT_AN_EVENT:
-                continue
-        return events
+        """Returns the events added since the last call, in order."""
+        return [event for line in self._new_lines() if (event := _event(line)) is not None]
 
     def _new_lines(self) -> list[bytes]:
         try:
@@ -70,7 +63,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
-    """Returns the last `count` whole lines of a file, and the byte behind them; reads only these.
+    """Returns the last `count` whole lines of a file, and the offset after them; reads only these.
 
     Raises:
         OSError: it cannot be read.
@@ -98,13 +91,13 @@ def last_events(path: Path, count: int) -> tuple[list[Event], int]:
     Raises:
         OSError: it cannot be read.
     """
-    asked = count
+    wanted = count
     while True:
-        lines, end = last_lines(path, asked)
+        lines, end = last_lines(path, wanted)
         events = [event for line in lines if (event := _event(line)) is not None]
-        if len(events) >= count or len(lines) < asked:
+        if len(events) >= count or len(lines) < wanted:
             return events[max(0, len(events) - count) :], end
-        asked *= 2
+        wanted *= 2
 
 
 def unit_of(path: Path) -> str:
@@ -118,17 +111,17 @@ def unit_of(path: Path) -> str:
 
 
 def follow(run: RunDir, seen: Sequence[Event], offset: int) -> Iterator[list[Event]]:
-    """Yields the events that are appended to a run's record behind `offset`, until the run ends.
+    """Yields the events appended to a run's record after `offset`, until the run ends.
 
-    `seen`: the events up to there, as far as they were looked at.
+    `seen`: events before `offset` that the caller has read.
     """
     follower = Follower(run.events, offset)
-    about: deque[Event] = deque(maxlen=8)
-    at = _remember(about, seen)
+    lifecycle: deque[Event] = deque(maxlen=8)
+    at = _remember(lifecycle, seen)
     while True:
-        before = _goes_on(run, about, at)
+        before = _is_running(run, lifecycle, at)
         new = follower.poll()
-        at = _remember(about, new) or at
+        at = _remember(lifecycle, new) or at
         yield new
         if not before and not new:
             return
@@ -137,10 +130,9 @@ def follow(run: RunDir, seen: Sequence[Event], offset: int) -> Iterator[list[Eve
 
 
 def follow_log(run: RunDir, path: Path, offset: int) -> Iterator[list[bytes]]:
-    """Yields the lines that are appended to a rank's log behind `offset`, until the run ends."""
+    """Yields the lines appended to a rank's log after `offset`, until the run ends."""
     last, at = last_events(run.events, 8) if run.events.exists() else ([], 0)
-    watch = follow(run, last, at)
-    for _ in watch:
+    for _ in follow(run, last, at):
         lines, offset = _added(path, offset)
         yield lines
     yield _added(path, offset)[0]
@@ -157,13 +149,13 @@ def _added(path: Path, offset: int) -> tuple[list[bytes], int]:
     return whole.split(b"\n")[:-1], offset + len(whole)
 
 
-def _goes_on(run: RunDir, about: Sequence[Event], seen: float) -> bool:
-    return run_status(run, tuple(about), seen).state == "running"
+def _is_running(run: RunDir, lifecycle: Sequence[Event], seen: float) -> bool:
+    return run_status(run, tuple(lifecycle), seen).state == "running"
 
 
-def _remember(about: deque[Event], events: Sequence[Event]) -> float:
-    """Keeps the events of a run's start and end; returns the time of the last event, or 0."""
-    about.extend(e for e in events if isinstance(e, RunStarted | Stop | RunFinished | Failed))
+def _remember(lifecycle: deque[Event], events: Sequence[Event]) -> float:
+    """Collects events of a run's start and end; returns the time of the last event, or 0."""
+    lifecycle.extend(e for e in events if isinstance(e, RunStarted | Stop | RunFinished | Failed))
     return events[-1].time if events else 0.0
 
 

@@ -1,21 +1,19 @@
-"""The columns of a large record on the disk, so that it is not parsed again; disposable.
+"""Caches the columns of a large record on disk, so that it is parsed only once; safe to delete.
 
-They are in two places: in the run's own folder, written by the run while it goes on (`extend`), and
-in the reader's cache folder, written by readers of a record that has none or whose are not up to date.
+Columns are in two places: in the run's own `columns/`, written by the run while it trains (`extend`),
+and in the reader's `cache_folder`, written by readers if the run's columns are missing or outdated.
 Readers never write into the run, and trust neither.
 
 ```
-columns.json        a checksum, then what follows: which record it was, up to which byte it was
-                    read, and every column's file with its checksums
-columns-<token>/    one file for each column, numbers one after another
+columns.json        a checksum, then which record was read, up to which byte, and every column's
+                    file with its checksums
+columns-<token>/    one file per column: its numbers
 ```
 
-in the run's `columns/` or in the reader's own `cache_folder`.
-
-A column's file is only ever added to, behind what the last `columns.json` counts, by one process
-at a time; then `columns.json` is replaced. So whoever reads meanwhile sees what was there before.
-Of a record that only grew, the rest is read and added; for one that was cut or replaced, and where
-a checksum is wrong, everything is made anew. Without a folder, nothing is kept.
+One process at a time appends to a column's file, after the bytes that the last `columns.json` counts,
+and then replaces `columns.json`; a concurrent reader sees the previous state. If the record has only
+grown, the new part is appended; if it was cut or replaced, or a checksum does not match, the columns
+are written from scratch. Without a folder, nothing is cached.
 """
 
 from __future__ import annotations
@@ -42,16 +40,16 @@ from instar.config.files import open_regular, own_regular
 from instar.data.workers import WorkerLost, Workers
 from instar.distributed.placement import usable_cores
 from instar.logs.read.columns import AXIS_TYPES, CELLS, LazyColumns, MetricTable, absent
-from instar.logs.read.scan import AT_ONCE_BYTES, FAULTS_TOLD, Content, pieces, scan
+from instar.logs.read.scan import AT_ONCE_BYTES, MAX_FAULTS, Content, pieces, scan
 from instar.logs.read.sidecar import (
     MOST_BYTES,
     FileStamp,
     cache_folder,
+    create,
     evict,
-    make,
+    mark_used,
     read_checked,
     stamp_of,
-    used,
     write_checked,
 )
 from instar.record.rundir import RunDir
@@ -59,15 +57,15 @@ from instar.record.rundir import RunDir
 SMALL_BYTES = 1 << 20
 """size up to which parsing a record is as fast as reading its columns"""
 GROWN_SHARE = 128
-"""New lines are added to the columns once they are this fraction (1 / n) of the record."""
+"""new lines are added to the columns once they are this fraction (1 / n) of the record"""
 PARALLEL_BYTES = 1 << 26
-"""uncached bytes from which on several processes are faster"""
+"""uncached bytes from which several processes are faster"""
 EVERY_S = 30.0
 """interval at which a run updates its columns"""
 FORM = 1
-"""Another one wherever events make other columns than before: a run's columns outlive a version."""
+"""version of the columns that events become; a run's columns outlive versions of Instar"""
 COLUMNS = "columns"
-"""The folder of columns in a run's own."""
+"""the columns' folder inside a run's"""
 _FOLDER = re.compile(r"columns-[0-9a-f]{8}")
 _NAME = re.compile(r"events\.jsonl|\d+-[a-z0-9_]+")
 
@@ -77,7 +75,7 @@ class Damaged(Exception):  # noqa: N818
 
 
 class _File(msgspec.Struct):
-    """A file, and the checksum of each part that was added to it, with its bytes."""
+    """A file, and the size in bytes and checksum of each part that was appended to it."""
 
     name: str
     parts: list[tuple[int, str]] = []
@@ -103,17 +101,17 @@ class _Index(msgspec.Struct):
 
 
 def content(run: RunDir, workers: int | None = None) -> Content:
-    """Reads a record: its columns in the run's folder or in the reader's cache; the rest is scanned.
+    """Reads a record from columns in the run's folder or the reader's cache, and scans the rest.
 
-    The cache is made or added to where much would be scanned. Columns are read when they are asked
-    for, and then raise `Damaged` if they are not what was written. `workers`: see `pieces`.
+    A long rest is added to the cache. Columns are loaded lazily and raise `Damaged` on access if a
+    checksum does not match. `workers`: see `pieces`.
 
     Raises:
         RecordError: the record cannot be read.
     """
     size = _size(run.events)
     written = load(run.events, run.path / COLUMNS, portable=True)
-    if written and size - written.end <= _worth_keeping(written.end):
+    if written and size - written.end <= _min_new_bytes(written.end):
         return written.then(*pieces(run.events, written, workers))
     return readers_content(run, workers)
 
@@ -129,9 +127,9 @@ def readers_content(run: RunDir, workers: int | None = None, until: int | None =
     held = added = last = load(record, folder) if folder else None
     begin = held.end if held else 0
     size = _size(record) if until is None else until
-    if begin > size:  # another reader has seen more
+    if begin > size:  # another reader has cached more
         return scan(record, until=until)
-    adding = _worth_keeping(begin) < size - begin and size <= MOST_BYTES
+    adding = _min_new_bytes(begin) < size - begin and size <= MOST_BYTES
     rest: list[Content] = []
     for more in pieces(record, held, workers, until):
         if last and last.inode != more.inode:
@@ -148,7 +146,7 @@ def readers_content(run: RunDir, workers: int | None = None, until: int | None =
     if folder and added is not held:
         evict(folder)
         held = load(record, folder)
-        if held is None or held.end != begin:  # another process has made it anew
+        if held is None or held.end != begin:  # another process has replaced it
             return scan(record, until=until)
     return (held or Content()).then(*rest)
 
@@ -163,36 +161,36 @@ def columns_kept(run: RunDir, every_s: float = EVERY_S) -> Iterator[None]:
     folder = run.path / COLUMNS
     if load(run.events, folder, portable=True) is None and not folder.is_symlink():
         discard(folder)  # once the record has grown, they might seem to be its own
-    left = threading.Event()
+    leaving = threading.Event()
 
     def work() -> None:
-        while not left.wait(every_s):
-            extend(run, left)
+        while not leaving.wait(every_s):
+            extend(run, leaving)
 
     thread = threading.Thread(target=work, name="columns", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        left.set()
+        leaving.set()
         thread.join()
         extend(run, finished=True)
 
 
-def extend(run: RunDir, left: threading.Event | None = None, *, finished: bool = False) -> None:
-    """Adds to the columns in the run's folder what the record has grown by, once that is worth it.
+def extend(run: RunDir, leaving: threading.Event | None = None, *, finished: bool = False) -> None:
+    """Appends new lines of the record to the columns in the run's folder, if they are enough.
 
-    Whatever prevents it is no error: the columns end earlier, and readers scan the rest.
+    Failures are ignored: the columns end earlier, and readers scan the rest.
 
     Args:
-        left: set when there is no more time for it.
-        finished: add the last lines too, unless there are so many that it would take seconds.
+        leaving: set to stop early.
+        finished: append even a few last lines, unless that would take seconds.
     """
     folder = run.path / COLUMNS
     held = load(run.events, folder, portable=True)
     begin = held.end if held else 0
     size = _size(run.events)
-    if size < SMALL_BYTES or size - begin <= (0 if finished else _worth_keeping(begin)):
+    if size < SMALL_BYTES or size - begin <= (0 if finished else _min_new_bytes(begin)):
         return
     if finished and size - begin > AT_ONCE_BYTES:
         return
@@ -202,27 +200,27 @@ def extend(run: RunDir, left: threading.Event | None = None, *, finished: bool =
                 return
             if not _add(run.events, folder, held, more, portable=True):
                 return
-            if left is not None and left.is_set():
+            if leaving is not None and leaving.is_set():
                 return
             held = more
 
 
-def _worth_keeping(end: int) -> int:
-    """New bytes from which on columns are extended."""
+def _min_new_bytes(end: int) -> int:
+    """Returns the number of new bytes from which columns are extended."""
     return max(SMALL_BYTES, end // GROWN_SHARE)
 
 
 def load(record: Path, folder: Path, *, portable: bool = False) -> Content | None:
-    """Loads the columns on disk that fit a record as it is now, or None.
+    """Loads the columns on disk if they match the record as it is now, else returns None.
 
-    `portable`: they are those of the run's folder, which may be a copy, or anybody's work.
+    `portable`: for the run's folder, which may be a copy and is not trusted.
     """
     try:
         index = _index(record, folder, portable)
         if index is None:
             return None
         if not portable:
-            used(folder)
+            mark_used(folder)
         place = folder / index.folder
         if portable and not _is_plausible(place, index):
             return None
@@ -238,7 +236,7 @@ def load(record: Path, folder: Path, *, portable: bool = False) -> Content | Non
 
 
 def _is_plausible(place: Path, index: _Index) -> bool:
-    """Whether a record of its size can have such columns, before any memory is taken for them."""
+    """Checks, before allocating memory, that a record of its size can have such columns."""
     end, tables = index.stamp.end, index.tables.values()
     if index.passed_over or index.faults or not stat.S_ISDIR(place.lstat().st_mode):
         return False
@@ -262,7 +260,7 @@ def _bytes_of(file: _File) -> int:
 
 
 def discard(folder: Path) -> None:
-    """Deletes columns; without their index, files that cannot be deleted are ignored."""
+    """Deletes columns, index first: files that cannot be deleted are ignored without it."""
     with suppress(OSError):
         (folder / "columns.json").unlink()
     for place in folder.glob("columns-*"):
@@ -333,10 +331,10 @@ def _read(place: Path, file: _File, dtype: str) -> Any:
                 raise Damaged(place / file.name)
             values = np.empty(size // np.dtype(dtype).itemsize, dtype)
             raw = values.view("u1").data
-            got = opened.readinto(raw)
+            bytes_read = opened.readinto(raw)
     except OSError as error:
         raise Damaged(place / file.name) from error
-    if got != size:
+    if bytes_read != size:
         raise Damaged(place / file.name)
     start = 0
     for length, checksum in file.parts:
@@ -352,10 +350,10 @@ def _add(
     """Appends `more`, which follows `held`, to the columns; returns whether it was written."""
     mode = 0o666 if portable else 0o600
     try:
-        make(folder, 0o777 if portable else 0o700)
+        create(folder, 0o777 if portable else 0o700)
         if folder.is_symlink():
             return False
-        with _alone(folder, mode):
+        with _locked(folder, mode):
             index = _index(record, folder, portable) if held else None
             if held and (index is None or index.stamp.end != held.end):
                 return False
@@ -364,11 +362,11 @@ def _add(
                 return False
             if _cells(index, more) > CELLS + more.end:
                 return False
-            index = index or _new(folder, stamp)
+            index = index or _new_index(folder, stamp)
             _append(folder / index.folder, index, more, mode)
             index.stamp, index.lines = stamp, more.lines
             index.passed_over += more.passed_over
-            index.faults = [*index.faults, *more.faults][:FAULTS_TOLD]
+            index.faults = [*index.faults, *more.faults][:MAX_FAULTS]
             write_checked(folder / "columns.json", msgspec.json.encode(index))
             if not held:
                 for other in folder.glob("columns-*"):
@@ -390,7 +388,7 @@ def _cells(index: _Index | None, more: Content) -> int:
     return total
 
 
-def _new(folder: Path, stamp: FileStamp) -> _Index:
+def _new_index(folder: Path, stamp: FileStamp) -> _Index:
     place = f"columns-{secrets.token_hex(4)}"
     (folder / place).mkdir()
     version = instar.__version__
@@ -427,7 +425,7 @@ def _write(place: Path, file: _File, values: Any, mode: int) -> None:
 
 
 @contextmanager
-def _alone(folder: Path, mode: int) -> Iterator[None]:
+def _locked(folder: Path, mode: int) -> Iterator[None]:
     """Locks the columns for writing.
 
     Raises:
@@ -441,7 +439,7 @@ def _alone(folder: Path, mode: int) -> Iterator[None]:
 def fill(runs: Sequence[RunDir]) -> None:
     """Brings the caches of many runs up to date, with one process per core.
 
-    What is wrong with a record is reported when it is read.
+    Faults of a record are reported when it is read.
     """
     unread = {run: size for run in runs if (size := _unread_bytes(run)) >= SMALL_BYTES}
     count = min(len(unread), usable_cores())
@@ -449,13 +447,13 @@ def fill(runs: Sequence[RunDir]) -> None:
         return
     with suppress(WorkerLost), Workers(_Filler, count) as workers:
         largest = sorted(unread, key=lambda run: -unread[run])
-        asked = [workers.call(n % count, "fill", run) for n, run in enumerate(largest)]
-        for answer in asked:
+        pending = [workers.call(n % count, "fill", run) for n, run in enumerate(largest)]
+        for answer in pending:
             answer.result()
 
 
 class _Filler:
-    """What a worker process does for `fill`."""
+    """Fills caches in a worker process."""
 
     def fill(self, run: RunDir) -> None:
         with suppress(InstarError):
@@ -471,6 +469,6 @@ def _unread_bytes(run: RunDir) -> int:
     if size < SMALL_BYTES or size > MOST_BYTES or folder is None:
         return 0
     written = load(run.events, run.path / COLUMNS, portable=True)
-    if written and size - written.end <= _worth_keeping(written.end):
+    if written and size - written.end <= _min_new_bytes(written.end):
         return 0
     return max(0, size - held_bytes(run.events, folder))

@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 
 CELLS = 1 << 27
-"""Numbers that a table may have beyond the bytes of its record: each that was written takes several
-bytes, but of a metric that was written once there is a place for every step."""
+"""Cells that a table may have beyond the bytes of its record. A written number takes several bytes,
+but a metric written only once still has a cell for every step."""
 
 
 @dataclass(frozen=True)
 class MetricTable:
     """Measurements of one kind, in the order in which they were written.
 
-    All columns have `rows` places. A column may be read only when it is asked for.
+    All columns have `rows` values. A column may be loaded lazily.
     """
 
     rows: int
@@ -54,7 +54,7 @@ class MetricTable:
 
 @dataclass
 class TableBuilder:
-    """A table that measurements are added to."""
+    """Builds a `MetricTable` from measurements added in parts."""
 
     rows: int = 0
     axes: dict[str, _Column] = field(default_factory=dict)
@@ -62,10 +62,10 @@ class TableBuilder:
     first_steps: dict[int, int] = field(default_factory=dict)
 
     def add(self, events: Measured, most: int = CELLS) -> None:
-        """Add measurements, to `most` numbers in all.
+        """Adds measurements.
 
         Raises:
-            RecordError: these would be more.
+            RecordError: the table would have more than `most` cells.
         """
         axes, found = _columns(events, lambda names: self._check(names, len(events), most))
         for name, dtype in AXIS_TYPES.items():
@@ -117,9 +117,9 @@ def absent(rows: int) -> Column:
 
 
 def present(values: Column) -> Column:
-    """Where a metric's column holds what was written."""
-    there: Column = values.view("<i8") != ABSENT_BITS
-    return there
+    """Returns a mask of the values that were written."""
+    mask: Column = values.view("<i8") != ABSENT_BITS
+    return mask
 
 
 def is_measured(kind: type[Event]) -> bool:
@@ -128,7 +128,7 @@ def is_measured(kind: type[Event]) -> bool:
 
 
 def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
-    """The measurements among events by the name of their table; each held-out split has one."""
+    """Groups measurements by the name of their table; each held-out split has its own."""
     if events and set(map(type, events)) == {type(events[0])} and isinstance(events[0], Train):
         return {"train": cast("Sequence[Train]", events)}
     found: dict[str, Any] = {}
@@ -143,7 +143,7 @@ def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
 
 
 def join(tables: Sequence[MetricTable]) -> MetricTable:
-    """One table after another; a column is joined when it is asked for."""
+    """Concatenates tables; columns are joined lazily."""
     if len(tables) == 1:
         return tables[0]
 
@@ -171,7 +171,7 @@ def join(tables: Sequence[MetricTable]) -> MetricTable:
 
 
 class LazyColumns(Mapping[str, Any]):
-    """A mapping whose values are made when they are first asked for, and kept."""
+    """A mapping that computes values on first access and caches them."""
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Any]) -> None:
         self._names = dict.fromkeys(names)
@@ -184,7 +184,7 @@ class LazyColumns(Mapping[str, Any]):
         return self._made[name]
 
     def once(self, name: str) -> Any:
-        """Without keeping it."""
+        """Returns the value without caching it."""
         if name not in self._names:
             raise KeyError(name)
         return self._made[name] if name in self._made else self._make(name)
@@ -202,7 +202,7 @@ class LazyColumns(Mapping[str, Any]):
 def _columns(
     events: Measured, check: Callable[[Iterable[str]], None]
 ) -> tuple[Mapping[str, Column], dict[str, Column]]:
-    """The axes and the metrics of measurements of one kind; `check` is given their names first."""
+    """Returns axes and metrics of measurements of one kind; calls `check` with the names first."""
     if isinstance(events[0], Train):
         table = table_of(cast("Sequence[Train]", events))
         axes = {name: table[name] for name in AXIS_TYPES}
@@ -234,7 +234,7 @@ AXIS_TYPES = {
 }
 ABSENT_BITS = 0x7FF8_0000_000A_B5E7
 ABSENT: float = np.array([ABSENT_BITS], "<i8").view("<f8")[0].item()
-"""A NaN of its own: no value was written there. `present` tells it from one that was measured."""
+"""A NaN with its own bit pattern: no value was written. `present` tells it from a measured NaN."""
 
 _types = get_type_hints(Train, include_extras=True)
 _optional = [field.name for field in msgspec.structs.fields(Train) if field.default is None]
@@ -247,7 +247,7 @@ _Step: Any = msgspec.defstruct(
     kw_only=True,
     gc=False,
 )
-"""A `Train` in which what was not written is `ABSENT`, so that all of it is numbers."""
+"""A `Train` whose missing metrics are `ABSENT` instead of None, so that all fields are numbers."""
 _kinds = [_Step if kind is Train else kind for kind in get_args(AnyEvent)]
 _decoder = msgspec.json.Decoder(reduce(or_, _kinds), strict=False)
 
@@ -260,18 +260,16 @@ _row = struct.Struct("@" + "".join(_form.values()) + "0q")
 
 
 def decode_lines(block: bytes) -> list[Event]:
-    """The events of whole lines as `record.events.decode_lines` has them, raising what that raises;
-    in a training step, a metric that was not written is `ABSENT`.
-    """
+    """Decodes whole lines like `record.events.decode_lines`, with `ABSENT` for missing train metrics."""
     events: list[Event] = _decoder.decode_lines(block)
     return events
 
 
 def table_of(steps: Sequence[Train]) -> dict[str, npt.NDArray[Any]]:
-    """Every field of all steps, `ABSENT` for a None; of `extra`, whether there is any."""
+    """Returns each field of all steps as a column, `ABSENT` for None; for `extra`, whether any is set."""
     try:
         rows = b"".join(starmap(_row.pack, map(astuple, steps)))
-    except struct.error:  # a None, where one was written or told
+    except struct.error:  # a field is None
         rows = b"".join(
             _row.pack(*[ABSENT if field is None else field for field in astuple(step)])
             for step in steps

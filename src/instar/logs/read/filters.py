@@ -1,4 +1,4 @@
-"""Events of a record by kind and step, line by line: a record of any size needs no memory."""
+"""Filters the events of a record by kind and step, line by line, in constant memory."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from instar.record.rundir import RunDir
 
 KINDS = tuple(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))
 _KIND = re.compile(rb'\{"v":\d+,"kind":"([^"\\]*)"')
-_OF_LINEAGE = (b"run_started", b"checkpoint")
+_LINEAGE_KINDS = (b"run_started", b"checkpoint")
 
 
 @dataclass(frozen=True)
 class FilteredEvent:
-    """One event that was asked for."""
+    """One event that matches the filters."""
 
     line: bytes
     """as it was written"""
     event: Event
     superseded: bool
-    """the run has gone on from before it"""
+    """the run was resumed from an earlier step"""
 
 
 def filter_events(
@@ -47,15 +47,16 @@ def filter_events(
     to_step: int | None = None,
     superseded: bool = False,
 ) -> Iterator[FilteredEvent]:
-    """The events of these kinds (none: all) at these steps, both included, in their order.
+    """Yields the events of these kinds (none: all) from `from_step` to `to_step`, both included.
 
-    An event without a step is asked for only without steps. `superseded`: also what is.
+    Events without a step match only if neither bound is given. `superseded`: include superseded
+    events.
 
     Raises:
         RecordError: the record cannot be read.
     """
     lineage = Lineage()
-    for _, event in _events(run, _OF_LINEAGE):
+    for _, event in _events(run, _LINEAGE_KINDS):
         lineage.take(event)
     limits = lineage.limits()
     for line, event in _events(run, [kind.encode() for kind in kinds]):
@@ -69,36 +70,36 @@ def filter_events(
         if to_step is not None and (step is None or step > to_step):
             continue
         placed = isinstance(event, Placed)
-        gone = placed and step is not None and step > limits.get(event.segment, EVERYTHING)
-        if superseded or not gone:
-            yield FilteredEvent(line, event, gone)
+        is_superseded = placed and step is not None and step > limits.get(event.segment, EVERYTHING)
+        if superseded or not is_superseded:
+            yield FilteredEvent(line, event, is_superseded)
 
 
 def kind_of(event: Event) -> str:
-    """`train`, `eval`, …; of one that a newer Instar wrote, what that calls it."""
+    """Returns the kind's name, as `train` or `eval`, also for kinds that only a newer Instar knows."""
     return event.name if isinstance(event, Unrecognised) else str(event.__struct_config__.tag)
 
 
-def check_kinds(kinds: Collection[str], there: Collection[str] = ()) -> None:
-    """`there`: kinds that were found beyond those that are known.
+def check_kinds(kinds: Collection[str], found: Collection[str] = ()) -> None:
+    """Checks names of kinds; `found`: kinds of a newer Instar that occur in the record.
 
     Raises:
-        ConfigError: there is no such kind; suggests one.
+        ConfigError: a kind is unknown; suggests one.
     """
     for kind in kinds:
-        if kind not in KINDS and kind not in there:
+        if kind not in KINDS and kind not in found:
             near = get_close_matches(kind, KINDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(KINDS)}"
-            raise ConfigError.one(f"there is no kind of event {kind!r}", "--kind", hint)
+            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(KINDS)}"
+            raise ConfigError.one(f"unknown kind of event {kind!r}", "--kind", hint)
 
 
 def _events(run: RunDir, kinds: Collection[bytes]) -> Iterator[tuple[bytes, Event]]:
-    """Every line that is an event, of these kinds as far as that can be seen without reading it."""
+    """Yields the lines that are events; skips other kinds where the line's prefix already shows it."""
     try:
         with open_regular(run.events) as file:
             for line in file:
-                begins = _KIND.match(line)
-                if kinds and begins and begins[1] not in kinds:
+                match = _KIND.match(line)
+                if kinds and match and match[1] not in kinds:
                     continue
                 try:
                     yield line.rstrip(b"\n"), decode(line)

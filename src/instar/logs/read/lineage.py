@@ -1,7 +1,7 @@
 """Determines which steps of a run were superseded by a resume from an earlier checkpoint.
 
-Each segment grows out of a checkpoint, and that out of the segment which saved it. What the newest
-segment descends from still counts; all else is superseded.
+Each segment resumes from a checkpoint, which an earlier segment saved. Steps on the newest segment's
+line of descent count; all others are superseded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Lineage(msgspec.Struct):
     def limits(self, first_steps: Mapping[int, int] | None = None) -> dict[int, int]:
         """Returns the last step of each segment that is not superseded; `NOTHING` if all are.
 
-        `first_steps`: the first measured step of each segment, for one whose beginning was lost.
+        `first_steps`: the first measured step of each segment, for segments without a `run_started`.
         """
         lost = {segment: max(step - 1, 0) for segment, step in (first_steps or {}).items()}
         began = lost | self.began

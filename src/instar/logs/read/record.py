@@ -1,7 +1,7 @@
 """Reads the record of a run: metrics as columns, all other events as objects.
 
-Nothing that a run has written is ever deleted. What a resume from an earlier step superseded is
-masked (`kept` is false) but still available.
+Written events are never deleted. Steps superseded by a resume from an earlier step are masked
+(`kept` is false) but still available.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ ALIASES = {
 
 
 class Series:
-    """One metric of one run, in the order in which it was written; all arrays have one length.
+    """One metric of one run in the order of writing; all arrays have shape [n].
 
-    A place from which the run's newest segment does not descend, because the run went on from an
-    earlier step or from another segment's checkpoint, has `kept` false. Non-finite values are as
-    they were. An axis is read when it is asked for. Arrays are shared between series: not to be
-    written to.
+    `kept` is false for superseded points: the run was resumed from an earlier step or from another
+    segment's checkpoint. Non-finite values are unchanged. Axes are loaded lazily. Arrays are shared
+    between series; do not write to them.
     """
 
     def __init__(
@@ -70,12 +69,12 @@ class Series:
     ) -> None:
         """
         Args:
-            axes: those of `AXES`, and `segment`.
-            better: which values are better, where the run has said it; else the name tells.
+            axes: by name: `AXES` and `segment`.
+            better: the direction that the run declares; None: inferred from the name.
         """
         self.name = name
         self.better = better or direction(name)
-        """`min`, `max`, or None: no value is better"""
+        """`min`, `max`, or None: the metric has no direction"""
         self.value = value
         self.kept = kept
         self._axes = axes
@@ -121,11 +120,11 @@ class Series:
         return self._axes["time"]
 
     def axis(self, name: str) -> Floats:
-        """One of `AXES` as floats."""
+        """Returns one of `AXES` as floats."""
         return np.asarray(self._axes[name], np.float64)
 
     def take(self, which: Ints | Bools) -> Series:
-        """Returns the series at these places only."""
+        """Returns the series at these indices, or where the mask is true."""
         axes = LazyColumns([*self._axes], lambda name: self._axes[name][which])
         return Series(self.name, self.value[which], axes, self.kept[which], self.better)
 
@@ -143,7 +142,7 @@ class RecordedEvent:
 
 
 class RunRecord:
-    """A run's record as it was when it was read."""
+    """A snapshot of a run's record."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class RunRecord:
         self.faults = tuple(faults)
         """lines that could not be read and were skipped, with the reason"""
         self.end = end
-        """the byte behind the last line that was read, where a `Follower` continues"""
+        """the byte offset after the last line read, where a `Follower` continues"""
         self._table = table
 
     @property
@@ -174,7 +173,7 @@ class RunRecord:
         """Returns a metric by its name or an alias, superseded points included.
 
         Raises:
-            ConfigError: the run has none of that name; suggests one.
+            ConfigError: the run has no such metric; suggests one.
         """
         name = ALIASES.get(metric, metric)
         if name not in self._table:
@@ -182,7 +181,7 @@ class RunRecord:
         return self._table[name]
 
     def of(self, kind: type[Event]) -> list[RecordedEvent]:
-        """The events of one kind."""
+        """Returns the events of one kind."""
         return [logged for logged in self.events if isinstance(logged.event, kind)]
 
 
@@ -190,18 +189,18 @@ def unknown_metric(metric: str, known: Sequence[str], where: str) -> ConfigError
     from difflib import get_close_matches
 
     near = get_close_matches(metric, [*known, *ALIASES], n=1)
-    list_runs = ", ".join(known) or "none"
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {list_runs}"
+    available = ", ".join(known) or "none"
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {available}"
     return ConfigError.one(f"no metric {metric!r} in {where}", hint=hint)
 
 
 def read(run: RunDir) -> RunRecord:
-    """Reads a run's record, also while it is being written; a large one through its columns.
+    """Reads a run's record, also while it is being written; a large one from its cached columns.
 
     Lines that are not events are skipped and listed in `faults`. An empty record has no events.
 
     Raises:
-        RecordError: the file cannot be read, or it is not empty and nothing in it is an event.
+        RecordError: the file cannot be read, or is not empty and contains no event.
     """
     try:
         small = run.events.stat().st_size < cache.SMALL_BYTES
@@ -213,16 +212,16 @@ def read(run: RunDir) -> RunRecord:
     return _record(run, found)
 
 
-def _record(run: RunDir, found: Content, doubt: int = 0) -> RunRecord:
+def _record(run: RunDir, found: Content, attempt: int = 0) -> RunRecord:
     try:
-        return _decoded(run, found, doubt)
+        return _decoded(run, found, attempt)
     except (cache.Damaged, *NOT_AN_EVENT):
-        if doubt > 1:
+        if attempt > 1:
             raise
-        return _record(run, _anew(run, found, doubt + 1), doubt + 1)
+        return _record(run, _reread(run, found, attempt + 1), attempt + 1)
 
 
-def _decoded(run: RunDir, found: Content, doubt: int) -> RunRecord:
+def _decoded(run: RunDir, found: Content, attempt: int) -> RunRecord:
     events = [decode(line) for line in found.events]
     lineage = Lineage()
     for event in events:
@@ -238,12 +237,12 @@ def _decoded(run: RunDir, found: Content, doubt: int) -> RunRecord:
     for event in events:
         if isinstance(event, RunStarted):
             better |= {name: "max" if b == "max" else "min" for name, b in event.better.items()}
-    table = _Metrics(run, found, last_steps, better, doubt)
+    table = _Metrics(run, found, last_steps, better, attempt)
     return RunRecord(run, logged, table, _faults(run, found), found.end)
 
 
 class _Metrics(Mapping[str, Series]):
-    """Series, each made when it is first asked for."""
+    """Series by name, each created on first access."""
 
     def __init__(
         self,
@@ -251,18 +250,18 @@ class _Metrics(Mapping[str, Series]):
         found: Content,
         last_steps: dict[int, int],
         better: Mapping[str, Direction],
-        doubt: int,
+        attempt: int,
     ) -> None:
         self._better = better
-        self._doubt = doubt
+        self._attempt = attempt
         self._run = run
         self._found = found
         self._last_steps = last_steps
         self._tables: dict[str, str] = {}
         for table in sorted(found.tables, key=lambda name: name != "train"):
-            there = found.tables[table].metrics
-            first = [metric for metric in TRAIN_METRICS if table == "train" and metric in there]
-            for metric in (*first, *there):
+            columns = found.tables[table].metrics
+            first = [metric for metric in TRAIN_METRICS if table == "train" and metric in columns]
+            for metric in (*first, *columns):
                 self._tables.setdefault(metric, table)
         self._kept = LazyColumns([*found.tables], self._kept_of)
         self._series = LazyColumns([*self._tables], self._series_of)
@@ -280,8 +279,8 @@ class _Metrics(Mapping[str, Series]):
         try:
             return getattr(self._found.tables[table], part)[name]
         except cache.Damaged:
-            self._doubt += 1
-            self._found = _anew(self._run, self._found, self._doubt)
+            self._attempt += 1
+            self._found = _reread(self._run, self._found, self._attempt)
             return self._column(table, part, name)
         except KeyError as error:
             raise RecordError(
@@ -292,8 +291,8 @@ class _Metrics(Mapping[str, Series]):
         kept = np.ones(self._found.tables[table].rows, np.bool_)
         for segment, last in self._last_steps.items():
             if last != EVERYTHING:
-                written_in, step = (self._column(table, "axes", n) for n in ("segment", "step"))
-                kept &= (written_in != segment) | (step <= last)
+                segments, step = (self._column(table, "axes", n) for n in ("segment", "step"))
+                kept &= (segments != segment) | (step <= last)
         return kept
 
     def _series_of(self, metric: str) -> Series:
@@ -302,8 +301,8 @@ class _Metrics(Mapping[str, Series]):
         axes = LazyColumns([*AXES, "segment"], lambda name: self._column(table, "axes", name))
         better = self._better.get(metric.partition("/")[2]) if "/" in metric else None
         whole = Series(metric, value, axes, self._kept[table], better)
-        there = present(value)
-        return whole if there.all() else whole.take(there)
+        is_present = present(value)
+        return whole if is_present.all() else whole.take(is_present)
 
 
 def _first_steps(tables: Mapping[str, MetricTable]) -> dict[int, int]:
@@ -315,13 +314,13 @@ def _first_steps(tables: Mapping[str, MetricTable]) -> dict[int, int]:
     return first
 
 
-def _anew(run: RunDir, found: Content, doubt: int) -> Content:
-    """Returns the same part of the record from another source, because columns are damaged.
+def _reread(run: RunDir, found: Content, attempt: int) -> Content:
+    """Reads the same part of the record from another source, because columns are damaged.
 
-    `doubt` 1: from the reader's own cache, which is made if there is none, so that damaged columns
-    in a run's folder are scanned around once, not at every look. 2: from the record alone.
+    `attempt` 1: from the reader's own cache, created if missing, so that damaged columns in a run's
+    folder cost one scan, not one per reading. 2: from the record alone.
     """
-    if doubt == 1:
+    if attempt == 1:
         return cache.readers_content(run, until=found.end)
     if (folder := cache_folder(run)) is not None:
         cache.discard(folder)
@@ -329,10 +328,10 @@ def _anew(run: RunDir, found: Content, doubt: int) -> Content:
 
 
 def _faults(run: RunDir, found: Content) -> list[str]:
-    told = [f"{run.events}:{line}: {reason}" for line, reason in found.faults]
-    if more := found.passed_over - len(told):
-        told.append(f"{run.events}: {more:,} more line{'s' if more > 1 else ''} like these")
-    return told
+    lines = [f"{run.events}:{line}: {reason}" for line, reason in found.faults]
+    if more := found.passed_over - len(lines):
+        lines.append(f"{run.events}: {more:,} more line{'s' if more > 1 else ''} like these")
+    return lines
 
 
 Direction = Literal["min", "max"]
@@ -349,7 +348,7 @@ _HIGH = re.compile(
 def direction(metric: str) -> Direction | None:
     """Returns `min` for losses and errors, `max` for accuracies and scores, else None.
 
-    The last part of the name decides, by any of its words: `val/kind/accuracy`, `test/top5_acc`.
+    Any word in the last part of the name decides: `val/kind/accuracy`, `test/top5_acc`.
     """
     last = metric.rpartition("/")[2].lower()
     if ":" in last:
@@ -361,7 +360,7 @@ def direction(metric: str) -> Direction | None:
 
 
 def read_many(runs: Sequence[RunDir]) -> list[RunRecord]:
-    """Reads many runs, in their order; what is not cached is parsed by one process per core.
+    """Reads many runs, in order; uncached records are parsed by one process per core.
 
     Raises:
         RecordError: see `read`.

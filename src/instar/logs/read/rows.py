@@ -21,10 +21,10 @@ _TIMES_BITS, _STEP_BITS = 10, 40
 
 @dataclass(frozen=True)
 class Rows:
-    """Places and metrics by name; `there` says of each metric in which rows it was measured."""
+    """Places and metrics by name; `measured` masks the rows in which each metric has a value."""
 
     values: dict[str, npt.NDArray[Any]]
-    there: dict[str, npt.NDArray[np.bool_]]
+    measured: dict[str, npt.NDArray[np.bool_]]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -34,41 +34,46 @@ class Rows:
         return len(self.values["step"])
 
     def texts(self, name: str) -> list[str]:
-        """A column as text: the shortest that is read back equal; empty where nothing is."""
+        """Returns a column as text: the shortest that reads back equal; empty where not measured."""
         values = self.values[name].tolist()
-        if name not in self.there:
+        if name not in self.measured:
             return [_text(value) for value in values]
-        there = self.there[name].tolist()
-        return [_text(value) if has else "" for value, has in zip(values, there, strict=True)]
+        measured = self.measured[name].tolist()
+        return [
+            _text(value) if is_measured else ""
+            for value, is_measured in zip(values, measured, strict=True)
+        ]
 
 
 def rows_of(series: Sequence[Series]) -> Rows:
-    """One table of several metrics of one run, in the order of its segments, then its steps.
+    """Returns one table of several metrics of one run, sorted by segment, then by step.
 
-    A metric that was measured more than once at a step, as before and after an operation, takes
-    further rows of that step. The place of a row is that of the first metric in it.
+    A metric measured more than once at a step, as before and after an operation, adds rows for that
+    step. The place of a row is that of its first metric.
     """
     keys = [_keys(each) for each in series]
-    every, inverse = np.unique(np.concatenate([*keys, np.empty(0, np.int64)]), return_inverse=True)
-    where = np.split(inverse, np.cumsum([len(each) for each in keys])[:-1]) if keys else []
+    all_keys, inverse = np.unique(
+        np.concatenate([*keys, np.empty(0, np.int64)]), return_inverse=True
+    )
+    positions = np.split(inverse, np.cumsum([len(each) for each in keys])[:-1]) if keys else []
     values: dict[str, npt.NDArray[Any]] = {}
     for place in PLACES:
         kind = np.int64 if place in ("step", "samples", "tokens", "segment") else np.float64
-        values[place] = np.zeros(len(every), kind)
-        for each, rows in zip(reversed(series), reversed(where), strict=True):
+        values[place] = np.zeros(len(all_keys), kind)
+        for each, rows in zip(reversed(series), reversed(positions), strict=True):
             values[place][rows] = getattr(each, place)
-    there: dict[str, npt.NDArray[np.bool_]] = {}
-    for each, rows in zip(series, where, strict=True):
+    measured: dict[str, npt.NDArray[np.bool_]] = {}
+    for each, rows in zip(series, positions, strict=True):
         name = each.name if each.name not in PLACES else f"{each.name} (measured)"
-        values[name] = np.full(len(every), np.nan)
+        values[name] = np.full(len(all_keys), np.nan)
         values[name][rows] = each.value
-        there[name] = np.zeros(len(every), np.bool_)
-        there[name][rows] = True
-    return Rows(values, there)
+        measured[name] = np.zeros(len(all_keys), np.bool_)
+        measured[name][rows] = True
+    return Rows(values, measured)
 
 
 def _keys(series: Series) -> npt.NDArray[np.int64]:
-    """Segment, step and how often it was measured there before, as one number each."""
+    """Returns sort keys: segment, step and count of earlier measurements there, packed in one int."""
     place = (series.segment << _STEP_BITS) | series.step
     order = np.argsort(place, kind="stable")
     ordered = place[order]

@@ -43,9 +43,9 @@ _FIRST = b'{"v":%d,"kind":"' % VERSION
 
 
 def blocks(file: BinaryIO, place: int, until: int | None = None) -> Iterator[tuple[bytes, int]]:
-    """Blocks of whole lines, and the byte behind each; of a line without measure only a part.
+    """Yields blocks of whole lines and the byte offset after each; truncates extremely long lines.
 
-    `place`: the byte at which the file stands; nothing behind `until` is read.
+    `place`: the current offset of the file; nothing after `until` is read.
     """
     rest = b""
     while chunk := file.read(BLOCK_BYTES if until is None else min(BLOCK_BYTES, until - place)):
@@ -60,25 +60,25 @@ def blocks(file: BinaryIO, place: int, until: int | None = None) -> Iterator[tup
                 rest = rest[:BLOCK_BYTES]
 
 
-def what_it_is(line: bytes, error: BaseException) -> str:
+def describe_line(line: bytes, error: BaseException) -> str:
     """Describes a line that is not an event."""
     if nuls := line.count(b"\0"):
-        return f"{nuls} NUL byte{'s' if nuls > 1 else ''}: a write that was lost"
+        return f"{nuls} NUL byte{'s' if nuls > 1 else ''} from a lost write"
     try:
         line.decode()
     except UnicodeDecodeError:
-        return "not text in UTF-8"
+        return "not valid UTF-8"
     try:
         value = msgspec.json.decode(line)
     except NOT_AN_EVENT:
         return f"not a whole line of JSON: {error}"
     if not isinstance(value, dict):
-        return "JSON, but no event of a run"
+        return "JSON, but not an event of a run"
     version = value.get("v")
     if isinstance(version, int) and version > VERSION:
         return f"written by a newer Instar: version {version}, this one reads {VERSION}"
     if version != VERSION or not isinstance(value.get("kind"), str):
-        return "JSON, but no event of a run"
+        return "JSON, but not an event of a run"
     return f"not an event of a run: {error}"
 
 
@@ -98,7 +98,7 @@ def _likeness(head: bytes) -> str:
     if not head.strip():
         return "blank lines"
     if not head.strip(b"\0"):
-        return "NUL bytes, as a lost write leaves them behind"
+        return "NUL bytes from a lost write"
     if head.startswith(b"\x1f\x8b"):
         return "a compressed file"
     if b"\0" in head or _undecodable(head):
@@ -111,41 +111,40 @@ def _likeness(head: bytes) -> str:
         return "JSON lines of something else"
     version = value.get("v")
     if isinstance(version, int) and version > VERSION and "kind" in value:
-        return f"that of a newer Instar: version {version}, this one reads {VERSION}"
+        return f"the record of a newer Instar: version {version}, this one reads {VERSION}"
     keys = ", ".join(key[:40] for key in list(value)[:4])
-    return f"JSON lines of something else, with {keys or 'nothing'} in them"
+    return f"JSON lines of something else, with keys {keys or 'none'}"
 
 
 def _undecodable(head: bytes) -> bool:
     try:
         head.decode()
     except UnicodeDecodeError as error:
-        return error.end < len(head)  # a letter may be cut at the very end
+        return error.end < len(head)  # a character may be cut at the very end
     return False
 
 
-FAULTS_TOLD = 5
+MAX_FAULTS = 5
 
 
 @dataclass(frozen=True)
 class Content:
-    """A record, or its beginning."""
+    """The parsed content of a record, or of its beginning."""
 
     tables: Mapping[str, MetricTable] = field(default_factory=dict)
     events: tuple[bytes, ...] = ()
-    """the lines of all events that are no measurements"""
+    """the lines of all events that are not measurements"""
     end: int = 0
-    """the byte behind the last line that was read"""
+    """the byte offset after the last line read"""
     lines: int = 0
     faults: tuple[tuple[int, str], ...] = ()
-    """number and reason of the first lines that were skipped"""
+    """number and reason of the first skipped lines"""
     passed_over: int = 0
-    """how many lines were"""
+    """number of skipped lines"""
     inode: int = 0
-    """of the file"""
 
     def then(self, *more: Content) -> Content:
-        """This, and what follows it in the file, part after part."""
+        """Concatenates this content and the parts that follow it in the file."""
         parts = (self, *more)
         tables: dict[str, list[MetricTable]] = {}
         for part in parts:
@@ -156,7 +155,7 @@ class Content:
             tuple(line for part in parts for line in part.events),
             parts[-1].end,
             parts[-1].lines,
-            tuple(fault for part in parts for fault in part.faults)[:FAULTS_TOLD],
+            tuple(fault for part in parts for fault in part.faults)[:MAX_FAULTS],
             sum(part.passed_over for part in parts),
             parts[-1].inode,
         )
@@ -168,7 +167,7 @@ def scan(
     most_bytes: int | None = None,
     until: int | None = None,
 ) -> Content:
-    """Reads a record behind `after`: about `most_bytes` of it, and nothing behind the byte `until`.
+    """Reads about `most_bytes` of a record after `after`, and nothing past the byte `until`.
 
     Raises:
         RecordError: the file cannot be read.
@@ -207,8 +206,8 @@ class _Reading:
         self.passed_over = 0
 
     def take(self, block: bytes, most: int) -> None:
-        """Whole lines, all at once if they are all sound, or else one by one; `most`: numbers that
-        a table may have."""
+        """Adds whole lines, decoded together if all are valid, else one by one; `most`: cells that a
+        table may have."""
         text = np.frombuffer(block, "u1")
         ends = np.flatnonzero(text == ord("\n"))
         try:
@@ -234,8 +233,8 @@ class _Reading:
                 event = decode(line)
             except NOT_AN_EVENT as error:
                 self.passed_over += 1
-                if len(self.faults) < FAULTS_TOLD:
-                    self.faults.append((number, what_it_is(line, error)))
+                if len(self.faults) < MAX_FAULTS:
+                    self.faults.append((number, describe_line(line, error)))
                 continue
             if not is_measured(type(event)):
                 self.events.append(line)
@@ -243,30 +242,30 @@ class _Reading:
 
 
 def _each_holds_one(text: Column, ends: Column) -> bool:
-    """Whether each line holds exactly one object, given that there are as many objects as lines."""
+    """Whether each line holds exactly one object, given as many objects as lines."""
     opened, closed = text[ends[:-1] + 1] == ord("{"), text[ends - 1] == ord("}")
     return bool(opened.all() and closed.all())
 
 
 WORTH_BYTES = 1 << 28
-"""From here on, starting processes takes less time than they save."""
+"""size from which worker processes save more time than starting them takes"""
 PIECE_BYTES = 1 << 25
 AT_ONCE_BYTES = 1 << 28
-"""What one process that reads alone takes for a piece."""
+"""size of a piece where a single process reads"""
 MOST_WORKERS = 8
-"""More would wait for the one that puts together what they have read."""
+"""more would wait for the process that joins their results"""
 _AHEAD = 2
-"""Pieces that each worker is given at a time."""
+"""pieces queued per worker"""
 
 
 class LineRange:
-    """A record of which worker processes read ranges of lines."""
+    """Reads ranges of lines of a record in a worker process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self, begin: int, end: int) -> Content:
-        """Reads the lines between two bytes, at both of which a line begins; numbered from 1."""
+        """Reads the lines between two offsets at which lines begin; lines are numbered from 1."""
         return scan(self.path, Content(end=begin), until=end)
 
 
@@ -276,12 +275,12 @@ def pieces(
     workers: int | None = None,
     until: int | None = None,
 ) -> Iterator[Content]:
-    """Yields what a record holds behind `after`, as contents that follow each other, at least one.
+    """Yields the record after `after` as consecutive contents, at least one.
 
     Args:
-        workers: how many processes may read it, instead of one for each core. What is short, or
-            cannot be given to others, is read here.
-        until: the byte behind which nothing is read.
+        workers: maximum number of processes, by default one per core. Short records are read in
+            this process.
+        until: the byte offset at which reading ends.
 
     Raises:
         RecordError: the file cannot be read.
@@ -303,19 +302,19 @@ def pieces(
 
 
 def _spread(path: Path, after: Content, most: int, until: int | None) -> Iterator[Content]:
-    """Yields what worker processes have read; nothing for a short record."""
+    """Yields what worker processes read; nothing for a short record."""
     size = path.stat().st_size if until is None else until
     count = min(most, MOST_WORKERS, (size - after.end) // PIECE_BYTES)
     if count < 2 or size - after.end < WORTH_BYTES:
         return
     lines, begin = after.lines, after.end
-    asked: deque[tuple[int, Future[Content]]] = deque()
+    pending: deque[tuple[int, Future[Content]]] = deque()
     with Workers(partial(LineRange, path), count) as workers:
         for number, end in enumerate(_borders(path, begin, size)):
-            asked.append((end, workers.call(number % count, "read", begin, end)))
+            pending.append((end, workers.call(number % count, "read", begin, end)))
             begin = end
-            while len(asked) == _AHEAD * count or (asked and end == size):
-                expected, answer = asked.popleft()
+            while len(pending) == _AHEAD * count or (pending and end == size):
+                expected, answer = pending.popleft()
                 more = answer.result()
                 faults = tuple((lines + line, reason) for line, reason in more.faults)
                 lines += more.lines
@@ -325,7 +324,7 @@ def _spread(path: Path, after: Content, most: int, until: int | None) -> Iterato
 
 
 def _borders(path: Path, begin: int, size: int) -> Iterator[int]:
-    """Bytes behind `begin` at which lines begin, about every `PIECE_BYTES`; the last is `size`."""
+    """Yields offsets after `begin` at which lines begin, about every `PIECE_BYTES`; last, `size`."""
     with open_regular(path) as file:
         for place in range(begin + PIECE_BYTES, size, PIECE_BYTES):
             if place < begin:  # within a very long line

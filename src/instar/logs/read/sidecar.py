@@ -1,8 +1,8 @@
 """The reader's own cache folder, where results of reading a record are kept.
 
-A run's folder may be anybody's, so nothing is written there: whatever a reader keeps is in
-`$INSTAR_CACHE_DIR`, or else `$XDG_CACHE_HOME/instar` or `~/.cache/instar`, which only the reader can
-enter, in a folder for each record. All of it together is bounded; what was used least recently goes first.
+A run's folder may belong to another user, so readers never write there. Caches are in
+`$INSTAR_CACHE_DIR`, else `$XDG_CACHE_HOME/instar` or `~/.cache/instar`, readable by this user only, in
+one folder per record. Their total size is bounded; the least recently used are deleted first.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ _WINDOW_BYTES = 4096
 
 
 def cache_folder(run: RunDir) -> Path | None:
-    """Returns the folder that caches a run's record for this user; None: nothing is cached.
-
-    The folder itself need not exist.
-    """
+    """Returns the folder that caches a run's record, which may not exist yet; None: no caching."""
     home = _home()
     if home is None:
         return None
@@ -43,23 +40,23 @@ def cache_folder(run: RunDir) -> Path | None:
     return home / xxhash.xxh3_128_hexdigest(text)
 
 
-def make(folder: Path, mode: int = 0o700) -> None:
+def create(folder: Path, mode: int = 0o700) -> None:
     """Creates a `cache_folder`.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     folder.mkdir(mode, exist_ok=True)
 
 
-def used(folder: Path) -> None:
+def mark_used(folder: Path) -> None:
     """Marks a `cache_folder` as recently used."""
     with suppress(OSError):
         os.utime(folder)
 
 
 def evict(kept: Path) -> None:
-    """Deletes what was used least recently, until no more than `MOST_BYTES` are kept; not `kept`."""
+    """Deletes the least recently used caches until `MOST_BYTES` suffice; never `kept`."""
     with suppress(OSError):
         folders = [
             path for path in kept.parent.iterdir() if _KEY.fullmatch(path.name) and path != kept
@@ -95,8 +92,8 @@ class FileStamp(msgspec.Struct, frozen=True):
     def fits(self, record: Path, written_ns: int | None = None) -> bool:
         """Whether the record still begins with the bytes that were read.
 
-        `written_ns`: when the stamp was written; then the record may be a copy, with an inode and a
-        time of its own, but must not have changed since while its size is the same.
+        `written_ns`: when the stamp was written. If given, the record may be a copy with another
+        inode and time, but a record of the same size must not have been modified since.
         """
         status = record.stat()
         if written_ns is not None:
@@ -119,17 +116,17 @@ def stamp_of(record: Path, end: int) -> FileStamp:
 
 
 def write_checked(path: Path, text: bytes) -> None:
-    """Replace a cache file atomically; its first line is the checksum of the rest."""
-    with atomic_file(path, durable=False) as aside:
-        aside.write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
+    """Replaces a cache file atomically; its first line is the checksum of the rest."""
+    with atomic_file(path, durable=False) as temporary:
+        temporary.write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
 
 
 def read_checked(path: Path) -> bytes:
-    """What `write_checked` wrote.
+    """Reads what `write_checked` wrote.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not what was written.
+        ValueError: the checksum does not match.
     """
     checksum, _, text = read_regular(path).partition(b"\n")
     if checksum != xxhash.xxh3_128_hexdigest(text).encode():

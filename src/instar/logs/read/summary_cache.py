@@ -12,15 +12,16 @@ import msgspec
 
 import instar
 from instar.config.files import open_regular
+from instar.logs.read.filters import kind_of
 from instar.logs.read.lineage import EVERYTHING, Lineage
 from instar.logs.read.scan import blocks, no_record
 from instar.logs.read.sidecar import (
     FileStamp,
     cache_folder,
-    make,
+    create,
+    mark_used,
     read_checked,
     stamp_of,
-    used,
     write_checked,
 )
 from instar.record.events import (
@@ -34,7 +35,6 @@ from instar.record.events import (
     RunStarted,
     Stop,
     Train,
-    Unrecognised,
     decode,
     to_words,
 )
@@ -44,12 +44,12 @@ SMALL_BYTES = 1 << 15
 """bytes up to which new lines are read again rather than cached"""
 _FORM = 1
 _FILE = "summary.json"
-_MANY = tuple(b'{"v":%d,"kind":"%s"' % (VERSION, kind) for kind in (b"train", b"layers"))
+_MEASUREMENTS = tuple(b'{"v":%d,"kind":"%s"' % (VERSION, kind) for kind in (b"train", b"layers"))
 
 
 @dataclass(frozen=True)
 class CachedSummary:
-    """A short summary of a run; what is not known is None or empty."""
+    """A short summary of a run; unknown values are None or empty."""
 
     run: RunDir
     id: str
@@ -80,7 +80,7 @@ class CachedSummary:
     """why the record cannot be read"""
 
 
-class _Seen(msgspec.Struct):
+class _ScanState(msgspec.Struct):
     """The state of a scan of a record."""
 
     lineage: Lineage = msgspec.field(default_factory=Lineage)
@@ -97,24 +97,24 @@ class _Seen(msgspec.Struct):
     """the lines of the newest segment's start, and of its end"""
 
 
-class _Kept(msgspec.Struct):
+class _CacheFile(msgspec.Struct):
     form: int
     instar: str
     stamp: FileStamp
-    seen: _Seen
+    seen: _ScanState
 
 
 def cached_summary(run: RunDir) -> CachedSummary:
     """Returns a run's summary for a list; never raises, whatever its folder contains.
 
-    Only what was added to the record since the last look is read, if there is a `cache_folder`.
+    With a `cache_folder`, only the lines added since the last call are read.
     """
     fault = ""
     try:
-        seen = _look(run)
+        seen = _scan(run)
         fault = "" if seen.kind else no_record(run.events)
     except OSError as error:
-        seen, fault = _Seen(), f"cannot read {run.events}: {error.strerror}"
+        seen, fault = _ScanState(), f"cannot read {run.events}: {error.strerror}"
     events = tuple(decode(line.encode()) for line in seen.about)
     start = next((event for event in events if isinstance(event, RunStarted)), None)
     limits = seen.lineage.limits()
@@ -144,36 +144,35 @@ def cached_summary(run: RunDir) -> CachedSummary:
     )
 
 
-def _look(run: RunDir) -> _Seen:
+def _scan(run: RunDir) -> _ScanState:
     folder = cache_folder(run) if run.events.stat().st_size >= SMALL_BYTES else None
-    seen, begin = _Seen(), 0
+    seen, begin = _ScanState(), 0
     if folder is not None:
         with suppress(OSError, ValueError, msgspec.MsgspecError):
-            kept = msgspec.json.decode(read_checked(folder / _FILE), type=_Kept)
+            kept = msgspec.json.decode(read_checked(folder / _FILE), type=_CacheFile)
             same = (kept.form, kept.instar) == (_FORM, instar.__version__)
             if same and kept.stamp.fits(run.events):
                 seen, begin = kept.seen, kept.stamp.end
-                used(folder)
+                mark_used(folder)
     end = begin
     with open_regular(run.events) as file:
         file.seek(begin)
-        for block, behind in blocks(file, begin):
+        for block, end in blocks(file, begin):  # noqa: B007
             _take(seen, block)
-            end = behind
     if folder is not None and end - begin >= SMALL_BYTES:
-        _keep(folder, _Kept(_FORM, instar.__version__, stamp_of(run.events, end), seen))
+        _keep(folder, _CacheFile(_FORM, instar.__version__, stamp_of(run.events, end), seen))
     return seen
 
 
-def _keep(folder: Path, kept: _Kept) -> None:
+def _keep(folder: Path, kept: _CacheFile) -> None:
     with suppress(OSError):
-        make(folder)
+        create(folder)
         write_checked(folder / _FILE, msgspec.json.encode(kept))
 
 
-def _take(seen: _Seen, block: bytes) -> None:
+def _take(seen: _ScanState, block: bytes) -> None:
     lines = block.split(b"\n")
-    for line, event in _events(line for line in lines if not line.startswith(_MANY)):
+    for line, event in _events(line for line in lines if not line.startswith(_MEASUREMENTS)):
         seen.lineage.take(event)
         if isinstance(event, RunStarted):
             seen.started = event.time if seen.started is None else seen.started
@@ -187,14 +186,14 @@ def _take(seen: _Seen, block: bytes) -> None:
     _take_last(seen, lines)
 
 
-def _take_last(seen: _Seen, lines: list[bytes]) -> None:
+def _take_last(seen: _ScanState, lines: list[bytes]) -> None:
     """Takes the last event, and the last events with a place and with a loss."""
-    told = placed = False
+    has_last = has_place = False
     for _, event in _events(reversed(lines)):
-        if not told:
-            seen.kind, seen.time, told = _kind(event), event.time, True
-        if isinstance(event, Placed) and not placed:
-            seen.step, seen.tokens, placed = event.step, event.tokens, True
+        if not has_last:
+            seen.kind, seen.time, has_last = kind_of(event), event.time, True
+        if isinstance(event, Placed) and not has_place:
+            seen.step, seen.tokens, has_place = event.step, event.tokens, True
         if isinstance(event, Train):
             seen.loss = to_words(event.loss)
         if isinstance(event, Train | RunStarted):
@@ -208,8 +207,3 @@ def _events(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Event]]:
         except NOT_AN_EVENT:
             continue
         yield line, event
-
-
-def _kind(event: Event) -> str:
-    tag = type(event).__struct_config__.tag
-    return event.name if isinstance(event, Unrecognised) else str(tag)

@@ -26,7 +26,7 @@ class Block:
     rows: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
     numbers: bool = True
-    """all columns but the first are numbers"""
+    """whether all columns but the first are numbers"""
 
 
 def blocks(comparison: Comparison) -> Iterator[Block]:
@@ -35,7 +35,7 @@ def blocks(comparison: Comparison) -> Iterator[Block]:
     if comparison.warnings:
         yield Block("warning", notes=comparison.warnings)
     if any(len(group.runs) > 1 for group in comparison.groups):
-        yield _arms(comparison)
+        yield _groups(comparison)
     for metric, cells in comparison.metrics.items():
         yield Block(
             metric,
@@ -77,30 +77,39 @@ def markdown(comparison: Comparison) -> list[str]:
 
 
 def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
-    """`b reaches val/loss 3 with 31% fewer FLOPs, 12% fewer tok than a`."""
+    """Yields e.g. `b reaches val/loss 3 with 31% fewer FLOPs, 12% fewer tokens than a`."""
     base = names[0]
-    things = (
+    axes = (
         ("flops", "FLOPs"),
         ("tokens", f"{unit}s"),
         ("step", "steps"),
         ("active_s", "active time"),
     )
     for name, by_axis, reached in zip(names[1:], goal.savings, goal.reached[1:], strict=True):
-        told = [(found, what) for axis, what in things if (found := by_axis[axis]) is not None]
-        if told:
-            words = ", ".join(saving_text(found, what) for found, what in told)
-            beside = _beside(max((found for found, _ in told), key=lambda found: found.pairs))
+        savings = [(found, what) for axis, what in axes if (found := by_axis[axis]) is not None]
+        if savings:
+            words = ", ".join(saving_text(found, what) for found, what in savings)
+            beside = _pairing_note(
+                max((found for found, _ in savings), key=lambda found: found.pairs)
+            )
             yield f"{name} reaches {goal.metric} {goal.target:g} with {words} than {base}{beside}"
         else:
-            neither = [
-                who for who, found in ((base, goal.reached[0]), (name, reached)) if not any(found)
+            missing = [
+                label
+                for label, found in ((base, goal.reached[0]), (name, reached))
+                if not any(found)
             ]
-            who = " and ".join(neither) or "of no two runs of equal seed both"
-            one = len(neither) == 1
-            yield f"{name} and {base} cannot be compared: {who} do{'es' if one else ''} not reach it"
+            who = " and ".join(missing)
+            verb = "does" if len(missing) == 1 else "do"
+            why = (
+                f"{who} {verb} not reach it"
+                if who
+                else "no pair of runs with equal seed reaches it"
+            )
+            yield f"{name} and {base} cannot be compared: {why}"
 
 
-def _beside(found: Saving) -> str:
+def _pairing_note(found: Saving) -> str:
     parts = [f"{found.pairs} pairs of equal seed"] if found.pairs > 1 else []
     parts += [] if found.pairs else ["no seed in common: means"]
     if found.left_out:
@@ -111,7 +120,7 @@ def _beside(found: Saving) -> str:
     return f" ({'; '.join(parts)})" if parts else ""
 
 
-def _arms(comparison: Comparison) -> Block:
+def _groups(comparison: Comparison) -> Block:
     rows = tuple(
         (
             group.name,
@@ -138,17 +147,15 @@ def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Bloc
     rows, notes = [], []
     for name, group, reached in zip(names, comparison.groups, goal.reached, strict=True):
         for run, found in zip(group.runs, reached, strict=True):
-            who = name if len(group.runs) == 1 else f"{name}: {run.path.name}"
-            rows.append((who, *_reached(found)))
+            label = name if len(group.runs) == 1 else f"{name}: {run.path.name}"
+            rows.append((label, *_reached(found)))
             if found is not None and found.left_at_step is not None:
-                notes.append(f"{who} is worse again at step {found.left_at_step:,}")
+                notes.append(f"{label} is worse again at step {found.left_at_step:,}")
             if found is not None and found.from_the_start:
-                notes.append(f"{who} has it from its first measurement on, maybe before")
+                notes.append(f"{label} reaches it at its first measurement or earlier")
     headers = ("", "step", unit, "FLOPs", "active", "wall")
-    said = tuple(sentences(goal, names, comparison.unit))
-    return Block(
-        f"{goal.metric} {goal.target:g} is reached at", headers, tuple(rows), (*said, *notes)
-    )
+    notes = [*sentences(goal, names, comparison.unit), *notes]
+    return Block(f"{goal.metric} {goal.target:g} is reached at", headers, tuple(rows), tuple(notes))
 
 
 def _reached(found: LossReached | None) -> tuple[str, ...]:
@@ -177,8 +184,8 @@ def _config(comparison: Comparison, names: Sequence[str]) -> Block:
             by_value.setdefault(repr(value), (value, []))[1].append(name)
         short = _short(key, [value for value, _ in by_value.values()])
         rows += [
-            ("" if number else key, ", ".join(who), text)
-            for number, (text, (_, who)) in enumerate(zip(short, by_value.values(), strict=True))
+            ("" if number else key, ", ".join(runs), text)
+            for number, (text, (_, runs)) in enumerate(zip(short, by_value.values(), strict=True))
         ]
     return Block("configs", ("", "runs", "value"), tuple(rows), numbers=False)
 

@@ -44,17 +44,17 @@ _LONGEST = 200
 
 
 class EventFormatter:
-    """Formats the events of one run in order; remembers the unit of its tokens and why it stopped."""
+    """Formats the events of one run in order; remembers its token unit and its stop reason."""
 
     def __init__(self, where: Path, width: int | None = None, unit: str = "token") -> None:
-        """`width`: columns for which lines are shortened; None: nothing is left out."""
+        """`width`: columns to which lines are shortened; None: unlimited."""
         self.where = where
         self.width = width
         self._unit = unit_text(unit) if unit else TOK
         self._stopped = ""
 
     def lines(self, event: Event) -> list[str]:
-        """Returns the console's lines for one event; none for a kind that the console does not print."""
+        """Returns the console's lines for one event; empty for kinds that the console omits."""
         match event:
             case RunStarted():
                 self._unit = unit_text(event.unit)
@@ -75,7 +75,7 @@ class EventFormatter:
         return self._rare(event)
 
     def every(self, event: Event) -> list[str]:
-        """Returns `lines`, or one line for a kind that the console does not print."""
+        """Returns `lines`, or one line for a kind that the console omits."""
         match event:
             case Stop():
                 self.lines(event)

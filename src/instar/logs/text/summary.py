@@ -23,7 +23,7 @@ from instar.record.format import (
 
 _LABEL = 13
 _GROUPS = ("grad_norm/", "update_ratio/")
-"""metrics of single layers, which a summary leaves out"""
+"""metrics of single layers, omitted from a summary"""
 
 NONE = "-"
 
@@ -53,7 +53,7 @@ def with_error(name: str, value: MetricValue) -> str:
 
 
 def date(seconds: float) -> str:
-    """Local time, to the second; `-` for none."""
+    """Returns local time, to the second; `-` for none."""
     if seconds <= 0:
         return NONE
     try:
@@ -90,14 +90,14 @@ def page(summary: Summary, width: int) -> list[str]:
         lines += ["", "operations"]
         for line in (line for each in summary.operations for line in operation_lines(each)):
             lines += wrapped(line, width, " " * 9)
-    for label, said in (
+    for label, messages in (
         ("alerts", summary.alerts),
         ("warnings", summary.warnings),
         ("not readable", summary.faults),
     ):
-        if said:
+        if messages:
             lines += ["", label]
-            lines += [line for text in said for line in wrapped(f"  {text}", width)]
+            lines += [line for text in messages for line in wrapped(f"  {text}", width)]
     return lines
 
 
@@ -109,12 +109,13 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
     process = [f"process {summary.process}"] if summary.process else []
     yield "state", [state_text(summary), *process]
     if summary.go_on:
-        yield "go on with", [summary.go_on]
+        yield "resume with", [summary.go_on]
     yield "where", [summary.path]
     yield "model", [part for part in (f"{summary.model}{size}", summary.devices, *ranks) if part]
     if summary.started:
-        again = [f"{summary.segments - 1} times gone on with"] if summary.segments > 1 else []
-        yield "started", [date(summary.started), *again]
+        count = summary.segments - 1
+        resumes = [f"resumed {count} time{'' if count == 1 else 's'}"] if count > 0 else []
+        yield "started", [date(summary.started), *resumes]
         yield "last line", [date(summary.seen)]
     yield (
         "reached",
@@ -131,7 +132,7 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
     spent = [f"{duration(summary.active_s)} active", f"{duration(summary.wall_s)} wall"]
     yield "time", [*spent, *pace]
     if summary.memory_peak_bytes is not None:
-        yield "memory", [f"{bytes_text(summary.memory_peak_bytes)} at most"]
+        yield "peak memory", [bytes_text(summary.memory_peak_bytes)]
     if summary.skipped_steps:
         yield "skipped", [f"{summary.skipped_steps:,} steps"]
     if summary.checkpoints:
@@ -145,7 +146,7 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
 
 
 def metric_rows(summary: Summary) -> Iterator[tuple[str, str, str, str, str]]:
-    """Metric, last value, its step, best value, its step."""
+    """Yields metric, last value, its step, best value, its step."""
     for name, last in summary.last.items():
         if name.startswith(_GROUPS):
             continue
@@ -163,7 +164,7 @@ def one_lines(summaries: Sequence[Summary]) -> list[str]:
     """Returns one line for each run, with the same fields in the same order; `-` for no value.
 
     `finished  demo-e5s6m  step 200  486k tok  loss 3.801  best val 4.2071 at 200  20.9k tok/s
-    23.2s active  2 operations`; after them why a run ended that did not end by itself.
+    23.2s active  2 operations`, and the reason if the run was stopped or crashed.
     """
     rows = [_line_cells(summary) for summary in summaries]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -212,20 +213,20 @@ def markdown(summaries: Sequence[Summary]) -> list[str]:
         lines += ["", "## Metrics", "", *markdown_table(head, metrics, right=(1, 2, 3, 4))]
     if summary.operations:
         lines += ["", "## Operations", "", *markdown_table(*_operation_table(summary.operations))]
-    for title, said in (
+    for title, messages in (
         ("Alerts", summary.alerts),
         ("Warnings", summary.warnings),
         ("Not readable", summary.faults),
     ):
-        if said:
-            lines += ["", f"## {title}", "", *(f"- {_md(text)}" for text in said)]
+        if messages:
+            lines += ["", f"## {title}", "", *(f"- {_md(text)}" for text in messages)]
     return lines
 
 
 def markdown_table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
 ) -> list[str]:
-    """A table in Markdown; `right`: the columns of numbers, from 0."""
+    """Returns a table in Markdown; `right`: right-aligned columns, from 0."""
     rule = ["---:" if number in right else "---" for number in range(len(headers))]
     return [f"| {' | '.join(cells)} |" for cells in (headers, rule, *rows)]
 
@@ -266,7 +267,7 @@ def _operation_table(
         )
         for o in operations
     ]
-    return ("step", "operation", "because", "what it did"), rows
+    return ("step", "operation", "reason", "effect"), rows
 
 
 def _md(text: str) -> str:
@@ -274,7 +275,7 @@ def _md(text: str) -> str:
 
 
 def _laid_out(label: str, parts: Sequence[str], width: int) -> list[str]:
-    """`label        part, part,` and what does not fit beside them in lines below."""
+    """Returns lines `label        part, part,`, wrapped at `width` between parts."""
     lines, line = [], label.ljust(_LABEL)
     for number, part in enumerate(parts):
         more = part + ("," if number + 1 < len(parts) else "")

@@ -1,4 +1,4 @@
-"""Tables and lines as plain text; light, because commands that read no run print them too."""
+"""Formats tables and lines as plain text; imports little, because fast commands use it too."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ _GAP = "  "
 def aligned(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
 ) -> list[str]:
-    """Cells below each other; the columns `right`, from 0, flush right.
+    """Returns lines of aligned cells; the columns `right`, from 0, are right-aligned.
 
-    Where all columns together are wider than `width`, those that are too many follow below, under
-    the first column once more.
+    Columns beyond `width` follow in further tables, each of which repeats the first column.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
@@ -30,7 +29,7 @@ def aligned(
 
 
 def wrapped(line: str, width: int | None, indent: str = "    ") -> list[str]:
-    """A line, and what it is too long for in lines below it. Words are not parted."""
+    """Wraps a line at `width`; words are not split."""
     if width is None or len(line) <= width:
         return [line]
     return textwrap.wrap(
@@ -44,7 +43,7 @@ def wrapped(line: str, width: int | None, indent: str = "    ") -> list[str]:
 
 
 def _that_fit(widths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
-    """The columns of each table, by number."""
+    """Yields the indices of the columns of each table."""
     columns, used = [0], widths[0]
     for number, width in enumerate(widths[1:], 1):
         if limit is not None and used + len(_GAP) + width > limit and len(columns) > 1:

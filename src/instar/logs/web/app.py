@@ -1,4 +1,4 @@
-"""The dashboard's addresses and their answers. All of them are GET; nothing is ever written."""
+"""The dashboard's routes and responses. All are GET; nothing is ever written."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from instar.logs.read.summary_cache import cached_summary
 from instar.logs.web.catalog import Catalog
 from instar.logs.web.curves import POINTS, Curves, marks, printable
 from instar.logs.web.sections import PARTS, comparison, sections
-from instar.logs.web.stream import RUNS_AT_MOST, EventStream, log_after, stream
+from instar.logs.web.stream import MAX_RUNS, EventStream, log_after, stream
 from instar.record.events import Event, to_words
 from instar.record.rundir import RunDir
 
 PAGE = (Path(__file__).parent / "page", Path(__file__).parent / "charts")
-EVENTS_AT_MOST = 1000
+MAX_EVENTS = 1000
 _RANK = re.compile(r"rank_(\d{1,6})\.log")
-METRICS_AT_MOST = 64
-COMPARED_AT_MOST = 32
+MAX_METRICS = 64
+MAX_COMPARED = 32
 _ONE = "/api/runs/{key}"
 
 
 def dashboard(folder: Path, is_ending: Callable[[], bool] = lambda: False) -> Starlette:
-    """The app over a folder of runs, or one run; `is_ending` ends the open streams."""
+    """Returns the app for a folder of runs or one run; `is_ending` ends open streams."""
     site = Site(folder, is_ending)
-    about = {
+    per_run = {
         "summary": site.summary,
         **dict.fromkeys(PARTS, site.sections),
         "events": site.events,
@@ -55,14 +55,14 @@ def dashboard(folder: Path, is_ending: Callable[[], bool] = lambda: False) -> St
         Route("/api/curves", site.curves),
         Route("/api/compare", site.compare),
         Route("/api/stream", site.stream),
-        *(Route(f"{_ONE}/{name}", answer) for name, answer in about.items()),
+        *(Route(f"{_ONE}/{name}", answer) for name, answer in per_run.items()),
     ]
-    handlers: dict[Any, Any] = {InstarError: _told, OSError: _told, HTTPException: _missing}
+    handlers: dict[Any, Any] = {InstarError: _error, OSError: _error, HTTPException: _missing}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
 class Site:
-    """The answers; those that read files run in threads."""
+    """The responses; those that read files run in threads."""
 
     def __init__(self, folder: Path, is_ending: Callable[[], bool]) -> None:
         self._folder = folder
@@ -90,11 +90,11 @@ class Site:
         return _json({"folder": str(self._folder), "seen": seen, "rows": rows})
 
     def curves(self, request: Request) -> Response:
-        asked = request.query_params
-        points = min(max(_whole(asked.get("points"), POINTS), 5), POINTS)
-        metrics = asked.getlist("metric")[:METRICS_AT_MOST]
+        query = request.query_params
+        points = min(max(_whole(query.get("points"), POINTS), 5), POINTS)
+        metrics = query.getlist("metric")[:MAX_METRICS]
         parts = []
-        for key in asked.getlist("run")[:RUNS_AT_MOST]:
+        for key in query.getlist("run")[:MAX_RUNS]:
             run = self._catalog.find(key)
             if run is None:
                 continue
@@ -106,8 +106,8 @@ class Site:
 
     async def stream(self, request: Request) -> EventStream:
         last_id = request.headers.get("last-event-id", "")
-        asked = request.query_params
-        return await asyncio.to_thread(stream, self._catalog, asked, last_id, self._is_ending)
+        query = request.query_params
+        return await asyncio.to_thread(stream, self._catalog, query, last_id, self._is_ending)
 
     def summary(self, request: Request) -> Response:
         return _json(summary_of(self._run(request)))
@@ -117,7 +117,7 @@ class Site:
         return _json(sections_of(self._run(request), part))
 
     def compare(self, request: Request) -> Response:
-        keys = request.query_params.getlist("run")[:COMPARED_AT_MOST]
+        keys = request.query_params.getlist("run")[:MAX_COMPARED]
         runs = [run for key in keys if (run := self._catalog.find(key)) is not None]
         return _json({"sections": compared(runs)})
 
@@ -129,10 +129,10 @@ class Site:
 
     def log(self, request: Request) -> Response:
         rank = _whole(request.path_params["rank"], -1)
-        told = log_of(self._catalog, self._run(request), rank)
-        if told is None:
+        answer = log_of(self._catalog, self._run(request), rank)
+        if answer is None:
             raise HTTPException(404)
-        return _json(told)
+        return _json(answer)
 
     def _run(self, request: Request) -> RunDir:
         run = self._catalog.find(request.path_params["key"])
@@ -145,7 +145,7 @@ def _json(data: Any) -> Response:
     return Response(msgspec.json.encode(data), media_type="application/json")
 
 
-def _told(request: Request, error: Exception) -> Response:  # noqa: ARG001
+def _error(request: Request, error: Exception) -> Response:  # noqa: ARG001
     body = msgspec.json.encode({"error": str(error)})
     return Response(body, 422, media_type="application/json")
 
@@ -161,30 +161,30 @@ def _whole(text: str | None, default: int) -> int:
 
 def row(run: RunDir) -> dict[str, Any]:
     """Returns a run's row in the list; for a run that cannot be read, the reason."""
-    seen = cached_summary(run)
-    begun = run.events.exists()
-    if seen.fault and begun:
+    summary = cached_summary(run)
+    has_record = run.events.exists()
+    if summary.fault and has_record:
         return {"id": printable(run.id), "name": printable(run.path.name), "state": "unread"} | {
-            "reason": printable(seen.fault)
+            "reason": printable(summary.fault)
         }
-    written = run.events if begun else run.config
-    status = run_status(run, seen.events, seen.seen or written.stat().st_mtime)
-    told: dict[str, Any] = to_words(
+    written = run.events if has_record else run.config
+    status = run_status(run, summary.events, summary.seen or written.stat().st_mtime)
+    as_json: dict[str, Any] = to_words(
         {
-            "id": printable(seen.id),
-            "name": printable(seen.name),
+            "id": printable(summary.id),
+            "name": printable(summary.name),
             "state": status.state,
             "reason": printable(status.reason),
-            "step": seen.step or 0,
-            "loss": seen.loss,
-            "best": seen.best,
-            "started": seen.started or written.stat().st_mtime,
-            "seen": seen.seen,
-            "model": printable(seen.model),
-            "unit": seen.unit,
+            "step": summary.step or 0,
+            "loss": summary.loss,
+            "best": summary.best,
+            "started": summary.started or written.stat().st_mtime,
+            "seen": summary.seen,
+            "model": printable(summary.model),
+            "unit": summary.unit,
         }
     )
-    return told
+    return as_json
 
 
 def unseen(run: RunDir, written: float) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def summary_of(run: RunDir) -> dict[str, Any]:
 
 
 def sections_of(run: RunDir, part: str) -> dict[str, Any]:
-    """Returns one of `sections.PARTS` of a run; with the stages, the model as it is now."""
-    # a run that has written nothing yet has a config
+    """Returns one of `sections.PARTS` of a run; with `stages`, also the current model."""
+    # a run without a record has a config
     record = RunRecord(run, [], {}, ()) if part == "config" else read(run)
     answer: dict[str, Any] = {"sections": sections(part, record)}
     if part == "stages" and (found := stages(record)):
@@ -214,7 +214,7 @@ def sections_of(run: RunDir, part: str) -> dict[str, Any]:
 
 
 def compared(runs: Iterable[RunDir]) -> list[dict[str, Any]]:
-    """Returns the comparison of those of the runs that can be read."""
+    """Returns the comparison of the runs that can be read."""
     records = []
     for run in runs:
         with suppress(InstarError, OSError):
@@ -223,9 +223,9 @@ def compared(runs: Iterable[RunDir]) -> list[dict[str, Any]]:
 
 
 def events_of(run: RunDir) -> dict[str, Any]:
-    """Returns the latest `EVENTS_AT_MOST` events other than measurements, in order."""
+    """Returns the latest `MAX_EVENTS` events other than measurements, in order."""
     record = read(run)
-    shown = record.events[-EVENTS_AT_MOST:]
+    shown = record.events[-MAX_EVENTS:]
     return {
         "total": len(record.events),
         "events": [_event(record, logged) for logged in shown],
@@ -244,7 +244,7 @@ def logs_of(catalog: Catalog, run: RunDir) -> list[int]:
 
 
 def log_of(catalog: Catalog, run: RunDir, rank: int) -> dict[str, Any] | None:
-    """Returns the end of a rank's log and the byte behind it; None: that rank has no log."""
+    """Returns the end of a rank's log and the offset after it; None: that rank has no log."""
     path = catalog.file(run, run.log(rank))
     if path is None:
         return None
@@ -270,12 +270,12 @@ def _event(record: RunRecord, logged: RecordedEvent) -> dict[str, Any]:
 
 
 def _text(fields: dict[str, Any]) -> str:
-    """The message of an event, or its numbers."""
+    """Returns the message of an event, or its numbers."""
     if "message" in fields:
         return str(fields["message"])
     shown = {k: v for k, v in fields.items() if isinstance(v, str | int | float) and k not in _AXES}
-    told = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in shown.items()}
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in told.items())
+    texts = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in shown.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in texts.items())
 
 
 def _kind(event: Event) -> str:

@@ -19,88 +19,88 @@ logger = logging.getLogger(__name__)
 
 FRESH_S = 0.9
 """age up to which the list is not refreshed"""
-LOOK_S = 0.3
+REFRESH_S = 0.3
 """time limit of one refresh; the remaining runs are updated by the next"""
 
 _Mark = tuple[int, int, int]
-"""time of the last change, size, number of the file"""
+"""time of the last change in ns, size in bytes, inode"""
 _NEVER: _Mark = (0, 0, 0)
 
 
 @dataclass
 class CatalogEntry:
-    """What is known of a run, and since which version of the list."""
+    """A run's row, and the version of the list that added it."""
 
     run: RunDir
     row: dict[str, Any]
     mark: _Mark
     version: int = 0
-    looked: float = 0.0
+    read_at: float = 0.0
 
 
 @dataclass
 class Catalog:
-    """The runs in `root`, by the names of their folders; `root` itself if it is a run.
+    """The runs in `root` by folder name, or `root` itself if it is a run.
 
-    What `look` says of a run is only asked for again when its record has changed, or its process
-    is gone. A folder or a file that leads out of `root` is not there.
+    A row is computed again only when the run's record has changed or its process has ended. Symbolic
+    links out of `root` are ignored.
     """
 
     root: Path
-    look: Callable[[RunDir], dict[str, Any]]
-    """what is said of a run"""
-    unseen: Callable[[RunDir, float], dict[str, Any]]
-    """what is said of one that was not looked at yet, last written to at a time"""
+    summarize_run: Callable[[RunDir], dict[str, Any]]
+    """returns the row of a run"""
+    unread_row: Callable[[RunDir, float], dict[str, Any]]
+    """returns the row of a run that has not been read, given when it was last written to"""
     boot: str = field(default_factory=lambda: secrets.token_hex(4))
-    """of this process's list; versions of another one's mean nothing"""
+    """id of this list; versions of another process's list are not comparable"""
     version: int = 0
     _entries: dict[str, CatalogEntry] = field(default_factory=dict)
-    _gone: dict[str, int] = field(default_factory=dict)
-    _looked: float = float("-inf")
+    _removed: dict[str, int] = field(default_factory=dict)
+    _refreshed_at: float = float("-inf")
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def refresh(self) -> None:
-        """Look at the folder, unless that was done just now."""
-        if time.monotonic() - self._looked >= FRESH_S:
+        """Updates the list, unless it is fresh."""
+        if time.monotonic() - self._refreshed_at >= FRESH_S:
             self._refresh()
 
     def _refresh(self) -> None:
         with self._lock:
-            there = self._folders()
-            for key in [key for key in self._entries if key not in there]:
+            folders = self._folders()
+            for key in [key for key in self._entries if key not in folders]:
                 self._forget(key)
             begin = time.monotonic()
-            marks = {key: _mark(run) for key, run in there.items()}
+            marks = {key: _mark(run) for key, run in folders.items()}
             is_late = False
-            for key in sorted(there, key=lambda key: self._turn(key, marks[key])):
-                looked = self._update(key, there[key], marks[key], is_late)
-                is_late = is_late or (looked and time.monotonic() - begin > LOOK_S)
-            self._looked = time.monotonic()
+            for key in sorted(folders, key=lambda key: self._priority(key, marks[key])):
+                was_read = self._update(key, folders[key], marks[key], is_late)
+                is_late = is_late or (was_read and time.monotonic() - begin > REFRESH_S)
+            self._refreshed_at = time.monotonic()
 
-    def _turn(self, key: str, mark: _Mark | None) -> tuple[float, int]:
-        """Whose look is longest ago comes first; of those without one, who was written to last."""
+    def _priority(self, key: str, mark: _Mark | None) -> tuple[float, int]:
+        """Sort key: least recently read runs first; among unread runs, the latest written first."""
         known = self._entries.get(key)
-        return known.looked if known else 0.0, -mark[0] if mark else 0
+        return known.read_at if known else 0.0, -mark[0] if mark else 0
 
     def since(self, version: int) -> tuple[list[dict[str, Any]], list[str]]:
-        """The runs that changed after a version, and the names of those that are gone."""
+        """Returns the rows that changed after a version, and the names of runs removed since."""
         with self._lock:
             rows = [entry.row for entry in self._entries.values() if entry.version > version]
-            return rows, [key for key, at in self._gone.items() if at > version]
+            return rows, [key for key, at in self._removed.items() if at > version]
 
     def find(self, key: str) -> RunDir | None:
-        """The run of that name, if there is one now."""
+        """Returns the run of that name, or None."""
         self.refresh()
         if key not in self._entries:
-            there = self._folders().get(key)
-            if there is not None and there.holds_run():
+            folder = self._folders().get(key)
+            if folder is not None and folder.holds_run():
                 self._refresh()
         with self._lock:
             entry = self._entries.get(key)
         return entry.run if entry else None
 
     def file(self, run: RunDir, path: Path) -> Path | None:
-        """`path` of `run`, if it is a file and within the run's own folder."""
+        """Returns `path` if it is a file inside the folder of `run`, else None."""
         try:
             real = path.resolve(strict=True)
             return path if real.is_file() and real.is_relative_to(run.path.resolve()) else None
@@ -108,7 +108,7 @@ class Catalog:
             return None
 
     def _folders(self) -> dict[str, RunDir]:
-        """Folders that may be runs; nothing in them has been looked at."""
+        """Returns folders that may be runs, without looking inside."""
         if RunDir(self.root).holds_run():
             root = self.root.resolve()
             return {_key(root.name): RunDir(root)}
@@ -120,32 +120,33 @@ class Catalog:
         return {_key(name): RunDir(self.root / name) for name in names}
 
     def _update(self, key: str, run: RunDir, mark: _Mark | None, is_late: bool) -> bool:
-        """Whether the run was looked at."""
+        """Updates a run's entry; returns whether the run was read."""
         known = self._entries.get(key)
         running = known is not None and known.row.get("state") == "running"
         if known and known.mark == mark and not (running and lock_owner(run) is None):
             return False
-        if mark is None or not _is_own(run):
+        if mark is None or not _has_no_symlinks(run):
             self._forget(key)
             return False
         if is_late:
             if known is None:
                 self._put(
-                    key, CatalogEntry(run, {"key": key, **self.unseen(run, mark[0] / 1e9)}, _NEVER)
+                    key,
+                    CatalogEntry(run, {"key": key, **self.unread_row(run, mark[0] / 1e9)}, _NEVER),
                 )
             return False
-        row = {"key": key, **self._looked_at(run)}
+        row = {"key": key, **self._row(run)}
         if known and known.row == row:
             known.mark = mark
         else:
             self._put(key, CatalogEntry(run, row, mark))
-        self._entries[key].looked = time.monotonic()
+        self._entries[key].read_at = time.monotonic()
         return True
 
-    def _looked_at(self, run: RunDir) -> dict[str, Any]:
+    def _row(self, run: RunDir) -> dict[str, Any]:
         try:
-            return self.look(run)
-        except Exception as error:  # whatever is odd in one run, the others are listed
+            return self.summarize_run(run)
+        except Exception as error:  # a fault in one run must not hide the others
             logger.warning("%s cannot be summarized: %r", _key(str(run.path)), error)
             return {
                 "id": _key(run.id),
@@ -157,22 +158,22 @@ class Catalog:
     def _put(self, key: str, entry: CatalogEntry) -> None:
         self.version += 1
         entry.version = self.version
-        self._gone.pop(key, None)
+        self._removed.pop(key, None)
         self._entries[key] = entry
 
     def _forget(self, key: str) -> None:
         if self._entries.pop(key, None) is not None:
             self.version += 1
-            self._gone[key] = self.version
+            self._removed[key] = self.version
 
 
 def _key(text: str) -> str:
-    """A name as JSON and addresses can say it: not every folder's is UTF-8."""
+    """Returns a folder's name as valid UTF-8, which names of files need not be."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
 def _mark(run: RunDir) -> _Mark | None:
-    """Returns what changes when a run is written to; None: the folder is not a run."""
+    """Returns a mark that changes when the run is written to; None: the folder is not a run."""
     for path in (run.events, run.config):
         try:
             status = path.stat()
@@ -182,7 +183,7 @@ def _mark(run: RunDir) -> _Mark | None:
     return None
 
 
-def _is_own(run: RunDir) -> bool:
+def _has_no_symlinks(run: RunDir) -> bool:
     """Whether no file of a run is a symbolic link."""
-    own = (run.events, run.config, run.logs, run.lock, run.checkpoints)
-    return not any(path.is_symlink() for path in own)
+    paths = (run.events, run.config, run.logs, run.lock, run.checkpoints)
+    return not any(path.is_symlink() for path in paths)

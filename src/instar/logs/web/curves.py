@@ -1,4 +1,4 @@
-"""What a page draws of a run, as JSON: curves thinned, what was superseded, marks."""
+"""Builds the JSON that a page draws of a run: thinned curves, superseded points, marks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from instar.logs.read.record import Floats, Ints, RunRecord, Series
 
 
-FIGURES = 6
-"""that values and FLOPs keep"""
+SIGNIFICANT_FIGURES = 6
+"""to which values and FLOPs are rounded"""
 _DECIMALS = {"wall_s": 2, "active_s": 2, "time": 1}
 _WHOLE = ("step", "samples", "tokens")
 
@@ -46,12 +46,12 @@ def chart_data(
     metrics: Sequence[str] | None = None,
     axes: Sequence[str] = AXES,
 ) -> dict[str, Any]:
-    """What `charts.js` draws of one run; numbers that are not finite are null.
+    """Returns what `charts.js` draws of one run; non-finite numbers are null.
 
     Args:
-        points: of one curve, at most; its spikes are among them.
-        metrics: default: all but standard errors.
-        axes: that it can be drawn over.
+        points: maximum number of points per curve; spikes are preserved.
+        metrics: default all but standard errors.
+        axes: x axes to include.
     """
     from instar.logs.query.summary import summarize
 
@@ -70,35 +70,35 @@ def chart_data(
 def chart_series(
     record: RunRecord, points: int, metrics: Sequence[str], axes: Sequence[str] = AXES
 ) -> dict[str, Any]:
-    """The curves of those of the metrics that the run has, by name: see `curve`."""
-    there = [name for name in metrics if name in record]
-    return {printable(name): curve(record.series(name), points, axes) for name in there}
+    """Returns the curves of those metrics that the run has, by name; see `curve`."""
+    present = [name for name in metrics if name in record]
+    return {printable(name): curve(record.series(name), points, axes) for name in present}
 
 
 def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, Any]:
-    """`{x: {axis: […]}, value: […], superseded: [{segment, x, value}, …]}`."""
-    lost = series.take(~series.kept)
+    """Returns `{x: {axis: […]}, value: […], superseded: [{segment, x, value}, …]}`."""
+    superseded = series.take(~series.kept)
     return _columns(series.current(), points, axes) | {
         "superseded": [
-            {"segment": int(segment)} | _columns(lost.take(lost.segment == segment), points, axes)
-            for segment in np.unique(lost.segment)
+            {"segment": int(segment)}
+            | _columns(superseded.take(superseded.segment == segment), points, axes)
+            for segment in np.unique(superseded.segment)
         ]
     }
 
 
 def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]:
-    """What happened on the way: `{kind, x: {axis: number}, title, text, superseded}`, `text` in
-    lines."""
+    """Returns the marked events: `{kind, x: {axis: number}, title, text, superseded}`."""
     found = []
     for logged in record.events:
-        told = _told(logged.event)
-        if told is not None:
-            kind, title, lines = told
+        mark = _mark(logged.event)
+        if mark is not None:
+            kind, title, lines = mark
             place = _place(record, logged)
             found.append(
                 {
                     "kind": kind,
-                    "x": {axis: _tidy(axis, place[axis]) for axis in axes},
+                    "x": {axis: _coordinate(axis, place[axis]) for axis in axes},
                     "title": shortened(printable(title), 200),
                     "text": shortened(printable("\n".join(filter(None, lines)))),
                     "superseded": not logged.kept,
@@ -108,7 +108,7 @@ def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]
 
 
 def proof_text(operation: OperationEvent) -> str:
-    """`exact, max |Δlogit| 2.1e-06, Δloss -1.2e-08`; empty where nothing was to be proved."""
+    """Returns `exact, max |Δlogit| 2.1e-06, Δloss -1.2e-08`; empty without a proof."""
     proof = operation.proof
     parts = [operation.preserves]
     if "max_logit_diff" in proof:
@@ -119,17 +119,17 @@ def proof_text(operation: OperationEvent) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns `text` encodable as UTF-8, which names of files need not be."""
+    """Returns `text` encodable as UTF-8, which file names need not be."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def shortened(text: str, length: int = 1000) -> str:
-    """Returns at most `length` characters of a text, with an ellipsis where it is cut."""
+    """Returns at most `length` characters of a text, with an ellipsis if it is cut."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def _told(event: Event) -> tuple[str, str, list[str]] | None:
-    """Kind, title and lines of an event that is marked."""
+def _mark(event: Event) -> tuple[str, str, list[str]] | None:
+    """Returns kind, title and lines of a marked event; None for other events."""
     match event:
         case OperationEvent():
             took = f"took {event.seconds:.2g} s" if (event.seconds or 0) > 0.01 else ""
@@ -139,21 +139,21 @@ def _told(event: Event) -> tuple[str, str, list[str]] | None:
             size = "" if event.size_bytes is None else bytes_text(event.size_bytes)
             return "checkpoint", f"checkpoint at step {event.step:,}", [event.reason, size]
         case RunStarted() if event.segment > 1:
-            whence = f"from {event.resumed_from}" if event.resumed_from else ""
+            source = f"from {event.resumed_from}" if event.resumed_from else ""
             title = f"resumed at step {event.step:,}"
-            return "resume", title, [f"segment {event.segment} {whence}".strip(), event.devices]
+            return "resume", title, [f"segment {event.segment} {source}".strip(), event.devices]
         case Alert():
             return "alert", f"alert: {event.name}", [event.message]
         case Failed():
             return "failed", f"rank {event.rank} failed", [event.message]
         case Stop():
-            go_on = "it can go on" if event.resumable else ""
-            return "stop", f"ended at step {event.step:,}", [event.reason, go_on]
+            resumable = "resumable" if event.resumable else ""
+            return "stop", f"ended at step {event.step:,}", [event.reason, resumable]
     return None
 
 
 def _place(record: RunRecord, logged: RecordedEvent) -> dict[str, float]:
-    """The place of an event on all axes: its own, or that of its step with its own clocks."""
+    """Returns the place of an event on all axes: its own, or its step's place at its own time."""
     event = logged.event
     if isinstance(event, Placed):
         return place_of(event)
@@ -164,7 +164,7 @@ def _place(record: RunRecord, logged: RecordedEvent) -> dict[str, float]:
         step = 0 if near is None or not len(near) else int(near.step[-1])
     place = place_at(record, step) | {"time": event.time}
     if near is not None and len(near):
-        # clocks run alike within a segment
+        # wall time advances with the clock within a segment
         first = 0 if isinstance(event, RunStarted) else -1
         place["wall_s"] = max(0.0, float(near.wall_s[first]) + event.time - float(near.time[first]))
     return place
@@ -195,36 +195,36 @@ def _numbers(values: Floats) -> list[float | None]:
 
 
 def _rounded(values: Floats) -> Floats:
-    """To `FIGURES` figures."""
+    """Rounds to `SIGNIFICANT_FIGURES`."""
     known = np.isfinite(values) & (values != 0)
     size = np.floor(np.log10(np.abs(np.where(known, values, 1.0))))
-    up = 10.0 ** np.clip(FIGURES - 1 - size, 0, 300)
-    down = 10.0 ** np.clip(size - FIGURES + 1, 0, 300)
+    up = 10.0 ** np.clip(SIGNIFICANT_FIGURES - 1 - size, 0, 300)
+    down = 10.0 ** np.clip(size - SIGNIFICANT_FIGURES + 1, 0, 300)
     return np.where(known, np.round(values / down * up) / up * down, values)
 
 
-def _tidy(axis: str, value: float) -> float | int | None:
+def _coordinate(axis: str, value: float) -> float | int | None:
     if not math.isfinite(value):
         return None
     return int(value) if axis in _WHOLE else float(f"{value:.12g}")
 
 
 KEPT_BYTES = 256 << 20
-"""of all curves that are kept"""
+"""bytes of all cached curves"""
 POINTS = 2000
 STALE_BYTES = 256 << 10
 """bytes by which a record may have grown since its curve was thinned"""
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A run's curves as JSON, and the byte of its record up to which they go."""
+class CachedCurves:
+    """A run's curves as JSON, and the offset in its record up to which they were read."""
 
     inode: int
     offset: int
     json: bytes
 
-    def suits(self, inode: int, size: int) -> bool:
+    def is_current(self, inode: int, size: int) -> bool:
         return inode == self.inode and 0 <= size - self.offset <= STALE_BYTES
 
 
@@ -233,13 +233,15 @@ class Curves:
     """Caches the curves that were requested last; thread-safe."""
 
     _bytes: int = 0
-    _kept: OrderedDict[tuple[str, tuple[str, ...], int], Drawn] = field(default_factory=OrderedDict)
+    _kept: OrderedDict[tuple[str, tuple[str, ...], int], CachedCurves] = field(
+        default_factory=OrderedDict
+    )
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def of(self, key: str, run: RunDir, metrics: Sequence[str], points: int) -> bytes:
-        """`{key, offset, names, series, marks}`; a metric that the run lacks is left out.
+        """Returns `{key, offset, names, series, marks}` as JSON, without metrics that the run lacks.
 
-        No metric at all: what happened, as it is now.
+        Without metrics, the marks are always current.
 
         Raises:
             RecordError: the record cannot be read.
@@ -247,31 +249,36 @@ class Curves:
         place = (key, tuple(metrics), points)
         status = run.events.stat()
         with self._lock:
-            drawn = self._kept.get(place)
-            if drawn is not None:
+            cached = self._kept.get(place)
+            if cached is not None:
                 self._kept.move_to_end(place)
-        suits = drawn is not None and drawn.suits(status.st_ino, status.st_size)
-        if metrics and drawn is not None and suits and not _begins_anew(run, drawn.offset):
-            return drawn.json
+        is_current = cached is not None and cached.is_current(status.st_ino, status.st_size)
+        if (
+            metrics
+            and cached is not None
+            and is_current
+            and not _has_new_segment(run, cached.offset)
+        ):
+            return cached.json
         data, offset = draw(key, run, metrics, points)
-        drawn = Drawn(status.st_ino, offset, msgspec.json.encode(data))
+        cached = CachedCurves(status.st_ino, offset, msgspec.json.encode(data))
         if not metrics:
-            return drawn.json
+            return cached.json
         with self._lock:
-            self._bytes += len(drawn.json) - len(
+            self._bytes += len(cached.json) - len(
                 before.json if (before := self._kept.pop(place, None)) else b""
             )
-            self._kept[place] = drawn
+            self._kept[place] = cached
             while self._bytes > KEPT_BYTES:
                 self._bytes -= len(self._kept.popitem(last=False)[1].json)
-        return drawn.json
+        return cached.json
 
 
 def draw(key: str, run: RunDir, metrics: Sequence[str], points: int) -> tuple[dict[str, Any], int]:
-    """A run's curves and marks, and the byte up to which they were read."""
+    """Returns a run's curves and marks, and the offset up to which they were read."""
     record = read(run)
-    there = [name for name in dict.fromkeys(metrics) if ALIASES.get(name, name) in record]
-    found = {name: record.series(name) for name in there}
+    present = [name for name in dict.fromkeys(metrics) if ALIASES.get(name, name) in record]
+    found = {name: record.series(name) for name in present}
     data = {
         "key": key,
         "offset": record.end,
@@ -285,18 +292,18 @@ def draw(key: str, run: RunDir, metrics: Sequence[str], points: int) -> tuple[di
     return data, record.end
 
 
-def _begins_anew(run: RunDir, offset: int) -> bool:
-    """Whether a segment may have begun since: it may count what the curves do not."""
+def _has_new_segment(run: RunDir, offset: int) -> bool:
+    """Whether a segment may have started since, which changes which points are superseded."""
     with open_regular(run.events) as file:
         file.seek(offset)
         return b'"run_started"' in file.read(STALE_BYTES)
 
 
 def _thinned(series: Series, points: int) -> Series:
-    """The places that `curve` will choose, found before all the others are copied."""
+    """Selects the points that `curve` will choose, to avoid copying all others."""
     return series.take(thin(series.value, points)) if series.kept.all() else series
 
 
 def _last_segment(series: Series) -> int:
-    there = np.flatnonzero(series.kept)
-    return int(series.segment[there[-1]]) if len(there) else 0
+    kept = np.flatnonzero(series.kept)
+    return int(series.segment[kept[-1]]) if len(kept) else 0

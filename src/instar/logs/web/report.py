@@ -1,7 +1,7 @@
-"""The dashboard's page as one file: its styles, its scripts and its data are in it.
+"""Exports the dashboard's page as one file that contains its styles, scripts and data.
 
-The page asks for the same answers as in the dashboard and finds them in a block of JSON. Its
-content security policy allows these styles and this script only, and no request.
+The page looks up the responses that the dashboard would send in a block of JSON. Its content
+security policy allows only these styles and this script, and no requests.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
 
 
 CURVE_BYTES = 3_600_000
-"""of all curves of a page, about"""
+"""approximate size of all curves of a page"""
 POINT_BYTES = 75
-"""of one point over all axes, about"""
+"""approximate size of one point over all axes"""
 MAX_POINTS = 2000
 MAX_PLOT_POINTS = 60_000
-"""of all curves of a plot"""
+"""points of all curves of a plot"""
 MAX_MARKS = 400
-"""of all runs and one kind"""
+"""marks of one kind, of all runs"""
 MAX_CONFIGS = 8
-"""runs that are shown with their whole config"""
+"""number of runs up to which configs are included"""
 MAX_LAYERED = 3
-"""runs up to which metrics of layers are drawn"""
+"""number of runs up to which metrics of layers are drawn"""
 TEXT_CHARACTERS = 100_000
-"""of the summaries for a browser without JavaScript"""
+"""length of the summaries shown without JavaScript"""
 _TITLES = {
     "lr": "Learning rate",
     "grad_norm": "Gradient norm, before clipping",
     "memory_bytes": "Memory",
     "mfu": "Model FLOPs utilization",
-    "data_wait": "Share of the time spent waiting for samples",
+    "data_wait": "Share of time spent waiting for samples",
     "tokens_per_s": "Throughput, per second",
 }
 _GROUPS = {
@@ -81,7 +81,7 @@ class ReportPanel:
 
 
 def write_report(run: RunDir) -> Path:
-    """Writes a run's `report.html` in its folder, whole or not at all, and returns its path.
+    """Writes a run's `report.html` into its folder atomically, and returns its path.
 
     Raises:
         RecordError: its record cannot be read.
@@ -114,10 +114,10 @@ def report_html(records: Sequence[RunRecord]) -> str:
 
 
 def plot_html(records: Sequence[RunRecord], chart: Chart, wanted: ChartRequest) -> str:
-    """Returns a page with nothing but a plot, in which one can zoom and change the axis.
+    """Returns a page with an interactive plot: zoom, choice of the axis.
 
     Raises:
-        ConfigError: an option that such a page does not draw.
+        ConfigError: an option is not supported in HTML.
     """
     _check_plot(wanted)
     panels = [[ALIASES.get(metric, metric) for metric in panel] for panel in wanted.panels]
@@ -149,7 +149,7 @@ def plot_html(records: Sequence[RunRecord], chart: Chart, wanted: ChartRequest) 
 
 
 def _check_plot(wanted: ChartRequest) -> None:
-    asked = {
+    options = {
         "--by": wanted.by,
         "--clip": wanted.clip,
         "--log-x": wanted.log_x,
@@ -158,8 +158,8 @@ def _check_plot(wanted: ChartRequest) -> None:
     }
     hint = "zoom in the page itself, or write a png, svg or pdf"
     problems = [
-        ConfigProblem((), f"html has no {name}", hint, place=name)
-        for name, value in asked.items()
+        ConfigProblem((), f"{name} is not supported in html", hint, place=name)
+        for name, value in options.items()
         if value
     ]
     if problems:
@@ -167,7 +167,7 @@ def _check_plot(wanted: ChartRequest) -> None:
 
 
 def _page(title: str, data: dict[str, Any], text: str) -> str:
-    """The dashboard's page with everything that it would ask a server for."""
+    """Returns the dashboard's page with everything that it would request from a server."""
     page = _asset("page/index.html")
     style = "\n".join(_any_asset(name) for name in _STYLE.findall(page))
     script = "\n".join(_any_asset(name) for name in _SCRIPT.findall(page))
@@ -176,9 +176,9 @@ def _page(title: str, data: dict[str, Any], text: str) -> str:
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-    # the script puts the page in its place; not <noscript>, which a blocked script does not show
+    # the script replaces this text; <noscript> would not show it if a policy blocks the script
     plain = (
-        '<div class="plain-text"><p>JavaScript is off: the curves are not drawn.</p>'
+        '<div class="plain-text"><p>Curves need JavaScript, which is off.</p>'
         f"<pre>{escape(printable(shortened(text, TEXT_CHARACTERS)))}</pre></div>\n"
     )
     block = f'<script type="application/json" id="data">{inlined(data)}</script>\n'
@@ -196,8 +196,8 @@ def _hash(text: str) -> str:
 
 
 def _any_asset(name: str) -> str:
-    there = (files("instar.logs.web") / "page" / name).is_file()
-    return _asset(f"{'page' if there else 'charts'}/{name}")
+    is_page = (files("instar.logs.web") / "page" / name).is_file()
+    return _asset(f"{'page' if is_page else 'charts'}/{name}")
 
 
 def _asset(path: str) -> str:
@@ -205,8 +205,7 @@ def _asset(path: str) -> str:
 
 
 def inlined(data: Any) -> str:
-    """Returns `data` as JSON that may stand in HTML: nothing in it ends a script or begins a
-    comment; numbers that are not finite are null."""
+    """Returns `data` as JSON that is safe inside a script element; non-finite numbers are null."""
     text = msgspec.json.encode(data).decode()
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -214,10 +213,10 @@ def inlined(data: Any) -> str:
 
 
 def panels(records: Sequence[RunRecord]) -> list[ReportPanel]:
-    """Returns the charts that show all metrics of these runs; layers of a few runs only."""
-    there = dict.fromkeys(name for record in records for name in record.metrics)
-    curves = [n for n in there if not n.endswith(":error") and not n.startswith("test/")]
-    losses = tuple(name for name in ("loss", "val/loss") if name in there)
+    """Returns the charts of all metrics of these runs; metrics of layers only for few runs."""
+    metrics = dict.fromkeys(name for record in records for name in record.metrics)
+    curves = [n for n in metrics if not n.endswith(":error") and not n.startswith("test/")]
+    losses = tuple(name for name in ("loss", "val/loss") if name in metrics)
     found = [ReportPanel("Loss", losses, wide=True)] if losses else []
     layered = tuple(name for name in curves if name.startswith(tuple(_GROUPS)))
     for prefix, title in _GROUPS.items():
@@ -231,13 +230,13 @@ def panels(records: Sequence[RunRecord]) -> list[ReportPanel]:
 
 
 def _numbered(names: Iterable[str]) -> tuple[str, ...]:
-    """`names` in their order, but those that differ in a number only together and counted up: an
-    inserted layer is between its neighbours."""
-    given = list(names)
-    stems = list(dict.fromkeys(_DIGITS.sub("", name) for name in given))
+    """Sorts names that differ only in numbers by these, so that inserted layers are in place; other
+    names keep their order."""
+    ordered = list(names)
+    stems = list(dict.fromkeys(_DIGITS.sub("", name) for name in ordered))
     return tuple(
         sorted(
-            given,
+            ordered,
             key=lambda name: (
                 stems.index(_DIGITS.sub("", name)),
                 [int(digits) for digits in _DIGITS.findall(name)],
@@ -247,8 +246,8 @@ def _numbered(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _charted(records: Sequence[RunRecord], charts: Sequence[ReportPanel]) -> list[dict[str, Any]]:
-    """The data of the curves, as many points of each as the page has room for."""
-    # the losses first, then single curves, then the many of layers
+    """Returns the data of the curves, with as many points as fit into `CURVE_BYTES`."""
+    # losses, single curves and layers get equal shares
     kinds = [[p for p in charts if p.wide and not p.log], [p for p in charts if not p.wide]]
     kinds.append([panel for panel in charts if panel.log])
     groups = [[metric for panel in kind for metric in panel.metrics] for kind in kinds]
@@ -269,8 +268,8 @@ def _charted(records: Sequence[RunRecord], charts: Sequence[ReportPanel]) -> lis
 
 
 def _points(records: Sequence[RunRecord], metrics: Sequence[str], room: int) -> int:
-    """How many points each curve may have so that all together have at most `room`, superseded
-    ones included; what short curves leave goes to long ones."""
+    """Returns the maximum points per curve so that all together, superseded points included, have at
+    most `room`; long curves get what short ones leave."""
     lengths = list[int]()
     for record in records:
         for series in (record.series(metric) for metric in metrics if metric in record):
@@ -285,7 +284,7 @@ def _points(records: Sequence[RunRecord], metrics: Sequence[str], room: int) -> 
 
 
 def _evenly(items: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` of them, the first and the last included."""
+    """Returns at most `count` evenly chosen items, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]

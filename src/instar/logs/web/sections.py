@@ -1,8 +1,8 @@
-"""What a page says of runs beside their curves: sections that a browser only lays out.
+"""Builds the sections of a page about runs, other than their curves, as data for the browser.
 
-A section is `{"kind": …}` with a title and what `page/sections.js` draws for that kind: `facts`,
-`text`, `table`, `notices`, `matrix`, `scatter`, `samples`, `config` or `pairs`. Numbers are texts
-already, so that a page and the command line round alike.
+A section is `{"kind": …}` with a title and the fields that `page/sections.js` draws for its kind:
+`facts`, `text`, `table`, `notices`, `matrix`, `scatter`, `samples`, `config` or `pairs`. Numbers are
+formatted here, so that pages and command line round alike.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ if TYPE_CHECKING:
 
 Section = dict[str, Any]
 Cell = str | dict[str, str]
-"""a text, or its parts: `strong`, `text`, `note`, `class`, and `full` where `text` is short for it"""
+"""a text, or its parts: `strong`, `text`, `note`, `class`, and `full` if `text` is shortened"""
 MAX_ROWS = 400
-"""of a table"""
+"""rows of a table"""
 ROWS_PER_SAMPLE = 30
-"""A sample of text takes as much room as this many rows."""
+"""table rows that take as much room as one text sample"""
 HEADLINES = 6
 """held-out metrics among the key figures"""
 MAX_SHAPES = 40
-"""stages whose whole architecture is shown"""
+"""stages whose architecture is shown in full"""
 MAX_FAULTS = 50
 MAX_CLASSES = 40
-"""of a confusion matrix"""
+"""classes of a confusion matrix"""
 SCATTER_SIDE = 320
-_PROVEN = ("exact", "bounded", "lossy")
+_PROOFS = ("exact", "bounded", "lossy")
 
 
 def sections(part: str, record: RunRecord, rows: int = MAX_ROWS) -> list[Section]:
-    """The sections of one of `PARTS`, with tables of the last `rows` rows."""
+    """Returns the sections of one of `PARTS`, with tables of the last `rows` rows."""
     return [_printable(each) for each in PARTS[part](record, rows) if each]
 
 
 def overview(record: RunRecord, rows: int) -> Iterator[Section]:
-    """Key figures, warnings and alerts, and what could not be read."""
+    """Yields key figures, warnings and alerts, and faults of the record."""
     summary = summarize(record)
     yield _text(*_lead(summary))
     yield {"kind": "facts", "items": list(_facts(summary, stages(record)))}
     yield _notices("Warnings and alerts", list(_warnings(record)), rows)
     faults = [("", None, shortened(fault)) for fault in summary.faults]
-    yield _notices("Faults of the record, which were skipped", faults, MAX_FAULTS)
+    yield _notices("Skipped lines of the record", faults, MAX_FAULTS)
 
 
 def _lead(summary: Summary) -> Iterator[str]:
@@ -80,12 +80,12 @@ def _lead(summary: Summary) -> Iterator[str]:
     began = f", started {_date(summary.started)}" if summary.started else ""
     yield f"{summary.model}{size}{where}{began}".strip(" ,")
     yield shortened(summary.reason)
-    yield f"Resume it: {summary.go_on}" if summary.go_on else ""
+    yield f"Resume with: {summary.go_on}" if summary.go_on else ""
     yield summary.path
 
 
 def _facts(summary: Summary, found: Sequence[RunStage]) -> Iterator[tuple[str, str, str]]:
-    """Label, value and note of each key figure."""
+    """Yields label, value and note of each key figure."""
     best = [name for name in summary.best if name.startswith("val/")]
     for name in best[:HEADLINES]:
         value = summary.best[name]
@@ -106,12 +106,12 @@ def _facts(summary: Summary, found: Sequence[RunStage]) -> Iterator[tuple[str, s
     yield f"{summary.unit}s", si(summary.tokens), f"{summary.samples:,} samples"
     if summary.flops:
         yield "training FLOPs", _finite(scientific, summary.flops), ""
-    yield "time training", duration(summary.active_s), f"{duration(summary.wall_s)} in all"
+    yield "training time", duration(summary.active_s), f"{duration(summary.wall_s)} wall time"
     if summary.tokens_per_s:
         per_s = f"{_finite(si, summary.tokens_per_s)}/s"
-        yield "throughput", per_s, f"{summary.unit}s, over all time training"
+        yield "throughput", per_s, f"{summary.unit}s, mean over the training time"
     if summary.memory_peak_bytes:
-        yield "memory peak", bytes_text(summary.memory_peak_bytes), ""
+        yield "peak memory", bytes_text(summary.memory_peak_bytes), ""
 
 
 def _warnings(record: RunRecord) -> Iterator[tuple[str, int | None, str]]:
@@ -129,12 +129,12 @@ def _warnings(record: RunRecord) -> Iterator[tuple[str, int | None, str]]:
 
 
 def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
-    """Operations, the stages between them, and the architecture of each stage."""
+    """Yields operations, the stages between them, and the architecture of each stage."""
     yield _operations(record.of(OperationEvent), rows)
     found = stages(record)
     unit = summarize(record).unit
     spent = (f"{unit}s>", "FLOPs>", "training>", "last loss>", "val loss>")
-    heads = ("steps", "begins with", "shape", "parameters>", *spent)
+    heads = ("steps", "starts with", "shape", "parameters>", *spent)
     yield _table("Stages", heads, map(_stage_row, found), rows)
     shapes = [dict(stage.architecture) for stage in found][-MAX_SHAPES:]
     first = len(found) - len(shapes) + 1
@@ -156,7 +156,7 @@ def _operations(found: Sequence[RecordedEvent], rows: int) -> Section:
         event = cast(OperationEvent, logged.event)
         proof, label = event.proof, event.preserves
         sizes = [proof.get(f"parameters_{when}") for when in ("before", "after")]
-        said = " → ".join(_count(size) for size in sizes)
+        change_of_size = " → ".join(_count(size) for size in sizes)
         lines.append(
             [
                 f"{event.step:,}",
@@ -166,15 +166,15 @@ def _operations(found: Sequence[RecordedEvent], rows: int) -> Section:
                     "note": shortened(", ".join(event.notes)),
                 },
                 shortened(event.reason),
-                "settings only" if sizes[1] is None else said,
-                {"text": shortened(label), "class": f"proof {label}" if label in _PROVEN else ""},
+                "settings only" if sizes[1] is None else change_of_size,
+                {"text": shortened(label), "class": f"proof {label}" if label in _PROOFS else ""},
                 f"{proof['max_logit_diff']:.2g}" if "max_logit_diff" in proof else "",
                 f"{proof['delta_loss']:.2g}" if "delta_loss" in proof else "",
-                _took(event.seconds),
+                _seconds_text(event.seconds),
             ]
         )
-    heads = ("step>", "operation", "because", "parameters", "function", "max |Δlogit|>", "Δloss>")
-    return _table("Operations", (*heads, "took>"), lines, rows, found)
+    heads = ("step>", "operation", "reason", "parameters", "function", "max |Δlogit|>", "Δloss>")
+    return _table("Operations", (*heads, "duration>"), lines, rows, found)
 
 
 def _stage_row(stage: RunStage) -> list[Cell]:
@@ -193,14 +193,12 @@ def _stage_row(stage: RunStage) -> list[Cell]:
 
 
 def results(record: RunRecord, rows: int) -> Iterator[Section]:
-    """The final test, and the text that a language model wrote."""
+    """Yields the final test and text samples."""
     test = final_test(record.run)
     if test is not None:
         yield {"kind": "text", "title": "Final test", "lines": []}
     if test is not None and test.metrics:
-        yield _text(
-            f"{test.samples:,} samples, with the weights of step {test.step:,} ({test.weights})."
-        )
+        yield _text(f"{test.samples:,} samples, weights of step {test.step:,} ({test.weights}).")
         metrics = [
             [name, _number(value), "" if error is None else f"{error:.2g}"]
             for name, (value, error) in test.metrics.items()
@@ -235,7 +233,7 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
 
 
 def scatter_section(scatter: Scatter) -> Section:
-    """A path with a dot for each pair in a square, and the values at its corners."""
+    """Returns an SVG path with a dot for each pair in a square, and the values at its corners."""
     low = float(min(scatter.true.min(), scatter.predicted.min()))
     high = float(max(scatter.true.max(), scatter.predicted.max()))
     scale = SCATTER_SIDE / (high - low) if high > low else 0.0
@@ -256,7 +254,7 @@ def scatter_section(scatter: Scatter) -> Section:
 
 
 def system(record: RunRecord, rows: int) -> Iterator[Section]:
-    """Starts and resumes, checkpoints, and what the run ran on."""
+    """Yields starts and resumes, checkpoints, and the environment."""
     yield _table(
         "Starts and resumes",
         ("segment>", "steps", "started", "from", "on", "end"),
@@ -288,7 +286,7 @@ def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
         last, counted = reached.get(start.segment), kept.get(start.segment)
         steps = f"{start.step:,}" + ("" if last is None else f" – {last:,}")
         lost = "" if counted == last else "superseded"
-        under_way = running and start is starts[-1]
+        is_running = running and start is starts[-1]
         yield [
             str(start.segment),
             {
@@ -298,12 +296,12 @@ def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
             _date(start.time),
             start.resumed_from or "",
             start.devices,
-            shortened(ends.get(start.segment, "running" if under_way else "not recorded: killed")),
+            shortened(ends.get(start.segment, "running" if is_running else "not recorded: killed")),
         ]
 
 
 def _places(record: RunRecord) -> Iterator[tuple[int, int, bool]]:
-    """Segment, step, and whether it counts, of everything that has these."""
+    """Yields segment, step and `kept` of all placed events and training steps."""
     for logged in record.events:
         if isinstance(logged.event, Placed):
             yield logged.event.segment, logged.event.step, logged.kept
@@ -314,23 +312,23 @@ def _places(record: RunRecord) -> Iterator[tuple[int, int, bool]]:
 
 
 def _checkpoints(record: RunRecord, rows: int) -> Section:
-    found, there = record.of(Saved), summarize(record).checkpoints
-    pointers = {kept.name: ", ".join(kept.pointers) or "kept" for kept in there}
+    found, on_disk = record.of(Saved), summarize(record).checkpoints
+    pointers = {kept.name: ", ".join(kept.pointers) or "kept" for kept in on_disk}
     lines = []
     for logged in found[-rows:]:
         event = cast(Saved, logged.event)
         folder = event.path.rpartition("/")[2]
         size = "" if not event.size_bytes else _finite(bytes_text, event.size_bytes)
-        times = (_took(event.seconds), _took(event.stall_s))
+        times = (_seconds_text(event.seconds), _seconds_text(event.stall_s))
         now = pointers.get(folder, "removed")
         lines.append([f"{event.step:,}", folder, shortened(event.reason), size, *times, now])
-    heads = ("step>", "folder", "saved because", "size>", "took>", "training waited>", "now")
-    note = f"{len(found):,} written, {len(there):,} on the disk"
+    heads = ("step>", "folder", "reason", "size>", "duration>", "training stalled>", "now")
+    note = f"{len(found):,} written, {len(on_disk):,} on disk"
     return _table("Checkpoints", heads, lines, rows, found, note=note, folded=len(lines) > 8)
 
 
 def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Machine and versions; where one changed from one start to the next, all its values."""
+    """Yields machine and versions; all values of those that changed between starts."""
     rows: dict[str, dict[str, None]] = {}
     for logged in record.of(RunStarted):
         start = cast(RunStarted, logged.event)
@@ -347,12 +345,12 @@ def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def config(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
-    """The resolved config, secrets hidden; what is not at its default has its origin."""
+    """Yields the resolved config, secrets redacted, with the origin of non-default values."""
     lines = [
         (shortened(line.text, 2000), line.origin if line.chosen and line.text.strip() else "")
         for line in config_lines(record.run)
     ]
-    note = "marked: not at its default"
+    note = "marked: not the default"
     yield {"kind": "config", "title": "Config", "note": note, "lines": lines} if lines else {}
 
 
@@ -366,8 +364,8 @@ PARTS: dict[str, Callable[[RunRecord, int], Iterator[Section]]] = {
 
 
 def comparison(records: Sequence[RunRecord]) -> list[Section]:
-    """Runs side by side: key figures, the keys in which their configs differ, and warnings where
-    losses are not comparable."""
+    """Returns sections that compare runs: key figures, config differences, and warnings if losses
+    are not comparable."""
     configs, faults = config_values([record.run for record in records])
     summaries = [summarize(record) for record in records]
     facts = [
@@ -376,8 +374,8 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
     ]
     rows: list[list[Cell]] = [["state", *(summary.state for summary in summaries)]]
     for label in dict.fromkeys(label for each in facts for label in each):
-        of_runs = [each.get(label, ("–", "")) for each in facts]
-        rows.append([label, *({"text": value, "note": note} for value, note in of_runs)])
+        run_values = [each.get(label, ("–", "")) for each in facts]
+        rows.append([label, *({"text": value, "note": note} for value, note in run_values)])
     rows.append(["operations", *(str(len(summary.operations)) for summary in summaries)])
     warnings = [("Warning:", None, text) for text in warnings_on_data(configs)]
     differences = list[list[Cell]]()
@@ -385,8 +383,11 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
         whole = [in_yaml(each[key]) if key in each else "" for each in configs]
         short = short_values(key, values, whole)
         cells: list[Cell] = [
-            {"text": brief, "full": "" if brief == text else shortened(text, 20_000)}
-            for brief, text in zip(short, whole, strict=True)
+            {
+                "text": shortened_text,
+                "full": "" if shortened_text == text else shortened(text, 20_000),
+            }
+            for shortened_text, text in zip(short, whole, strict=True)
         ]
         differences.append([key, *cells])
     heads = ("", *(folder_name(record) for record in records))
@@ -400,7 +401,7 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
 
 
 def folder_name(record: RunRecord) -> str:
-    """The name of a run's folder."""
+    """Returns the name of a run's folder."""
     return record.run.path.name or record.run.path.absolute().name
 
 
@@ -412,14 +413,14 @@ def _table(
     source: Sequence[RecordedEvent] = (),
     **more: Any,
 ) -> Section:
-    """A table of the last `rows` lines; a head that ends in `>` is that of a column of numbers.
+    """Returns a table of the last `rows` lines; a head that ends in `>` marks a column of numbers.
 
-    `source`: the events of which `lines` shows the last ones.
+    `source`: the events from which `lines` were made, to mark superseded ones.
     """
-    every = list(lines)
-    if not every:
+    all_lines = list(lines)
+    if not all_lines:
         return {}
-    shown = every[-rows:]
+    shown = all_lines[-rows:]
     superseded = [n for n, logged in enumerate(source[-rows:]) if not logged.kept]
     return {
         "kind": "table",
@@ -428,7 +429,7 @@ def _table(
         "numbers": [n for n, head in enumerate(heads) if head.endswith(">")],
         "rows": shown,
         "superseded": superseded,
-        "left_out": max(0, max(len(source), len(every)) - rows),
+        "left_out": max(0, max(len(source), len(all_lines)) - rows),
         **more,
     }
 
@@ -458,7 +459,7 @@ def _count(count: float | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Four decimals, or an exponent where these say too little or too much."""
+    """Formats with four decimals, or with an exponent if the value is very small or large."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -467,14 +468,14 @@ def _number(value: float | None) -> str:
     return f"{value:.4f}" if plain else f"{value:.3e}"
 
 
-def _took(seconds: float | None) -> str:
+def _seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return f"{1000 * seconds:.2g}ms" if 0 <= seconds < 0.0995 else duration(seconds)
 
 
 def _date(time: float) -> str:
-    """Unix seconds as `2026-11-21 22:35 UTC`."""
+    """Formats Unix seconds as `2026-11-21 22:35 UTC`."""
     try:
         return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
     except (OverflowError, OSError, ValueError):
@@ -482,7 +483,7 @@ def _date(time: float) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """`value` with all its texts as UTF-8 can say them."""
+    """Returns `value` with all strings encodable as UTF-8."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):

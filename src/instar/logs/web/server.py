@@ -36,8 +36,8 @@ ENTRY = (
     '<!doctype html><meta charset="utf-8"><title>Instar</title><script src="/page/enter.js">'
     '</script><noscript><meta http-equiv="refresh" content="0; url=/"></noscript>'
 )
-"""Goes on to the page from here: of a redirect that another site's link began, browsers send no
-cookie that is SameSite=Strict."""
+"""forwards to the page by script: after a redirect from another site's link, browsers do not send
+SameSite=Strict cookies"""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -53,12 +53,11 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Guard:
-    """Around the app: the Host header, the token, the headers of every answer.
+    """ASGI middleware that checks the Host header and the token, and sets security headers.
 
-    A page elsewhere whose name is made to point here (DNS rebinding) sends that name as Host, so
-    only addresses and this machine's own names are answered. A request bears the token as a
-    cookie or as `Authorization: Bearer`. `/?token=` exchanges it for the cookie, and leaves the
-    address at once for one without it. A ticket is a token that can be exchanged once.
+    Only addresses and this machine's own names are accepted as Host, against DNS rebinding. A request
+    carries the token as a cookie or as `Authorization: Bearer`. `/?token=` exchanges it for the cookie
+    and forwards to an address without it. A ticket is a token that can be exchanged once.
     """
 
     app: ASGIApp
@@ -72,8 +71,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        asked = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        enters = False
+        given_token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        sets_cookie = False
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -81,26 +80,26 @@ class Guard:
                 for name, value in HEADERS.items():
                     answer[name] = value
                 answer.setdefault("Cache-Control", "no-store")
-                if enters:
+                if sets_cookie:
                     answer["Set-Cookie"] = (
                         f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
                     )
             await send(message)
 
         app = self.app
-        if not self._is_here(headers.get("host", "")):
+        if not self._is_served(headers.get("host", "")):
             app = PlainTextResponse("this host is not served here\n", 421)
-        elif scope["path"] == "/" and asked and self._takes(asked):
-            enters, app = True, HTMLResponse(ENTRY)
-        elif not self._bears_token(headers):
+        elif scope["path"] == "/" and given_token and self._redeem(given_token):
+            sets_cookie, app = True, HTMLResponse(ENTRY)
+        elif not self._has_token(headers):
             app = PlainTextResponse(
-                "a token is needed: open the address that instar dashboard printed\n",
+                "token required: open the address that instar dashboard printed\n",
                 401,
                 {"WWW-Authenticate": "Bearer"},
             )
         await app(scope, receive, sent)
 
-    def _is_here(self, host: str) -> bool:
+    def _is_served(self, host: str) -> bool:
         name = host_name(host)
         if not name:
             return False
@@ -112,7 +111,7 @@ class Guard:
             return False
         return True
 
-    def _bears_token(self, headers: Headers) -> bool:
+    def _has_token(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(given.strip()):
             return True
@@ -122,7 +121,7 @@ class Guard:
             return False
         return morsel is not None and self._is_token(morsel.value)
 
-    def _takes(self, given: str) -> bool:
+    def _redeem(self, given: str) -> bool:
         for ticket in self.tickets:
             if hmac.compare_digest(given.encode("utf-8", "replace"), ticket.encode()):
                 self.tickets.remove(ticket)
@@ -134,7 +133,7 @@ class Guard:
 
 
 def host_name(host: str) -> str:
-    """The name or address in a Host header, without port and brackets, in small letters."""
+    """Returns the name or address in a Host header, without port and brackets, in lower case."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
@@ -145,31 +144,31 @@ def own_names(host: str) -> frozenset[str]:
     return frozenset(name.lower() for name in (host, socket.gethostname(), socket.getfqdn()))
 
 
-AT_MOST = 256
+MAX_CONNECTIONS = 256
 """connections at a time; further ones are closed"""
 REQUEST_S = 5.0
-"""within which a request's headers must arrive whole, and another request must begin"""
+"""time limit for a request's complete headers, and for the next request of a connection"""
 STUCK_S = 15.0
-"""A connection whose peer takes nothing of what waits to be sent is dropped after this long."""
-LOOK_S = 1.0
+"""time after which a connection is dropped if its peer does not receive pending data"""
+CHECK_S = 1.0
 
 
 class Connection(H11Protocol):
-    """Uvicorn's, with limits: it has none for headers that do not end or answers that nobody takes."""
+    """Uvicorn's protocol with limits for endless headers and for responses that nobody receives."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         now = self.loop.time()
-        self._answered, self._taken, self._waiting = now, now, 0
-        self._look: asyncio.TimerHandle | None = None
-        if len(self.connections) > AT_MOST:
+        self._last_answer, self._last_progress, self._unsent_bytes = now, now, 0
+        self._timer: asyncio.TimerHandle | None = None
+        if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
             return
-        self._look = self.loop.call_later(LOOK_S, self._check)
+        self._timer = self.loop.call_later(CHECK_S, self._check)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._look is not None:
-            self._look.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def _check(self) -> None:
@@ -177,19 +176,19 @@ class Connection(H11Protocol):
         cycle: Any = self.cycle
         waiting = self.transport.get_write_buffer_size() + _unsent(self.transport)
         if waiting or (cycle is not None and not cycle.response_complete):
-            self._answered = now
-        # what is written meanwhile makes it more; only what is taken makes it less
-        if waiting == 0 or waiting < self._waiting:
-            self._taken = now
-        self._waiting = waiting
-        if now - self._answered > REQUEST_S or now - self._taken > STUCK_S:
+            self._last_answer = now
+        # writing increases the number; only receiving decreases it
+        if waiting == 0 or waiting < self._unsent_bytes:
+            self._last_progress = now
+        self._unsent_bytes = waiting
+        if now - self._last_answer > REQUEST_S or now - self._last_progress > STUCK_S:
             self.transport.abort()
             return
-        self._look = self.loop.call_later(LOOK_S, self._check)
+        self._timer = self.loop.call_later(CHECK_S, self._check)
 
 
 def _unsent(transport: asyncio.Transport) -> int:
-    """Bytes that the system holds for the peer, as far as it says."""
+    """Returns the bytes in the kernel's send buffer; 0 if unknown."""
     count = bytearray(4)
     with suppress(OSError):
         fcntl.ioctl(transport.get_extra_info("socket"), termios.TIOCOUTQ, count)
@@ -202,15 +201,15 @@ GRACE_S = 2
 
 @dataclass(frozen=True)
 class Address:
-    """Where the page is; the socket listens already."""
+    """Where the page is served; the socket is already listening."""
 
     descriptor: int
     host: str
     port: int
     token: str
     ticket: str = field(default_factory=lambda: secrets.token_urlsafe(18))
-    """what is good for the token once: in the address that a browser is started with, which other
-    users may see in the list of processes"""
+    """one-time token for the address that a browser is started with, which other users may see in the
+    process list"""
 
     @property
     def url(self) -> str:
@@ -230,20 +229,22 @@ class Address:
         return f"http://{name}:{self.port}/"
 
 
-def take(host: str, port: int | None, token: str | None) -> Address:
-    """Bind a port: `port`, 0 for any, None for the usual one or else any.
+def bind(host: str, port: int | None, token: str | None) -> Address:
+    """Binds a port: `port`, 0 for any, None for the default port or else any.
 
-    There is always a token, made up where none is given: other users of this machine reach its
-    loopback too.
+    Without a `token`, a random one is generated: other users of this machine reach its loopback too.
 
     Raises:
-        ConfigError: the port or the host cannot be had, or the token cannot be sent.
+        ConfigError: port or host are not available, or the token contains other characters than
+            letters, digits, - and _.
     """
     if not token:
         token = secrets.token_urlsafe(18)
     elif not (token.isascii() and token.replace("-", "").replace("_", "").isalnum()):
         raise ConfigError.one(
-            "a token is made of letters, digits, - and _", where="--token", hint="leave it out"
+            "a token consists of letters, digits, - and _",
+            where="--token",
+            hint="omit it to generate one",
         )
     try:
         descriptor, bound = listen(PORT if port is None else port, host, "--port")
@@ -263,14 +264,14 @@ def take(host: str, port: int | None, token: str | None) -> Address:
 
 
 def serve(folder: Path, address: Address) -> None:
-    """Serve `folder` until SIGINT or SIGTERM; open streams are ended, not waited for."""
+    """Serves `folder` until SIGINT or SIGTERM; open streams are ended, not waited for."""
     ending = Ending()
     with socket.socket(fileno=address.descriptor) as bound:
         Server(configured(folder, address, ending), ending).run(sockets=[bound])
 
 
 def configured(folder: Path, address: Address, ending: Ending) -> uvicorn.Config:
-    """The guarded app over `folder`, and how it is served."""
+    """Returns uvicorn's config for the guarded app."""
     app = Guard(
         dashboard(folder, ending),
         own_names(address.host),
@@ -302,7 +303,7 @@ class Ending:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's, that tells open streams to end, and is itself ended without an error."""
+    """Uvicorn's server, but signals end open streams and do not raise afterwards."""
 
     def __init__(self, config: uvicorn.Config, ending: Ending) -> None:
         super().__init__(config)
@@ -314,23 +315,23 @@ class Server(uvicorn.Server):
             self._ending.is_due = True
             self.should_exit = True
 
-        before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {
+        previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {
             number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
 
 def _no_host(host: str, error: ConfigError) -> ConfigError:
     cause = error.__cause__
-    # also what getaddrinfo says of an unknown name
+    # or an unknown name
     if isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) == EADDRNOTAVAIL:
         return ConfigError.one(
             f"{host} is not an address of this machine: {getattr(cause, 'strerror', cause)}",
             where="--host",
-            hint="127.0.0.1 for this machine alone, 0.0.0.0 for every address of it",
+            hint="127.0.0.1 for this machine only, 0.0.0.0 for all its addresses",
         )
     return error

@@ -1,4 +1,4 @@
-"""Streams changes to a page as server-sent events, from where the page left off."""
+"""Streams changes to a page as server-sent events, resuming where the page left off."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from instar.record.events import Eval, Event, Layers, Placed, RecordError, RunSt
 from instar.record.rundir import RunDir
 
 POLL_S = 0.2
-BEAT_S = 10.0
+HEARTBEAT_S = 10.0
 """seconds after which a silent stream sends an event"""
 BEHIND_BYTES = 4 << 20
-"""A page that is further behind reads the run anew instead."""
+"""a page that is further behind reloads the run instead"""
 LOG_BYTES = 64 << 10
-RUNS_AT_MOST = 500
+MAX_RUNS = 500
 ID_BYTES = 1 << 14
 _ID = re.compile(r"([0-9a-f]+)\.(\d+)\|([\d,]*)\|(\d*)", re.ASCII)
 _RANK = re.compile(r"\d{1,6}", re.ASCII)
@@ -61,42 +61,42 @@ class ShownLog:
 class PageUpdates:
     """The changes that one page has not been sent yet."""
 
-    def __init__(self, catalog: Catalog, asked: QueryParams, last_id: str = "") -> None:
+    def __init__(self, catalog: Catalog, query: QueryParams, last_id: str = "") -> None:
         self._catalog = catalog
-        self._metrics = frozenset(asked.getlist("metric"))
-        self._boot, version = _pair(asked.get("seen", "."), ".")
+        self._metrics = frozenset(query.getlist("metric"))
+        self._boot, version = _pair(query.get("seen", "."), ".")
         self._version = _whole(version)
-        places = [_pair(text, ":") for text in asked.getlist("run")[:RUNS_AT_MOST]]
-        log, log_offset = _pair(asked.get("log", ""), ":")
+        places = [_pair(text, ":") for text in query.getlist("run")[:MAX_RUNS]]
+        log, log_offset = _pair(query.get("log", ""), ":")
         offsets = [_whole(offset) for _, offset in places]
-        if told := _ID.fullmatch(last_id[:ID_BYTES]):
-            self._boot, self._version = told[1], _whole(told[2])
-            offsets = [_whole(offset) for offset in told[3].split(",") if offset]
-            log_offset = told[4] or log_offset
+        if match := _ID.fullmatch(last_id[:ID_BYTES]):
+            self._boot, self._version = match[1], _whole(match[2])
+            offsets = [_whole(offset) for offset in match[3].split(",") if offset]
+            log_offset = match[4] or log_offset
         self._shown = [
             Shown(key, run, Follower(run.events, offset))
             for (key, _), offset in zip(places, offsets, strict=False)
             if (run := catalog.find(key)) is not None
         ]
-        self._asked = [key for key, _ in places]
+        self._requested_keys = [key for key, _ in places]
         self._log = self._log_of(log, _whole(log_offset))
 
     @property
     def id(self) -> str:
-        """The event id: the place up to which everything has been sent."""
+        """The event id: the state up to which everything has been sent."""
         at = {shown.key: shown.follower.offset for shown in self._shown}
-        offsets = ",".join(str(at.get(key, 0)) for key in self._asked)
+        offsets = ",".join(str(at.get(key, 0)) for key in self._requested_keys)
         log = "" if self._log is None else self._log.offset
         return f"{self._boot}.{self._version}|{offsets}|{log}"
 
-    def look(self) -> list[bytes]:
-        """Messages of what is new, whole events of the stream; the last one has the id."""
-        told = [*self._list(), *self._points(), *self._lines()]
-        if not told:
+    def poll(self) -> list[bytes]:
+        """Returns new messages, as whole server-sent events; the last one carries the id."""
+        messages = [*self._list(), *self._points(), *self._lines()]
+        if not messages:
             return []
         parts = [
             b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
-            for name, data in told
+            for name, data in messages
         ]
         parts[-1] = b"id: %b\n" % self.id.encode() + parts[-1]
         return parts
@@ -106,10 +106,10 @@ class PageUpdates:
         boot, version = self._catalog.boot, self._catalog.version
         if (boot, version) == (self._boot, self._version):
             return
-        anew = boot != self._boot
-        rows, gone = self._catalog.since(0 if anew else self._version)
+        reset = boot != self._boot
+        rows, gone = self._catalog.since(0 if reset else self._version)
         self._boot, self._version = boot, version
-        yield "runs", {"seen": f"{boot}.{version}", "all": anew, "rows": rows, "gone": gone}
+        yield "runs", {"seen": f"{boot}.{version}", "all": reset, "rows": rows, "gone": gone}
 
     def _points(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for shown in self._shown:
@@ -151,7 +151,7 @@ class PageUpdates:
 
 @dataclass
 class EventStream:
-    """The answer that does not end: an ASGI app."""
+    """An endless response, as an ASGI app."""
 
     news: PageUpdates
     is_ending: Callable[[], bool]
@@ -160,25 +160,25 @@ class EventStream:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         headers.append((b"x-accel-buffering", b"no"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        gone = asyncio.ensure_future(_leave(receive))
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
         loop = asyncio.get_running_loop()
-        spoke = loop.time()
+        last_sent = loop.time()
         parts = [b"retry: 1000\n: here\n\n"]
         try:
-            while not (self.is_ending() or gone.done()):
-                if not parts and loop.time() - spoke > BEAT_S:
+            while not (self.is_ending() or disconnected.done()):
+                if not parts and loop.time() - last_sent > HEARTBEAT_S:
                     parts = [b"event: beat\ndata: {}\n\n"]
                 for part in parts:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
-                    spoke = loop.time()
-                await asyncio.wait({gone}, timeout=POLL_S)
-                parts = await asyncio.to_thread(self.news.look)
+                    last_sent = loop.time()
+                await asyncio.wait({disconnected}, timeout=POLL_S)
+                parts = await asyncio.to_thread(self.news.poll)
             await send({"type": "http.response.body", "body": b""})
         finally:
-            gone.cancel()
+            disconnected.cancel()
 
 
-async def _leave(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -187,13 +187,13 @@ def _branches(run: RunDir, events: list[Event]) -> bool:
     try:
         return branches(run, events)
     except RecordError:
-        return True  # the page asks for the curves, and is told what is wrong
+        return True  # the page requests the curves and gets the error
 
 
 def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
-    """Returns whole lines of a log behind `offset`, where they end, and whether some were skipped.
+    """Returns whole lines of a log after `offset`, where they end, and whether some were skipped.
 
-    No more than the last `LOG_BYTES`; a log that has become shorter is read anew.
+    At most the last `LOG_BYTES`; a log that has become shorter is read from its beginning.
     """
     try:
         size = path.stat().st_size
@@ -213,16 +213,16 @@ def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
 
 
 def stream(
-    catalog: Catalog, asked: QueryParams, last_id: str, is_ending: Callable[[], bool]
+    catalog: Catalog, query: QueryParams, last_id: str, is_ending: Callable[[], bool]
 ) -> EventStream:
-    """The stream that a page asks for, from the beginning or from where one broke off.
+    """Returns the stream that a page requests, from the beginning or from a previous stream's end.
 
     Raises:
-        ConfigError: it asks for too much.
+        ConfigError: too many runs.
     """
-    if len(asked.getlist("run")) > RUNS_AT_MOST:
-        raise ConfigError.one(f"no more than {RUNS_AT_MOST} runs can be followed at once")
-    return EventStream(PageUpdates(catalog, asked, last_id), is_ending)
+    if len(query.getlist("run")) > MAX_RUNS:
+        raise ConfigError.one(f"no more than {MAX_RUNS} runs can be followed at once")
+    return EventStream(PageUpdates(catalog, query, last_id), is_ending)
 
 
 def _pair(text: str, sign: str) -> tuple[str, str]:
@@ -234,15 +234,15 @@ def _whole(text: str) -> int:
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else 0
 
 
-EVERY_POINT = sys.maxsize
+ALL_POINTS = sys.maxsize
 
 
 def news(run: RunDir, events: Iterable[Event], metrics: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """The events as messages, in their order.
+    """Yields the events as messages, in order.
 
-    `{points: {metric: {segment, x: {axis: […]}, value: […]}}, names, marks}` of a stretch within
-    one segment; `{rewind: {step, segment}}` where a segment begins. `told` is true where something
-    happened beside the metrics; without `marks`, only the whole record can place it.
+    `{points: {metric: {segment, x: {axis: […]}, value: […]}}, names, marks}` for a stretch within one
+    segment; `{rewind: {step, segment}}` where a segment starts. `told` is true if there are events
+    other than measurements; without `marks`, the page needs the whole record to place them.
     """
     stretch: list[Placed] = []
     for event in events:
@@ -261,8 +261,9 @@ def news(run: RunDir, events: Iterable[Event], metrics: frozenset[str]) -> Itera
 
 
 def branches(run: RunDir, events: Iterable[Event]) -> bool:
-    """Whether one of the segments that begin here goes on from another one than the last: what it
-    superseded had superseded something that counts again, which the stream does not bring.
+    """Whether a segment that starts here resumes from an earlier segment than the previous one.
+
+    Then points that were superseded may count again, which the stream cannot express.
 
     Raises:
         RecordError: the record cannot be read.
@@ -279,22 +280,22 @@ def branches(run: RunDir, events: Iterable[Event]) -> bool:
 def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict[str, Any]:
     """Returns one message with the events of a stretch within one segment."""
     measured = [event for event in events if isinstance(event, Train | Eval | Layers)]
-    told = [RecordedEvent(e) for e in events if not isinstance(e, Train | Eval | Layers)]
+    others = [RecordedEvent(e) for e in events if not isinstance(e, Train | Eval | Layers)]
     series = {name: one for part in tables_of(measured).values() for name, one in _series(part)}
     return {
         "points": {
-            printable(name): {"segment": events[0].segment} | curve(one, EVERY_POINT)
+            printable(name): {"segment": events[0].segment} | curve(one, ALL_POINTS)
             for name, one in series.items()
             if name in metrics
         },
         "names": [printable(name) for name in series if not name.endswith(":error")],
-        "marks": marks(RunRecord(run, told, {}, ())),
-        "told": bool(told),
+        "marks": marks(RunRecord(run, others, {}, ())),
+        "told": bool(others),
     }
 
 
 def _series(events: Any) -> Iterator[tuple[str, Series]]:
-    """The metrics of measurements of one kind."""
+    """Yields the metrics of measurements of one kind."""
     builder = TableBuilder()
     builder.add(events)
     table = builder.table()

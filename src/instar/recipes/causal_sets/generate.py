@@ -37,7 +37,7 @@ SECTION = "data.causal_sets"
 _KIND = "causal-sets/1"
 _BLOCK_SETS = 256
 _PREVIEW_SETS = 100
-_TELL_EVERY_S = 10.0
+_REPORT_EVERY_S = 10.0
 
 
 def prepare(
@@ -64,7 +64,7 @@ def prepare(
         say(f"generating {options.sets:,} causal sets → {path}")
         about = {"kind": _KIND, "seed": seed, **options.model_dump(mode="json")}
         write_arrays(path, _blocks(options, seed, say), about)
-    _check_made_with(options, path)
+    _check_options(options, path)
     return path
 
 
@@ -131,12 +131,11 @@ def causal_relation(coordinates: Float64Array) -> Relation:
 
 
 def percolate(points: int, relations: int, generator: np.random.Generator) -> Relation:
-    """Draw a transitive percolation order whose number of relations is as near as possible to `relations`.
+    """Draw a transitive percolation order with as nearly as possible `relations` relations.
 
-    A number is drawn for each pair of points. With the bonds whose numbers are below p, closed
-    transitively, this is transitive percolation at p. A pair becomes related when p exceeds the
-    smallest number such that bonds up to it make a chain from one to the other; from these
-    thresholds the best p is read off exactly.
+    A number is drawn for each pair of points. Transitive percolation at p is the transitive closure of
+    the bonds whose numbers are below p. Each pair has a threshold of p above which a chain of bonds
+    relates it; the best p is found exactly from the sorted thresholds.
     """
     bonds = generator.random((points, points), dtype=np.float32)
     below = min(1.0, 16 / points)
@@ -218,21 +217,23 @@ def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:
 def _blocks(
     options: CausalSetsConfig, seed: int, say: Callable[[str], None]
 ) -> Iterator[dict[str, NDArray[Any] | Ragged]]:
-    began = told = time.monotonic()
+    began = last_report = time.monotonic()
     for begin in range(0, options.sets, _BLOCK_SETS):
         end = min(begin + _BLOCK_SETS, options.sets)
         yield causal_sets(options, seed, begin, end)
-        if time.monotonic() - told > _TELL_EVERY_S:
-            told = time.monotonic()
-            say(f"{end:,} of {options.sets:,} causal sets, {end / (told - began):,.0f} a second")
+        if time.monotonic() - last_report > _REPORT_EVERY_S:
+            last_report = time.monotonic()
+            say(
+                f"{end:,} of {options.sets:,} causal sets, {end / (last_report - began):,.0f} a second"
+            )
 
 
-def _check_made_with(options: CausalSetsConfig, folder: Path) -> None:
-    made = open_arrays(folder, in_memory_bytes=0).about
-    asked = {"kind": _KIND, **options.model_dump(mode="json")}
-    differing = [key for key in asked if made.get(key) != asked[key]]
+def _check_options(options: CausalSetsConfig, folder: Path) -> None:
+    stored = open_arrays(folder, in_memory_bytes=0).about
+    expected = {"kind": _KIND, **options.model_dump(mode="json")}
+    differing = [key for key in expected if stored.get(key) != expected[key]]
     if differing:
-        found = ", ".join(f"{key}={made.get(key)!r}, not {asked[key]!r}" for key in differing)
+        found = ", ".join(f"{key}={stored.get(key)!r}, not {expected[key]!r}" for key in differing)
         raise ConfigError.one(
             f"the samples in {folder} were generated with other options: {found}",
             where="data.path",

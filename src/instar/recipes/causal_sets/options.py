@@ -21,20 +21,19 @@ class CausalSetsConfig(Section):
     min_points: Points = Field(64, description="points of the smallest sets")
     max_points: Points = Field(256, description="points of the largest sets")
     dimensions: Annotated[tuple[Literal[2, 3, 4], ...], Strict(False), Field(min_length=1)] = Field(
-        (2, 3, 4), description="dimensions of the spacetimes, each as likely"
+        (2, 3, 4), description="dimensions of the spacetimes, equally likely"
     )
     relations: Literal["links", "causal"] = Field(
         "links",
-        description="edges of the graph: links, the relations that follow from no others, or causal, "
-        "all of them",
+        description="edges of the graph: links (the transitive reduction) or causal (all relations)",
     )
     features: Annotated[
         tuple[Literal["links", "volumes"], ...], Strict(False), Field(min_length=1)
     ] = Field(
         ("links",),
-        description="of each point: links, log(1 + n) of its links to the past and to the future; "
-        "volumes, the shares of the set in its past and in its future, whose mean gives the ordering "
-        "fraction away",
+        description="node features: links, log(1 + n) of a point's links to the past and to the "
+        "future; volumes, the fractions of the set in its past and in its future, whose mean reveals "
+        "the ordering fraction",
     )
 
 

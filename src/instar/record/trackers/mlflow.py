@@ -20,8 +20,8 @@ from instar.record.trackers.tracker import Outcome, TrackedRun, measured, note, 
 
 URI = "MLFLOW_TRACKING_URI"
 
-METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
-LONGEST_NAME, LONGEST_PARAMETER, LONGEST_TAG = 250, 6000, 8000
+METRICS_PER_BATCH, PARAMETERS_PER_BATCH = 1000, 100
+MAX_NAME, MAX_PARAMETER, MAX_TAG = 250, 6000, 8000
 """Limits of MLflow."""
 
 _STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "crashed": "FAILED"}
@@ -34,7 +34,7 @@ class Mlflow:
         self.where = ""
         self._config = config
         self._client: Any = None
-        self._own = ""
+        self._run_id = ""
         self._metrics: list[Any] = []
 
     def start(self, run: TrackedRun) -> None:
@@ -46,14 +46,14 @@ class Mlflow:
 
         self._client = MlflowClient(tracking_uri=uri)
         where = f"{uri} {self._config.experiment}"
-        own = run.ids.get(self.name, where)
-        if own is None:
-            own = self._client.create_run(self._experiment(), run_name=run.name).info.run_id
-            run.ids.keep(self.name, where, own)
+        run_id = run.ids.get(self.name, where)
+        if run_id is None:
+            run_id = self._client.create_run(self._experiment(), run_name=run.name).info.run_id
+            run.ids.keep(self.name, where, run_id)
         else:
-            self._client.update_run(own, status="RUNNING")
-        self._own = own
-        self.where = f"{uri} run {own}"
+            self._client.update_run(run_id, status="RUNNING")
+        self._run_id = run_id
+        self.where = f"{uri} run {run_id}"
         self._set(run)
 
     def _experiment(self) -> str:
@@ -74,13 +74,13 @@ class Mlflow:
         """Logs the config as parameters; one with another value already as a tag."""
         from mlflow.entities import Param
 
-        there = self._client.get_run(self._own).data.params
-        said = {_name(key): str(value)[:LONGEST_PARAMETER] for key, value in run.config.items()}
-        new = [Param(key, value) for key, value in said.items() if key not in there]
-        for start in range(0, len(new), PARAMETERS_AT_ONCE):
-            self._client.log_batch(self._own, params=new[start : start + PARAMETERS_AT_ONCE])
-        for key, value in said.items():
-            if there.get(key, value) != value:
+        logged = self._client.get_run(self._run_id).data.params
+        parameters = {_name(key): str(value)[:MAX_PARAMETER] for key, value in run.config.items()}
+        new = [Param(key, value) for key, value in parameters.items() if key not in logged]
+        for start in range(0, len(new), PARAMETERS_PER_BATCH):
+            self._client.log_batch(self._run_id, params=new[start : start + PARAMETERS_PER_BATCH])
+        for key, value in parameters.items():
+            if logged.get(key, value) != value:
                 self._tag(f"changed/{key}", value)
         self._tag("folder", str(run.folder))
 
@@ -95,25 +95,25 @@ class Mlflow:
             self._metrics += [
                 Metric(_name(key), value, when, event.step) for key, value in numbers.items()
             ]
-        if said := note(event):
+        if text_note := note(event):
             at = (
-                "" if said.kind == "checkpoint" else f" {said.step:09d}"
+                "" if text_note.kind == "checkpoint" else f" {text_note.step:09d}"
             )  # only the last one is kept
-            self._tag(f"{said.kind}{at}", f"{said.title}: {said.text}")
-        if len(self._metrics) >= METRICS_AT_ONCE:
+            self._tag(f"{text_note.kind}{at}", f"{text_note.title}: {text_note.text}")
+        if len(self._metrics) >= METRICS_PER_BATCH:
             self.flush()
 
     def flush(self) -> None:
         points, self._metrics = self._metrics, []
-        for start in range(0, len(points), METRICS_AT_ONCE):
-            self._client.log_batch(self._own, metrics=points[start : start + METRICS_AT_ONCE])
+        for start in range(0, len(points), METRICS_PER_BATCH):
+            self._client.log_batch(self._run_id, metrics=points[start : start + METRICS_PER_BATCH])
 
     def finish(self, outcome: Outcome) -> None:
         self.flush()
-        self._client.set_terminated(self._own, status=_STATUS[outcome])
+        self._client.set_terminated(self._run_id, status=_STATUS[outcome])
 
     def _tag(self, key: str, text: str) -> None:
-        self._client.set_tag(self._own, _name(key), text[:LONGEST_TAG])
+        self._client.set_tag(self._run_id, _name(key), text[:MAX_TAG])
 
 
 def store_uri(chosen: str | None, folder: Path) -> str:
@@ -128,4 +128,4 @@ def is_folder(uri: str) -> bool:
 
 def _name(text: str) -> str:
     """Returns a name with the characters that MLflow allows."""
-    return re.sub(r"[^\w. /:-]", "_", text)[:LONGEST_NAME]
+    return re.sub(r"[^\w. /:-]", "_", text)[:MAX_NAME]

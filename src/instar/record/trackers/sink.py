@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 QUEUE_EVENTS = 10_000
-"""queued for one tracker at most"""
+"""maximum queue length of one tracker"""
 FLUSH_EVERY_S = 2.0
 CLOSE_WAIT_S = 5.0
-"""for which the end of a run waits for all trackers together"""
+"""time limit for all trackers together at the end of a run"""
 
 
 class TrackerSink:
     """Writes events to another sink, and then queues them for the trackers.
 
-    The first failure of each tracker is written to the record as a warning and passed to `tell`, in
+    The first failure of each tracker is written to the record as a warning and passed to `warn`, in
     the thread that writes.
     """
 
@@ -46,13 +46,13 @@ class TrackerSink:
         sink: Sink,
         trackers: Sequence[Tracker],
         run: TrackedRun,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         *,
         queue_events: int = QUEUE_EVENTS,
         close_wait_s: float = CLOSE_WAIT_S,
     ) -> None:
         self._sink = sink
-        self._tell = tell
+        self._warn = warn
         self._run = run
         self._close_wait_s = close_wait_s
         self._faults: deque[str] = deque()
@@ -92,7 +92,7 @@ class TrackerSink:
         while self._faults:
             message = self._faults.popleft()
             logger.warning("%s", message)
-            self._tell(message)
+            self._warn(message)
             with suppress(InstarError):
                 self._sink.write(Warn(message=message))
 
@@ -108,7 +108,7 @@ class TrackerQueue:
         self._faults = faults
         self._offered = 0
         self._taken = 0
-        self._told = False
+        self._reported = False
         self._queue: queue.Queue[Event | None] = queue.Queue(queue_events)
         self._ending = threading.Event()
         self._outcome: Outcome = "finished"
@@ -134,13 +134,13 @@ class TrackerQueue:
 
     def shortage(self) -> str:
         """Returns a warning if the tracker lacks events and has not been reported before."""
-        lacking = self._offered - self._taken
-        if self._told or not (lacking or self._thread.is_alive()):
+        missing = self._offered - self._taken
+        if self._reported or not (missing or self._thread.is_alive()):
             return ""
-        ended = ", and has not ended yet" if self._thread.is_alive() else ""
+        still_running = ", and has not ended yet" if self._thread.is_alive() else ""
         return (
-            f"{self._tracker.name} was too slow for this run: it lacks {lacking:,} of "
-            f"{self._offered:,} events{ended}; {self._replay_hint()}"
+            f"{self._tracker.name} was too slow for this run: it lacks {missing:,} of "
+            f"{self._offered:,} events{still_running}; {self._replay_hint()}"
         )
 
     def _replay_hint(self) -> str:
@@ -174,12 +174,12 @@ class TrackerQueue:
             call()
             return True
         except BaseException as error:  # a library may raise SystemExit
-            if not self._told:
-                self._told = True
-                said = " ".join(str(error).split())[:300]
+            if not self._reported:
+                self._reported = True
+                text = " ".join(str(error).split())[:300]
                 self._faults.append(
-                    f"{self._tracker.name} failed at {doing}, training goes on: "
-                    f"{type(error).__name__}: {said}; {self._replay_hint()}"
+                    f"{self._tracker.name} failed at {doing}, training continues: "
+                    f"{type(error).__name__}: {text}; {self._replay_hint()}"
                 )
             return False
 
@@ -220,16 +220,16 @@ def replay(tracker: Tracker, run: TrackedRun, record: Path, last_steps: Mapping[
         TrackerFailed: the tracker failed, or the record cannot be read.
     """
     count = 0
-    ended: Outcome = "finished"
+    result: Outcome = "finished"
     try:
         tracker.start(run)
         for count, (event, _) in enumerate(kept_lines(record, last_steps), 1):
             tracker.take(event)
-            ended = outcome(ended, event)
+            result = outcome(result, event)
             if count % FLUSH_EVERY == 0:
                 tracker.flush()
-        tracker.finish(ended)
+        tracker.finish(result)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise TrackerFailed(f"{run.folder}: {tracker.name} does not take it: {said}") from error
+        text = f"{type(error).__name__}: {error}"
+        raise TrackerFailed(f"{run.folder}: {tracker.name} failed: {text}") from error
     return count

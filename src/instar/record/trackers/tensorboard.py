@@ -14,7 +14,7 @@ from instar.record.events import Event, Placed, RunFinished, RunStarted
 from instar.record.trackers.tracker import Outcome, TrackedRun, measured, note, totals
 
 FLUSH_S = 120
-"""of the writer itself; the tracker's thread flushes more often"""
+"""interval of the writer itself; the tracker's thread flushes more often"""
 QUEUE = 1000
 
 
@@ -51,9 +51,9 @@ class TensorBoard:
             for tag, value in numbers.items():
                 summary.value.add(tag=tag, simple_value=value)
             self._add(event, event.step, summary=summary)
-        if said := note(event):
-            text = f"**{said.title}**\n\n{said.text}".replace("\n", "  \n")
-            self._add(event, said.step, summary=text_pb(said.kind, text))
+        if text_note := note(event):
+            text = f"**{text_note.title}**\n\n{text_note.text}".replace("\n", "  \n")
+            self._add(event, text_note.step, summary=text_pb(text_note.kind, text))
         if isinstance(event, RunFinished):
             text = _table("total", {name: f"{value:g}" for name, value in totals(event).items()})
             self._add(event, event.step, summary=text_pb("finished", text))
@@ -88,8 +88,8 @@ class TensorBoard:
         config = self._run.config
         table = _table("key", {key: str(value) for key, value in config.items()})
         self._add(event, event.step, summary=text_pb("config", table))
-        told = {key: value for key, value in config.items() if value is not None}
-        summary = hparams_pb(told, trial_id=self._run.name, start_time_secs=event.time)
+        hparams = {key: value for key, value in config.items() if value is not None}
+        summary = hparams_pb(hparams, trial_id=self._run.name, start_time_secs=event.time)
         self._add(event, event.step, summary=summary)
 
     def _add(self, event: Event, step: int, **what: Any) -> None:

@@ -48,7 +48,7 @@ def outcome(before: Outcome, event: Event) -> Outcome:
 
 Scalar = str | int | float | bool | None
 
-KEPT_BACK = "record."
+WITHHELD = "record."
 """Config keys that no tracker receives, such as addresses that may contain secrets."""
 
 
@@ -132,11 +132,11 @@ class TrackedRun:
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Returns a nested config with dotted keys, lists as JSON, without `KEPT_BACK` and secrets."""
+    """Returns a nested config with dotted keys, lists as JSON, without `WITHHELD` and secrets."""
     return {
         key: redacted_value(key, value)
         for key, value in _flat(config, "")
-        if not key.startswith(KEPT_BACK)
+        if not key.startswith(WITHHELD)
     }
 
 

@@ -20,8 +20,8 @@ from instar.record.events import Event, Placed, RunFinished
 from instar.record.trackers.tracker import Note, Outcome, TrackedRun, measured, note, totals
 
 DIR = "TRACKIO_DIR"
-MOST_ROWS = 5000
-"""that are collected before they are written"""
+MAX_ROWS = 5000
+"""rows collected before they are written"""
 
 
 class Trackio:
@@ -31,7 +31,7 @@ class Trackio:
         self.where = ""
         self._config = config
         self._storage: Any = None
-        self._who: dict[str, str] = {}
+        self._run_keys: dict[str, str] = {}
         self._settings: dict[str, Any] = {}
         self._rows: list[tuple[Event, int, dict[str, Any]]] = []
         self._notes: list[tuple[Event, Note]] = []
@@ -45,18 +45,18 @@ class Trackio:
         project = self._config.project
         self.where = f"{SQLiteStorage.get_project_db_path(project)} {run.name}"
         SQLiteStorage.validate_project_name(project)
-        own = run.ids.get(self.name, where) or secrets.token_hex(16)
-        self._who = {"project": project, "run": run.name, "run_id": own}
+        run_id = run.ids.get(self.name, where) or secrets.token_hex(16)
+        self._run_keys = {"project": project, "run": run.name, "run_id": run_id}
         created = datetime.now(UTC).isoformat()
         self._settings = dict(run.config) | {"_Created": created, "_Group": None}
-        run.ids.keep(self.name, where, own)
+        run.ids.keep(self.name, where, run_id)
 
     def _choose_folder(self) -> str:
         """Sets trackio's folder, which it reads when it is imported."""
         if (chosen := self._config.dir) is not None:
             folder = Path(chosen).absolute()
-            if (there := sys.modules.get("trackio.utils")) and folder != there.TRACKIO_DIR:
-                raise RuntimeError(f"trackio writes into {there.TRACKIO_DIR} in this process")
+            if (imported := sys.modules.get("trackio.utils")) and folder != imported.TRACKIO_DIR:
+                raise RuntimeError(f"trackio writes into {imported.TRACKIO_DIR} in this process")
             os.environ[DIR] = str(folder)
         return f"{os.environ.get(DIR, '')}/{self._config.project}"
 
@@ -65,12 +65,12 @@ class Trackio:
             self._last = event
             if numbers := measured(event):
                 self._rows.append((event, event.step, numbers))
-        if said := note(event):
-            self._notes.append((event, said))
+        if text_note := note(event):
+            self._notes.append((event, text_note))
         if isinstance(event, RunFinished):
             found = {f"final/{name}": value for name, value in totals(event).items()}
             self._rows.append((event, event.step, found))
-        if len(self._rows) >= MOST_ROWS:
+        if len(self._rows) >= MAX_ROWS:
             self.flush()
 
     def flush(self) -> None:
@@ -78,7 +78,7 @@ class Trackio:
         notes, self._notes = self._notes, []
         if rows:
             self._storage.bulk_log(
-                **self._who,
+                **self._run_keys,
                 metrics_list=[values for _, _, values in rows],
                 steps=[step for _, step, _ in rows],
                 timestamps=[_when(event) for event, _, _ in rows],
@@ -86,11 +86,11 @@ class Trackio:
             )
         if notes:
             self._storage.bulk_alert(
-                **self._who,
-                titles=[said.title for _, said in notes],
-                texts=[said.text for _, said in notes],
-                levels=[said.level for _, said in notes],
-                steps=[said.step for _, said in notes],
+                **self._run_keys,
+                titles=[one.title for _, one in notes],
+                texts=[one.text for _, one in notes],
+                levels=[one.level for _, one in notes],
+                steps=[one.step for _, one in notes],
                 timestamps=[_when(event) for event, _ in notes],
             )
 

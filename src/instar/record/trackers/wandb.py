@@ -36,7 +36,7 @@ class Wandb:
         if config.mode == "online" and not wandb.login(prompt=False):
             raise PermissionError("no API key is known: wandb login, or mode: offline")
         where = f"{config.entity or ''}/{config.project}"
-        own = run.ids.get(self.name, where) or secrets.token_hex(8)
+        run_id = run.ids.get(self.name, where) or secrets.token_hex(8)
         folder = Path(config.dir or run.folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -44,7 +44,7 @@ class Wandb:
             entity=config.entity,
             group=config.group,
             tags=list(config.tags) or None,
-            id=own,
+            id=run_id,
             name=run.name,
             resume="allow",
             mode=config.mode,
@@ -55,7 +55,7 @@ class Wandb:
         )
         online = config.mode == "online"
         self.where = str(self._run.url if online else Path(self._run.dir).parent)
-        run.ids.keep(self.name, where, own)
+        run.ids.keep(self.name, where, run_id)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -80,11 +80,15 @@ class Wandb:
     def take(self, event: Event) -> None:
         if isinstance(event, Placed) and (numbers := measured(event)):
             self._log(event, event.step, numbers)
-        if said := note(event):
-            self._log(event, said.step, {f"events/{said.kind}": f"{said.title}: {said.text}"})
-            if said.kind in ("alert", "failed"):
-                level = _LEVELS[said.level]
-                self._run.alert(title=said.title, text=said.text, level=level)
+        if text_note := note(event):
+            self._log(
+                event,
+                text_note.step,
+                {f"events/{text_note.kind}": f"{text_note.title}: {text_note.text}"},
+            )
+            if text_note.kind in ("alert", "failed"):
+                level = _LEVELS[text_note.level]
+                self._run.alert(title=text_note.title, text=text_note.text, level=level)
         if isinstance(event, RunFinished):
             self._run.summary.update({f"final/{key}": v for key, v in totals(event).items()})
 

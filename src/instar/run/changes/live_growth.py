@@ -120,7 +120,7 @@ def make_candidate(
         )
         proof = _prove(state.step, parts, task, model, plan, key)
     if not agree(world, proof.holds) and not allow_inexact:
-        raise LabelBroken(f"the function is not what it was meant to be: {in_words(proof)}")
+        raise LabelBroken(f"the function changed more than its label allows: {in_words(proof)}")
     return Candidate(task, model, memory, ema, plan, proof)
 
 

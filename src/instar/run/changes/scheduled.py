@@ -36,28 +36,28 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
     if mask is not None and state.step >= mask.end:
         state = carry_out(state, parts, FOLD, reason=f"open since step {mask.end:,}")
     state = lower_lr_if_due(state, parts)
-    loss, again = state.loss, False
+    loss, reevaluated = state.loss, False
     while (found := next_due(state, parts, loss)) is not None:
         entry, reason = found
         state = carry_out(state, parts, entry.operation, entry=entry, reason=reason, loss=loss)
         if entry.reevaluate:
             state = validate(state, parts, judged=False)
-            loss, again = state.loss, True
-    return state, again
+            loss, reevaluated = state.loss, True
+    return state, reevaluated
 
 
 def lower_lr_if_due(state: RunState, parts: Components) -> RunState:
     """Lower the learning rate if the metric of `learning_rate.plateau` does not improve."""
-    reason = parts.tracker.why_slow(state.metrics)
-    metrics, fallen = parts.tracker.slow_down(state.metrics, state.settings.lr)
+    reason = parts.tracker.plateau_reason(state.metrics)
+    metrics, lowered = parts.tracker.lower_lr(state.metrics, state.settings.lr)
     if metrics == state.metrics:
         return state
     # metrics are the same on all ranks; still, rank 0 decides
-    told = agree(parts.world, fallen)
+    agreed_lr = agree(parts.world, lowered)
     state = replace(state, metrics=metrics)
-    if told is None:
+    if agreed_lr is None:
         return state
-    return carry_out(state, parts, set_lr(told), reason=reason)
+    return carry_out(state, parts, set_lr(agreed_lr), reason=reason)
 
 
 def check_ahead(state: RunState, parts: Components) -> None:
@@ -104,8 +104,8 @@ def next_due(state: RunState, parts: Components, loss: float | None) -> tuple[En
     reason = due(entry, moment(state, parts, loss), state.in_force)
     # between evaluations the reason depends only on counts, which are the same on every rank
     if loss is not None or reason is not None:
-        told = agree(parts.world, reason)
-        reason = None if told is None else str(told)
+        agreed = agree(parts.world, reason)
+        reason = None if agreed is None else str(agreed)
     return None if reason is None else (entry, reason)
 
 
@@ -144,7 +144,7 @@ def carry_out(
     Raises:
         RunFailed: the operation failed, and `entry` does not allow skipping it.
     """
-    begun, before, step = time.perf_counter(), state.in_force, state.step
+    start, before, step = time.perf_counter(), state.in_force, state.step
     parts.sync.begin(f"{operation.name} after step {step}", step)
     number = None if entry is None else entry.number
     change = Change(operation, step, state.progress.samples, number, reason=reason)
@@ -155,8 +155,10 @@ def carry_out(
         if entry is not None and (why := too_large(entry, after.architecture)):
             raise ValueError(why)
         if plan is not None:
-            lenient = entry is not None and entry.allow_inexact
-            candidate = make_candidate(state, parts, operation, after, plan, allow_inexact=lenient)
+            allow_inexact = entry is not None and entry.allow_inexact
+            candidate = make_candidate(
+                state, parts, operation, after, plan, allow_inexact=allow_inexact
+            )
             stepper = build_candidate_stepper(parts, candidate, after)
     except (ValueError, RuntimeError, MemoryError, PeerError) as error:
         # all ranks get here: either all failed alike, or a collective raised on all of them
@@ -164,7 +166,7 @@ def carry_out(
         return _failed(state, parts, change, error, skip=skip)
     if candidate is not None:
         if candidate.plan.label != "exact":
-            state = _leave_measured(state, parts)
+            state = _discard_evaluation(state, parts)
         parts.stepper = stepper
         if candidate.plan.makes_new and not candidate.plan.waits:
             stepper.watch = GradientWatch(
@@ -175,20 +177,20 @@ def carry_out(
         state.changed(change, after), parts, before, grown=candidate is not None
     )
     if candidate is not None:
-        parts.logger.tell_interval(state.progress, grown=True)
+        parts.logger.flush_interval(state.progress, grown=True)
     parts.logger.operated(
         state.progress,
         change,
         before,
         after,
         proof=candidate.proof if candidate else None,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - start,
         loss=loss,
     )
     return state
 
 
-def _leave_measured(state: RunState, parts: Components) -> RunState:
+def _discard_evaluation(state: RunState, parts: Components) -> RunState:
     """Discard this step's evaluation before the model is replaced; save first if it is a best."""
     if parts.config.checkpoint.on_best and best_is_now(state, parts):
         save(state, parts, "best so far", wait=True)
@@ -208,12 +210,15 @@ def _apply_settings(state: RunState, parts: Components, before: State, *, grown:
     # a grown model is built with its parameters frozen
     if now.frozen != was.frozen and not grown:
         freeze(parts.stepper, parts.config, now.frozen)
-        own = after.facts(after.architecture).frozen
-        thawed = [n for n in sorted(own) if is_frozen(was.frozen, n) > is_frozen(now.frozen, n)]
+        module_frozen = after.facts(after.architecture).frozen
+        thawed = [
+            n for n in sorted(module_frozen) if is_frozen(was.frozen, n) > is_frozen(now.frozen, n)
+        ]
         if thawed:
-            told = ", ".join(patterns_of(thawed, after.architecture.parameters()))
+            patterns = ", ".join(patterns_of(thawed, after.architecture.parameters()))
             parts.logger.warn(
-                f"{told} trains from now on, which the task's own module had frozen", state.step
+                f"{patterns} is trained from now on, although the task's module froze it",
+                state.step,
             )
     return state
 
@@ -221,13 +226,13 @@ def _apply_settings(state: RunState, parts: Components, before: State, *, grown:
 def _failed(
     state: RunState, parts: Components, change: Change, error: Exception, *, skip: bool
 ) -> RunState:
-    """Handle a failed operation: skip it for good with a warning, or save and raise RunFailed."""
+    """Handle a failed operation: skip it permanently with a warning, or save and raise RunFailed."""
     what = f"{change.operation.name} after step {change.step:,} failed: {error}"
     if skip:
-        parts.logger.warn(f"{what}; skipped, the run is as it was", change.step)
+        parts.logger.warn(f"{what}; skipped, the run is unchanged", change.step)
         return state.changed(replace(change, skipped=str(error)), state.in_force)
     save(state, parts, "an operation failed", must=True)
     raise RunFailed(
-        f"{what}; the run is as it was before, and saved. Correct the schedule, or let the entry say "
-        f"on_failure: skip, and go on: instar resume {parts.saver.root} --set schedule=FILE"
+        f"{what}; the run is unchanged and saved. Correct the schedule, or set on_failure: skip in "
+        f"the entry, then resume with: instar resume {parts.saver.root} --set schedule=FILE"
     ) from error

@@ -89,28 +89,28 @@ def _described(checkpoint: Checkpoint, component: str) -> Mapping[str, Parameter
     """Return the parameters of a checkpoint. If no built-in task has its architecture, every tensor
     with two or more dimensions counts as a matrix."""
     manifest = checkpoint.manifest
-    there = outlines(checkpoint.path / COMPONENTS[component].file())
+    stored = outlines(checkpoint.path / COMPONENTS[component].file())
     for shape_of in (Architecture.from_dict, GraphShape.from_dict):
         try:
             parameters = shape_of(manifest.architecture).parameters()
         except (ArchitectureError, KeyError, TypeError, ValueError):
             continue
-        if {n: e.shape for n, e in parameters.items()} == {n: e.shape for n, e in there.items()}:
+        if {n: e.shape for n, e in parameters.items()} == {n: e.shape for n, e in stored.items()}:
             return parameters
     tensors = (
         (name, each.shape)
-        for name, each in there.items()
+        for name, each in stored.items()
         if name not in manifest.buffers and each.dtype.is_floating_point
     )
     return Fixed(tuple(tensors)).parameters()
 
 
 def _saved_before(path: Path) -> Path | None:
-    there = checkpoints(path.absolute().parent.parent)
+    paths = checkpoints(path.absolute().parent.parent)
     line = read_manifest(path).line or None
-    names = [each.name for each in there]
+    names = [each.name for each in paths]
     at = names.index(path.name) if path.name in names else 0
-    before = (each for each in reversed(there[:at]) if branch_of(each, line) is None)
+    before = (each for each in reversed(paths[:at]) if branch_of(each, line) is None)
     return next(before, None)
 
 
@@ -134,7 +134,7 @@ def _attention(path: Path, manifest: Manifest) -> tuple[tuple[HeadEntropy, ...],
         return (), str(error.problems[0])
     except ValueError as error:
         return (), str(error)
-    whole = max(1, len(windows) - 1)  # the last may be shorter
-    chosen = np.linspace(0, whole - 1, min(SAMPLES, whole)).astype(np.int64)
+    count = max(1, len(windows) - 1)  # the last may be shorter
+    chosen = np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64)
     batch = to_device(windows.read(chosen), torch.device("cpu"))
     return attention_entropy(model, batch["inputs"]), ""

@@ -31,33 +31,35 @@ def compare_inputs(prepared: Prepared, world: World) -> None:
     """
     if world.size == 1:
         return
-    mine: dict[str, str] = {}
+    own: dict[str, str] = {}
     with raise_on_all_ranks(world, "comparing the ranks' inputs"):
         config = prepared.config.model_dump(mode="json", exclude=_LOCAL)
-        mine = {
+        own = {
             f"the config's {key}": xxhash.xxh3_128_hexdigest(
                 json.dumps(value, sort_keys=True).encode()
             )
             for key, value in config.items()
         }
-        here = versions()
-        mine |= {f"the version of {name}": here.get(name, "none") for name in _VERSIONS}
+        installed = versions()
+        own |= {f"the version of {name}": installed.get(name, "none") for name in _VERSIONS}
         for name, found in prepared.spec.fingerprints.items():
-            mine[f"the {name}"] = found
-    digest = xxhash.xxh3_128_hexdigest(json.dumps(mine, sort_keys=True).encode())
+            own[f"the {name}"] = found
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(own, sort_keys=True).encode())
     digests = gather(world, digest)
     if all(one == digests[0] for one in digests):
         return
-    everyones = cast(list[dict[str, str]], gather(world, mine))
-    told = []
+    everyones = cast(list[dict[str, str]], gather(world, own))
+    differences = []
     for key, first in everyones[0].items():
         others = [rank for rank, one in enumerate(everyones) if one.get(key) != first]
         if others:
             ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-            told.append(f"{key} of {ranks} ({everyones[others[0]].get(key)}; rank 0's {first})")
+            differences.append(
+                f"{key} of {ranks} ({everyones[others[0]].get(key)}; rank 0's {first})"
+            )
     seed = any(one["the data"] != everyones[0]["the data"] for one in everyones)
     hint = "; samples() must give the same in every process: seed it with self.seed" if seed else ""
-    raise RunFailed(f"ranks would train on different inputs: {'; '.join(told)}{hint}")
+    raise RunFailed(f"ranks would train on different inputs: {'; '.join(differences)}{hint}")
 
 
 def resolve_precision(prepared: Prepared, world: World) -> Prepared:

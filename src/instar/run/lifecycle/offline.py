@@ -117,7 +117,7 @@ class OfflineGrowth:
 
 
 @dataclass(frozen=True)
-class _Course:
+class _Result:
     """Result of planning the operations: growth steps, history, and the final state."""
 
     links: tuple[GrowthStep, ...]
@@ -162,30 +162,30 @@ def grow(
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
     model, state = _in_force(config, history, source)
-    course = _carry_out(operations, config.seed, history, state, source)
-    with atomic_dir(out) as aside:
-        there = RunDir(aside)
-        there.logs.mkdir()
+    result = _carry_out(operations, config.seed, history, state, source)
+    with atomic_dir(out) as temporary:
+        new_run = RunDir(temporary)
+        new_run.logs.mkdir()
         for file in (run.config, run.path / TOKENIZER_FILE):
             if file.is_file():
-                atomic.write_synced(aside / file.name, read_regular(file))
-        made = _write(source, there, course, model.build)
+                atomic.write_synced(temporary / file.name, read_regular(file))
+        made = _write(source, new_run, result, model.build)
         proof, checked_on = None, ""
         if check:
-            promised = _promised(course.stages)
+            expected = _expected_plan(result.stages)
             if config.task == LANGUAGE:
-                proof, checked_on = _prove_on_tokens(source.path, made, promised), "random tokens"
+                proof, checked_on = _prove_on_tokens(source.path, made, expected), "random tokens"
             else:
                 task = _task_of(run)
                 tasks = [
                     task.at(each.architecture, each.settings.context)
-                    for each in (state, course.state)
+                    for each in (state, result.state)
                 ]
                 with _code_of(config.task):
-                    proof = _prove_on_samples(tasks, model.build, source, load(made), promised)
+                    proof = _prove_on_samples(tasks, model.build, source, load(made), expected)
                 checked_on = "held-out samples"
             if not proof.holds:
-                names = ", ".join(stage.operation.name for stage in course.stages)
+                names = ", ".join(stage.operation.name for stage in result.stages)
                 raise NotProven(
                     f"{names}: not {proof.label}: outputs moved by {proof.max_logit_diff:.3g} "
                     f"({proof.max_logit_diff_relative:.1g} of the largest), the loss on {checked_on} "
@@ -194,9 +194,9 @@ def grow(
     before = count_parameters(state.architecture).total
     path = RunDir(out).checkpoints / made.name
     with reading(path / COMPONENTS["model"].file()) as read:
-        dead = dead_ranks(course.state.architecture.parameters(), read)
+        dead = dead_ranks(result.state.architecture.parameters(), read)
     seconds = time.perf_counter() - begun
-    return OfflineGrowth(path, before, course.stages, proof, seconds, dead, checked_on)
+    return OfflineGrowth(path, before, result.stages, proof, seconds, dead, checked_on)
 
 
 def _with_task(run: RunDir, manifest: Manifest) -> RunConfig:
@@ -247,7 +247,7 @@ def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[
 
 def _carry_out(
     operations: Sequence[Operation], seed: int, history: History, state: State, source: Checkpoint
-) -> _Course:
+) -> _Result:
     step = source.manifest.step
     cursor = int(source.state.get("progress", {}).get("samples", 0))
     links: list[GrowthStep] = []
@@ -263,7 +263,7 @@ def _carry_out(
             shapes.append(state.architecture)
         history = (*history, Change(operation, step, cursor, reason=REASON))
         stages.append(_stage(operation, plan, state.architecture))
-    return _Course(tuple(links), tuple(stages), tuple(shapes), history, state)
+    return _Result(tuple(links), tuple(stages), tuple(shapes), history, state)
 
 
 def _stage(operation: Operation, plan: GrowthPlan | None, grown: Growable) -> GrowthStage:
@@ -282,19 +282,21 @@ def _as_config_error() -> Iterator[None]:
         raise ConfigError.one(str(error), where="--op") from error
 
 
-def _write(source: Checkpoint, there: RunDir, course: _Course, build: Build) -> Path:
+def _write(source: Checkpoint, run: RunDir, result: _Result, build: Build) -> Path:
     saved = source.manifest
-    exact = all(stage.label in (None, "exact") for stage in course.stages)
-    draft = CheckpointWriter(there.path, saved.step)
-    with draft.removed_on_error():
-        draft.open()
+    exact = all(stage.label in (None, "exact") for stage in result.stages)
+    writer = CheckpointWriter(run.path, saved.step)
+    with writer.removed_on_error():
+        writer.open()
         for component in source.components:
             if component != "model" or not saved.buffers:
-                _write_component(component, source, draft.aside, course.links)
-        buffers = _write_with_buffers(source, draft.aside, course, build) if saved.buffers else []
-        atomic.write_synced(draft.aside / STATE, encode_json(_state(source.state, exact)))
-        draft.add_files(path for path in draft.aside.rglob("*") if path.is_file())
-        told = ", ".join(stage.operation.name for stage in course.stages)
+                _write_component(component, source, writer.temporary, result.links)
+        buffers = (
+            _write_with_buffers(source, writer.temporary, result, build) if saved.buffers else []
+        )
+        atomic.write_synced(writer.temporary / STATE, encode_json(_state(source.state, exact)))
+        writer.add_files(path for path in writer.temporary.rglob("*") if path.is_file())
+        names = ", ".join(stage.operation.name for stage in result.stages)
         facts = Facts(
             data=saved.data,
             tokenizer=saved.tokenizer,
@@ -302,27 +304,27 @@ def _write(source: Checkpoint, there: RunDir, course: _Course, build: Build) -> 
             loss=saved.loss if exact else None,
             metrics=saved.metrics if exact else {},
             better=saved.better,
-            reason=f"{REASON}: {told}",
+            reason=f"{REASON}: {names}",
             left_out=saved.left_out,
             config=saved.config,
             buffers=buffers,
         )
-        return draft.publish(
-            architecture=course.state.architecture.to_dict(),
-            history=history_to_json(course.history),
+        return writer.publish(
+            architecture=result.state.architecture.to_dict(),
+            history=history_to_json(result.history),
             facts=facts,
             world_size=saved.world_size,
         )
 
 
 def _write_component(
-    component: str, source: Checkpoint, aside: Path, links: tuple[GrowthStep, ...]
+    component: str, source: Checkpoint, temporary: Path, links: tuple[GrowthStep, ...]
 ) -> None:
     """Write one component's file, grown; per-rank components are copied unchanged."""
     known = COMPONENTS[component]
     if known.pattern is Pattern.PER_RANK:
         for rank in range(source.manifest.world_size):
-            to = aside / known.file(rank)
+            to = temporary / known.file(rank)
             atomic.make_folder(to.parent)
             atomic.write_synced(to, read_regular(source.path / known.file(rank)))
         return
@@ -330,11 +332,11 @@ def _write_component(
     grow = grow_states if component == "optimizer" else grow_parameters
     with reading(file) as read:
         grown = grow(links, TensorReader(outlines(file), read))
-        write_tensors(aside / known.file(), grown.outlines, grown.read)
+        write_tensors(temporary / known.file(), grown.outlines, grown.read)
 
 
 def _write_with_buffers(
-    source: Checkpoint, aside: Path, course: _Course, build: Build
+    source: Checkpoint, temporary: Path, result: _Result, build: Build
 ) -> list[str]:
     """Write the file of a model with persistent buffers, grown; return the buffers' names.
 
@@ -344,12 +346,12 @@ def _write_with_buffers(
     with reading(source.path / file) as read:
         buffers = {name: read(name) for name in source.manifest.buffers}
         stored = {n: each for n, each in outlines(source.path / file).items() if n not in buffers}
-        parameters = grow_parameters(course.links, TensorReader(stored, read))
-        for link, shape in zip(course.links, course.shapes, strict=True):
+        parameters = grow_parameters(result.links, TensorReader(stored, read))
+        for link, shape in zip(result.links, result.shapes, strict=True):
             buffers = grow_buffers(link.plan, buffers, build(shape))
         added = {name: Outline(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
         write_tensors(
-            aside / file,
+            temporary / file,
             {**parameters.outlines, **added},
             lambda name: buffers[name] if name in buffers else parameters.read(name),
         )
@@ -366,7 +368,7 @@ def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
     return kept
 
 
-def _promised(stages: Sequence[GrowthStage]) -> GrowthPlan:
+def _expected_plan(stages: Sequence[GrowthStage]) -> GrowthPlan:
     """Return an empty plan with the weakest label; if bounded, with the sum of the bounds."""
     labels = [stage.label for stage in stages if stage.label is not None]
     weakest: Label = max(labels, key=get_args(Label).index, default="exact")
@@ -379,7 +381,7 @@ def _prove_on_samples(
     build: Build,
     before: Checkpoint,
     after: Checkpoint,
-    promised: GrowthPlan,
+    expected: GrowthPlan,
 ) -> Proof:
     """Compare both models on the same held-out samples: in float64, or in float32 if the task's
     code does not accept float64."""
@@ -393,7 +395,7 @@ def _prove_on_samples(
         old, new = (probe(task, model.double(), samples.in_double()) for task, model in pairs)
     except (RuntimeError, TypeError, ValueError):
         old, new = (probe(task, model, samples) for task, model in zip(tasks, single, strict=True))
-    return compare(promised, old, new, torch.float32)
+    return compare(expected, old, new, torch.float32)
 
 
 def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Module:
@@ -407,7 +409,7 @@ def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Modu
     return model
 
 
-def _prove_on_tokens(before: Path, after: Path, promised: GrowthPlan) -> Proof:
+def _prove_on_tokens(before: Path, after: Path, expected: GrowthPlan) -> Proof:
     """Compare two GPTs on random tokens, in float64: only the rounding of the weights remains."""
     models = [load_gpt(path).double() for path in (before, after)]
     rows = min(model.arch.vocab_size for model in models)
@@ -420,4 +422,4 @@ def _prove_on_tokens(before: Path, after: Path, promised: GrowthPlan) -> Proof:
             logits_BTV = model(tokens_BT[:, :-1])
         loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
         probes.append(Probe(logits_BTV, loss.item()))
-    return compare(promised, probes[0], probes[1], torch.float32)
+    return compare(expected, probes[0], probes[1], torch.float32)

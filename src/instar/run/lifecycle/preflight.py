@@ -24,7 +24,7 @@ from instar.record.rundir import check_run_dir
 from instar.record.system import host_bytes
 from instar.record.trackers.configured import missing
 from instar.schedule.forecast import Forecast, checked_forecast
-from instar.schedule.operations import LENGTHS
+from instar.schedule.operations import CHANGES_LENGTH
 from instar.schedule.triggers import evaluates_at_start
 from instar.tasks.task import Say, TaskSpec, spec_class
 
@@ -106,28 +106,33 @@ def preflight(
         # the schedule's progress is in the history, and is checked when the run is resumed
         without = config.model_copy(update={"schedule": ()})
         loaded = dataclasses.replace(loaded, config=without)
-    told = checked_forecast(loaded, spec, world_size)
-    course = config.learning_rate
-    if not assumptions and told.steps is None and course.lr_decay_iters is None and course.has_end:
+    checked = checked_forecast(loaded, spec, world_size)
+    schedule = config.learning_rate
+    if (
+        not assumptions
+        and checked.steps is None
+        and schedule.lr_decay_iters is None
+        and schedule.has_end
+    ):
         raise ConfigError(
             loaded.problem(
                 "learning_rate.lr_decay_iters",
-                f"learning_rate.lr_decay_iters is needed: a {course.shape} course must know its "
-                "last step, and nobody knows how many samples this source has",
-                "give it, or a budget such as 2000it",
+                f"learning_rate.lr_decay_iters is needed: a {schedule.shape} schedule needs its last "
+                "step, and the number of samples of this source is unknown",
+                "set it, or a budget such as 2000it",
             )
         )
-    return _resolved(config, spec, told)
+    return _resolved(config, spec, checked)
 
 
 _KEPT = ("weights", "gradients", "optimizer", "ema")
 """parts of a step's memory that only a smaller model reduces"""
-BEYOND = 10
+MAX_ERROR_FACTOR = 10
 """Upper bound on the error factor of the forecast of activation memory."""
 
 
 def check_memory(
-    loaded: Loaded, told: Forecast, device: str, device_bytes: int | None = None
+    loaded: Loaded, predicted: Forecast, device: str, device_bytes: int | None = None
 ) -> None:
     """Check that the model fits in memory, before it is built.
 
@@ -139,51 +144,53 @@ def check_memory(
     Raises:
         ConfigError: it does not fit; states the required and the available memory.
     """
-    needed = told.stages[0].memory_bytes
-    own = host_bytes()
+    needed = predicted.stages[0].memory_bytes
+    memory = host_bytes()
     kept = sum(needed.get(part, 0) for part in _KEPT)
-    bounds = [(needed.get("weights", 0), own, "for its weights", "the machine")]
-    limit, place = (own, "the machine") if device == "cpu" else (device_bytes, "the GPU")
+    bounds = [(needed.get("weights", 0), memory, "for its weights", "the machine")]
+    limit, place = (memory, "the machine") if device == "cpu" else (device_bytes, "the GPU")
     if limit is not None:
         bounds.append((kept, limit, "for weights, gradients and optimizer", place))
-        whole = sum(needed.values())
-        bounds.append((whole // BEYOND, limit, f"in a step ({bytes_text(whole)} in all)", place))
-    for size, there, what, where in bounds:
-        if size > there:
+        total = sum(needed.values())
+        bounds.append(
+            (total // MAX_ERROR_FACTOR, limit, f"in a step ({bytes_text(total)} in all)", place)
+        )
+    for size, available, what, where in bounds:
+        if size > available:
             raise ConfigError(
                 loaded.problem(
                     "model",
-                    f"the model of {told.stages[0].parameters.total:,} parameters needs "
-                    f"{bytes_text(size)} {what}, and {where} has {bytes_text(there)}",
+                    f"the model of {predicted.stages[0].parameters.total:,} parameters needs "
+                    f"{bytes_text(size)} {what}, and {where} has {bytes_text(available)}",
                     "make the model or the micro-batch smaller",
                 )
             )
 
 
-def _resolved(config: RunConfig, spec: TaskSpec, told: Forecast) -> Prepared:
+def _resolved(config: RunConfig, spec: TaskSpec, predicted: Forecast) -> Prepared:
     derived = {**spec.derived, "eval.at_start": evaluates_at_start(config)}
     derived["data.seed"] = config.seed
-    if told.steps is not None:
+    if predicted.steps is not None:
         # a run shorter than its warm-up still needs a valid learning-rate schedule
         derived["learning_rate.lr_decay_iters"] = max(
-            told.steps, config.learning_rate.warmup_iters + 1
+            predicted.steps, config.learning_rate.warmup_iters + 1
         )
     derived = {key: value for key, value in derived.items() if _value(config, key) is None}
-    return Prepared(_with(config, derived), spec, told, derived)
+    return Prepared(_with(config, derived), spec, predicted, derived)
 
 
 def _epochs(loaded: Loaded) -> list[ConfigProblem]:
     """Return a problem if epochs are to be counted across streams of unknown length."""
     config = loaded.config
     counted = any(parse_budget(text).kind == "epochs" for text in config.train.until)
-    changes = [operation.name for operation in config.schedule if operation.name in LENGTHS]
+    changes = [operation.name for operation in config.schedule if operation.name in CHANGES_LENGTH]
     if not (counted and changes):
         return []
     return [
         loaded.problem(
             "train.until",
-            f"{changes[0]} begins a stream anew, and how much of an epoch was done by then is "
-            "not known before its end was met",
+            f"{changes[0]} restarts the stream, and the completed fraction of an epoch is unknown "
+            "until its end has been reached once",
             "give train.until in steps or tokens, or use kind rows or tokens",
         )
     ]

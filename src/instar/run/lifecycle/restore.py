@@ -150,7 +150,7 @@ def replay(
             last phase are opened.
     """
     before, now, task, phase = parts.initial, parts.initial, parts.task, state.phase
-    begun = list[tuple[int, int, Task]]()
+    phases = list[tuple[int, int, Task]]()
     """context, cursor and task of each phase after the first"""
     for change, after in states(parts.initial, history):
         context = after.settings.context
@@ -158,13 +158,13 @@ def replay(
         if (context, after.architecture) != (now.settings.context, now.architecture):
             task = task.at(after.architecture, context)
         if context != now.settings.context:
-            begun.append((context, change.cursor, task))
+            phases.append((context, change.cursor, task))
         now = after
-    for number, (context, cursor, its_task) in enumerate(begun, start=1):
-        if restored and number < len(begun):
+    for number, (context, cursor, phase_task) in enumerate(phases, start=1):
+        if restored and number < len(phases):
             phase = parts.loaders.passed(phase, context, cursor)
         else:
-            phase = parts.loaders.next(phase, its_task, context, cursor)
+            phase = parts.loaders.next(phase, phase_task, context, cursor)
     if now.architecture != before.architecture:
         with raise_on_all_ranks(parts.world, "building the model"):
             bare = task.shell().to(parts.world.device)
@@ -192,15 +192,15 @@ def load_model(model: Module, checkpoint: Checkpoint) -> list[str]:
     parameters = dict(model.named_parameters())
     buffers = {name: t for name, t in tensors.items() if name not in parameters}
     copy_tensors(parameters, {name: t for name, t in tensors.items() if name not in buffers})
-    there = persistent_buffers(model)
-    later = sorted(buffers.keys() - there.keys() - set(empty_buffers(model)))
-    missing = sorted(there.keys() - buffers.keys())
+    registered = persistent_buffers(model)
+    later = sorted(buffers.keys() - registered.keys() - set(empty_buffers(model)))
+    missing = sorted(registered.keys() - buffers.keys())
     load_buffers(model, buffers)
     warnings = []
     if missing:
         warnings.append(
-            f"{checkpoint.path.name} was saved without the buffers {', '.join(missing)}: they begin "
-            "as the module makes them"
+            f"{checkpoint.path.name} was saved without the buffers {', '.join(missing)}: they have "
+            "the initial values of a new module"
         )
     if later:
         warnings.append(
@@ -216,7 +216,7 @@ def _check_data(parts: Components, checkpoint: Checkpoint, allow: Collection[str
         if was and was != fingerprint and name not in allow:
             raise CheckpointError(
                 f"{checkpoint.path}: trained with another {name} (fingerprint {was[:12]}) than the "
-                f"config names now ({fingerprint[:12]}); to go on all the same: --allow {name}"
+                f"config names now ({fingerprint[:12]}); to resume anyway: --allow {name}"
             )
 
 
@@ -242,7 +242,7 @@ def _check_architecture(
         for key in sorted({**was, **is_now})
         if was.get(key) != is_now.get(key)
     )
-    may = "; to go on: --allow architecture" if fits else ""
+    may = "; to resume anyway: --allow architecture" if fits else ""
     raise CheckpointError(
         f"{checkpoint.path}: of another architecture than the config's: {what}{may}"
     )
@@ -251,7 +251,7 @@ def _check_architecture(
 def _component(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
     if name not in checkpoint.components:
         raise CheckpointError(
-            f"{checkpoint.path}: its {name} is missing; go on from another one: instar checkpoint "
-            f"list {checkpoint.path.parent.parent}"
+            f"{checkpoint.path}: its {name} is missing; resume from another checkpoint: instar "
+            f"checkpoint list {checkpoint.path.parent.parent}"
         )
     return checkpoint.tensors(name)

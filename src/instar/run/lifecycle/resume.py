@@ -74,7 +74,7 @@ class Resume:
     """start at step 0 if nothing was saved yet"""
     given: bool = False
     """the config is a file of the user's, not the run's own run.yaml"""
-    asked: bool = True
+    by_person: bool = True
     """a person requested it and means the values on the command line; False for `resume: auto` and
     for restarted ranks, whose command line is the same each time"""
 
@@ -131,9 +131,9 @@ def automatic(config: RunConfig, remembered: str | None = None) -> Resume | None
         folder = config.record.run_dir
     if folder is None or not RunDir(Path(folder)).holds_run():
         return None
-    path, here = Path(folder), Path.cwd()
-    run = RunDir(path.relative_to(here) if path.is_relative_to(here) else path)
-    return Resume(run, fresh=True, given=True, asked=False)
+    path, cwd = Path(folder), Path.cwd()
+    run = RunDir(path.relative_to(cwd) if path.is_relative_to(cwd) else path)
+    return Resume(run, fresh=True, given=True, by_person=False)
 
 
 def choose(
@@ -176,32 +176,36 @@ def named_checkpoint(resume: Resume) -> Path | None:
                 + (f"there are {others}" if others else "checkpoint.on_best saves one at each best")
             )
         return best
-    there = {path.name: path for path in checkpoints(root)}
-    if start.isdecimal() and (found := _of_step(root, int(start), list(there.values()))):
+    by_name = {path.name: path for path in checkpoints(root)}
+    if start.isdecimal() and (found := _of_step(root, int(start), list(by_name.values()))):
         return found
     name = f"step-{start}" if start[:1].isdecimal() else start
-    if name not in there:
-        meant = nearest(start, [LATEST, BEST, *there]) if name == start else None
-        hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(there) or 'none'}"
+    if name not in by_name:
+        suggestion = nearest(start, [LATEST, BEST, *by_name]) if name == start else None
+        hint = (
+            f"did you mean '{suggestion}'?"
+            if suggestion
+            else f"there are {', '.join(by_name) or 'none'}"
+        )
         raise CheckpointError(f"{root}: no checkpoint {name}; {hint}")
-    return there[name]
+    return by_name[name]
 
 
-def _of_step(root: Path, step: int, there: Sequence[Path]) -> Path | None:
+def _of_step(root: Path, step: int, paths: Sequence[Path]) -> Path | None:
     """Return the checkpoint of a step: the newest on the run's line, else the only one on a branch.
 
     Raises:
         CheckpointError: several branches have one, and the line has none.
     """
-    every = [path for path in there if re.fullmatch(rf"step-0*{step}(\.\d+)?", path.name)]
+    found = [path for path in paths if re.fullmatch(rf"step-0*{step}(\.\d+)?", path.name)]
     line = line_of(root)
-    on_line = [path for path in every if branch_of(path, line) is None]
-    if not on_line and len(every) > 1:
-        names = ", ".join(path.name for path in every)
+    on_line = [path for path in found if branch_of(path, line) is None]
+    if not on_line and len(found) > 1:
+        names = ", ".join(path.name for path in found)
         raise CheckpointError(
-            f"{root}: {names} lie on branches that the run has left; say which: --from {every[-1].name}"
+            f"{root}: {names} lie on branches that the run has left; say which: --from {found[-1].name}"
         )
-    return (on_line or every)[-1] if every else None
+    return (on_line or found)[-1] if found else None
 
 
 def branch_of(path: Path, line: Line | None) -> int | None:
@@ -230,8 +234,10 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
         began = began_with(resume.run, manifest)
         if began.task != loaded.config.task:
             raise _cannot_change(resume.run, {"task": (began.task, loaded.config.task)})
-        own = {key: value for key, value in values(began).items() if not is_launch_only(key)}
-        began = with_values(loaded.config, own)
+        values_at_start = {
+            key: value for key, value in values(began).items() if not is_launch_only(key)
+        }
+        began = with_values(loaded.config, values_at_start)
         history = history_from_json(manifest.history if manifest is not None else ())
         in_force, settings = effective(began, history)
         given = [(key, value) for key, value, origin in overrides(history) if origin != SET]
@@ -254,7 +260,7 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
         if key == "precision" and value == "auto":
             is_new = False  # the precision resolved at step 0 holds on any machine
         elif origin == SET:
-            is_new = value != (before if resume.asked else held[key])
+            is_new = value != (before if resume.by_person else held[key])
         else:
             left_open = origin == DEFAULT or (value is None and (key == DERIVES or is_fixed(key)))
             is_new = not left_open and value not in (read_last[key], before)
@@ -268,7 +274,11 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
         if is_fixed(key, resume.allow, untrained=untrained)
     }:
         raise _cannot_change(resume.run, refused)
-    chosen = own | {key: held[key] for key in own} | {key: new for key, (_, new) in changed.items()}
+    chosen = (
+        values_at_start
+        | {key: held[key] for key in values_at_start}
+        | {key: new for key, (_, new) in changed.items()}
+    )
     if resume.given and now[DERIVES] is None and "train.until" in changed:
         chosen[DERIVES] = None
     began_at = manifest.config if manifest is not None else {}

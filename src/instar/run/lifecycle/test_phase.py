@@ -49,7 +49,7 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
     """
     world, folder = parts.world, run / FOLDER
     parts.sync.begin("the final test", state.step)
-    with _weights(state, parts, run, weights) as (task, model, step, whose):
+    with _weights(state, parts, run, weights) as (task, model, step, name_of_weights):
         source = task.held_out("test")
         with raise_on_all_ranks(world, "making the test's folder"):
             if world.is_main:
@@ -67,11 +67,11 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
             seed=parts.config.seed,
             autocast=parts.stepper.autocast,
             safe=parts.sync,
-            see=written.see if written else None,
+            on_predictions=written.add if written else None,
         )
     if result is None:
         return None
-    tested = TestResult(step, whose, result)
+    tested = TestResult(step, name_of_weights, result)
     file = written.finish() if written else None
     confusions: dict[str, list[list[int]]] = {}
     with raise_on_all_ranks(world, "writing the test's result"):
@@ -129,7 +129,7 @@ def _weights(
         with raise_on_all_ranks(parts.world, "reading the best checkpoint"):
             # rank 0 has just read every byte of it
             checkpoint = load(Path(path), check=False)
-            task, model = _revived(parts, checkpoint)
+            task, model = _rebuilt(parts, checkpoint)
         enter(model, checkpoint.manifest.step)
         yield task, model, checkpoint.manifest.step, "best"
         return
@@ -140,7 +140,7 @@ def _weights(
         yield parts.task, parts.stepper.bare_model, state.step, name
 
 
-def _revived(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Module]:
+def _rebuilt(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Module]:
     """Rebuild task and model of a checkpoint, in the shape that it had."""
     history = history_from_json(checkpoint.manifest.history)
     state = fold(parts.initial, history)
@@ -179,7 +179,7 @@ class Predictions:
         for file in (folder / FILE, *folder.glob(".part-*")):
             file.unlink(missing_ok=True)
 
-    def see(self, places: Int64Array, predicted: Columns) -> None:
+    def add(self, places: Int64Array, predicted: Columns) -> None:
         """Add the predictions of samples of this rank.
 
         Args:
@@ -245,11 +245,11 @@ def confusion(file: Path) -> dict[str, list[list[int]]]:
         of_target, of_name = _flat(table[target]), _flat(table[name])
         if not pa.types.is_integer(of_name.type):
             continue
-        true, said = of_target.to_numpy(), of_name.to_numpy()
+        true, classified = of_target.to_numpy(), of_name.to_numpy()
         counted = true >= 0
-        classes = int(max(true.max(), said.max())) + 1
+        classes = int(max(true.max(), classified.max())) + 1
         matrix = np.zeros((classes, classes), dtype=np.int64)
-        np.add.at(matrix, (true[counted], said[counted]), 1)
+        np.add.at(matrix, (true[counted], classified[counted]), 1)
         found[target] = matrix.tolist()
     return found
 

@@ -33,7 +33,7 @@ from instar.tasks.custom import check_table
 from instar.tasks.task import Batch, SampleSetSpec, Task
 
 
-def try_out(prepared: Prepared, world: World) -> list[str]:
+def run_trial(prepared: Prepared, world: World) -> list[str]:
     """Run one micro-batch as in training, evaluation and growth.
 
     Rank-local, without collectives. Tasks on text are built in and not tried.
@@ -67,7 +67,7 @@ class _Trial:
 
     def run(self) -> list[str]:
         task = self.prepared.spec.task(self.config)
-        with self._telling("module"):
+        with self._task_errors("module"):
             model = task.build()
             self._check_new(model)
             model = model.to(self.world.device)
@@ -94,26 +94,26 @@ class _Trial:
 
     def _training_samples(self) -> Columns:
         # do not start workers for one micro-batch
-        alone = replace(self.data, data=self.data.data.model_copy(update={"workers": 0}))
-        with self._telling("samples"):
-            source, order = alone.train(self.config.seed)
+        single_process = replace(self.data, data=self.data.data.model_copy(update={"workers": 0}))
+        with self._task_errors("samples"):
+            source, order = single_process.train(self.config.seed)
             count = min(self.config.train.batch_size, order.samples_per_epoch)
             indices = order.indices(0, 0, count)
-            samples, again = source.read(indices), source.read(indices)
-            if differing := _differing(samples, again):
+            samples, reread = source.read(indices), source.read(indices)
+            if differing := _differing(samples, reread):
                 raise ValueError(
-                    f"{differing} differs when the same samples are read again; what is drawn at "
-                    "random belongs in data.transform, which is given a generator"
+                    f"{differing} differs when the same samples are read again; random augmentation "
+                    "belongs in data.transform, which gets a generator"
                 )
             weight = source.weights(indices)
             if not (math.isfinite(weight) and weight > 0):
                 raise ValueError(
-                    f"the first {count} samples weigh {weight:g}, which is no positive number"
+                    f"the first {count} samples weigh {weight:g}, which is not a positive number"
                 )
         return samples
 
     def _held_out(self) -> Columns:
-        with self._telling("samples"):
+        with self._task_errors("samples"):
             source = self.data.held_out("val")
             size = self.config.eval.batch_size or self.config.train.batch_size
             return source.read(np.arange(min(size, len(source))))
@@ -121,7 +121,7 @@ class _Trial:
     def _train(self, task: Task, model: Module, samples: Columns, batch: Batch) -> list[str]:
         """Run a forward and a backward pass; return warnings."""
         seed_generators(self.config.seed, 0, 0)
-        with self._telling("loss", samples, model):
+        with self._task_errors("loss", samples, model):
             with self._autocast():
                 loss = task.loss_sum(model, batch)
             self._check_loss(loss, model, samples)
@@ -158,8 +158,8 @@ class _Trial:
             )
         if not loss.requires_grad:
             raise ValueError(
-                "the loss does not depend on the model's parameters: leave out detach(), item(), "
-                "numpy() and torch.no_grad() on the way from the model to the loss"
+                "the loss does not depend on the model's parameters: remove detach(), item(), "
+                "numpy() and torch.no_grad() between the model and the loss"
             )
         if not math.isfinite(value := loss.item()):
             name = _not_finite(samples)
@@ -178,7 +178,7 @@ class _Trial:
             raise self._error(
                 f"{listed} took no part in the loss of the first micro-batch, and with "
                 f"{self.world.size} ranks DDP waits for every parameter's gradient",
-                "remove what is not used, set requires_grad_(False) on it, or set "
+                "remove unused parameters, set requires_grad_(False) on them, or set "
                 "parallel.ddp.find_unused_parameters: true",
             )
         return (
@@ -189,30 +189,30 @@ class _Trial:
     def _evaluate(self, task: Task, model: Module, samples: Columns) -> None:
         model.eval()
         batch = to_device(samples, self.world.device)
-        with self._telling("measure", samples, model), torch.no_grad(), self._autocast():
+        with self._task_errors("measure", samples, model), torch.no_grad(), self._autocast():
             task.measure(model, batch)
         if self.config.test.at_end and self.config.test.predictions:
-            with self._telling("predict", samples, model), torch.no_grad(), self._autocast():
+            with self._task_errors("predict", samples, model), torch.no_grad(), self._autocast():
                 task.predict(model, batch)
 
     def _grow(self, task: Task, model: Module, samples: Columns) -> None:
         """Check what the schedule's growth requires of the task."""
-        begun, seen = task.architecture, []
+        initial, seen = task.architecture, []
         for stage in self.prepared.forecast.stages:
-            if stage.architecture != begun and stage.architecture not in seen:
+            if stage.architecture != initial and stage.architecture not in seen:
                 seen.append(stage.architecture)
         if not seen:
             return
         batch = to_device(samples, self.world.device)
-        with self._telling("outputs", samples, model), torch.no_grad():
+        with self._task_errors("outputs", samples, model), torch.no_grad():
             task.outputs(model, batch)
-        with self._telling("growth: the model cannot be copied"):
+        with self._task_errors("growth: the model cannot be copied"):
             copy.deepcopy(model)
         for architecture in seen:
-            with self._telling("module"):
+            with self._task_errors("module"):
                 grown = task.at(architecture, self.config.context).shell()
-                there = {name: tuple(p.shape) for name, p in grown.named_parameters()}
-                check_table(f"{self.config.task} after growth", architecture, there)
+                shapes = {name: tuple(p.shape) for name, p in grown.named_parameters()}
+                check_table(f"{self.config.task} after growth", architecture, shapes)
 
     def _autocast(self) -> torch.autocast:
         dtype = DTYPES[self.config.precision]
@@ -220,7 +220,7 @@ class _Trial:
         return torch.autocast(self.world.device.type, dtype=dtype, enabled=enabled)
 
     @contextmanager
-    def _telling(
+    def _task_errors(
         self, what: str, samples: Columns | None = None, model: Module | None = None
     ) -> Iterator[None]:
         """Context manager: turn errors into a ConfigError that names the task's part and batch."""
@@ -235,9 +235,9 @@ class _Trial:
                 "lower train.batch_size, and raise train.gradient_accumulation_steps",
             ) from error
         except (Exception, SystemExit) as error:
-            said = str(error) if isinstance(error, RunFailed) else what_happened(error)
+            message = str(error) if isinstance(error, RunFailed) else what_happened(error)
             batch = f"; the batch has {_described(samples)}" if samples is not None else ""
-            raise self._error(f"{what} failed: {said}{batch}", _hint(samples, model)) from error
+            raise self._error(f"{what} failed: {message}{batch}", _hint(samples, model)) from error
 
     def _error(self, message: str, hint: str = "") -> ConfigError:
         return ConfigError.one(
@@ -258,20 +258,20 @@ def _hint(samples: Columns | None, model: Module | None) -> str:
 
 
 def _described(samples: Columns) -> str:
-    told = []
+    columns = []
     for name, column in leaves(samples):
         shape = column.flat.shape if isinstance(column, Ragged) else column.shape
         ragged = "ragged " if isinstance(column, Ragged) else ""
-        told.append(f"{name} {ragged}{_dtype(column)}{list(shape)}")
-    return ", ".join(told)
+        columns.append(f"{name} {ragged}{_dtype(column)}{list(shape)}")
+    return ", ".join(columns)
 
 
 def _differing(one: Columns, other: Columns) -> str:
     """Return the first column in which two reads of the same samples differ, or an empty string."""
     others = dict(leaves(other))
     for name, column in leaves(one):
-        again = others.get(name)
-        if again is None or _bytes(column) != _bytes(again):
+        reread = others.get(name)
+        if reread is None or _bytes(column) != _bytes(reread):
             return name
     return ""
 

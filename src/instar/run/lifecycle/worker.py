@@ -68,7 +68,7 @@ from instar.run.lifecycle.resume import (
     continuation,
 )
 from instar.run.lifecycle.test_phase import final_test, is_tested
-from instar.run.lifecycle.trial import try_out
+from instar.run.lifecycle.trial import run_trial
 from instar.run.loop.checkpointing import best_is_now
 from instar.run.loop.state import Decision
 from instar.run.loop.sync_point import SyncPoint
@@ -84,7 +84,7 @@ DELETING_S = 60.0
 """Longest wait of a finished run for the deletion of old checkpoints, in seconds. Any that are left
 are deleted when the run is resumed."""
 
-_kept: list[object] = []
+_last_trainer: list[object] = []
 """The last multi-rank trainer, kept until the process ends or trains again. DDP's reducer may hold
 the last reference to the transport, whose destructor joins its threads while it holds the GIL, for
 which these may wait: a deadlock. By the time of another run the threads have ended."""
@@ -115,15 +115,15 @@ def run(
         RunFailed: the run started and cannot continue.
         Interrupted: a stop was requested, and all ranks stopped at the same step.
     """
-    patience_s = 0.5
-    _kept.clear()
+    wait_s = 0.5
+    _last_trainer.clear()
     try:
         with exits_fail("the task's code"):
-            _live(loaded, log, signal, resume, only_test=only_test)
+            _run_rank(loaded, log, signal, resume, only_test=only_test)
         # only after success: otherwise a scheduler or other ranks wait for this one to end
-        patience_s = DELETING_S
+        wait_s = DELETING_S
     finally:
-        finish_deleting(patience_s)
+        finish_deleting(wait_s)
         if log.path is not None and log.rank == 0 and loaded.config.record.report:
             _report(RunDir(log.path.parent.parent))
 
@@ -138,7 +138,7 @@ def _report(run_dir: RunDir) -> None:
         logger.warning("no report: %s: %s", type(error).__name__, error)
 
 
-def _live(
+def _run_rank(
     loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None, *, only_test: bool
 ) -> None:
     with (
@@ -148,24 +148,24 @@ def _live(
     ):
         console = open_console() if world.is_main else silent_console()
         record.enter_context(closing(console))
-        asked, launch_key = resume, f"{LAUNCH_KEY}/{next(_calls)}"
+        requested, launch_key = resume, f"{LAUNCH_KEY}/{next(_calls)}"
         resume, before = _agree_to_resume(loaded, resume, world, launch_key)
-        start, goes_on, warnings = None, None, list[str]()
+        start, resumed, warnings = None, None, list[str]()
         if resume is not None:
             start, warnings = _choose(resume, world)
             if start is None:
-                console.say(f"{resume.run.path}: nothing was saved yet, so the run begins anew")
-            if asked is not None and start is not None and start.path.name == before:
-                # restarted before a new save: what was set is not in the checkpoint's history yet
-                resume = replace(resume, asked=asked.asked)
-            with raise_on_all_ranks(world, "reading the config that the run goes on with"):
-                goes_on = continuation(resume, loaded, start)
-                loaded = goes_on.loaded
+                console.say(f"{resume.run.path}: nothing was saved yet; the run starts again")
+            if requested is not None and start is not None and start.path.name == before:
+                # restarted before a new save: the changes are not in the checkpoint's history yet
+                resume = replace(resume, by_person=requested.by_person)
+            with raise_on_all_ranks(world, "reading the config of the resumed run"):
+                resumed = continuation(resume, loaded, start)
+                loaded = resumed.loaded
         world.at("preparing data")
         with raise_on_all_ranks(world, "preparing data"):
             if world.is_main:
                 prepare_data(loaded, world.size, console.say)
-        began: State | None = None
+        initial: State | None = None
         with raise_on_all_ranks(world, "checking the config"):
             prepared = preflight(loaded, world.size, new=resume is None)
             check_memory(loaded, prepared.forecast, world.device.type, gpu_bytes(world.device))
@@ -175,17 +175,17 @@ def _live(
             loaded = replace(loaded, origins={**loaded.origins, "precision": "auto"})
             derived.add("precision")
         with raise_on_all_ranks(world, "checking the config"):
-            if goes_on is not None:
-                goes_on = goes_on.resolved(prepared.config, derived)
-                began = _began(goes_on, prepared, world)
+            if resumed is not None:
+                resumed = resumed.resolved(prepared.config, derived)
+                initial = _initial_state(resumed, prepared, world)
         # a run in a folder that `resume: auto` names can always be resumed
-        begun = start is not None
-        signal.resumable = begun or loaded.config.resume == "auto"
+        is_resumed = start is not None
+        signal.resumable = is_resumed or loaded.config.resume == "auto"
         world.at("comparing the ranks' inputs")
         compare_inputs(prepared, world)
         world.at("trying one micro-batch")
         with raise_on_all_ranks(world, "trying one micro-batch"):
-            told = [] if resume else try_out(prepared, world)
+            trial_warnings = [] if resume else run_trial(prepared, world)
         if SyncPoint(world, signal).sync():
             raise stopped_before_start(resumable=signal.resumable)
         run_dir = resume.run if resume else _agree_on_run_dir(prepared, loaded, world, launch_key)
@@ -202,18 +202,18 @@ def _live(
         with raise_on_all_ranks(world, "opening the record"):
             if world.is_main:
                 record.enter_context(columns_kept(run_dir))
-                recorder = Recorder(run_dir.events, tell=console.warn)
+                recorder = Recorder(run_dir.events, warn=console.warn)
                 sink = _record(recorder, run_dir, prepared.config, console)
         record.enter_context(closing(sink))
-        record.enter_context(_failures_told(sink, log))
-        trainer = build(prepared, world, signal, sink, console, log, run_dir, began)
+        record.enter_context(_recorded_failure(sink, log))
+        trainer = build(prepared, world, signal, sink, console, log, run_dir, initial)
         if recorder is not None:
             trainer.parts.sync.failing = recorder.failure
         if world.size > 1:
-            _kept.append(trainer)
+            _last_trainer.append(trainer)
         stack.enter_context(closing(trainer))
-        if resume is not None and goes_on is not None:
-            resume_from(trainer, start, goes_on.operation, allow=resume.allow, warnings=warnings)
+        if resume is not None and resumed is not None:
+            resume_from(trainer, start, resumed.operation, allow=resume.allow, warnings=warnings)
             if world.is_main and not only_test:
                 name = start.path.name if start else ""
                 remember(launch_key, f"{run_dir.path.absolute()}\n{name}")
@@ -221,16 +221,16 @@ def _live(
         over = trainer.over() if start is not None and not only_test else None
         if not only_test:
             _begin_line(trainer, start, run_dir)
-        event = _started(trainer, prepared, run_dir, start, goes_on)
+        event = _started(trainer, prepared, run_dir, start, resumed)
         trainer.parts.logger.opened(event, run_dir.path, only_test=only_test)
-        for warning in told:
+        for warning in trial_warnings:
             trainer.parts.logger.warn(warning, trainer.state.step)
         if trainer.parts.logger.peak is not None and (slow := trainer.parts.logger.peak.warning):
             trainer.parts.logger.warn(slow, trainer.state.step)
-        if goes_on is not None and not only_test and over is None:
-            trainer.parts.logger.overridden(trainer.state.progress, goes_on.changed)
-        if goes_on is not None:
-            for key, value in goes_on.launch.items():
+        if resumed is not None and not only_test and over is None:
+            trainer.parts.logger.overridden(trainer.state.progress, resumed.changed)
+        if resumed is not None:
+            for key, value in resumed.launch.items():
                 console.say(f"{key}: {in_yaml(value)}, for this process")
         if only_test:
             name = start.path.name if start else "last"
@@ -238,30 +238,34 @@ def _live(
                 raise Interrupted(f"again: instar test {run_dir.path}")
             return
         if start is not None:
-            _name_best(trainer, start.path, run_dir)
-        decision = _to_the_end(trainer, run_dir) if over is None else _end(trainer, run_dir, over)
+            _update_best_pointers(trainer, start.path, run_dir)
+        decision = (
+            _train_to_end(trainer, run_dir)
+            if over is None
+            else _end_complete_run(trainer, run_dir, over)
+        )
     if decision.failed:
         raise RunFailed(
-            f"{decision.reason}; saved at step {trainer.state.step:,}: make room, then go on with: "
+            f"{decision.reason}; saved at step {trainer.state.step:,}: make room, then resume with: "
             f"instar resume {run_dir.path}"
         )
     if decision.interrupted:
-        raise Interrupted(f"go on with: instar resume {run_dir.path}")
+        raise Interrupted(f"resume with: instar resume {run_dir.path}")
 
 
 def _record(recorder: Recorder, run_dir: RunDir, config: RunConfig, console: Console) -> Sink:
     """Return the sink of all events: the record, the trackers, and the alerts."""
     sink: Sink = recorder
     if trackers := configured(config.record.trackers):
-        told = TrackedRun.live(run_dir.path, config.model_dump(mode="json"))
-        sink = TrackerSink(sink, trackers, told, console.warn)
+        tracked = TrackedRun.live(run_dir.path, config.model_dump(mode="json"))
+        sink = TrackerSink(sink, trackers, tracked, console.warn)
     alerts = config.record.alerts
     notifier = Notifier(run_dir, alerts.argv, alerts.webhook)
     return AlertSink(sink, Rules(alerts, INCOMPARABLE), notifier, console.warn)
 
 
 @contextmanager
-def _failures_told(sink: Sink, log: RankLog) -> Iterator[None]:
+def _recorded_failure(sink: Sink, log: RankLog) -> Iterator[None]:
     """Context manager that records why a run failed.
 
     The launcher is informed first, because closing the record may take a while. The record's last
@@ -287,7 +291,7 @@ def _begin_line(trainer: Trainer, start: Checkpoint | None, run_dir: RunDir) -> 
 
     A collective.
     """
-    with raise_on_all_ranks(trainer.parts.world, "writing from where the run goes on"):
+    with raise_on_all_ranks(trainer.parts.world, "writing the run's line"):
         if trainer.parts.world.is_main:
             trainer.parts.line = continued(start.manifest if start is not None else None)
             write_line(run_dir.path, trainer.parts.line)
@@ -295,7 +299,7 @@ def _begin_line(trainer: Trainer, start: Checkpoint | None, run_dir: RunDir) -> 
                 point(run_dir.path, LATEST, start.path)
 
 
-def _name_best(trainer: Trainer, start: Path, run_dir: RunDir) -> None:
+def _update_best_pointers(trainer: Trainer, start: Path, run_dir: RunDir) -> None:
     """Update the best pointers at a resume. A collective.
 
     A run may have ended between a save and the update of its pointers. A pointer to a checkpoint on
@@ -305,9 +309,9 @@ def _name_best(trainer: Trainer, start: Path, run_dir: RunDir) -> None:
     with raise_on_all_ranks(trainer.parts.world, "naming the best checkpoint"):
         if not trainer.parts.world.is_main:
             return
-        here = best_is_now(trainer.state, trainer.parts)
+        current_best = best_is_now(trainer.state, trainer.parts)
         for metric, pointer in trainer.parts.tracker.pointers.items():
-            if metric in here:
+            if metric in current_best:
                 point(root, pointer, start)
                 continue
             named = pointed_at(root, pointer)
@@ -331,7 +335,7 @@ def _at_step(root: Path, step: int | None, line: Sequence[RunStart]) -> Path | N
     return None
 
 
-def _to_the_end(trainer: Trainer, run_dir: RunDir) -> Decision:
+def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
     """Train, save and test; return why the run ended."""
     training_started()
     try:
@@ -342,15 +346,15 @@ def _to_the_end(trainer: Trainer, run_dir: RunDir) -> Decision:
         trainer.parts.saver.abandon()
         if trainer.parts.world.size == 1:  # with several ranks, a collective could hang
             with suppress(Exception):
-                trainer.parts.logger.tell_interval(trainer.state.progress)
+                trainer.parts.logger.flush_interval(trainer.state.progress)
         raise
-    return _close(trainer, run_dir, outcome.decision, test=trainer.parts.config.test.at_end)
+    return _finish(trainer, run_dir, outcome.decision, test=trainer.parts.config.test.at_end)
 
 
-def _end(trainer: Trainer, run_dir: RunDir, reason: str) -> Decision:
+def _end_complete_run(trainer: Trainer, run_dir: RunDir, reason: str) -> Decision:
     """End a resumed run that is complete: save nothing, and run the final test only if missing."""
     trainer.parts.logger.console.say(
-        f"{reason}: nothing is left to train, and nothing was saved or set; to go on, give a later "
+        f"{reason}: nothing is left to train, and nothing was saved or set; to continue, set a later "
         f"end: instar resume {run_dir.path} --until BUDGET"
     )
     missing = False
@@ -360,10 +364,10 @@ def _end(trainer: Trainer, run_dir: RunDir, reason: str) -> Decision:
                 missing = not is_tested(trainer.state, trainer.parts, run_dir.path)
         missing = bool(agree(trainer.parts.world, missing))
     decision = Decision(reason, interrupted=False)
-    return _close(trainer, run_dir, decision, test=missing)
+    return _finish(trainer, run_dir, decision, test=missing)
 
 
-def _close(trainer: Trainer, run_dir: RunDir, decision: Decision, *, test: bool) -> Decision:
+def _finish(trainer: Trainer, run_dir: RunDir, decision: Decision, *, test: bool) -> Decision:
     """Run the final test, unless a stop was requested, and log the end of the run."""
     if test and not decision.interrupted:
         weights = trainer.parts.config.test.weights
@@ -390,10 +394,10 @@ def _choose(resume: Resume, world: World) -> tuple[Checkpoint | None, list[str]]
             chosen, skipped = choose(resume)
             path = str(chosen.path) if chosen else ""
             warnings = [f"passed over: {error}" for error in skipped]
-            left = chosen and branch_of(chosen.path, line_of(resume.run.path))
-            if chosen is not None and left is not None:
+            left_at_step = chosen and branch_of(chosen.path, line_of(resume.run.path))
+            if chosen is not None and left_at_step is not None:
                 warnings.append(
-                    f"{chosen.path.name} lies on a branch that the run left at step {left:,}"
+                    f"{chosen.path.name} lies on a branch that the run left at step {left_at_step:,}"
                 )
     path = str(agree(world, path))
     if not path:
@@ -423,29 +427,29 @@ def resume_from(
         CheckpointError: the checkpoint is of another model or of other data.
     """
     world = trainer.parts.world
-    told = list(warnings)
+    messages = list(warnings)
     if checkpoint is not None:
-        with raise_on_all_ranks(world, "going on from the checkpoint"):
+        with raise_on_all_ranks(world, "restoring the checkpoint"):
             trainer.state, found = restore(
                 trainer.state, trainer.parts, checkpoint, override=override, allow=allow
             )
-            told += found
-        with raise_on_all_ranks(world, "looking at what is still to come"):
+            messages += found
+        with raise_on_all_ranks(world, "checking the rest of the schedule"):
             check_ahead(trainer.state, trainer.parts)
     elif override is not None:
-        with raise_on_all_ranks(world, "applying what is set anew"):
+        with raise_on_all_ranks(world, "applying new values"):
             change = Change(override, 0, 0, reason="set at resume")
             trainer.state = replay(trainer.state, trainer.parts, (change,))
-    for warning in told:
+    for warning in messages:
         trainer.parts.logger.warn(warning, trainer.state.step)
 
 
-def _began(goes_on: Continuation, prepared: Prepared, world: World) -> State:
+def _initial_state(resumed: Continuation, prepared: Prepared, world: World) -> State:
     """Return settings and architecture at the run's step 0."""
-    spec, began = prepared.spec, goes_on.began
+    spec, began = prepared.spec, resumed.began
     if began.model != prepared.config.model:
         config = prepared.config.model_copy(update={"model": began.model})
-        first = replace(goes_on.loaded, config=config)
+        first = replace(resumed.loaded, config=config)
         spec = spec_class(config.task).open(first, world.size)
     return initial_state(began, spec.architecture)
 
@@ -461,14 +465,14 @@ def _agree_to_resume(
     Returns:
         the resume, and the name of the checkpoint from which this launch resumed before, or "".
     """
-    told = ["", ""]
+    answer = ["", ""]
     with raise_on_all_ranks(world, "looking for the run"):
         if world.is_main:
             folder, _, before = (recall(launch_key) or "").partition("\n")
             if folder or resume is None:
                 found = automatic(loaded.config, folder or None)
-                told = [str(found.run.path) if found else "", before]
-    folder, before = map(str, cast("list[str]", agree(world, told)))
+                answer = [str(found.run.path) if found else "", before]
+    folder, before = map(str, cast("list[str]", agree(world, answer)))
     if not folder:
         return resume, before
     return replace(
@@ -476,7 +480,7 @@ def _agree_to_resume(
         run=RunDir(Path(folder)),
         start=LATEST,
         fresh=True,
-        asked=False,
+        by_person=False,
     ), before
 
 
@@ -510,7 +514,7 @@ def _started(
     prepared: Prepared,
     run_dir: RunDir,
     start: Checkpoint | None,
-    goes_on: Continuation | None,
+    resumed: Continuation | None,
 ) -> RunStarted:
     world = trainer.parts.world
     device = str(world.device) if world.device.type == "cpu" else "cuda"
@@ -522,7 +526,7 @@ def _started(
         run_id=run_dir.id,
         step=trainer.state.step,
         resumed_from=start.path.name if start else None,
-        launch=dict(goes_on.launch) if goes_on else {},
+        launch=dict(resumed.launch) if resumed else {},
         model=shape_text(shape),
         parameters=count_parameters(shape).total,
         devices=name if world.size == 1 else f"{world.size}×{name} {how}",

@@ -9,7 +9,7 @@ from instar.checkpoint.manifest import COMPONENTS, Facts
 from instar.config.fields import kept
 from instar.config.schema import CheckpointConfig
 from instar.models.module import model_tensors, persistent_buffers
-from instar.record.control import ASKED_FOR
+from instar.record.control import REQUESTED
 from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states
 from instar.run.loop.optimizer import optimizer_tensors
@@ -20,8 +20,8 @@ from instar.schedule.operations import history_to_json
 
 LEFT_OUT = {
     "optimizer": COMPONENTS["optimizer"].lost,
-    "scheduler": "the learning rate's course begins again, with its warm-up",
-    "dataset": "the data begin again at the first sample: what was seen will be seen again",
+    "scheduler": "the learning rate schedule starts again, with its warm-up",
+    "dataset": "the data start again at the first sample: samples are repeated",
     "rng": COMPONENTS["rng"].lost,
 }
 """Consequence of each part of the state that a config may leave out."""
@@ -29,8 +29,8 @@ LEFT_OUT = {
 
 def best_is_now(state: RunState, parts: Components) -> tuple[str, ...]:
     """Return the metrics whose best value so far is that of the current weights."""
-    here = state.judged_at == state.step
-    return parts.tracker.best_at(state.metrics, state.step) if here else ()
+    is_current = state.judged_at == state.step
+    return parts.tracker.best_at(state.metrics, state.step) if is_current else ()
 
 
 def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
@@ -106,7 +106,7 @@ def save_if_due(state: RunState, parts: Components) -> RunState:
     A collective.
     """
     parts.saver.poll()
-    if state.save_asked_at == state.step:
+    if state.save_checked_at == state.step:
         return state
     config, request = parts.config.checkpoint, parts.sync.save_requested
     reasons = [text for every, text in intervals(config) if state.due(every)]
@@ -115,13 +115,13 @@ def save_if_due(state: RunState, parts: Components) -> RunState:
     if config.on_best and best_is_now(state, parts):
         reasons.append("best so far")
     if request is SaveRequest.PERSON:
-        reasons.append(ASKED_FOR)
+        reasons.append(REQUESTED)
     elif request is SaveRequest.CLOCK:
         reasons.append(f"every {config.every_minutes:g} min")
     if reasons:
         # a person is waiting for the save
         save(state, parts, ", ".join(reasons), wait=request is SaveRequest.PERSON)
-    return replace(state, save_asked_at=state.step)
+    return replace(state, save_checked_at=state.step)
 
 
 def intervals(config: CheckpointConfig) -> list[tuple[Every, str]]:

@@ -13,7 +13,7 @@ from instar.models.shape import Parameter
 
 WATCHED_STEPS = 3
 """Under a mask the first step has zero gradients; behind a zero factor the second has more."""
-LONGEST_WATCH = 5
+MAX_WATCHED_STEPS = 5
 """Each zero factor in front of a parameter, e.g. of an adapter in a new block, delays its gradient
 by one step. Parameters without a gradient by then are dead."""
 
@@ -35,7 +35,7 @@ class GradientWatch:
         """
         self.plan, self.operation = plan, operation
         self._axes = {name: entry.axes for name, entry in parameters.items()}
-        self._looked_up = {
+        self._embedding_axes = {
             entry.axes[0] for entry in parameters.values() if entry.kind == "embedding"
         }
         self.norms: list[tuple[float, float]] = []
@@ -44,7 +44,7 @@ class GradientWatch:
         """by tensor and dimension: bool mask of new slices without a gradient so far"""
         self._steps = 0
 
-    def see(self, gradients: Mapping[str, Tensor]) -> None:
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Add the gradients of a step; ignored if not finite, as they make no update."""
         self.norms.append(split_grad_norms(self.plan, gradients))
         if not all(map(math.isfinite, self.norms[-1])):
@@ -52,31 +52,31 @@ class GradientWatch:
         self._steps += 1
         for name, gradient in gradients.items():
             for dim, new in new_slices(self.plan.tensors[name], gradient.shape):
-                if self._axes[name][dim] in self._looked_up:
+                if self._axes[name][dim] in self._embedding_axes:
                     continue
                 others = [each for each in range(gradient.ndim) if each != dim]
                 reached = gradient.ne(0).any(dim=others).cpu()
-                left = self._unreached.get((name, dim), new)
-                self._unreached[name, dim] = left & ~reached
+                without_gradient = self._unreached.get((name, dim), new)
+                self._unreached[name, dim] = without_gradient & ~reached
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the watch ends: after `WATCHED_STEPS`, or later if a parameter is unreached."""
         if self._steps < WATCHED_STEPS:
             return False
-        return self._steps >= LONGEST_WATCH or not (self.unreached or self._new_norm_is_zero)
+        return self._steps >= MAX_WATCHED_STEPS or not (self.unreached or self._new_norm_is_zero)
 
     @property
     def dead(self) -> bool:
         """Whether no new parameter had a gradient, although the kept ones had."""
-        return self.over and all(new == 0.0 and old > 0.0 for old, new in self.norms)
+        return self.is_over and all(new == 0.0 and old > 0.0 for old, new in self.norms)
 
     @property
     def unreached(self) -> dict[str, int]:
         """Number of new rows, or columns, of each tensor without a gradient so far."""
         found: dict[str, int] = {}
-        for (name, _), left in self._unreached.items():
-            found[name] = max(found.get(name, 0), int(left.sum()))
+        for (name, _), without_gradient in self._unreached.items():
+            found[name] = max(found.get(name, 0), int(without_gradient.sum()))
         return {name: count for name, count in found.items() if count}
 
     @property

@@ -65,7 +65,7 @@ class RuleState:
     """number of last evaluations that count against the patience"""
 
 
-def see(rule: Rule, state: RuleState, value: float, step: int) -> RuleState:
+def update(rule: Rule, state: RuleState, value: float, step: int) -> RuleState:
     """Return the state after one more evaluation, at `step`."""
     seen = state.seen + 1
     if is_better(rule, state, value):
@@ -82,11 +82,11 @@ def is_better(rule: Rule, state: RuleState, value: float) -> bool:
     return gain > rule.delta
 
 
-def stands_still(rule: Rule, state: RuleState) -> bool:
+def is_on_plateau(rule: Rule, state: RuleState) -> bool:
     return state.since >= rule.patience
 
 
-def why(rule: Rule, state: RuleState) -> str:
+def reason(rule: Rule, state: RuleState) -> str:
     """Describe for how long a metric has not been better, and than what."""
     times = f"for {state.since} evaluation{'s' * (state.since != 1)}"
     better = f"better by more than {rule.delta:g}" if rule.delta else "better"
@@ -97,7 +97,7 @@ def why(rule: Rule, state: RuleState) -> str:
     return f"{rule.metric} has not been finite {times}"
 
 
-def give_up(
+def stop_reason(
     rules: Sequence[Rule], states: Sequence[RuleState], mode: Literal["any", "all"]
 ) -> str | None:
     """Return the reason for early stopping, or None.
@@ -106,9 +106,9 @@ def give_up(
         mode: stop when any metric is on a plateau, or only when all are. Without rules: never.
     """
     pairs = list(zip(rules, states, strict=True))
-    still = [why(rule, state) for rule, state in pairs if stands_still(rule, state)]
-    enough = bool(still) and (mode == "any" or len(still) == len(pairs))
-    return " and ".join(still) if enough else None
+    reasons = [reason(rule, state) for rule, state in pairs if is_on_plateau(rule, state)]
+    enough = bool(reasons) and (mode == "any" or len(reasons) == len(pairs))
+    return " and ".join(reasons) if enough else None
 
 
 def lower(
@@ -122,10 +122,10 @@ def lower(
     Returns:
         the new state, and the new peak, or None if it is not lowered.
     """
-    if plateau.factor is None or not stands_still(rule, state):
+    if plateau.factor is None or not is_on_plateau(rule, state):
         return state, None
-    fallen = max(lr * plateau.factor, plateau.min_lr_ratio * first_lr)
-    return replace(state, since=0), fallen if fallen < lr else None
+    lowered = max(lr * plateau.factor, plateau.min_lr_ratio * first_lr)
+    return replace(state, since=0), lowered if lowered < lr else None
 
 
 LOSS = "loss"
@@ -160,53 +160,54 @@ class MetricTracker:
         }
         """pointer to the best checkpoint of each metric"""
 
-    def see(self, so_far: MetricState, metrics: Mapping[str, float], step: int) -> MetricState:
+    def update(self, tracked: MetricState, metrics: Mapping[str, float], step: int) -> MetricState:
         """Return the states after one more evaluation, at `step`."""
         return MetricState(
             best={
-                name: see(rule, so_far.best.get(name, RuleState()), metrics[name], step)
+                name: update(rule, tracked.best.get(name, RuleState()), metrics[name], step)
                 for name, rule in self.best.items()
             },
             stopping={
-                rule.key: see(rule, _of(rule, so_far.stopping), metrics[rule.metric], step)
+                rule.key: update(
+                    rule, _state_of(rule, tracked.stopping), metrics[rule.metric], step
+                )
                 for rule in self.rules
             },
-            plateau=self._slowing(
-                see(self.plateau, self._standing(so_far), metrics[self.plateau.metric], step)
-            ),
+            plateau={
+                self.plateau.key: update(
+                    self.plateau, self._plateau_state(tracked), metrics[self.plateau.metric], step
+                )
+            },
         )
 
-    def give_up(self, judgement: MetricState) -> str | None:
+    def stop_reason(self, tracked: MetricState) -> str | None:
         """Return the reason for early stopping, or None."""
-        states = [_of(rule, judgement.stopping) for rule in self.rules]
-        return give_up(self.rules, states, self._stopping.mode)
+        states = [_state_of(rule, tracked.stopping) for rule in self.rules]
+        return stop_reason(self.rules, states, self._stopping.mode)
 
-    def slow_down(self, judgement: MetricState, lr: float) -> tuple[MetricState, float | None]:
+    def lower_lr(self, tracked: MetricState, lr: float) -> tuple[MetricState, float | None]:
         """Return the states, and the new peak learning rate, or None if it is not lowered."""
-        before = self._standing(judgement)
-        state, fallen = lower(self.plateau, before, self._plateau, lr, self._first_lr)
+        before = self._plateau_state(tracked)
+        state, lowered = lower(self.plateau, before, self._plateau, lr, self._first_lr)
         if state == before:
-            return judgement, None
-        return replace(judgement, plateau=self._slowing(state)), fallen
+            return tracked, None
+        return replace(tracked, plateau={self.plateau.key: state}), lowered
 
-    def why_slow(self, judgement: MetricState) -> str:
+    def plateau_reason(self, tracked: MetricState) -> str:
         """Describe for how long the metric of `learning_rate.plateau` has not been better."""
-        return why(self.plateau, self._standing(judgement))
+        return reason(self.plateau, self._plateau_state(tracked))
 
-    def best_at(self, judgement: MetricState, step: int) -> tuple[str, ...]:
+    def best_at(self, tracked: MetricState, step: int) -> tuple[str, ...]:
         """Return the metrics whose best value is that of this step."""
         return tuple(
             name
             for name in self.pointers
-            if name in judgement.best and judgement.best[name].best_step == step
+            if name in tracked.best and tracked.best[name].best_step == step
         )
 
-    def _standing(self, judgement: MetricState) -> RuleState:
-        return _of(self.plateau, judgement.plateau)
-
-    def _slowing(self, standing: RuleState) -> dict[str, RuleState]:
-        return {self.plateau.key: standing}
+    def _plateau_state(self, tracked: MetricState) -> RuleState:
+        return _state_of(self.plateau, tracked.plateau)
 
 
-def _of(rule: Rule, standings: Mapping[str, RuleState]) -> RuleState:
-    return standings.get(rule.key, RuleState())
+def _state_of(rule: Rule, states: Mapping[str, RuleState]) -> RuleState:
+    return states.get(rule.key, RuleState())

@@ -116,7 +116,7 @@ def evaluate(
     seed: int,
     autocast: Callable[[], AbstractContextManager[object]],
     safe: SyncPoint,
-    see: Callable[[Int64Array, Columns], None] | None = None,
+    on_predictions: Callable[[Int64Array, Columns], None] | None = None,
 ) -> Evaluation | None:
     """Evaluate `model` over `source`; the result does not depend on the world size. A collective.
 
@@ -128,7 +128,7 @@ def evaluate(
         batch_size: maximum number of samples per micro-batch.
         limit: number of samples of a fixed random subset; None: the whole source.
         seed: of the subset and of the random generators.
-        see: called with the numbers of this rank's samples and the task's predictions for them.
+        on_predictions: called with the numbers of this rank's samples and the task's predictions for them.
 
     Returns:
         the result, the same on every rank, or None if a stop was requested meanwhile.
@@ -139,14 +139,14 @@ def evaluate(
     started = time.perf_counter()
     indices = held_out_indices(len(source), limit, seed)
     batches = held_out_batches(indices, batch_size)
-    mine = _share(batches, world)
+    own_batches = _share(batches, world)
     first = sum(map(len, batches[: len(batches) * world.rank // world.size]))
     tallies: list[Mapping[str, Tally]] = []
     places: list[int] = []
     kept = generators_kept(world.device) if task.random else nullcontext()
     with evaluating(model), torch.no_grad(), kept:
-        for turn in range(math.ceil(len(batches) / world.size)):
-            chosen = mine[turn] if turn < len(mine) else None
+        for round_number in range(math.ceil(len(batches) / world.size)):
+            chosen = own_batches[round_number] if round_number < len(own_batches) else None
             if chosen is not None and task.random:
                 # random numbers must depend neither on the number of ranks nor on training
                 seed_generators(seed, EVALUATION, int(chosen[0]))
@@ -160,13 +160,14 @@ def evaluate(
                     tallies.append(task.measure(model, batch))
                     places.append(first)
                     first += len(chosen) if chosen is not None else 0
-                    predicted = task.predict(model, batch) if see is not None else None
-                if see is not None and predicted and chosen is not None:
-                    see(chosen, predicted)
+                    predicted = task.predict(model, batch) if on_predictions is not None else None
+                if on_predictions is not None and predicted and chosen is not None:
+                    on_predictions(chosen, predicted)
     names = task.metrics
     cut = {
         name: [
-            _cut(tally[name], at, task.cluster) for tally, at in zip(tallies, places, strict=True)
+            _to_units(tally[name], at, task.cluster)
+            for tally, at in zip(tallies, places, strict=True)
         ]
         for name in names
     }
@@ -199,7 +200,7 @@ class _Units:
     """(number of the unit, Σ values, Σ weights) of each unit that is not"""
 
 
-def _cut(tally: Tally, first: int, size: int) -> _Units:
+def _to_units(tally: Tally, first: int, size: int) -> _Units:
     """Return the units, each of `size` consecutive samples, of a micro-batch that starts at the
     held-out sample `first`."""
     counted = tally.weights > 0
@@ -243,12 +244,10 @@ def _join(
     A collective.
     """
     # floats as text, because JSON has no NaN
-    mine: Json = {
-        name: [[n, repr(v), repr(w)] for n, v, w in each] for name, each in pieces.items()
-    }
+    own: Json = {name: [[n, repr(v), repr(w)] for n, v, w in each] for name, each in pieces.items()}
     found: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in pieces}
-    for told in cast(list[dict[str, list[tuple[int, str, str]]]], gather(world, mine)):
-        for name, each in told.items():
+    for from_rank in cast(list[dict[str, list[tuple[int, str, str]]]], gather(world, own)):
+        for name, each in from_rank.items():
             for number, v, w in each:
                 found[name].setdefault(number, []).append((float(v), float(w)))
     return {
@@ -272,8 +271,8 @@ def _metric(sums: Mapping[str, float]) -> Metric:
     ratio = v / w
     if n < 2 or not math.isfinite(ratio):
         return Metric(ratio, None, w)
-    apart = max(0.0, sums["vv"] - 2 * ratio * sums["vw"] + ratio**2 * sums["ww"])
-    return Metric(ratio, math.sqrt(n / (n - 1) * apart) / w, w)
+    squares = max(0.0, sums["vv"] - 2 * ratio * sums["vw"] + ratio**2 * sums["ww"])
+    return Metric(ratio, math.sqrt(n / (n - 1) * squares) / w, w)
 
 
 def _share(batches: Sequence[Int64Array], world: World) -> Sequence[Int64Array]:

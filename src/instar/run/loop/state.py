@@ -109,9 +109,9 @@ class RunState:
     """step of the last evaluation of this model; -1: none"""
     judged_at: int = -1
     """step of the last evaluation that counts for the best value and for early stopping"""
-    evaluation_asked_at: int = -1
+    evaluation_checked_at: int = -1
     """step of the last check whether an evaluation is due"""
-    save_asked_at: int = 0
+    save_checked_at: int = 0
     """step of the last check whether a save is due"""
     grown_at: int = -1
     """step of the last operation that replaced the model; -1: none"""
@@ -173,7 +173,7 @@ class RunState:
             "evaluated_at": self.evaluated_at,
             "metrics": dict(self.evaluated),
             "judged_at": self.judged_at,
-            "asked_at": self.evaluation_asked_at,
+            "asked_at": self.evaluation_checked_at,
             "losses": self.losses,
             "skipped_in_a_row": self.skipped_in_a_row,
         }
@@ -213,8 +213,8 @@ class RunState:
             resumed_s=progress.active_s,
             evaluated_at=evaluated_at,
             judged_at=read("judged_at", int, evaluated_at),
-            evaluation_asked_at=read("asked_at", int, evaluated_at),
-            save_asked_at=progress.step,
+            evaluation_checked_at=read("asked_at", int, evaluated_at),
+            save_checked_at=progress.step,
             sampled_at=progress.step,
         )
 

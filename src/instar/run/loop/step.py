@@ -169,7 +169,7 @@ class Stepper:
         )
         result = StepResult(loss_sum, self._update())
         if result.skipped:
-            # otherwise one batch that is not finite would spoil running statistics for good
+            # otherwise one non-finite batch would spoil running statistics permanently
             load_buffers(self.bare_model, buffers)
         return result
 
@@ -194,7 +194,7 @@ class Stepper:
         for optimizer in training:
             self.scaler.unscale_(optimizer)
         if self.watch is not None:
-            self.watch.see({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
+            self.watch.update({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
         if self.layers is not None:
             self.layers.before(self.parameters)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -282,7 +282,7 @@ def _on_all_ranks(config: RunConfig, world: World, bare: Module) -> tuple[Module
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-REMEASURED = 3
+MAX_REMEASUREMENTS = 3
 """number of repeated measurements of the peak: the machine may be busy when a run starts"""
 _SHORT_S = {"cpu": 0.02, "cuda": 0.1}
 
@@ -299,10 +299,10 @@ class PeakFlops:
             ranks: number of ranks that work concurrently, this one included.
         """
         self._device, self._ranks = device, ranks
-        # relative to itself a slow type would look fast; on GPUs fp32 is never the faster one
-        of_cpu = ("fp32",) if device.type == "cpu" else ()
-        self._dtypes = {name: DTYPES[name] for name in (*of_cpu, precision) if name in DTYPES}
-        self._left = REMEASURED
+        # compared only with itself, a slow dtype would look fast; on GPUs fp32 is never faster
+        cpu_types = ("fp32",) if device.type == "cpu" else ()
+        self._dtypes = {name: DTYPES[name] for name in (*cpu_types, precision) if name in DTYPES}
+        self._remaining_measurements = MAX_REMEASUREMENTS
         self._precision = precision
         self.measured = {
             name: measure_peak_flops(str(device), dtype) for name, dtype in self._dtypes.items()
@@ -315,10 +315,10 @@ class PeakFlops:
         return flops_per_s / self._best
 
     def measure_again(self) -> None:
-        """Measure the peak again, briefly, between two steps; at most `REMEASURED` times."""
-        if self._left == 0:
+        """Measure the peak again, briefly, between two steps; at most `MAX_REMEASUREMENTS` times."""
+        if self._remaining_measurements == 0:
             return
-        self._left -= 1
+        self._remaining_measurements -= 1
         fastest = max(self.measured, key=self.measured.__getitem__)
         limit = _SHORT_S[self._device.type]
         seen = measure_peak_flops(str(self._device), self._dtypes[fastest], limit)
@@ -333,6 +333,6 @@ class PeakFlops:
         if times <= 1.0:
             return ""
         return (
-            "precision: bf16 on a processor without bf16 units: a product of matrices takes "
+            "precision: bf16 on a processor without bf16 units: matrix products take "
             f"{times:.1f} times as long as in fp32; precision: auto chooses fp32 here"
         )

@@ -57,7 +57,7 @@ class SyncPoint:
         """
         self.world = world
         self.signal = signal
-        self.pulse = FlagReducer(world)
+        self.flags_reducer = FlagReducer(world)
         self.time_budget = time_budget
         self.active_s: Callable[[], float] = lambda: 0.0
         """seconds of training so far, including those before a resume; called on rank 0"""
@@ -93,30 +93,30 @@ class SyncPoint:
             failure: error of the rank-local work.
             giving_up: this rank cancelled a wait because it `wants_to_stop`, and cannot continue.
         """
-        sums = float(self._wish_to_save()), float(giving_up)
+        sums = float(self._save_request()), float(giving_up)
         if failure is not None:
-            return self.pulse.send(Flag.ERROR, sums)
-        return self.pulse.send(Flag.STOP if self.wants_to_stop() else Flag.NONE, sums)
+            return self.flags_reducer.send(Flag.ERROR, sums)
+        return self.flags_reducer.send(Flag.STOP if self.wants_to_stop() else Flag.NONE, sums)
 
-    def finish(self, beat: PendingFlags, failure: Exception | None = None) -> None:
+    def finish(self, pending: PendingFlags, failure: Exception | None = None) -> None:
         """Receive the status of all ranks and store their requests. A collective.
 
         Args:
-            beat: from `report`.
+            pending: from `report`.
             failure: as passed to `report`.
 
         Raises:
             PeerError: a rank failed; names it and its error.
             Stopped: a rank cannot continue, and all must stop.
         """
-        said = beat.wait()
-        if said.errors:
+        flags = pending.wait()
+        if flags.errors:
             with raise_on_all_ranks(self.world, f"in {self.where}"):
                 if failure is not None:
                     raise failure
-        self.stop_requested = self.stop_requested or said.stop > 0
-        self.save_requested = max(self.save_requested, SaveRequest(int(said.sums[0])))
-        if said.sums[1] > 0:
+        self.stop_requested = self.stop_requested or flags.stop > 0
+        self.save_requested = max(self.save_requested, SaveRequest(int(flags.sums[0])))
+        if flags.sums[1] > 0:
             raise Stopped
 
     def sync(self) -> bool:
@@ -136,39 +136,39 @@ class SyncPoint:
         """
         posted = [cast(dict[str, Any], r) for r in gather(self.world, self._reason) if r]
         chosen = next((reason for reason in posted if reason["interrupted"]), posted[0])
-        said = cast(dict[str, Any], agree(self.world, chosen))
-        if not said["interrupted"]:
+        agreed = cast(dict[str, Any], agree(self.world, chosen))
+        if not agreed["interrupted"]:
             self.time_budget = None
         self._reason, self.stop_requested = None, False
-        return Decision(said["reason"], said["interrupted"], said["failed"])
+        return Decision(agreed["reason"], agreed["interrupted"], agreed["failed"])
 
     def wants_to_stop(self) -> bool:
         """Whether this rank requests a stop; stays true if the request is withdrawn later."""
-        self._reason = self._reason or self._why_stop()
+        self._reason = self._reason or self._stop_reason()
         return self._reason is not None
 
-    def _wish_to_save(self) -> SaveRequest:
+    def _save_request(self) -> SaveRequest:
         if not self.world.is_main:
             return SaveRequest.NONE
-        if self._asked("save"):
+        if self._is_requested("save"):
             return SaveRequest.PERSON
         return SaveRequest.CLOCK if self.save_is_due() else SaveRequest.NONE
 
-    def _why_stop(self) -> dict[str, str | bool] | None:
+    def _stop_reason(self) -> dict[str, str | bool] | None:
         """Return the arguments of this rank's `Decision` as JSON; None: it requests no stop."""
         self._failed = self._failed or self.failing()
-        asked = "instar control stop" if self._asked("stop") else None
-        if told := self.signal.requested or asked or self._failed:
-            return {"reason": told, "interrupted": True, "failed": told == self._failed}
-        if self._late():
+        command = "instar control stop" if self._is_requested("stop") else None
+        if reason := self.signal.requested or command or self._failed:
+            return {"reason": reason, "interrupted": True, "failed": reason == self._failed}
+        if self._is_over_budget():
             reason = f"{REACHED}{self.time_budget}"
             return {"reason": reason, "interrupted": False, "failed": False}
         return None
 
-    def _asked(self, command: Command) -> bool:
-        return self.inbox is not None and self.inbox.asked(command)
+    def _is_requested(self, command: Command) -> bool:
+        return self.inbox is not None and self.inbox.is_requested(command)
 
-    def _late(self) -> bool:
+    def _is_over_budget(self) -> bool:
         return (
             self.time_budget is not None
             and self.world.is_main

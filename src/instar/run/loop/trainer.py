@@ -62,7 +62,7 @@ class Trainer:
         parts.weight_analyzer.finish(self.state, parts.logger)
         if not decision.interrupted and self.state.evaluated_at != self.state.step:
             self.evaluate()
-        parts.logger.tell_interval(self.state.progress)
+        parts.logger.flush_interval(self.state.progress)
         self.state = parts.text_sampler.sample_if_due(
             self.state, parts.stepper, parts.logger, last=not decision.interrupted
         )
@@ -84,8 +84,8 @@ class Trainer:
         try:
             batch, flags = self._next_batch()
             # receive the other ranks' status at the latest point where leaving hangs no rank
-            hear = partial(parts.sync.finish, flags)
-            result = parts.stepper.step(batch, number, lr, before_sync=hear)
+            finish = partial(parts.sync.finish, flags)
+            result = parts.stepper.step(batch, number, lr, before_sync=finish)
         except Stopped:
             self._step_begun = None
             return
@@ -131,11 +131,11 @@ class Trainer:
         parts, progress, skipped = self.parts, self.state.progress, self.state.skipped_in_a_row
         parts.logger.stepped(self.state, batch, result, lr)
         if (layers := parts.stepper.layers) is not None:
-            parts.logger.layered(progress, layers)
+            parts.logger.layer_stats(progress, layers)
             parts.stepper.layers = None
         if (watch := parts.stepper.watch) is not None:
-            parts.logger.reached_new(progress, watch)
-            if watch.over:
+            parts.logger.new_gradients(progress, watch)
+            if watch.is_over:
                 parts.stepper.watch = None
         if not skipped:
             return
@@ -166,8 +166,8 @@ class Trainer:
         reason = self._end_reason()
         if reason is None and self.state.evaluated_at != self.state.step:
             return None
-        told = agree(parts.world, reason)
-        return None if told is None else Decision(str(told), interrupted=False)
+        agreed = agree(parts.world, reason)
+        return None if agreed is None else Decision(str(agreed), interrupted=False)
 
     def over(self) -> str | None:
         """Return why a run that was just resumed is complete; None: there is something left to do.
@@ -180,17 +180,17 @@ class Trainer:
     def _end_reason(self) -> str | None:
         """Return the budget that is used up, or, if just evaluated, early stopping's reason."""
         state, parts = self.state, self.parts
-        met = budget_met(
+        reached = budget_met(
             parts.budgets,
             state.progress,
             epochs=state.epochs,
             validation_loss=state.loss,
             resumed_s=state.resumed_s,
         )
-        if met is not None:
-            return f"{REACHED}{met}"
+        if reached is not None:
+            return f"{REACHED}{reached}"
         evaluated = state.evaluated_at == state.step
-        return parts.tracker.give_up(state.metrics) if evaluated else None
+        return parts.tracker.stop_reason(state.metrics) if evaluated else None
 
     def active_s(self) -> float:
         """Seconds of training over the whole run, including the current step."""

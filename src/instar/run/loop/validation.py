@@ -17,7 +17,7 @@ def validate_if_due(state: RunState, parts: Components) -> RunState:
 
     A collective.
     """
-    if state.step in (0, state.evaluation_asked_at):
+    if state.step in (0, state.evaluation_checked_at):
         return state
     epochs = parts.config.eval.eval_epochs
     every = Every(state.settings.eval_interval) if epochs is None else Every(epochs, "epochs")
@@ -26,7 +26,7 @@ def validate_if_due(state: RunState, parts: Components) -> RunState:
         state = validate(state, parts)
     # an evaluation that a stop request cut short stays due
     if not due or state.evaluated_at == state.step:
-        state = replace(state, evaluation_asked_at=state.step)
+        state = replace(state, evaluation_checked_at=state.step)
     return state
 
 
@@ -59,15 +59,15 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
         )
     if result is None:
         return state
-    kept = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
+    needed = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
     state = replace(
         state,
         evaluated=result.values(),
         evaluated_at=state.step,
-        losses=(*state.losses, (state.step, result.loss))[-kept:],
+        losses=(*state.losses, (state.step, result.loss))[-needed:],
     )
     if judged:
-        metrics = parts.tracker.see(state.metrics, result.values(), state.step)
+        metrics = parts.tracker.update(state.metrics, result.values(), state.step)
         state = replace(state, metrics=metrics, judged_at=state.step)
     parts.logger.evaluated(state.progress, result, best=best_is_now(state, parts) if judged else ())
     return state

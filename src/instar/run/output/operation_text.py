@@ -37,18 +37,18 @@ def shape_text(shape: Growable) -> str:
     return "/".join(parts) or ", ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
-def changed_text(differ: Differences) -> str:
+def changed_text(changes: Differences) -> str:
     """Return `2048→3072`, with names if several values changed."""
-    sizes = {name: pair for name, pair in differ.items() if name in AXES.values()}
-    told = sizes or {name: pair for name, pair in differ.items() if name != "mask"}
-    texts = {name: f"{_short(was)}→{_short(now)}" for name, (was, now) in told.items()}
+    sizes = {name: pair for name, pair in changes.items() if name in AXES.values()}
+    shown = sizes or {name: pair for name, pair in changes.items() if name != "mask"}
+    texts = {name: f"{_short(was)}→{_short(now)}" for name, (was, now) in shown.items()}
     if len(texts) == 1:
         return next(iter(texts.values()))
     return ", ".join(f"{name} {text}" for name, text in texts.items())
 
 
 def log_block(
-    change: Change, differ: Differences, loss: float | None, proof: Proof | None, *, ddp: bool
+    change: Change, changes: Differences, loss: float | None, proof: Proof | None, *, ddp: bool
 ) -> str:
     """Return the log lines of an operation, in the format that existing log parsers expect."""
     value = "" if change.operation.value is None else f" {change.operation.value}"
@@ -57,7 +57,7 @@ def log_block(
         f"Operation: {change.operation.name}{value}",
         f"Trigger reason: {change.reason}",
         f"Current val loss: {'not evaluated here' if loss is None else f'{loss:.4f}'}",
-        *(f"{name}: {_short(was)} -> {_short(now)}" for name, (was, now) in differ.items()),
+        *(f"{name}: {_short(was)} -> {_short(now)}" for name, (was, now) in changes.items()),
         *([] if proof is None else [f"Proof: {in_words(proof)}"]),
         "=== SCALING OPERATION COMPLETE ===",
     ]

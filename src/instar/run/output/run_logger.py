@@ -106,11 +106,11 @@ class RunLogger:
         self.last_loss: float | None = None
         self.last_step = math.nan, 0.0
         """gradient norm and learning rate of the last step"""
-        self._forget(Progress())
+        self._start_interval(Progress())
 
-    def _forget(self, progress: Progress) -> None:
+    def _start_interval(self, progress: Progress) -> None:
         """Start a new interval."""
-        self.since = self.told = progress
+        self.since = self.logged = progress
         self.loss_sum: torch.Tensor | None = None
         self.weight = 0.0
         self.waited_s = 0.0
@@ -146,12 +146,12 @@ class RunLogger:
                 event = self._train_event(progress, loss, result.grad_norm, lr)
                 self.console.progress(event, self._eta(progress))
             return
-        self.tell_interval(progress)
-        self._forget(progress)
+        self.flush_interval(progress)
+        self._start_interval(progress)
         if self.peak is not None:
             self.peak.measure_again()
 
-    def tell_interval(self, progress: Progress, *, grown: bool = False) -> None:
+    def flush_interval(self, progress: Progress, *, grown: bool = False) -> None:
         """Log the steps of the current interval that are not logged yet. A collective.
 
         Args:
@@ -159,7 +159,7 @@ class RunLogger:
         """
         if self.loss_sum is None:
             return
-        if progress.step > self.told.step:
+        if progress.step > self.logged.step:
             sums = reduce_sums(self.world, {"loss": self.loss_sum.item()})
             self.last_loss = sums["loss"] / self.weight
             grad_norm, lr = self.last_step
@@ -169,9 +169,9 @@ class RunLogger:
             logger.info(
                 "step %d: loss %.4f, gradient norm %.3f", progress.step, event.loss, grad_norm
             )
-            self.told = progress
+            self.logged = progress
         if grown:
-            self._forget(progress)
+            self._start_interval(progress)
 
     def _train_event(self, progress: Progress, loss: float, grad_norm: float, lr: float) -> Train:
         seconds = progress.active_s - self.since.active_s
@@ -189,7 +189,7 @@ class RunLogger:
             memory_bytes=memory_bytes(str(self.world.device)),
         )
 
-    def layered(self, progress: Progress, layers: LayerStats) -> None:
+    def layer_stats(self, progress: Progress, layers: LayerStats) -> None:
         """Log a step's gradient norm and update ratio (0 if skipped) per layer."""
         self._write(
             progress,
@@ -229,8 +229,8 @@ class RunLogger:
             },
         )
         self.console.evaluated(self._write(progress, event))
-        told = {"val": "validation"}.get(split, split)
-        logger.info("step %d: %s loss %.4f", progress.step, told, result.loss)
+        split_name = {"val": "validation"}.get(split, split)
+        logger.info("step %d: %s loss %.4f", progress.step, split_name, result.loss)
 
     def tested(
         self,
@@ -252,7 +252,7 @@ class RunLogger:
         """Log the result of a save, of this step or an earlier one."""
         step = save.snapshot.progress.step
         if save.path is None:
-            self.warn(f"step {step:,} could not be saved, training goes on: {save.error}", step)
+            self.warn(f"step {step:,} could not be saved, training continues: {save.error}", step)
             return
         event = Saved(
             step=step,
@@ -278,7 +278,7 @@ class RunLogger:
         loss: float | None,
     ) -> None:
         """Log an operation between two steps; `proof` is given for operations on the model."""
-        operation, differ = change.operation, differences(before, after)
+        operation, changes = change.operation, differences(before, after)
         notes, measured = list[str](), dict[str, float]()
         if proof is not None:
             sizes = [count_parameters(state.architecture).total for state in (before, after)]
@@ -295,7 +295,7 @@ class RunLogger:
             name=operation.name,
             value=operation.value,
             verb="SET" if proof is None else "GROW",
-            change=changed_text(differ),
+            change=changed_text(changes),
             reason=change.reason,
             notes=tuple(notes),
             preserves=proof.label if proof else "",
@@ -305,9 +305,9 @@ class RunLogger:
         )
         self.console.operated(self._write(progress, event))
         self.sink.sync()
-        logger.info("%s", log_block(change, differ, loss, proof, ddp=self.world.size > 1))
+        logger.info("%s", log_block(change, changes, loss, proof, ddp=self.world.size > 1))
 
-    def reached_new(self, progress: Progress, watch: GradientWatch) -> None:
+    def new_gradients(self, progress: Progress, watch: GradientWatch) -> None:
         """Log the gradients of an operation's new parameters; warn if they are dead."""
         kept, new = watch.norms[-1]
         event = NewGradients(
@@ -316,15 +316,15 @@ class RunLogger:
         self._write(progress, event)
         if watch.dead:
             self.warn(
-                f"no gradient has reached the parameters that {watch.operation} made new: they "
-                "will never train",
+                f"the parameters that {watch.operation} added receive no gradient; they will never "
+                "train",
                 progress.step,
             )
-        elif watch.over and (dead := watch.unreached):
+        elif watch.is_over and (dead := watch.unreached):
             some = ", ".join(f"{count} of {name}" for name, count in list(dead.items())[:3])
             self.warn(
-                f"no gradient has reached some rows or columns that {watch.operation} made new, "
-                f"and they will never train: {some}{', …' if len(dead) > 3 else ''}",
+                f"some rows or columns that {watch.operation} added receive no gradient; they will "
+                f"never train: {some}{', …' if len(dead) > 3 else ''}",
                 progress.step,
             )
 
@@ -411,13 +411,13 @@ class RunLogger:
         self.paused_s = msgspec.convert(state.get("paused_s", 0.0), float) + pause
         self.started = time.monotonic() - wall_s - pause
         self.last_loss = msgspec.convert(state["last_loss"], float | None)
-        self._forget(progress)
+        self._start_interval(progress)
         if (interval := state.get("interval")) is not None:
             sums = msgspec.convert(interval["loss_sums"], list[float])
             rank = self.world.rank
-            whole = math.fsum(sums) if rank == 0 else 0.0
-            mine = sums[rank] if len(sums) == self.world.size else whole
-            self.loss_sum = torch.tensor(mine, dtype=torch.float64, device=self.world.device)
+            summed = math.fsum(sums) if rank == 0 else 0.0
+            loss_sum = sums[rank] if len(sums) == self.world.size else summed
+            self.loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=self.world.device)
             self.weight = msgspec.convert(interval["weight"], float)
             self.waited_s = msgspec.convert(interval["waited_s"], float)
             self.since = msgspec.convert(interval["since"], Progress)

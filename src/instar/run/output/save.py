@@ -55,12 +55,12 @@ class Snapshot:
 
     def held(self, rank: int) -> Snapshot:
         """Return a CPU copy of what this rank writes, so that the next step may change it."""
-        own = {
+        copies = {
             component: {name: tensor.detach().to("cpu", copy=True) for name, tensor in part.items()}
             for component, part in self.components.items()
             if rank == 0 or COMPONENTS[component].pattern is Pattern.PER_RANK
         }
-        return replace(self, components=own)
+        return replace(self, components=copies)
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,17 @@ class Saver:
         config: CheckpointConfig,
         world: World,
         root: Path,
-        tell: Callable[[SaveResult], None],
+        on_saved: Callable[[SaveResult], None],
         limit_s: float = 600.0,
         better: Direction = "min",
     ) -> None:
         """
         Args:
-            tell: called with the result of every save, on the calling thread.
+            on_saved: called with the result of every save, on the calling thread.
             limit_s: longest wait for a background save, in seconds.
             better: direction in which the first metric of `best_of` improves.
         """
-        self.config, self.world, self.root, self.tell = config, world, root, tell
+        self.config, self.world, self.root, self.on_saved = config, world, root, on_saved
         self.limit_s = limit_s
         self.keep = RetentionPolicy(
             config.keep_last, config.keep_best, config.keep_every, config.best_of[0], better
@@ -167,8 +167,8 @@ class Saver:
                 saved = pending.result(self.limit_s)
             except futures.TimeoutError as error:
                 raise RunFailed(
-                    f"the last save has not ended within {self.limit_s:g} s; is the disk of "
-                    f"{self.root} there?"
+                    f"the last save has not ended within {self.limit_s:g} s; check that the disk of "
+                    f"{self.root} responds"
                 ) from error
             self._over(saved)
 
@@ -178,7 +178,7 @@ class Saver:
             futures.wait([self.pending], limit_s)
 
     def _over(self, saved: SaveResult) -> None:
-        self.tell(saved)
+        self.on_saved(saved)
         self.failures = self.failures + 1 if saved.error is not None else 0
         if self.failures >= MAX_FAILURES:
             raise RunFailed(f"{self.failures} saves in a row have failed, the last: {saved.error}")

@@ -50,7 +50,7 @@ class TextSampler:
                 text = task.sample_text(model, tokenizer, prompt, self._config.sample_tokens)
         except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
             # weights that are not finite give no distribution to draw from; the run continues
-            run_logger.warn(f"step {step:,}: the model could not write: {error}", step)
+            run_logger.warn(f"step {step:,}: no sample text was generated: {error}", step)
         else:
             run_logger.wrote(state.progress, prompt, text)
         return replace(state, sampled_at=step)

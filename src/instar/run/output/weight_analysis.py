@@ -52,8 +52,8 @@ class WeightAnalyzer:
         if self._pending is not None and self._pending.done():
             self.finish(state, run_logger)
         before, step = self._before, state.step
-        again = before is not None and before[0] == step
-        if not state.due(self._every) or self._pending is not None or again:
+        already_done = before is not None and before[0] == step
+        if not state.due(self._every) or self._pending is not None or already_done:
             return
         task = stepper.task
         model = task.shell()
