@@ -35,7 +35,7 @@ def test_without_variables_there_is_one_process() -> None:
 
 def test_torchrun_says_who_i_am() -> None:
     found = placement(TORCHRUN)
-    assert found == Placement(5, 1, 8, 4, "node7", 29500, "MASTER_PORT", told=True)
+    assert found == Placement(5, 1, 8, 4, "node7", 29500, "MASTER_PORT", is_set=True)
 
 
 def test_torchrun_comes_before_slurm() -> None:
@@ -44,9 +44,9 @@ def test_torchrun_comes_before_slurm() -> None:
 
 def test_one_rank_of_torchrun_is_told_so() -> None:
     one = {"RANK": "0", "WORLD_SIZE": "1"}
-    assert placement(one | {"LOCAL_RANK": "0"}).told
+    assert placement(one | {"LOCAL_RANK": "0"}).is_set
     # operators of clusters count machines so
-    assert not placement(one).told
+    assert not placement(one).is_set
 
 
 def test_slurm_says_who_i_am() -> None:
@@ -57,7 +57,7 @@ def test_slurm_says_who_i_am() -> None:
         "SLURM_JOB_ID",
         "slurm-123456.1",
     )
-    assert found.told
+    assert found.is_set
     assert not found.one_host
 
 

@@ -11,7 +11,7 @@ from instar.distributed.placement import Placement, RankCount, resolve_ranks
 from instar.distributed.world import chosen_devices, device_of
 
 ALONE = Placement()
-ONE_OF_FOUR = Placement(1, 1, 4, 2, told=True)
+ONE_OF_FOUR = Placement(1, 1, 4, 2, is_set=True)
 
 
 def parallel(world_size: int | None = None, devices: tuple[int, ...] = ()) -> ParallelConfig:
@@ -39,7 +39,7 @@ def test_what_is_typed_comes_before_the_config(
 
 def test_the_environment_comes_before_the_config() -> None:
     assert resolve_ranks(parallel(3), ONE_OF_FOUR) == RankCount(4)
-    assert resolve_ranks(parallel(3), Placement(told=True)) == RankCount(1)
+    assert resolve_ranks(parallel(3), Placement(is_set=True)) == RankCount(1)
     assert resolve_ranks(parallel(None, (3, 4)), ONE_OF_FOUR) == RankCount(4, (3, 4))
 
 

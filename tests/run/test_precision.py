@@ -163,7 +163,7 @@ def test_a_recorded_share_is_at_most_1(trainer: Callable[..., Trainer], tmp_path
     run = trainer()
     assert run.parts.logger.peak is not None
     run.parts.logger.peak._best = 1.0  # as if measured on the busiest of machines
-    run.parts.logger.peak._left = 0
+    run.parts.logger.peak._remaining_measurements = 0
     run.train()
     shares = [
         event.mfu for event in read_events(tmp_path / "events.jsonl") if isinstance(event, Train)
