@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,12 +94,12 @@ def ranks_in() -> Callable[[str, int, Path], list[dict[str, Any]]]:
 
 @pytest.fixture
 def python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """python(program, *arguments, **variables): a process of its own, with pipes."""
+    """python(program, *arguments, **variables): a process that has imported torch already, with pipes."""
     started: list[subprocess.Popen[str]] = []
 
     def start(program: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
+            [forks().python, "-c", program, *arguments],
             env=environment(**variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -157,7 +156,7 @@ def launcher(tmp_path: Path) -> Iterator[Callable[[str, int], Launched]]:
         (tmp_path / "toy.py").write_text(toy)
         path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, "toy", str(nproc), str(tmp_path)],
+            [forks().python, "-c", LAUNCH, "toy", str(nproc), str(tmp_path)],
             env=environment(PYTHONPATH=path, TMPDIR=str(tmp_path)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forks import forks
 from started import LIMIT_S
 
 PROGRAM = """
@@ -94,9 +94,9 @@ def started(
         own = f"127.0.1.1 {socket.gethostname()}"
         known.write_text(f"127.0.0.1 localhost\n{own}\n{node0} node0\n")
         place = {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable]
+        command = [str(forks().python)]
         if torchrun:
-            command += ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}"]
+            command = [str(forks().bin / "torchrun"), "--nnodes=2", f"--node-rank={rank}"]
             command += [f"--master-addr={master}", f"--master-port={PORT}"]
         else:
             place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}

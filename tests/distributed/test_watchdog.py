@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from toy_room import Mishap, Room
 
@@ -74,7 +75,7 @@ def test_ranks_go_on_while_their_launcher_and_its_store_are_stopped(tmp_path: Pa
     room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
     with room.launch() as ranks:
         ranks.wait_for("stepping-0", "stepping-1")
-        with stopped(ranks.processes[0].pid):
+        with stopped(psutil.Process(room.pid(0)).ppid()):
             let_pass(3 * room.timeout_s)
             ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)
         ranks.wait_for_step(int((tmp_path / "weights-1").read_text()) + 50)

@@ -4,15 +4,16 @@ What a child does is a function named as `module:function`, with JSON arguments;
 its exit code. Nothing of a child is Instar's own way of starting a rank: `children_as_ranks` says
 who it is as `torchrun` would, through the environment.
 
-`Forks.command` and `Forks.python` are executables for shells and for `subprocess`: the command
-`instar`, and `python -c PROGRAM …`, run by such a child with the streams, the environment and the
-folder of whoever calls it. A signal reaches the child through them, but for SIGSTOP.
+In `Forks.bin` are executables for shells and for `subprocess`: the commands `instar` and `torchrun`,
+and `python` with a program, a module or a file, run by such a child with the streams, the environment
+and the folder of whoever calls it. A signal reaches the child through them, but for SIGSTOP. What it
+starts as `python -m MODULE`, as launchers do, is forked too (`spare`).
 """
 
 from __future__ import annotations
 
-import array
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -21,10 +22,10 @@ import selectors
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,10 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn, Self
+
+from interpreter import interpret, put_in, run_and_leave
+from spare import fork_interpreters, receive
 
 LIMIT_S = 120.0
 START_S = 400.0
@@ -52,6 +55,8 @@ MODULES += [
 ]
 MODULES += ["matplotlib.pyplot", "failures", "savers", "science", "states"]
 """What runs and tests of them import; some of it comes late in them, and takes seconds."""
+
+COMMANDS = {"instar": "instar.cli.main:entry", "torchrun": "torch.distributed.run:main"}
 
 INSTAR = "instar.cli.main:main"
 """The body that is the command line itself; its argument is a list of words."""
@@ -112,11 +117,13 @@ class Forks:
         self._ended: dict[int, int] = {}
         self._number = 0
         self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
-        self.command, self.python = self._folder / "instar", self._folder / "python"
+        self.bin = self._folder / "bin"
+        self.bin.mkdir()
+        self.command, self.python = self.bin / "instar", self.bin / "python"
         calls = self._folder / "calls"
         client = Path(__file__).with_name("forks_client.py").read_text(encoding="utf-8")
         shebang = f"#!{sys.executable} -IS\n"
-        for file in (self.command, self.python):
+        for file in (self.python, *map(self.bin.joinpath, COMMANDS)):
             file.write_text(f"{shebang}SERVER = {str(calls)!r}\n{client}", encoding="utf-8")
             file.chmod(0o755)
         with socket.socket(socket.AF_UNIX) as called:
@@ -141,13 +148,16 @@ class Forks:
         *arguments: Any,
         place: Path,
         environment: Mapping[str, str] | None = None,
+        launches: bool = False,
     ) -> Child:
-        """Fork a child that runs `body` in the working directory `place`."""
+        """Fork a child that runs `body` in the working directory `place`; where it `launches`
+        interpreters, these are forked as well."""
         self._number += 1
         said = place / f"said-{self._number}"
         said.touch()
         request = {"body": body, "arguments": arguments, "place": str(place), "said": str(said)}
-        line = json.dumps(request | {"environment": dict(environment or {})})
+        request |= {"environment": dict(environment or {}), "launches": launches}
+        line = json.dumps(request)
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
@@ -294,12 +304,15 @@ def _serve(called: socket.socket, modules: Sequence[str]) -> None:
                 del callers[caller]
             if called in events:
                 caller, _ = called.accept()
-                request, files = _receive(caller)
+                asked = receive(caller)
+                assert asked is not None
+                request, files = asked
                 pid = os.fork()
                 if pid == 0:
                     let_go()
+                    peer = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                     caller.close()
-                    _become_called(request, files)
+                    _become_called(struct.unpack("3i", peer)[0], request, files)
                 for file in files:
                     os.close(file)
                 caller.sendall(f"{pid}\n".encode())
@@ -331,18 +344,6 @@ def _make_what_runs_make_once() -> None:
     load(None, []).to_yaml()
 
 
-def _receive(caller: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """What `forks_client` sends: a length, JSON, and the files of its three streams."""
-    size = array.array("i").itemsize
-    first, sent, _, _ = caller.recvmsg(8, socket.CMSG_LEN(3 * size))
-    files = array.array("i", sent[0][2])
-    length = int.from_bytes(first, "little")
-    text = b""
-    while len(text) < length:
-        text += caller.recv(length - len(text))
-    return json.loads(text), list(files)
-
-
 def _end_call(ready: selectors.BaseSelector, caller: socket.socket, status: int | None) -> None:
     ready.unregister(caller)
     with suppress(OSError):
@@ -363,57 +364,45 @@ def _say(answer: Mapping[str, int]) -> None:
     os.write(1, json.dumps(answer).encode() + b"\n")
 
 
-def _become_called(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
-    """Be the installed command or an interpreter, for whoever called."""
-    code = 1
-    try:
+def _become_called(caller: int, request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+    """Be the installed command or an interpreter, for the process that called."""
+
+    def work() -> int:
         try:
             os.setpgid(0, request["group"])
         except OSError:  # of another session
             os.setpgid(0, 0)
+        _enter_namespaces(caller)
+        fork_interpreters()
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
-        os.chdir(request["place"])
-        os.environ.clear()
-        os.environ.update(request["environment"])
+        put_in(request["place"], request["environment"])
         called, *words = request["words"]
-        if Path(called).name == "python":
-            code = _interpret(words)
-        else:
-            sys.argv[:] = [called, *words]
-            sys.path[0] = str(Path(sys.executable).parent)
-            import_module("instar.cli.main").entry()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        _leave(code)
+        return _command(called, words)
+
+    run_and_leave(work)
 
 
-def _interpret(words: Sequence[str]) -> int:
-    """`python -c PROGRAM …`"""
-    option, program, *arguments = words
-    assert option == "-c", words
-    sys.argv[:] = ["-c", *arguments]
-    sys.path[0] = ""
-    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    sys.modules["__main__"] = module = ModuleType("__main__")
-    exec(compile(program, "<string>", "exec"), vars(module))
+def _enter_namespaces(pid: int) -> None:
+    """Share another process's network, host name and mounts."""
+    for kind in ("net", "uts", "mnt"):
+        theirs, ours = (Path("/proc", str(of), "ns", kind) for of in (pid, "self"))
+        if theirs.readlink() != ours.readlink():
+            with theirs.open() as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter {theirs}")
+
+
+def _command(called: str, words: Sequence[str]) -> int:
+    """`python`, or a command as it is installed beside it."""
+    if (name := Path(called).name) == "python":
+        return interpret(words)
+    module, _, function = COMMANDS[name].partition(":")
+    sys.argv[:] = [called, *words]
+    sys.path[0] = str(Path(sys.executable).parent)
+    getattr(import_module(module), function)()
     return 0
-
-
-def _leave(code: int) -> NoReturn:
-    """End as an interpreter does: after other threads and what is to be done at exit."""
-    with suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.flush()
-    os._exit(code)
 
 
 def _become(request: Mapping[str, Any]) -> NoReturn:
@@ -427,6 +416,8 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
         os.dup2(said, 2)
         os.chdir(request["place"])
         os.environ.update(request["environment"])
+        if request["launches"]:
+            fork_interpreters()
         module, _, name = request["body"].partition(":")
         code = getattr(import_module(module), name)(*request["arguments"]) or 0
     except SystemExit as end:

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forks import forks
+
 if TYPE_CHECKING:
     from instar.distributed.rank_log import RankLog
     from instar.distributed.signals import StopSignal
@@ -63,17 +65,17 @@ class Room:
 
     def launch(self, max_restarts: int = 0) -> Ranks:
         """Under Instar's launcher."""
-        return Ranks(self, [[sys.executable, __file__, self.to_json(), str(max_restarts)]])
+        return Ranks(self, [[forks().python, __file__, self.to_json(), str(max_restarts)]])
 
     def torchrun(self, max_restarts: int = 0) -> Ranks:
         """Under plain torchrun."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [str(forks().bin / "torchrun"), "--standalone"]
         command += [f"--nproc-per-node={self.size}", f"--max-restarts={max_restarts}"]
         return Ranks(self, [[*command, __file__, self.to_json()]])
 
     def alone(self) -> Ranks:
         """As `srun` would: no launcher, and rank 0 serves the store."""
-        return Ranks(self, [[sys.executable, __file__, self.to_json()]] * self.size, own=True)
+        return Ranks(self, [[forks().python, __file__, self.to_json()]] * self.size, own=True)
 
     def log(self, rank: int) -> str:
         return (self.folder / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")

@@ -1,0 +1,166 @@
+"""Processes that a forked one starts with `subprocess` as `python -m MODULE` or `python FILE` are forked as well.
+
+The forked process keeps a spare child aside, forked before it did anything, which forks them in turn. It is their
+parent all the same: it takes them over from the spare, and can wait for them, and dies as their parent would.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from interpreter import interpret, put_in, run_and_leave
+
+PR_SET_CHILD_SUBREAPER = 36
+ANSWER_S = 60.0
+
+
+def send(line: socket.socket, request: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Send JSON, with its length before it, and open files."""
+    text = json.dumps(request).encode()
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+    line.sendmsg([len(text).to_bytes(8, "little")], rights)
+    line.sendall(text)
+
+
+def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """What `send` sent; None where nobody will send any more."""
+    size = array.array("i").itemsize
+    first, sent, _, _ = line.recvmsg(8, socket.CMSG_LEN(64 * size))
+    if not first:
+        return None
+    files = array.array("i")
+    for _, _, data in sent:
+        files.frombytes(data[: len(data) - len(data) % size])
+    length, text = int.from_bytes(first, "little"), b""
+    while len(text) < length:
+        text += line.recv(length - len(text))
+    return json.loads(text), list(files)
+
+
+def fork_interpreters() -> None:
+    """From now on, interpreters that this process starts are forked. It has no other thread yet."""
+    line, other = socket.socketpair()
+    caller = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    if os.fork() == 0:
+        _serve(other, caller)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    other.close()
+    execute, one = subprocess.Popen._execute_child, threading.Lock()  # type: ignore[attr-defined]
+    named = inspect.signature(execute)
+
+    def forked(self: Any, *given: Any) -> None:
+        asked = named.bind(self, *given).arguments
+        words = [os.fspath(word) for word in asked["args"]] if _is_forked(asked) else []
+        if not words:
+            execute(self, *given)
+            return
+        streams = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
+        files = [number if file < 0 else file for number, file in enumerate(streams)]
+        kept = sorted(asked["pass_fds"])
+        request = {
+            "words": words[1:],
+            "place": os.fspath(asked["cwd"] or Path.cwd()),
+            "environment": dict(os.environ if asked["env"] is None else asked["env"]),
+            "kept": kept,
+            "session": asked["start_new_session"],
+            "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+        }
+        with one:
+            _take_over_orphans(True)
+            send(line, request, [*files, *kept])
+            self.pid = int(line.recv(32))
+            _take_over_orphans(False)
+        self._child_created = True
+        self._close_pipe_fds(*(asked[name] for name in PIPES))
+
+    subprocess.Popen._execute_child = forked  # type: ignore[attr-defined]
+
+
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+
+
+def _is_forked(asked: Mapping[str, Any]) -> bool:
+    words = asked["args"]
+    if isinstance(words, str | bytes | os.PathLike) or asked["shell"] or asked["preexec_fn"]:
+        return False
+    option = [os.fspath(word) for word in words[1:] if word != "-u"][:1]
+    return str(words[0]) == sys.executable and option not in ([], ["-c"])
+
+
+def _take_over_orphans(take: bool) -> None:
+    """Whether this process becomes the parent of descendants whose parent ends."""
+    assert ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(take), 0, 0, 0) == 0
+
+
+def _serve(line: socket.socket, caller: int) -> None:
+    """Be the spare process, until its caller has ended. All signals are blocked."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    _close_all_but(line.fileno())
+    while (asked := receive(line)) is not None:
+        request, files = asked
+        middle = os.fork()
+        if middle == 0:
+            if os.fork() == 0:
+                _become(line, caller, request, files)
+            os._exit(0)
+        os.waitpid(middle, 0)
+        for file in files:
+            os.close(file)
+    os._exit(0)
+
+
+def _become(
+    line: socket.socket, caller: int, request: Mapping[str, Any], files: Sequence[int]
+) -> NoReturn:
+    """Be the interpreter that was asked for, once the caller is this process's parent."""
+    deadline = time.monotonic() + ANSWER_S
+    while os.getppid() != caller:
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.001)
+    try:
+        if request["session"]:
+            os.setsid()
+        line.sendall(str(os.getpid()).encode())
+        line.close()
+        _put(files, [0, 1, 2, *request["kept"]])
+        put_in(request["place"], request["environment"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    except BaseException:
+        os._exit(1)
+    run_and_leave(lambda: interpret(request["words"]))
+
+
+def _put(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give open files these numbers, and close all others."""
+    free = max([*files, *numbers]) + 1
+    aside = list(range(free, free + len(files)))
+    for file, number in zip(files, aside, strict=True):
+        os.dup2(file, number)
+    for file, number in zip(aside, numbers, strict=True):
+        os.dup2(file, number)
+    _close_all_but(*numbers)
+
+
+def _close_all_but(*kept: int) -> None:
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        if int(name) > 2 and int(name) not in kept:
+            with suppress(OSError):
+                os.close(int(name))
