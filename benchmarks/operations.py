@@ -103,6 +103,8 @@ def compiled(size: Size, quick: bool) -> list[Case]:
     """Seconds for which a compiled model stands still to grow, and that compiling its stages takes."""
     stalls: dict[bool, list[float]] = {False: [], True: []}
     starts = list[float]()
+    if quick:  # a C++ compiler takes 10 s for a kernel
+        torch.compile = partial(torch.compile, backend="aot_eager")
     for repeat in range(size.repeats):
         for before in (False, True):
             torch.compiler.reset()

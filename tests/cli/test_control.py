@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import science
-from started import Started, start_instar
+from started import INSTALLED, Started, start_instar
 from tiny_run import codes, events, said
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
@@ -21,7 +21,7 @@ def under_way(place: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     """A run that would go on for hours, and has made its first steps."""
     monkeypatch.chdir(place)
     sets = ("--set", "record.log_interval=5", "--until", "10Mit")
-    started = start_instar("tiny.yaml", *sets, run_dir=place / "run")
+    started = start_instar("tiny.yaml", *sets, run_dir=place / "run", command=INSTALLED)
     started.wait_for(r"^\s*5\b")
     return started
 

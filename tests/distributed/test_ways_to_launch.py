@@ -1,4 +1,7 @@
-"""Every way in which people start ranks trains the same run, bit for bit; real processes, real gloo."""
+"""Every way in which people start ranks trains the same run, bit for bit; real processes, real gloo.
+
+One test of each way starts everything anew: `instar train`, torchrun, and a script that spawns.
+"""
 
 from __future__ import annotations
 
@@ -120,10 +123,12 @@ def assert_all_said_who_they_are(run_dir: Path, size: int) -> None:
         assert all(re.match(LINE.format(rank=rank), line) for line in ours), lines
 
 
-def start(place: Path, *words: object, **variables: str) -> subprocess.Popen[str]:
+def start(
+    place: Path, *words: object, python: object = sys.executable, **variables: str
+) -> subprocess.Popen[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("INSTAR")}
     return subprocess.Popen(
-        [sys.executable, *map(str, words)],
+        [str(python), *map(str, words)],
         cwd=place,
         env=kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables,
         stdout=subprocess.PIPE,
@@ -156,7 +161,7 @@ def test_torchs_launchers_train_the_same(
 ) -> None:
     words = ["--nproc_per_node=2", "-m", "instar.train", "tiny.yaml"]
     words += ["--set", f"record.run_dir=by-{way}"]
-    launcher = forks.start(f"torch.distributed.{way}:main", words, place=place)
+    launcher = forks.start(f"torch.distributed.{way}:main", words, place=place, launches=True)
     end_well([launcher])
     assert "Traceback" not in launcher.output()
     assert outcome(place / f"by-{way}") == expected(2)
@@ -164,14 +169,20 @@ def test_torchs_launchers_train_the_same(
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_script_that_trains_in_a_loop_makes_a_run_of_each(place: Path, launched: bool) -> None:
+def test_a_script_that_trains_in_a_loop_makes_a_run_of_each(
+    place: Path, forks: Forks, launched: bool
+) -> None:
     name = f"loop-{launched}"
     if launched:
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         end(start(place, *words, "loop.py", name))
     else:
         ours = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        ranks = [start(place, "loop.py", name, **ours, RANK=str(rank)) for rank in range(2)]
+        python = forks.python
+        ranks = [
+            start(place, "loop.py", name, python=python, **ours, RANK=str(rank))
+            for rank in range(2)
+        ]
         for rank in ranks:
             end(rank)
     first, second = (outcome(place / f"{name}-{number}") for number in (1, 2))
@@ -185,21 +196,21 @@ def test_a_script_that_spawns_trains_the_same(place: Path, expected: Expected) -
 
 
 def test_ranks_do_not_read_again_what_their_launcher_has_read(
-    place: Path, expected: Expected
+    place: Path, forks: Forks, expected: Expected
 ) -> None:
     """The file has become unreadable by the time they start."""
-    end(start(place, "handed.py", "handed"))
+    end(start(place, "handed.py", "handed", python=forks.python))
     assert outcome(place / "handed") == expected(2)
     origins = [line for line in (place / "handed/run.yaml").read_text().splitlines() if "#" in line]
     assert any(line.endswith("# handed.yaml:2:9") for line in origins), origins
     assert any(line.endswith("# --set") for line in origins)
 
 
-def test_two_launches_at_once_do_not_meet(place: Path, expected: Expected) -> None:
+def test_two_launches_at_once_do_not_meet(place: Path, forks: Forks, expected: Expected) -> None:
     typed = start(
         place, "-m", "instar.cli.main", "train", "tiny.yaml", "--set", "record.run_dir=typed"
     )
-    called = start(place, "launched.py", "record.run_dir=called")
+    called = start(place, "launched.py", "record.run_dir=called", python=forks.python)
     assert "same as: torchrun --nproc_per_node=2 -m instar.train tiny.yaml" in end(typed)
     assert "/called\n" in end(called)
     for name in ("typed", "called"):
@@ -337,9 +348,10 @@ def test_ctrl_c_stops_spawned_ranks_at_the_same_step(place: Path, forks: Forks) 
     assert_all_stopped_together(run_dir, 2)
 
 
-def test_an_interrupted_parent_stops_the_ranks_that_it_launched(place: Path) -> None:
+def test_an_interrupted_parent_stops_the_ranks_that_it_launched(place: Path, forks: Forks) -> None:
     run_dir = place / "stopped-launch"
-    process = start(place, "launched.py", f"record.run_dir={run_dir}", "train.until=1000000it")
+    words = ["launched.py", f"record.run_dir={run_dir}", "train.until=1000000it"]
+    process = start(place, *words, python=forks.python)
     assert process.stdout is not None
     while " loss " not in (line := process.stdout.readline()):
         assert line, "it never trained"

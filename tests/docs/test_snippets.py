@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,16 +35,14 @@ def snippets(page: Path, language: str) -> list[str]:
 def test_the_commands_of_a_page_work_one_after_the_other(
     page: Path, tmp_path: Path, forks: Forks
 ) -> None:
-    """README's with the installed `instar`, the others with one that has imported everything."""
+    """With `instar`, `python` and `torchrun` that have imported everything."""
     first = tmp_path / "first-in-path"
     first.mkdir()
     opener = first / "xdg-open"  # a machine for tests has no desktop
     opener.write_text('#!/bin/sh\ntest -s "$1"\n')
     opener.chmod(0o755)
-    if page != ROOT / "README.md":
-        (first / "instar").symlink_to(forks.command)
     environment = os.environ | {
-        "PATH": f"{first}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{first}:{forks.bin}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
     for snippet in snippets(page, "bash"):

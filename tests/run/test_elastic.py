@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forks import forks
 from started import run_ranks, start_instar
 
 from instar.config.errors import ConfigError
@@ -130,7 +130,7 @@ def test_a_rank_that_cannot_read_ends_all_before_gradients_travel(
     loaded = config("reproducible=elastic", *endless)
     path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
     script = Path(__file__).parents[1] / "support" / "rank_1_cannot_read.py"
-    run = start_instar(path, run_dir=run_dir, command=[sys.executable, str(script)])
+    run = start_instar(path, run_dir=run_dir, command=[forks().python, script])
     assert "rank 1 failed at step 6: OSError: the disk is gone" in run.finish(4)
     other = (run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8")
     assert "rank 1 failed while in step 6: OSError: the disk is gone" in other

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import science
 import tiny_run
-from started import run_ranks, start_instar
+from forks import forks
+from started import INSTALLED, run_ranks, start_instar
 
 from instar.config.load import Loaded
 from instar.data.loader import plan_step
@@ -68,8 +68,8 @@ def test_one_two_or_four_ranks_are_one_run(
             run_ranks(ranks, tmp_path, "train", path, "--set", f"record.run_dir={run_dir}")
         curves[ranks] = curve(run_dir)
     run_dir = tmp_path / "torchrun"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", "-m", "instar.train"]
+    command = [forks().bin / "torchrun", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "instar.train"]
     start_instar(path, run_dir=run_dir, command=command).finish(0)
     curves["torchrun"] = curve(run_dir)
     train, validation = curves[1]
@@ -159,7 +159,7 @@ def test_ctrl_c_at_start_up_leaves_nothing_behind(
     run_dir = tmp_path / "run"
     fresh = ["--set", f"data.path={tmp_path / 'tokens'}", "--set", "data.source=stdlib"]
     data = fresh if "preparing" in moment else []
-    run = start_instar(cfg(), "--nproc", ranks, *data, run_dir=run_dir)
+    run = start_instar(cfg(), "--nproc", ranks, *data, run_dir=run_dir, command=INSTALLED)
     run.wait_for(moment)
     run.interrupt()
     said = run.finish(130)
@@ -173,7 +173,7 @@ def test_a_rank_that_cannot_read_ends_all_by_name(cfg: Callable[..., Path], tmp_
     run_dir = tmp_path / "run"
     path = cfg("train.until=[100000it]", "learning_rate.lr_decay_iters=100000")
     script = Path(__file__).parents[1] / "support" / "rank_1_cannot_read.py"
-    run = start_instar(path, run_dir=run_dir, command=[sys.executable, str(script)])
+    run = start_instar(path, run_dir=run_dir, command=[forks().python, script])
     said = run.finish(4)
     assert re.search(r"rank 1 failed at step 6: OSError: the disk is gone", said)
     assert "last lines of" in said

@@ -34,11 +34,11 @@ def interpret(words: Sequence[str]) -> int:
         case ["-c", program, *arguments]:
             sys.argv[:] = ["-c", *arguments]
             sys.path[0] = ""
-            exec(compile(program, "<string>", "exec"), vars(main))
+            exec(compile(program, "<string>", "exec", dont_inherit=True), vars(main))
         case ["-", *arguments]:
             sys.argv[:] = ["-", *arguments]
             sys.path[0] = ""
-            exec(compile(sys.stdin.read(), "<stdin>", "exec"), vars(main))
+            exec(compile(sys.stdin.read(), "<stdin>", "exec", dont_inherit=True), vars(main))
         case ["-m", module, *arguments]:
             sys.argv[:] = [module, *arguments]
             sys.path[0] = str(Path.cwd())
@@ -47,8 +47,9 @@ def interpret(words: Sequence[str]) -> int:
         case [file, *arguments]:
             sys.argv[:] = [file, *arguments]
             sys.path[0] = str(Path(file).resolve().parent)
-            main.__file__ = file
-            exec(compile(Path(file).read_bytes(), file, "exec"), vars(main))
+            main.__file__ = str(Path(file).absolute())
+            source = Path(file).read_bytes()
+            exec(compile(source, main.__file__, "exec", dont_inherit=True), vars(main))
     return 0
 
 

@@ -26,6 +26,7 @@ from interpreter import interpret, put_in, run_and_leave
 
 PR_SET_CHILD_SUBREAPER = 36
 ANSWER_S = 60.0
+LAUNCHERS = {"instar.cli.main", "torch.distributed.run", "torch.distributed.launch"}
 
 
 def send(line: socket.socket, request: Mapping[str, Any], files: Sequence[int]) -> None:
@@ -65,15 +66,14 @@ def fork_interpreters() -> None:
 
     def forked(self: Any, *given: Any) -> None:
         asked = named.bind(self, *given).arguments
-        words = [os.fspath(word) for word in asked["args"]] if _is_forked(asked) else []
-        if not words:
+        if not (words := _words(asked)):
             execute(self, *given)
             return
         streams = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
         files = [number if file < 0 else file for number, file in enumerate(streams)]
         kept = sorted(asked["pass_fds"])
         request = {
-            "words": words[1:],
+            "words": words,
             "place": os.fspath(asked["cwd"] or Path.cwd()),
             "environment": dict(os.environ if asked["env"] is None else asked["env"]),
             "kept": kept,
@@ -94,12 +94,20 @@ def fork_interpreters() -> None:
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
-def _is_forked(asked: Mapping[str, Any]) -> bool:
-    words = asked["args"]
-    if isinstance(words, str | bytes | os.PathLike) or asked["shell"] or asked["preexec_fn"]:
-        return False
-    option = [os.fspath(word) for word in words[1:] if word != "-u"][:1]
-    return str(words[0]) == sys.executable and option not in ([], ["-c"])
+def _words(asked: Mapping[str, Any]) -> list[str]:
+    """What is behind `python` in a command to be forked; empty for any other."""
+    if (
+        isinstance(asked["args"], str | bytes | os.PathLike)
+        or asked["shell"]
+        or asked["preexec_fn"]
+    ):
+        return []
+    called, *words = map(os.fspath, asked["args"])
+    if called == str(Path(sys.executable).with_name("instar")):
+        return ["-m", "instar.cli.main", *words]
+    first = next((word for word in words if word != "-u"), "-")
+    is_forked = called == sys.executable and (first == "-m" or not first.startswith("-"))
+    return words if is_forked else []
 
 
 def _take_over_orphans(take: bool) -> None:
@@ -141,6 +149,8 @@ def _become(
         line.sendall(str(os.getpid()).encode())
         line.close()
         _put(files, [0, 1, 2, *request["kept"]])
+        if LAUNCHERS & set(request["words"]):
+            fork_interpreters()
         put_in(request["place"], request["environment"])
         signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     except BaseException:

@@ -13,6 +13,7 @@ from pathlib import Path
 from forks import INSTAR, children_as_ranks, forks
 
 LIMIT_S = 120
+INSTALLED = [sys.executable, "-m", "instar.cli.main", "train"]
 
 
 class Started:
@@ -59,10 +60,11 @@ class Started:
 
 
 def start_instar(
-    *arguments: object, run_dir: Path | None = None, command: Sequence[str] = ()
+    *arguments: object, run_dir: Path | None = None, command: Sequence[object] = ()
 ) -> Started:
-    """`instar train ARGUMENTS` (or `command ARGUMENTS`) in the run directory given."""
-    base = list(command) or [sys.executable, "-m", "instar.cli.main", "train"]
+    """`instar train ARGUMENTS` (or `command ARGUMENTS`) in the run directory given; it and its ranks
+    are forked from a process that has imported everything, unless the command is `INSTALLED`."""
+    base = map(str, command or [forks().command, "train"])
     place = ["--set", f"record.run_dir={run_dir}"] if run_dir else []
     return Started([*base, *map(str, arguments), *place])
 

@@ -6,7 +6,6 @@ import itertools
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 import figures
 import pytest
 from forks import INSTAR, Child
-from started import start_instar
+from started import INSTALLED, start_instar
 from tiny_run import STEPS, Place, codes, events, said, weights
 
 TIMES = figures.times(5, 50)
@@ -148,7 +147,8 @@ def test_sigterm_to_a_launcher_stops_its_ranks(
     """Real ranks, started as a person starts them."""
     monkeypatch.chdir(place.path)
     run_dir = place.path / "run"
-    run = start_instar("run.yaml", "--nproc", 2, "--until", "100000it", run_dir=run_dir)
+    words = ["run.yaml", "--nproc", 2, "--until", "100000it"]
+    run = start_instar(*words, run_dir=run_dir, command=INSTALLED)
     run.wait_for(r"^ +3 .*loss")
     run.terminate(group=to_group)
     told = run.finish(75)
@@ -215,8 +215,8 @@ def test_a_terminal_closed_on_torchrun_stops_its_ranks(
     """Torchrun hands the signal that it gets to its ranks."""
     monkeypatch.chdir(place.path)
     run_dir = place.path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", "-m", "instar.train"]
+    command = [place.forks.bin / "torchrun", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "instar.train"]
     run = start_instar("run.yaml", "--until", "100000it", run_dir=run_dir, command=command)
     run.wait_for(r"^ +3 .*loss")
     run.process.send_signal(signal.SIGHUP)
