@@ -41,14 +41,16 @@ browser:
 	    && $(SUDO) apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; } \
 	  || { echo "the tests of pages need Chromium: apt-get install chromium" >&2; exit 1; }
 
-# Ranks, servers and browsers with time limits, two tests at a time: those that fail are run once
-# more, alone, and both outcomes are printed. What fails twice fails. (1: all tests ran, some failed.)
+# Ranks, servers and browsers with time limits, two files at a time, those that take longest first
+# (tests/conftest.py). Tests that fail are run once more, alone, and both outcomes are printed. What
+# fails twice fails. (1: all tests ran, some failed.) Modules are compiled beforehand: hundreds of
+# processes would each do it where PYTHONDONTWRITEBYTECODE is set.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
-RERUN = || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none
 
 test: $(STAMP) browser
-	$(PYTEST) -n 2 --dist worksteal tests --ignore tests/torture $(RERUN) tests --ignore tests/torture; }
-	$(PYTEST) -n 2 --dist worksteal tests/torture $(RERUN) tests/torture; }
+	$(BIN)/python -m compileall -q src tests benchmarks
+	$(PYTEST) -n 2 --dist loadfile tests \
+	  || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests; }
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
