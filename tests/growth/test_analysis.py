@@ -100,7 +100,7 @@ def test_adapters_are_said_to_be_unused_idle_or_used_up() -> None:
 
     assert rank_of(model, "blocks.0.attn.query", adapter=True).effective == (1, 1)
     assert "blocks.0.attn.query: its adapter of rank 8 uses only 1; a rank of 1 suffices" in said
-    assert "blocks.0.mlp.up: its adapter of rank 2 is used up" in said
+    assert "blocks.0.mlp.up: its adapter of rank 2 is used fully" in said
     assert "blocks.1.mlp.up: its adapter is still zero" in said
 
 

@@ -113,7 +113,7 @@ def possible(arch: Architecture, name: str, value: Any, said: str, **options: An
         possible(LLAMA, "split_kv_heads", 3, "cannot be split by 3; choose 2"),
         possible(GPT2, "split_kv_heads", 2, "each one already has its own"),
         possible(QK_NORM, "grow_head_dim", 8, "qk_norm divides queries and keys by"),
-        possible(LLAMA, "grow_head_dim", 7, "RoPE turns pairs of channels, and a head of 7"),
+        possible(LLAMA, "grow_head_dim", 7, "RoPE rotates pairs of channels, and a head has 7"),
         possible(GPT2, "stack_layers", [0, 0, 2], "there is no layer 2: layers are 0 to 1"),
         possible(GPT2, "stack_layers", [0, 0, 0], "layer 1 would be lost"),
         possible(GPT2, "stack_layers", [1, 0], "layers is 2 already and only grows"),

@@ -62,11 +62,11 @@ BROKEN = [
     ("- {name: widen_mlp, value: two, max_wait_iters: 3}\n", "1:28", "schedule[0].value needs a whole number above 0", ""),
     ("- {name: widen_mlp, value: 64, how: odd, max_wait_iters: 3}\n", "1:37", "schedule[0].how must be zero or split", ""),
     ("- {name: widen_mlp, value: 64, hwo: zero, max_wait_iters: 3}\n", "1:37", "schedule[0].hwo is unknown", ""),
-    ("- {name: change_lr, value: 2, how: zero, max_wait_iters: 3}\n", "1:36", "schedule[0].how is no option of change_lr", ""),
+    ("- {name: change_lr, value: 2, how: zero, max_wait_iters: 3}\n", "1:36", "schedule[0].how is not an option of change_lr", ""),
     ("- {name: widen_mlp, value: 64, lr: warm, max_wait_iters: 3}\n", "1:36", "schedule[0].lr must be keep, reset", ""),
     ("- {name: insert_layers, value: 1, mask: 0, max_wait_iters: 3}\n", "1:41", "schedule[0].mask needs a whole number", ""),
     # triggers
-    ("- {name: change_lr, value: 2, when: {}}\n", "1:37", "schedule[0].when is empty", "it has loss_below"),
+    ("- {name: change_lr, value: 2, when: {}}\n", "1:37", "schedule[0].when is empty", "use loss_below"),
     ("- {name: change_lr, value: 2, when: 3}\n", "1:37", "schedule[0].when must be", ""),
     ("- {name: change_lr, value: 2, when: {los_below: 3}}\n", "1:38", "unknown key 'los_below' in schedule[0].when", "did you mean 'loss_below'?"),
     ("- {name: change_lr, value: 2, when: {at_step: -1}}\n", "1:47", "of at least 0", ""),

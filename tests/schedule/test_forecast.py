@@ -237,7 +237,7 @@ def test_ranks_and_data_must_suffice_for_every_stage() -> None:
     smaller = {"name": "set_batch_size", "value": 2}
     assert "leaves some of 4 ranks without any" in refused(smaller, world_size=4).message
     longer = [{"name": "extend_context", "value": 4096}, {"name": "set_context", "value": 4096}]
-    assert "there are 3,840 to train on" in refused(*longer, samples=30).message
+    assert "the training data has 3,840" in refused(*longer, samples=30).message
 
 
 def test_mistakes_that_need_no_model_are_found_here_too() -> None:

@@ -188,7 +188,7 @@ def test_what_is_thawed_leaves_no_trace() -> None:
         (("set_batch_size", 2.5), "must be a whole number, got 2.5"),
         (("set_batch_size", "two"), 'must be a positive whole number, got "two"'),
         (("reset_lr_schedule", "now"), "must be left out"),
-        (("change_lr", 2.0, {"how": "zero"}), "how is no option of change_lr"),
+        (("change_lr", 2.0, {"how": "zero"}), "how is not an option of change_lr"),
         (("set_context", 129), "context has 128 tokens; extend_context first"),
         (("freeze", []), "must be a pattern"),
         (("freeze", "!blocks.*"), "must be a pattern"),
