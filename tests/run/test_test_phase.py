@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import science
@@ -24,6 +25,7 @@ from instar.logs.text.summary import best_held_out
 from instar.record.events import Eval, RunFinished, read_events
 from instar.record.format import eval_line, finished_lines
 from instar.record.rundir import RunDir
+from instar.run.lifecycle.test_phase import confusion
 
 SEED = 1337
 FOREVER = ("early_stopping.rules=[]",)
@@ -224,3 +226,18 @@ def test_predictions_are_not_written_where_nobody_wants_them(place: Place) -> No
     assert {each.name for each in (run_dir / "test").iterdir()} == {"result.json"}
     assert result(run_dir)["confusion"] == {}
     assert events(run_dir, "stop")
+
+
+def test_whole_numbers_that_are_no_classes_have_no_confusion_matrix(tmp_path: Path) -> None:
+    table = {
+        "kind": [0, 1, 1, -1],
+        "kind.predicted": [0, 1, 0, 1],
+        "id": [5, 2**40, 7, 8],
+        "id.predicted": [5, 2**40, 7, 8],
+        "change": [1, 2, 3, 4],
+        "change.predicted": [-1, 2, 3, 4],
+    }
+    pq.write_table(pa.table(table), tmp_path / "predictions.parquet")
+    assert confusion(tmp_path / "predictions.parquet") == {"kind": [[1, 0], [1, 1]]}
+    pq.write_table(pa.table(table).slice(0, 0), tmp_path / "empty.parquet")
+    assert confusion(tmp_path / "empty.parquet") == {}

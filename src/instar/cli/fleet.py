@@ -153,6 +153,7 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
 def logs(name: str, instance: str | None, process: str | None, follow: bool, lines: int) -> None:
     """Print the logs of fleet NAME: of all instances, or of INSTANCE (index or name) and PROCESS."""
     from instar.config.errors import visible
+    from instar.config.files import open_regular
     from instar.fleet.folder import find
 
     root = find(name) / "logs"
@@ -167,7 +168,7 @@ def logs(name: str, instance: str | None, process: str | None, follow: bool, lin
     offsets = dict.fromkeys(files, 0)
     while True:
         for path in files:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(offsets[path])
                 text = file.read().decode("utf-8", "replace")
                 offsets[path] = file.tell()

@@ -32,6 +32,8 @@ from instar.tasks.task import Task
 
 FOLDER = "test"
 RESULT = "result.json"
+MAX_CLASSES = 4096
+"""of a confusion matrix"""
 
 
 def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -> TestResult | None:
@@ -232,7 +234,11 @@ def _decoded(content: bytes) -> Any:
 
 def confusion(file: Path) -> dict[str, list[list[int]]]:
     """Return the confusion matrix of every classification target: counts by true class (row) and
-    predicted class (column). Targets of -1 are ignored."""
+    predicted class (column). Targets of -1 are ignored.
+
+    Other whole numbers that a custom task predicts (counts, ids) are no classes: without a matrix
+    are targets with more than MAX_CLASSES of them, or with negative predictions.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -247,7 +253,9 @@ def confusion(file: Path) -> dict[str, list[list[int]]]:
             continue
         true, classified = of_target.to_numpy(), of_name.to_numpy()
         counted = true >= 0
-        classes = int(max(true.max(), classified.max())) + 1
+        classes = int(max(true.max(initial=-1), classified.max(initial=-1))) + 1
+        if not 0 < classes <= MAX_CLASSES or classified.min(initial=0) < 0:
+            continue
         matrix = np.zeros((classes, classes), dtype=np.int64)
         np.add.at(matrix, (true[counted], classified[counted]), 1)
         found[target] = matrix.tolist()
