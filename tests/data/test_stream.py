@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from splits import split_of
 
@@ -263,6 +263,7 @@ def test_a_long_document_is_tokenised_as_it_is_prepared(tmp_path: Path) -> None:
     step=st.integers(1, 13),
     ahead=st.integers(0, 5),
 )
+@example(lengths=(0, 0, 0, 9), window=4, step=1, ahead=2)
 def test_a_shuffled_epoch_is_read_once_and_every_sample_comes_once(
     lengths: Lengths, window: int, step: int, ahead: int
 ) -> None:

@@ -78,7 +78,9 @@ class LaneSamples:
         for lane, wanted in ranges.items():
             kept, begin = self._kept[lane], wanted.start // self._window * self._window
             self._keep = max(self._keep, 2 * (wanted.stop - begin))
-            if wanted.start < kept.first or begin > kept.stop:
+            # a window of which a part was dropped is read whole: a worker that reads ahead cannot
+            # go back for what the cache lacked
+            if not kept.first <= begin <= kept.stop:
                 kept = self._kept[lane] = _LaneCache(begin)
             if missing := self._missing(lane, wanted.stop):
                 self._lanes.expect(lane, kept.stop, missing)
