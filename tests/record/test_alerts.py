@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from instar.config.sections import AlertsConfig
 from instar.record.alerts import MIN_RECORDS, SLOW_RECORDS, SMOOTHING_WINDOW, Rules
 from instar.record.events import Alert, Event, OperationEvent, RunStarted, Skip, Train
-from instar.schedule.operations import INCOMPARABLE
+from instar.schedule.operations import keeps_losses_comparable
 
 WIDEN = OperationEvent(step=0, name="widen_mlp", verb="GROW")
 CONTEXT = OperationEvent(step=0, name="set_context")
+VOCABULARY = OperationEvent(step=0, name="widen", value={"axis": "vocab", "size": 512})
+WIDEN_MLP = OperationEvent(step=0, name="widen", value={"axis": "mlp", "size": 512})
 
 # recorded by runs of examples/gpt/demo.yaml with a line every 10 steps, a batch change at 50 and
 # growth at 100 and 150, and of a causal-set network
@@ -37,7 +39,7 @@ CAUSAL_SPEEDS = [423, *[1080] * 20, 893, 288, *[950] * 6]
 
 
 def raised(events: Iterable[Event], config: AlertsConfig | None = None) -> list[Alert]:
-    rules = Rules(config or AlertsConfig(), INCOMPARABLE)
+    rules = Rules(config or AlertsConfig(), keeps_losses_comparable)
     return [alert for event in events for alert in rules.update(event)]
 
 
@@ -154,10 +156,14 @@ def test_a_rise_after_an_operation_has_time_to_pass() -> None:
     assert alert.step == 101 + MIN_RECORDS
 
 
-def test_after_a_change_of_what_the_loss_is_of_it_is_compared_with_itself_alone() -> None:
+@pytest.mark.parametrize("change", [CONTEXT, VOCABULARY])
+def test_after_a_change_of_what_the_loss_is_of_it_is_compared_with_itself_alone(
+    change: OperationEvent,
+) -> None:
     before, after = curve(falling(8.0, 3.0, 100)), curve(noisy([5.0] * 60, 0.02, 1), 101)
-    assert raised([*before, CONTEXT, *after]) == []
-    assert len(raised([*before, CONTEXT, *after, *curve([9.0] * 20, 161)])) == 1
+    assert raised([*before, change, *after]) == []
+    assert len(raised([*before, change, *after, *curve([9.0] * 20, 161)])) == 1
+    assert raised([*before, WIDEN_MLP, *after])
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_begins_anew() -> None:

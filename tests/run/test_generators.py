@@ -28,6 +28,14 @@ def test_generators_go_on_from_where_their_states_were_taken() -> None:
     assert [draws(), draws()] == expected
 
 
+def test_torch_draws_what_it_draws_after_its_own_seeding() -> None:
+    seed = np.random.SeedSequence((3, 2, 1)).generate_state(3, np.uint64)[0] >> np.uint64(1)
+    torch.manual_seed(int(seed))
+    expected = torch.randn(5).tolist()
+    seed_generators(3, 2, 1)
+    assert torch.randn(5).tolist() == expected
+
+
 def test_each_place_in_a_run_and_each_rank_draws_its_own() -> None:
     def at(*place: int) -> tuple[float, ...]:
         seed_generators(*place)

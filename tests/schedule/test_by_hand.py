@@ -11,6 +11,7 @@ import pytest
 from instar.config.load import load
 from instar.config.sections import Operation
 from instar.models.architecture import resolve
+from instar.run.output.operation_text import changed_text, differences
 from instar.schedule.operations import Change, History, carried_out, initial_state
 from instar.schedule.triggers import Moment, due, entries, last_step, next_entry
 
@@ -188,6 +189,12 @@ def test_counts_that_were_set_beside_operations_are_what_later_factors_multiply(
     given = replace(state.settings, lr_decay_iters=100)
     state = carried_out(replace(state, settings=given), Operation("change_warmup_iters", 3.0), 4)
     assert (state.settings.warmup_iters, state.settings.lr_decay_iters) == (6, 300)
+
+
+def test_an_operation_shows_what_it_changed_and_not_how_that_is_computed() -> None:
+    before = initial_state(CONFIG_5_40, resolve(CONFIG_5_40.model, 256))
+    after = carried_out(before, Operation("change_warmup_iters", 2.0), 3)
+    assert changed_text(differences(before, after)) == "warmup_iters 5→10, lr_decay_iters 40→80"
 
 
 def test_factors_of_the_warm_up_end_before_floating_point_does() -> None:

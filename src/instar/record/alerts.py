@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import median
 from typing import Any
@@ -54,10 +54,13 @@ MIN_SPEEDS = 5
 class Rules:
     """All alert rules of a run."""
 
-    def __init__(self, config: AlertsConfig, incomparable: Collection[str] = ()) -> None:
-        """`incomparable`: operations after which losses are not comparable with earlier ones."""
+    def __init__(
+        self, config: AlertsConfig, comparable: Callable[[str, Any], bool] = lambda *_: True
+    ) -> None:
+        """`comparable`: whether losses after an operation, given by name and value, can be compared
+        with earlier ones."""
         self._config = config
-        self._incomparable = incomparable
+        self._comparable = comparable
         self._reset()
 
     def _reset(self) -> None:
@@ -79,7 +82,7 @@ class Rules:
                 raised.append(("stall", message))
         elif isinstance(event, OperationEvent):
             if self._divergence:
-                self._divergence.changed(comparable=event.name not in self._incomparable)
+                self._divergence.changed(comparable=self._comparable(event.name, event.value))
             if self._stall:
                 self._stall.changed()
         elif isinstance(event, Skip) and (message := self._skip(event.consecutive)):

@@ -61,8 +61,7 @@ OVERRIDE = "override"
 CHANGES_LENGTH = frozenset({"set_context"})
 """Operations that change the length of samples: a stream restarts from its beginning."""
 
-INCOMPARABLE = frozenset({"set_context", "resize_vocab", OVERRIDE})
-"""Operations after which losses are not comparable with earlier ones."""
+_INCOMPARABLE = frozenset({"set_context", "resize_vocab", OVERRIDE})
 
 SETTING_OF = {
     "optimizer.lr": "lr",
@@ -89,6 +88,13 @@ def initial_state(config: RunConfig, architecture: Growable, facts: Facts = no_f
     frozen = patterns_of(facts(architecture).frozen, architecture.parameters())
     settings = dataclasses.replace(initial_settings(config), frozen=frozen)
     return State(settings, architecture, config, facts)
+
+
+def keeps_losses_comparable(name: str, value: object) -> bool:
+    """Return whether losses after an operation can be compared with earlier ones."""
+    if name == "widen" and isinstance(value, Mapping):
+        return value.get("axis") != "vocab"
+    return name not in _INCOMPARABLE
 
 
 def states(initial: State, history: History) -> Iterator[tuple[Change, State]]:

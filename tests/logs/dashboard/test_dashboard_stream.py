@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from dashboards import make_run, train
 from starlette.datastructures import QueryParams
@@ -82,6 +83,22 @@ def test_a_place_in_an_unknown_form_is_the_beginning(run: RunDir) -> None:
         for last_id in ("", "nonsense", "a.1|", "a.1|x|y"):
             news = live.PageUpdates(catalog, QueryParams([("run", text), ("seen", "?")]), last_id)
             assert any(b'"names"' in part for part in news.poll())
+
+
+def test_a_page_that_is_far_behind_misses_no_line_after_its_curves_are_read_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "BEHIND_BYTES", 10)
+    catalog = Catalog(run.path.parent, row, unseen)
+    news = live.PageUpdates(catalog, QueryParams([("run", "one-aaaaa:0"), ("metric", "loss")]))
+    line = msgspec.json.encode(train(6, 1.0)) + b"\n"
+    with run.events.open("ab") as file:
+        file.write(line[:20])
+        file.flush()
+        assert any(b"event: anew" in part for part in news.poll())
+        file.write(line[20:])
+    monkeypatch.undo()
+    assert [part.count(b'"step":[6]') for part in news.poll()] == [1]
 
 
 def test_what_was_told_is_not_told_again(run: RunDir) -> None:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from instar.config.errors import ConfigError
 from instar.config.files import open_regular
-from instar.logs.query.tail import Follower
+from instar.logs.query.tail import Follower, last_lines
 from instar.logs.read.columns import TableBuilder, present, tables_of
 from instar.logs.read.lineage import Lineage
 from instar.logs.read.record import RecordedEvent, RunRecord, Series, read
@@ -121,7 +121,8 @@ class PageUpdates:
             if size == follower.offset:
                 continue
             if size - follower.offset > BEHIND_BYTES:
-                follower.offset = size
+                # a line that is being written is read when it is whole
+                _, follower.offset = last_lines(follower.path, 0)
                 yield "anew", {"key": shown.key}
                 continue
             events = follower.poll()

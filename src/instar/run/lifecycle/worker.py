@@ -74,7 +74,7 @@ from instar.run.loop.state import Decision
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output.operation_text import shape_text
-from instar.schedule.operations import INCOMPARABLE, Change, State, initial_state
+from instar.schedule.operations import Change, State, initial_state, keeps_losses_comparable
 from instar.tasks.task import spec_class
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ def _record(recorder: Recorder, run_dir: RunDir, config: RunConfig, console: Con
         sink = TrackerSink(sink, trackers, tracked, console.warn)
     alerts = config.record.alerts
     notifier = Notifier(run_dir, alerts.argv, alerts.webhook)
-    return AlertSink(sink, Rules(alerts, INCOMPARABLE), notifier, console.warn)
+    return AlertSink(sink, Rules(alerts, keeps_losses_comparable), notifier, console.warn)
 
 
 @contextmanager

@@ -14,6 +14,9 @@ from instar.schedule.operations import Change, State
 
 Differences = Mapping[str, tuple[Any, Any]]
 
+_BOOKKEEPING = ("interval_factor", "unscaled_intervals")
+"""settings that only say how others came about"""
+
 
 def differences(before: State, after: State) -> Differences:
     """Return the settings and parts of the architecture that differ, as (before, after) by name."""
@@ -25,7 +28,7 @@ def differences(before: State, after: State) -> Differences:
         field.name: (getattr(was, field.name), getattr(now, field.name))
         for was, now in pairs
         for field in dataclasses.fields(was)
-        if getattr(was, field.name) != getattr(now, field.name)
+        if field.name not in _BOOKKEEPING and getattr(was, field.name) != getattr(now, field.name)
     }
 
 
