@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -293,3 +296,44 @@ def _events(place: FleetPlace, name: str) -> list[dict[str, object]]:
 
     text = (place.path / "fleets" / name / "state.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
+
+
+FULL_DISK = """\
+case $1 in
+  0) head -c 8m /dev/zero || { touch filled; exit 3; } ;;
+  1) until grep -q "held in memory" output; do sleep 0.1; done
+     rm fleets/full/logs/full-0/job.log
+     until grep -q "is written again" output; do sleep 0.1; done ;;
+  *) until test -e filled; do sleep 0.1; done ;;
+esac
+"""
+
+
+def test_a_full_disk_is_reported_and_costs_no_line_of_the_state(place: FleetPlace) -> None:
+    (place.path / "job.sh").write_text(FULL_DISK)
+    count = 40  # the lines of so many do not fit into the rest of a page
+    place.write(f"""
+name: full
+matrix: {{seed: {list(range(count))}}}
+max_parallel: 4
+jobs: {{job: {{command: [sh, job.sh, "${{index}}"]}}}}
+""")
+    (place.path / "fleets").mkdir()
+    (place.path / "mount.sh").write_text(
+        "mount -t tmpfs -o size=1m tmpfs fleets\n"
+        '"$@" > output 2>&1\n'
+        "cp fleets/full/state.jsonl state.jsonl\n"
+    )
+    private = ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
+    up = [sys.executable, "-m", "instar.cli.main", "fleet", "up", "fleet.yaml"]
+    subprocess.run(
+        [*private, "sh", "mount.sh", *up], cwd=place.path, env=place.env(), timeout=120, check=True
+    )
+    output = (place.path / "output").read_text()
+    assert "full-0 failed: job ended with exit code 3; the disk of fleets/full is full" in output
+    assert "state.jsonl cannot be written: No space left on device" in output
+    assert output.index("cannot be written") < output.index("is written again")
+    assert f"1 failed, {count - 1} succeeded" in output
+    lines = (place.path / "state.jsonl").read_text().splitlines()
+    ended = [json.loads(line) for line in lines if '"exited"' in line]
+    assert sorted(line["instance"] for line in ended) == list(range(count))

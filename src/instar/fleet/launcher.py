@@ -26,6 +26,7 @@ from instar.fleet.placement import Gpu, Taken, holder_text, lock_gpus, lock_port
 from instar.fleet.plan import FleetPlan, Instance, Machine
 from instar.fleet.state import (
     ENDED,
+    STATE_FILE,
     Ended,
     FleetStatus,
     InstanceChanged,
@@ -314,6 +315,8 @@ class Launcher:
 
     def _conclude(self, instance: Instance, phase: Phase, reason: str, process: str = "") -> None:
         self._outcomes[instance.index] = phase
+        if phase == "failed" and is_full(self.folder):
+            reason += f"; the disk of {self.folder} is full"
         self._write(instance, phase, reason)
         if phase == "failed":
             self.say(f"{instance.run_name} failed: {reason}")
@@ -349,8 +352,13 @@ class Launcher:
         """Carry out requests to stop an instance: files INDEX.stop in the folder `control`."""
         folder = self.folder / CONTROL
         remove_tree(folder)
+        refused = ""
         while True:
             await asyncio.sleep(_POLL_S)
+            if self._log.refused != refused:
+                refused = self._log.refused
+                held = f"cannot be written: {refused}; its lines are held in memory"
+                self.say(f"{self.folder / STATE_FILE} {held if refused else 'is written again'}")
             with suppress(OSError):
                 for path in folder.iterdir():
                     index = path.stem
@@ -381,6 +389,15 @@ def last_lines(path: Path) -> Iterator[str]:
         lines = file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
         yield f"  last lines of {path}:"
         yield from (f"    {printable(line)}" for line in lines)
+
+
+def is_full(folder: Path) -> bool:
+    """Return whether a folder's disk has no room for another page."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    return found.f_bavail * found.f_frsize < resource.getpagesize()
 
 
 def _raise_file_limit() -> None:
