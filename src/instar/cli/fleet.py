@@ -19,8 +19,9 @@ from instar.config.errors import ConfigError
 if TYPE_CHECKING:
     from instar.fleet.folder import FleetFolder
     from instar.fleet.load import LoadedFleet
-    from instar.fleet.plan import FleetPlan, Instance
-    from instar.fleet.state import FleetStatus, ProcessStatus
+    from instar.fleet.plan import FleetPlan
+    from instar.fleet.view.reader import FleetReader
+    from instar.fleet.view.rows import FleetView
 
 _DOWN_S = 600.0
 _EARLIER_S = 10.0
@@ -50,14 +51,15 @@ def fleet() -> None:
 def plan(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> None:
     """Check FILE and print which instance would get which GPUs and ports."""
     from instar.fleet.load import load_fleet
+    from instar.fleet.view.table import cell, plan_row
 
     made, _ = _planned(load_fleet(file, overrides), gpus)
-    rows = [_plan_row(made, instance) for instance in made.instances]
+    rows = [plan_row(made, instance) for instance in made.instances]
     if as_json:
         print_json({"parallel": made.parallel, "instances": rows})
         return
     headers = list(rows[0])
-    cells = [[_cell(row[header]) for header in headers] for row in rows]
+    cells = [[cell(row[header]) for header in headers] for row in rows]
     right = [header for header in headers if header not in ("run_name", "output_dir")]
     print_table([header.upper() for header in headers], cells, right=[h.upper() for h in right])
     waiting = len(made.instances) - made.parallel
@@ -127,20 +129,27 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
     """Print the state of fleet NAME, or list all fleets; also after its launcher has died."""
     from instar.fleet.folder import find
     from instar.fleet.state import FLEETS, STATE_FILE
+    from instar.fleet.view.reader import FleetReader
+    from instar.fleet.view.rows import overview, to_json
+    from instar.fleet.view.table import cell
 
     if name is None:
         folders = sorted(path.parent for path in FLEETS.glob(f"*/{STATE_FILE}"))
-        rows = [_overview(folder) for folder in folders]
+        rows = [overview(FleetReader(folder, with_runs=False).read()) for folder in folders]
         if as_json:
             print_json(rows)
         else:
-            cells = [[_cell(value) for value in row.values()] for row in rows]
+            cells = [[cell(value) for value in row.values()] for row in rows]
             print_table(["FLEET", "STATE", "INSTANCES", "SUCCEEDED", "FAILED", "LAUNCHER"], cells)
         return 0
-    folder = find(name)
+    reader = FleetReader(find(name))
     if watch and not as_json:
-        return _watch(folder)
-    _print_status(folder, as_json)
+        return _watch(reader)
+    view = reader.read()
+    if as_json:
+        print_json(to_json(view, reader.found, time.time()))
+    else:
+        _print_view(view)
     return 0
 
 
@@ -157,10 +166,11 @@ def logs(name: str, instance: str | None, process: str | None, follow: bool, lin
     from instar.fleet.folder import find
 
     root = find(name) / "logs"
+    indices = _indices(root.parent)
     files = [
         path
         for path in sorted(root.glob("*/*.log"))
-        if instance in (None, path.parent.name, _index_of(find(name), path.parent.name))
+        if instance in (None, path.parent.name, indices.get(path.parent.name))
         and process in (None, path.stem)
     ]
     if not files:
@@ -193,8 +203,9 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
     folder = find(name)
     _running_launcher(folder)
     (folder / CONTROL).mkdir(exist_ok=True)
+    indices = _indices(folder)
     for text in instances:
-        index = text if text.isdecimal() else _index_of(folder, text)
+        index = text if text.isdecimal() else indices.get(text)
         if index is None:
             raise ConfigError.one(f"{name} has no instance '{text}'", where=str(folder))
         (folder / CONTROL / f"{index}.stop").touch()
@@ -331,24 +342,6 @@ def _summarize(folder: Path, code: int) -> None:
         click.echo(f"next: instar fleet resume {folder.name}", err=True)
 
 
-def _plan_row(made: FleetPlan, instance: Instance) -> dict[str, Any]:
-    slot = made.slot(instance.index % made.parallel)
-    row: dict[str, Any] = {"instance": instance.index, **instance.values}
-    for name, gpus in slot.gpus.items():
-        if gpus:
-            row[f"{name} gpu"] = gpus[0] if len(gpus) == 1 else list(gpus)
-    for name, ports in slot.ports.items():
-        for port, number in ports.items():
-            row[f"{name} {port}"] = number
-    return row | {"run_name": instance.run_name, "output_dir": str(instance.output_dir)}
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return "–" if value is None else str(value)
-
-
 def _chosen(only: str | None, count: int) -> tuple[int, ...]:
     if only is None:
         return ()
@@ -369,116 +362,33 @@ def _running_launcher(folder: Path) -> int:
     return pid
 
 
-def _index_of(folder: Path, run_name: str) -> str | None:
-    from instar.fleet.folder import reopen
+def _indices(folder: Path) -> dict[str, str]:
+    """Return the index of each instance by its name."""
+    from instar.fleet.folder import describe
+    from instar.fleet.plan import instances_of
 
-    with suppress(ConfigError):
-        made, _ = _planned(reopen(folder).loaded, reopen(folder).gpus)
-        return next((str(i.index) for i in made.instances if i.run_name == run_name), None)
-    return None
+    with suppress(ConfigError, ValueError):
+        return {each.run_name: str(each.index) for each in instances_of(describe(folder)[0])}
+    return {}
 
 
 def _there(root: Path) -> str:
     return ", ".join(sorted({path.name for path in root.glob("*")})) or "no logs yet"
 
 
-def _overview(folder: Path) -> dict[str, Any]:
-    from instar.fleet.launcher import status_of
+def _print_view(view: FleetView) -> None:
+    from instar.fleet.view.table import HEADERS, OPTIONAL, RIGHT, table, title
 
-    found, pid = status_of(folder)
-    phases = [each.phase for each in found.instances.values()]
-    return {
-        "fleet": folder.name,
-        "state": _fleet_state(found, pid),
-        "instances": len(phases),
-        "succeeded": phases.count("succeeded"),
-        "failed": phases.count("failed"),
-        "launcher": pid,
-    }
+    click.echo(title(view))
+    rows = list(table(view, time.time()))
+    print_table(HEADERS, rows, right=RIGHT, optional=OPTIONAL)
 
 
-def _fleet_state(found: FleetStatus, pid: int | None) -> str:
-    if pid is not None:
-        return "running"
-    if found.ended is None:
-        return "launcher died"
-    return {0: "succeeded", 75: "stopped"}.get(found.ended.code, "failed")
-
-
-def _print_status(folder: Path, as_json: bool) -> None:
-    from instar.fleet.folder import reopen
-    from instar.fleet.launcher import status_of
-    from instar.fleet.state import as_json as state_json
-
-    found, pid = status_of(folder)
-    planned: dict[int, Instance] = {}
-    with suppress(ConfigError):
-        made, _ = _planned(reopen(folder).loaded, reopen(folder).gpus)
-        planned = {each.index: each for each in made.instances}
-    if as_json:
-        data = state_json(found) | {"state": _fleet_state(found, pid), "launcher": pid}
-        for index, instance in planned.items():
-            if str(index) in data["instances"]:
-                data["instances"][str(index)] |= {
-                    "run_name": instance.run_name,
-                    "output_dir": str(instance.output_dir),
-                }
-        print_json(data)
-        return
-    click.echo(f"{folder.name}: {_fleet_state(found, pid)}")
-    rows = []
-    for index, each in sorted(found.instances.items()):
-        phase = each.phase
-        if pid is None and phase in ("starting", "running"):
-            phase = "stopped"
-        there = planned.get(index)
-        rows.append(
-            [
-                str(index),
-                there.run_name if there else "",
-                phase,
-                *_progress(there),
-                each.reason,
-            ]
-        )
-        for name, process in each.processes.items():
-            rows.append(["", f"  {name}", _phase_text(process, pid), "", "", _where(process)])
-    print_table(["#", "INSTANCE", "STATE", "STEP", "LOSS", "NOTE"], rows, optional=["LOSS", "STEP"])
-
-
-def _phase_text(process: ProcessStatus, pid: int | None) -> str:
-    if process.phase == "exited":
-        return f"exit {process.status}"
-    return process.phase if pid is not None else "ended"
-
-
-def _where(process: ProcessStatus) -> str:
-    parts = [f"GPU {','.join(map(str, process.gpus))}"] if process.gpus else []
-    parts += [f"{name} {number}" for name, number in process.ports.items()]
-    parts += [f"attempt {process.attempt}"] if process.attempt > 1 else []
-    return ", ".join([*parts, *filter(None, [process.reason])])
-
-
-def _progress(instance: Instance | None) -> list[str]:
-    """Return step and loss of an instance that is a run."""
-    from instar.logs.read.summary_cache import cached_summary
-    from instar.record.rundir import RunDir
-
-    if instance is None or not RunDir(instance.output_dir).holds_run():
-        return ["", ""]
-    seen = cached_summary(RunDir(instance.output_dir))
-    return [
-        "" if seen.step is None else f"{seen.step:,}",
-        "" if seen.loss is None else f"{seen.loss:.3f}",
-    ]
-
-
-def _watch(folder: Path) -> int:
-    from instar.fleet.launcher import launcher_pid
-
+def _watch(reader: FleetReader) -> int:
     while True:
         click.clear()
-        _print_status(folder, as_json=False)
-        if launcher_pid(folder) is None:
+        view = reader.read()
+        _print_view(view)
+        if view.launcher is None:
             return 0
         time.sleep(1.0)

@@ -140,14 +140,9 @@ def reopen(path: Path) -> FleetFolder:
     Raises:
         ConfigError: the file is damaged, or the folder belongs to another user: it names commands.
     """
+    kept, spec = _read(path)
     file = path / _FILE
-    try:
-        owner = file.stat().st_uid
-        kept = msgspec.json.decode(read_regular(file), type=_Kept)
-        spec = FleetSpec.model_validate_json(json.dumps(kept.spec))
-    except (OSError, ValueError, ValidationError) as error:
-        raise ConfigError.one(f"not a fleet that was started: {error}", where=str(file)) from None
-    if owner not in (os.geteuid(), 0) and not is_trusted():
+    if file.stat().st_uid not in (os.geteuid(), 0) and not is_trusted():
         raise ConfigError.one(
             "this fleet runs commands, and it belongs to another user",
             where=str(file),
@@ -159,3 +154,22 @@ def reopen(path: Path) -> FleetFolder:
     if cwd != Path.cwd():
         path = path.absolute()
     return FleetFolder(path, loaded, kept.configs, kept.gpus, cwd)
+
+
+def describe(path: Path) -> tuple[FleetSpec, Path]:
+    """Return the spec of a fleet that was started, and in which folder: to show it, whosever it is.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    kept, spec = _read(path)
+    return spec, Path(kept.cwd)
+
+
+def _read(path: Path) -> tuple[_Kept, FleetSpec]:
+    file = path / _FILE
+    try:
+        kept = msgspec.json.decode(read_regular(file), type=_Kept)
+        return kept, FleetSpec.model_validate_json(json.dumps(kept.spec))
+    except (OSError, ValueError, ValidationError) as error:
+        raise ConfigError.one(f"not a fleet that was started: {error}", where=str(file)) from None

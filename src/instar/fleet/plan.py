@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,10 @@ from instar.fleet.template import expand, names_in, text_of
 
 _BASE = ("name", "index")
 _OF_INSTANCE = ("run_name", "output_dir")
+_MOST_COMBINATIONS = 100 * MOST_INSTANCES
+"""before `exclude`"""
+_MOST_CHARACTERS = 1 << 26
+"""of the names and folders of all instances"""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,23 @@ def make_plan(loaded: LoadedFleet, machine: Machine) -> FleetPlan:
     if problems:
         raise ConfigError(*problems)
     return plan
+
+
+def instances_of(spec: FleetSpec) -> tuple[Instance, ...]:
+    """Expand the matrix without other checks, to show a fleet of any user.
+
+    Raises:
+        ValueError: a text cannot be expanded, or there are too many instances or characters.
+    """
+    if math.prod(map(len, spec.matrix.values())) > _MOST_COMBINATIONS:
+        raise ValueError(f"more than {_MOST_COMBINATIONS:,} combinations")
+    found, characters = [], 0
+    for instance in _instances(spec, _expanded(spec)):
+        found.append(instance)
+        characters += len(instance.run_name) + len(str(instance.output_dir))
+        if len(found) > MOST_INSTANCES or characters > _MOST_CHARACTERS:
+            raise ValueError(f"more than {MOST_INSTANCES:,} instances, or names too long")
+    return tuple(found)
 
 
 def argv_of(

@@ -105,7 +105,7 @@ def _latest_hint(out_dir: Path) -> str:
 FEW = 32
 """number of runs from which threads are used"""
 AT_ONCE = 4
-_INNER = ("run", "kind", "events")
+_INNER = ("run", "kind", "events", "last", "operations")
 """fields of `CachedSummary` that are not part of a list"""
 
 

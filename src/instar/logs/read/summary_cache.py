@@ -30,6 +30,7 @@ from instar.record.events import (
     Eval,
     Event,
     Failed,
+    OperationEvent,
     Placed,
     RunFinished,
     RunStarted,
@@ -42,7 +43,7 @@ from instar.record.rundir import RunDir
 
 SMALL_BYTES = 1 << 15
 """bytes up to which new lines are read again rather than cached"""
-_FORM = 1
+_FORM = 2
 _FILE = "summary.json"
 _MEASUREMENTS = tuple(b'{"v":%d,"kind":"%s"' % (VERSION, kind) for kind in (b"train", b"layers"))
 
@@ -74,6 +75,10 @@ class CachedSummary:
     """of the last event"""
     seen: float | None
     """Unix seconds of the last event"""
+    last: Placed | None
+    """the last event with a place"""
+    operations: int
+    """number of scheduled operations that are not superseded"""
     events: tuple[Event, ...]
     """the newest segment's start, and what ended it: `Stop`, `RunFinished`, `Failed`"""
     fault: str
@@ -91,6 +96,10 @@ class _ScanState(msgspec.Struct):
     loss: float | str | None = None
     evals: list[tuple[int, int, float]] = []
     """segment, step and loss of each validation with a finite loss"""
+    operations: list[tuple[int, int]] = []
+    """segment and step of each"""
+    last: str = ""
+    """the line of the last event with a place"""
     kind: str = ""
     time: float | None = None
     about: list[str] = []
@@ -121,7 +130,8 @@ def cached_summary(run: RunDir) -> CachedSummary:
     evals = [
         (loss, at) for segment, at, loss in seen.evals if at <= limits.get(segment, EVERYTHING)
     ]
-    last, best = (evals[-1], min(evals)) if evals else ((None, None), (None, None))
+    val, best = (evals[-1], min(evals)) if evals else ((None, None), (None, None))
+    last = decode(seen.last.encode()) if seen.last else None
     return CachedSummary(
         run,
         id=run.id,
@@ -133,12 +143,14 @@ def cached_summary(run: RunDir) -> CachedSummary:
         step=seen.step,
         tokens=seen.tokens,
         loss=None if seen.loss is None else float(seen.loss),
-        val=last[0],
-        val_step=last[1],
+        val=val[0],
+        val_step=val[1],
         best=best[0],
         best_step=best[1],
         kind=seen.kind,
         seen=seen.time,
+        last=last if isinstance(last, Placed) else None,
+        operations=sum(at <= limits.get(segment, EVERYTHING) for segment, at in seen.operations),
         events=events,
         fault=fault,
     )
@@ -177,23 +189,26 @@ def _take(seen: _ScanState, block: bytes) -> None:
         if isinstance(event, RunStarted):
             seen.started = event.time if seen.started is None else seen.started
             seen.segments += 1
-            seen.step, seen.tokens, seen.loss = event.step, None, None
+            seen.step, seen.tokens, seen.loss, seen.last = event.step, None, None, ""
             seen.about = [line.decode(errors="replace")]
         elif isinstance(event, Stop | RunFinished | Failed):
             seen.about.append(line.decode(errors="replace"))
         elif isinstance(event, Eval) and event.split == "val" and math.isfinite(event.loss):
             seen.evals.append((event.segment, event.step, event.loss))
+        elif isinstance(event, OperationEvent):
+            seen.operations.append((event.segment, event.step))
     _take_last(seen, lines)
 
 
 def _take_last(seen: _ScanState, lines: list[bytes]) -> None:
     """Takes the last event, and the last events with a place and with a loss."""
     has_last = has_place = False
-    for _, event in _events(reversed(lines)):
+    for line, event in _events(reversed(lines)):
         if not has_last:
             seen.kind, seen.time, has_last = kind_of(event), event.time, True
         if isinstance(event, Placed) and not has_place:
             seen.step, seen.tokens, has_place = event.step, event.tokens, True
+            seen.last = line.decode(errors="replace")
         if isinstance(event, Train):
             seen.loss = to_words(event.loss)
         if isinstance(event, Train | RunStarted):

@@ -1,0 +1,190 @@
+"""The instances of a fleet and their processes as frozen data, from which every display is made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from instar.fleet.plan import Instance
+from instar.fleet.state import ENDED, FleetStatus, InstanceStatus, ProcessStatus, as_json
+from instar.logs.query.progress import RunProgress
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """A service or job of an instance."""
+
+    name: str
+    is_service: bool
+    state: str
+    """its phase, "exit STATUS", or "ended" if the launcher has died"""
+    attempt: int
+    since: float
+    """Unix seconds"""
+    gpus: tuple[int, ...]
+    ports: Mapping[str, int]
+    reason: str
+
+
+@dataclass(frozen=True)
+class InstanceRow:
+    """An instance; unknown texts are empty."""
+
+    index: int
+    run_name: str
+    output_dir: str
+    state: str
+    """its phase; "stopped" if the launcher has died while it ran"""
+    since: float
+    """Unix seconds; 0: it has not started"""
+    reason: str
+    progress: RunProgress | None
+    """of the run in its folder"""
+    processes: tuple[ProcessRow, ...]
+
+    @property
+    def restarts(self) -> int:
+        """Number of times that one of its processes was started again."""
+        return sum(each.attempt - 1 for each in self.processes if each.attempt > 1)
+
+    def eta_s(self, now: float) -> float | None:
+        """Return the seconds until its run ends; None if that is unknown or it does not run."""
+        if self.progress is None or self.progress.ends_at is None or self.state != "running":
+            return None
+        return max(0.0, self.progress.ends_at - now)
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """A fleet: also those of its instances that have not started."""
+
+    name: str
+    state: str
+    """not started, running, launcher died, succeeded, failed or stopped"""
+    launcher: int | None
+    """process id, if it runs"""
+    instances: tuple[InstanceRow, ...]
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Number of instances in each state."""
+        return Counter(each.state for each in self.instances)
+
+
+def fleet_view(
+    name: str,
+    found: FleetStatus,
+    launcher: int | None,
+    planned: Iterable[Instance] = (),
+    services: Collection[str] = (),
+    progress: Mapping[int, RunProgress] | None = None,
+) -> FleetView:
+    """Return what is shown of a fleet.
+
+    Args:
+        planned: its instances, if its file can be read.
+        services: names of its services.
+        progress: of the runs, by instance.
+    """
+    known = {each.index: each for each in planned}
+    rows = [
+        _instance_row(
+            index,
+            found.instances.get(index, InstanceStatus()),
+            known.get(index),
+            services,
+            (progress or {}).get(index),
+            is_live=launcher is not None,
+        )
+        for index in sorted(found.instances.keys() | known.keys())
+    ]
+    return FleetView(name, fleet_state(found, launcher), launcher, tuple(rows))
+
+
+def fleet_state(found: FleetStatus, launcher: int | None) -> str:
+    """Return the state of a fleet, given its launcher's process id if that runs."""
+    if launcher is not None:
+        return "running"
+    if found.started is None:
+        return "not started"
+    if found.ended is None:
+        return "launcher died"
+    return {0: "succeeded", 75: "stopped"}.get(found.ended.code, "failed")
+
+
+def to_json(view: FleetView, found: FleetStatus, now: float) -> dict[str, Any]:
+    """Return a fleet as JSON-ready data: what was recorded, and what the record of each run adds."""
+    data = as_json(found)
+    blank = as_json(FleetStatus({0: InstanceStatus()}))["instances"]["0"]
+    instances = {}
+    for row in view.instances:
+        run = row.progress or RunProgress(None, None, 0, None)
+        instances[str(row.index)] = data["instances"].get(str(row.index), blank) | {
+            "state": row.state,
+            "run_name": row.run_name,
+            "output_dir": row.output_dir,
+            "restarts": row.restarts,
+            "step": run.step,
+            "loss": run.loss,
+            "operations": run.operations,
+            "eta_s": row.eta_s(now),
+        }
+    return data | {"instances": instances, "state": view.state, "launcher": view.launcher}
+
+
+def overview(view: FleetView) -> dict[str, Any]:
+    """Return a fleet's row in the list of all fleets."""
+    return {
+        "fleet": view.name,
+        "state": view.state,
+        "instances": len(view.instances),
+        "succeeded": view.counts["succeeded"],
+        "failed": view.counts["failed"],
+        "launcher": view.launcher,
+    }
+
+
+def _instance_row(
+    index: int,
+    status: InstanceStatus,
+    planned: Instance | None,
+    services: Collection[str],
+    progress: RunProgress | None,
+    *,
+    is_live: bool,
+) -> InstanceRow:
+    # what an instance without a launcher was doing has ended with it
+    state = status.phase if is_live or status.phase in ("waiting", *ENDED) else "stopped"
+    return InstanceRow(
+        index,
+        planned.run_name if planned else "",
+        str(planned.output_dir) if planned else "",
+        state,
+        status.since,
+        status.reason,
+        progress,
+        tuple(
+            _process_row(name, process, name in services, is_live=is_live)
+            for name, process in status.processes.items()
+        ),
+    )
+
+
+def _process_row(
+    name: str, status: ProcessStatus, is_service: bool, *, is_live: bool
+) -> ProcessRow:
+    state: str = status.phase if is_live else "ended"
+    if status.phase == "exited":
+        state = f"exit {status.status}"
+    return ProcessRow(
+        name,
+        is_service,
+        state,
+        status.attempt,
+        status.since,
+        status.gpus,
+        status.ports,
+        status.reason,
+    )
