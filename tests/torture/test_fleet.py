@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import figures
 import psutil
-from fleets import FleetPlace
+from fleets import FleetPlace, phase_of
 
 INSTANCES = figures.times(10, 200)
 RUNS = figures.times(40, 1000)
 KILLS = figures.times(4, 100)
+KILLS_IN_PHASE = figures.times(1, 20)
 GRACE_S = 2.0
 
 LISTENER = (
@@ -144,5 +147,72 @@ jobs:
             figures.none_of(KILLS, "killed and resumed: a run completed twice", twice),
             figures.none_of(KILLS, "killed and resumed: a run never completed", missing),
             figures.none_of(KILLS, "killed and resumed: something else", untrue),
+        ],
+    )
+
+
+def _in_start_up(place: FleetPlace, launcher: subprocess.Popen[str]) -> None:  # noqa: ARG001
+    place.wait("phases", lambda each: phase_of(each, "server") in ("starting", "running"))
+
+
+def _in_training(place: FleetPlace, launcher: subprocess.Popen[str]) -> None:  # noqa: ARG001
+    place.wait("phases", lambda each: phase_of(each, "job") == "running")
+
+
+def _in_shutdown(place: FleetPlace, launcher: subprocess.Popen[str]) -> None:
+    _in_training(place, launcher)
+    launcher.send_signal(signal.SIGINT)
+    place.wait("phases", lambda each: phase_of(each, "job") in ("stopping", "exited"))
+
+
+def test_a_launcher_killed_in_start_up_training_or_shutdown(tmp_path: Path) -> None:
+    rng = random.Random(11)
+    wrong: list[str] = []
+    late: list[float] = []
+    for when in (_in_start_up, _in_training, _in_shutdown):
+        for trial in range(KILLS_IN_PHASE):
+            folder = tmp_path / f"{when.__name__}{trial}"
+            folder.mkdir()
+            (folder / "listener.py").write_text("import time; time.sleep(0.4)\n" + LISTENER)
+            place = place_in(folder)
+            place.write(f"""
+name: phases
+matrix: {{seed: [0, 1]}}
+services:
+  server:
+    command: [python3, -I, -S, listener.py, "${{ports.tcp}}"]
+    ports: [tcp]
+    healthcheck: {{tcp: true}}
+    stop: {{grace: {GRACE_S}s}}
+jobs:
+  job:
+    command: [sh, -c, "trap 'sleep 0.5; exit 1' TERM; sleep 1 & wait $$!; trap '' TERM; echo ${{seed}} >> done"]
+    depends_on: {{server: service_healthy}}
+    stop: {{grace: {GRACE_S}s}}
+""")
+            launcher = place.start("up", "fleet.yaml")
+            when(place, launcher)
+            time.sleep(rng.uniform(0.0, 0.3))
+            launcher.kill()
+            launcher.communicate()
+            killed = time.monotonic()
+            while place.marked() and time.monotonic() < killed + 30:
+                time.sleep(0.05)
+            late.append(time.monotonic() - killed)
+            _, shown = place.run("status", "phases")
+            over = when is _in_shutdown and "phases: stopped" in shown  # it was quicker
+            alive = any(word in shown for word in ("running", "healthy"))
+            if alive or not ("launcher died" in shown or over):
+                wrong.append(f"{folder.name}: status is {shown}")
+            code, output = place.run("resume", "phases")
+            done = sorted((folder / "done").read_text().split())
+            if code != 0 or done != ["0", "1"] or place.marked():
+                wrong.append(f"{folder.name}: code {code}, done {done}: {output}")
+    count = 3 * KILLS_IN_PHASE
+    figures.write(
+        "fleet-phases",
+        [
+            figures.none_of(count, "killed in a phase: untrue state, or not run once", wrong),
+            figures.at_most("launcher killed in a phase: ended", late, "s", GRACE_S + 2),
         ],
     )
