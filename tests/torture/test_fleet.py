@@ -29,13 +29,13 @@ def place_in(folder: Path) -> FleetPlace:
     return FleetPlace(folder, 25000)
 
 
-def test_many_pairs_are_ready_soon_and_end_with_their_launcher(tmp_path: Path) -> None:
-    place = place_in(tmp_path)
-    (tmp_path / "listener.py").write_text(LISTENER)
-    seeds = list(range(INSTANCES))
+def start_pairs(place: FleetPlace, count: int) -> tuple[subprocess.Popen[str], float]:
+    """Start a fleet of services and jobs; return its launcher, and the seconds until all run."""
+    (place.path / "listener.py").write_text(LISTENER)
     place.write(f"""
 name: many
-matrix: {{seed: {seeds}}}
+matrix: {{seed: {list(range(count))}}}
+max_parallel: {count}
 services:
   server:
     command: [python3, -I, -S, listener.py, "${{ports.tcp}}"]
@@ -52,17 +52,36 @@ jobs:
     launcher = place.start("up", "fleet.yaml")
 
     def ready(status: dict[str, Any]) -> bool:
-        each = status["instances"].values()
-        running = [one for one in each if one["processes"].get("job", {}).get("phase") == "running"]
-        return len(running) == INSTANCES
+        return all(phase_of(status, "job", n) == "running" for n in range(count))
 
     place.wait("many", ready, timeout_s=150)
-    ready_s = time.monotonic() - began
+    return launcher, time.monotonic() - began
+
+
+def processor_share(process: psutil.Process, seconds: float) -> float:
+    """The share of one core that a process uses, in percent."""
+    before, began = sum(process.cpu_times()[:2]), time.monotonic()
+    time.sleep(seconds)
+    return 100 * (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began)
+
+
+def test_the_launcher_of_eight_instances_needs_little(tmp_path: Path) -> None:
+    launcher, _ = start_pairs(place_in(tmp_path), 8)
+    share = processor_share(psutil.Process(launcher.pid), figures.times(5, 60))
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate()
+    bar = figures.times(5, 1)  # short trials count ticks of 10 ms
+    figures.write(
+        "fleet-eight", [figures.at_most("launcher's processor, 8 instances", [share], "%", bar)]
+    )
+
+
+def test_many_pairs_are_ready_soon_and_end_with_their_launcher(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+    launcher, ready_s = start_pairs(place, INSTANCES)
     process = psutil.Process(launcher.pid)
     memory = process.memory_info().rss
-    before, at = sum(process.cpu_times()[:2]), time.monotonic()
-    time.sleep(figures.times(3, 20))
-    cpu = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - at)
+    share = processor_share(process, figures.times(3, 20))
     zombies = [
         each.pid
         for each in process.children(recursive=True)
@@ -80,7 +99,7 @@ jobs:
         [
             figures.at_most(f"{INSTANCES} × service and job: all ready", [ready_s], "s", 30),
             figures.at_most("launcher's memory", [memory / 1e6], "MB", 300),
-            figures.at_most(f"launcher's processor, {INSTANCES} instances", [100 * cpu], "%", 25),
+            figures.at_most(f"launcher's processor, {INSTANCES} instances", [share], "%", 25),
             figures.none_of(2 * INSTANCES, "process is a zombie", zombies),
             figures.none_of(2 * INSTANCES, "process outlives its launcher", place.marked()),
             figures.at_most("launcher killed: all have ended", [gone_s], "s", GRACE_S + 2),
