@@ -12,7 +12,7 @@ from fleets import FleetPlace
 
 from instar.config.errors import ConfigError
 from instar.fleet.load import load_fleet
-from instar.fleet.plan import FleetPlan, Machine, argv_of, make_plan
+from instar.fleet.plan import ANY_MACHINE, FleetPlan, Machine, argv_of, make_plan
 from instar.fleet.template import expand
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleet"
@@ -179,6 +179,10 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
         ("matrix: {seed: [1]}\ninclude: [{sed: 1}]\njobs: {j: {command: 'true'}}", "not the keys"),
         ("matrix: {seed: []}\njobs: {j: {command: 'true'}}", "no values"),
         ("", "at least one job or service"),
+        ("jobs: {j: {command: 'true', resources: {nodes: 2}}}", "jobs.j needs 2 nodes, and there is one"),
+        ("engine: ray\nservices: {s: {command: x, resources: {nodes: 2}}}", "a service runs on one node"),
+        ("engine: slum\njobs: {j: {command: 'true'}}", "did you mean 'slurm'"),
+        ("jobs: {j: {command: 'true ${node_rank}'}}", "unknown variable ${node_rank}"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(tmp_path: Path, added: str, words: str) -> None:
@@ -218,6 +222,39 @@ def test_matrix_keys_are_keys_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         tmp_path, sweep.replace("log_interval", "log_intrval")
     )
     assert "no such file" in refused(tmp_path, sweep.replace("run: run.yaml", "run: rum.yaml"))
+
+
+def test_a_run_on_several_nodes_is_started_by_torchrun_on_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    plan = planned(
+        tmp_path,
+        """\
+        name: wide
+        engine: slurm
+        jobs: {train: {run: run.yaml, resources: {nodes: 2, gpus: 8}}}
+        """,
+        machine=ANY_MACHINE,
+    )
+    given = {"nodes": 2, "node_rank": 1, "master_addr": "node7", "master_port": 8000}
+    variables = {**plan.instances[0].variables, **given}
+    words = argv_of("train", plan.spec.jobs["train"], variables, "run.yaml")
+    assert words[1:11] == [
+        "-m",
+        "torch.distributed.run",
+        "--node-rank=1",
+        "--master-addr=node7",
+        "--master-port=8000",
+        "--nnodes=2",
+        "--nproc-per-node=8",
+        "-m",
+        "instar.train",
+        "run.yaml",
+    ]
+    assert "record.run_dir=runs/wide-0" in words
+    assert "--nproc" not in words
 
 
 def test_a_second_launcher_in_one_folder_is_refused(place: FleetPlace) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -18,19 +18,21 @@ from instar.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from instar.fleet.folder import FleetFolder
-    from instar.fleet.load import LoadedFleet
-    from instar.fleet.plan import FleetPlan
     from instar.fleet.view.reader import FleetReader
     from instar.fleet.view.rows import FleetView
 
 _DOWN_S = 600.0
-_EARLIER_S = 10.0
-"""beyond their grace, how long processes of a killed launcher are waited for"""
 
 gpus_option = click.option(
     "--gpus",
     metavar="GPUS",
     help="GPUs to use, e.g. 0-3,6 or a number; without a driver, pretended ones.",
+)
+
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(["local", "ray", "slurm"]),
+    help="What runs the instances, instead of FILE's `engine`.",
 )
 
 only_option = click.option(
@@ -47,13 +49,17 @@ def fleet() -> None:
 @click.argument("file")
 @set_option
 @gpus_option
+@engine_option
 @json_option
-def plan(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> None:
+def plan(
+    file: str, overrides: tuple[str, ...], gpus: str | None, engine: str | None, as_json: bool
+) -> None:
     """Check FILE and print which instance would get which GPUs and ports."""
+    from instar.fleet.engines.work import planned
     from instar.fleet.load import load_fleet
     from instar.fleet.view.table import cell, plan_row
 
-    made, _ = _planned(load_fleet(file, overrides), gpus)
+    made, _ = planned(load_fleet(file, _with_engine(overrides, engine)), gpus)
     rows = [plan_row(made, instance) for instance in made.instances]
     if as_json:
         print_json({"parallel": made.parallel, "instances": rows})
@@ -63,8 +69,9 @@ def plan(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool)
     right = [header for header in headers if header not in ("run_name", "output_dir")]
     print_table([header.upper() for header in headers], cells, right=[h.upper() for h in right])
     waiting = len(made.instances) - made.parallel
+    where = "" if made.spec.engine == "local" else f" by {made.spec.engine}"
     click.echo(
-        f"{len(made.instances)} instances, {made.parallel} at a time"
+        f"{len(made.instances)} instances, {made.parallel} at a time{where}"
         + (f"; {waiting} wait for a free place" if waiting > 0 else ""),
         err=True,
     )
@@ -74,6 +81,7 @@ def plan(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool)
 @click.argument("file")
 @set_option
 @gpus_option
+@engine_option
 @only_option
 @click.option(
     "--max-steps",
@@ -87,6 +95,7 @@ def up(
     file: str,
     overrides: tuple[str, ...],
     gpus: str | None,
+    engine: str | None,
     only: str | None,
     max_steps: int | None,
     wait: bool,
@@ -96,15 +105,16 @@ def up(
     Exit code 0 if every instance succeeded, 4 if one failed, 75 if stopped: `instar fleet resume`
     then runs what is left. Ctrl-C stops jobs, then services; a second one kills them.
     """
+    from instar.fleet.engines.work import planned
     from instar.fleet.folder import as_test, create
     from instar.fleet.load import load_fleet
 
-    loaded = load_fleet(file, overrides)
+    loaded = load_fleet(file, _with_engine(overrides, engine))
     if max_steps is not None:
         loaded = as_test(loaded, max_steps)
-    made, _ = _planned(loaded, gpus)
+    made, _ = planned(loaded, gpus)
     chosen = _chosen(only, len(made.instances))
-    return _launch(create(loaded, gpus), chosen, wait)
+    return _run(create(loaded, gpus), chosen, wait)
 
 
 @fleet.command()
@@ -114,11 +124,24 @@ def up(
 @trust_option
 def resume(name: str, only: str | None, wait: bool) -> int:
     """Run the instances of fleet NAME that have not succeeded; finished jobs are not run again."""
+    from instar.fleet.engines.work import planned
     from instar.fleet.folder import find, reopen
 
     started = reopen(find(name))
-    made, _ = _planned(started.loaded, started.gpus)
-    return _launch(started, _chosen(only, len(made.instances)), wait)
+    made, _ = planned(started.loaded, started.gpus)
+    return _run(started, _chosen(only, len(made.instances)), wait)
+
+
+@fleet.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("index", type=int)
+@trust_option
+def host(folder: Path, index: int) -> int:
+    """Run instance INDEX of the fleet in FOLDER on this host, for the engine that placed it here."""
+    from instar.fleet.engines import host
+
+    code, _ = host.run(folder, index, _say)
+    return code
 
 
 @fleet.command()
@@ -255,9 +278,10 @@ def reap(dry_run: bool) -> int:
 def doctor(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> int:
     """Check what a long run of FILE needs: GPUs, disk, ports, keys of trackers, limits."""
     from instar.fleet.doctor import diagnose
+    from instar.fleet.engines.work import planned
     from instar.fleet.load import load_fleet
 
-    made, found_gpus = _planned(load_fleet(file, overrides), gpus)
+    made, found_gpus = planned(load_fleet(file, overrides), gpus)
     findings = diagnose(made, found_gpus)
     if as_json:
         print_json([vars(each) for each in findings])
@@ -267,63 +291,16 @@ def doctor(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: boo
     return 0 if all(each.ok for each in findings) else 4
 
 
-def _planned(loaded: LoadedFleet, gpus: str | None) -> tuple[FleetPlan, Sequence[Any]]:
-    from instar.fleet.launcher import this_machine
-    from instar.fleet.placement import find_gpus
-    from instar.fleet.plan import make_plan
-
-    found = find_gpus(gpus)
-    return make_plan(loaded, this_machine(found)), found
+def _with_engine(overrides: tuple[str, ...], engine: str | None) -> tuple[str, ...]:
+    return overrides if engine is None else (*overrides, f"engine={engine}")
 
 
-def _launch(started: FleetFolder, only: Collection[int], wait: bool) -> int:
-    from instar.fleet.launcher import FolderLock, Launcher
-    from instar.fleet.placement import close_all, lock_gpus
-    from instar.fleet.state import STATE_FILE, FleetStatus, fold, read_events
+def _run(started: FleetFolder, only: Collection[int], wait: bool) -> int:
+    from instar.fleet.engines.start import run
 
-    os.chdir(started.cwd)
-    graces = [each.stop.grace for each in started.loaded.spec.processes.values()]
-    lock = FolderLock(started.path, max(graces, default=0.0) + _EARLIER_S)
-    try:
-        made, gpus = _planned(started.loaded, started.gpus)
-        before = FleetStatus()
-        if (started.path / STATE_FILE).exists():
-            before = fold(read_events(started.path))
-        done = {i for i, each in before.instances.items() if each.phase == "succeeded"}
-        wanted = only or range(len(made.instances))
-        todo = [each for each in made.instances if each.index in wanted and each.index not in done]
-        if not todo:
-            click.echo(f"{started.path.name}: every instance has succeeded", err=True)
-            return 0
-        if made.uses_gpus and not wait:
-            # refuse before anything is started if another fleet holds what this one needs
-            count = sum(len(each) for each in made.slot(0).gpus.values())
-            needed = count * min(made.parallel, len(todo))
-            close_all(each for _, each in lock_gpus(gpus, needed, (), "a check"))
-        from instar.config.fields import keys
-        from instar.config.load import load
-        from instar.config.roots import plain_root_of
-
-        config_keys: dict[str, None] = {}
-        for file in started.configs.values():
-            task = load(file, import_task=False).config.task
-            config_keys |= dict.fromkeys(keys(plain_root_of(task)))
-        _say(f"fleet {started.path.name}: {len(todo)} instances, {made.parallel} at a time")
-        launcher = Launcher(
-            made,
-            started.path,
-            lock.trees,
-            gpus,
-            started.configs,
-            tuple(config_keys),
-            _say,
-            wait_for_gpus=wait,
-        )
-        code = launcher.run(todo, before)
-        _summarize(started.path, code)
-        return code
-    finally:
-        lock.close()
+    code = run(started, only, _say, wait=wait)
+    _summarize(started.path, code)
+    return code
 
 
 def _say(text: str) -> None:

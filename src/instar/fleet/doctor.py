@@ -31,8 +31,12 @@ class Finding:
 
 
 def diagnose(plan: FleetPlan, gpus: Sequence[Gpu]) -> list[Finding]:
-    """Check GPUs, ports, disk, keys of trackers, and limits of this user."""
-    return [*_gpus(plan, gpus), *_ports(plan), *_disk(plan), *_limits(plan), *_keys(plan)]
+    """Check disk and keys of trackers, and what this machine has for the engine `local`: GPUs, ports,
+    and limits of this user."""
+    found = [*_disk(plan), *_keys(plan)]
+    if plan.spec.engine == "local":
+        found = [*_gpus(plan, gpus), *_ports(plan), *found, *_limits(plan)]
+    return found
 
 
 def _gpus(plan: FleetPlan, gpus: Sequence[Gpu]) -> Iterator[Finding]:

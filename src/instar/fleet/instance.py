@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from instar.fleet.health import Checker, Unhealthy
+from instar.fleet.nodes import NodeCommand, Nodes, on_all
 from instar.fleet.placement import Gpu, Lock, is_bindable, lock_port
-from instar.fleet.plan import FleetPlan, Instance, argv_of, variables_of
-from instar.fleet.spec import Job, Process, Service
+from instar.fleet.plan import NODE_VARIABLES, FleetPlan, Instance, argv_of, variables_of
+from instar.fleet.spec import MASTER, Job, Process, Service
 from instar.fleet.state import ProcessChanged, ProcessPhase, StateLog, log_path, now, result_path
 from instar.fleet.template import expand
 from instar.processes.child import exit_text
@@ -24,6 +25,8 @@ from instar.processes.spawner import Command, Exit, Spawner, Tree
 FLEET_VARIABLE = "INSTAR_FLEET"
 """environment variable of every process of a fleet: the folder of its state"""
 INSTANCE_VARIABLE = "INSTAR_FLEET_INSTANCE"
+PART_VARIABLE = "INSTAR_FLEET_PART"
+"""the instance's number if a host of an engine runs it; empty if the fleet's launcher does"""
 _FIRST_CHECK_S = 0.1
 _LATE_NEWS_S = 1.0
 """how long after a job's failure the loss of its server may become known"""
@@ -83,6 +86,9 @@ class Surroundings:
     config_keys: tuple[str, ...]
     pause: Callable[[str], Awaitable[None]]
     """waits until a "services" or "jobs" process may start (`stagger`)"""
+    part: int | None = None
+    """see `Launcher`"""
+    nodes: Nodes | None = None
 
 
 @dataclass
@@ -394,10 +400,12 @@ class InstanceRunner:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         result = result_path(around.folder, run, name, attempt)
         result.parent.mkdir(parents=True, exist_ok=True)
+        if process.resources.nodes > 1:
+            argv = self._on_nodes(name, process, result.with_suffix(".nodes"))
         command = Command(
             tuple(argv),
             self._env(name, process),
-            Path(expand(process.cwd, variables)) if process.cwd else Path.cwd(),
+            self._cwd(process, variables),
             log_path(around.folder, run, name),
             result,
             f"--- attempt {attempt}, {stamp}: {shlex.join(argv)}\n",
@@ -433,8 +441,25 @@ class InstanceRunner:
                 self.lease.ports[name][port] = lock_port(number + 1, self.holder)
                 lock.close()
 
-    def _variables(self, name: str) -> dict[str, Any]:
-        own = {f"ports.{port}": n for port, (n, _) in self.lease.ports[name].items()}
+    def _on_nodes(self, name: str, process: Process, file: Path) -> list[str]:
+        """Return the command that starts a job on each of its nodes."""
+        around, count, commands = self.around, process.resources.nodes, []
+        assert around.nodes is not None, "refused by the plan of the engine local"
+        for rank in range(count):
+            variables = self._variables(name, rank)
+            argv = argv_of(name, process, variables, around.configs.get(name, ""))
+            env, cwd = self._own_env(name, process, rank), str(self._cwd(process, variables))
+            if rank:
+                env.pop("CUDA_VISIBLE_DEVICES", None)
+            commands.append(NodeCommand(argv, env, cwd, process.resources.gpus))
+        return on_all(around.nodes, commands, file)
+
+    def _variables(self, name: str, node_rank: int = 0) -> dict[str, Any]:
+        own: dict[str, Any] = {f"ports.{p}": n for p, (n, _) in self.lease.ports[name].items()}
+        nodes = self.around.plan.spec.processes[name].resources.nodes
+        if nodes > 1 and self.around.nodes is not None:
+            values = (nodes, node_rank, self.around.nodes.address, own[f"ports.{MASTER}"])
+            own |= zip(NODE_VARIABLES, values, strict=True)
         return {
             **variables_of(self.instance, self.around.config_keys),
             **self.lease.variables(),
@@ -443,22 +468,34 @@ class InstanceRunner:
             "attempt": self.attempts.get(name, 1),
         }
 
+    def _cwd(self, process: Process, variables: Mapping[str, Any]) -> Path:
+        return Path(expand(process.cwd, variables)) if process.cwd else Path.cwd()
+
     def _env(self, name: str, process: Process) -> dict[str, str]:
+        threads = str(process.resources.cpus or self.around.threads)
+        env = {"OMP_NUM_THREADS": threads, **os.environ}
+        if not self.around.plan.uses_gpus:
+            env.pop("CUDA_VISIBLE_DEVICES", None)
+        return env | self._own_env(name, process)
+
+    def _own_env(self, name: str, process: Process, node_rank: int = 0) -> dict[str, str]:
+        """Return what is added to the launcher's environment."""
         around, run = self.around, self.instance.run_name
         private = around.folder / "tmp" / run / name
         (private / "tmp").mkdir(parents=True, exist_ok=True)
         env = {
-            "OMP_NUM_THREADS": str(process.resources.cpus or around.threads),
-            **os.environ,
             **{variable: str((private / "cache").absolute()) for variable in _CACHES},
             "TMPDIR": str((private / "tmp").absolute()),
             "CUDA_VISIBLE_DEVICES": self.lease.visible_gpus(name),
             FLEET_VARIABLE: str(around.folder.absolute()),
             INSTANCE_VARIABLE: run,
+            PART_VARIABLE: "" if around.part is None else str(around.part),
         }
-        if not self.around.plan.uses_gpus:
+        if not around.plan.uses_gpus:
             env.pop("CUDA_VISIBLE_DEVICES")
-        variables = self._variables(name)
+        variables = self._variables(name, node_rank)
+        if process.resources.nodes > 1:
+            env |= {key: str(variables[each]) for each, key in NODE_VARIABLES.items()}
         return env | {key: expand(text, variables) for key, text in process.env.items()}
 
     def _write(self, name: str, phase: ProcessPhase, **values: Any) -> None:

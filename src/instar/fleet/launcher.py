@@ -22,6 +22,7 @@ from instar.config.files import own_regular, read_regular
 from instar.distributed.failure import Interrupted
 from instar.distributed.placement import usable_cores
 from instar.fleet.instance import InstanceFailed, InstanceRunner, Lease, Surroundings
+from instar.fleet.nodes import Nodes
 from instar.fleet.placement import Gpu, Taken, holder_text, lock_gpus, lock_port
 from instar.fleet.plan import FleetPlan, Instance, Machine
 from instar.fleet.state import (
@@ -37,12 +38,12 @@ from instar.fleet.state import (
     fold,
     log_path,
     now,
+    part_name,
     read_events,
     read_result,
     result_path,
 )
 from instar.processes.spawner import Spawner
-from instar.record.atomic import remove_tree
 
 LOCK_FILE = "lock"
 TREES_FILE = "trees"
@@ -52,7 +53,7 @@ LAST_LINES = 15
 _TAIL_BYTES = 1 << 14
 _POLL_S = 0.5
 _RETRY_S = 1.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def this_machine(gpus: Sequence[Gpu]) -> Machine:
@@ -74,13 +75,14 @@ class FolderLock:
         FolderBusy: another launcher has it, or such processes do not end in `patience_s` seconds.
     """
 
-    def __init__(self, folder: Path, patience_s: float) -> None:
-        self._descriptor = own_regular(folder / LOCK_FILE)
+    def __init__(self, folder: Path, patience_s: float, part: int | None = None) -> None:
+        """`part`: the instance, if this host runs only that one; it has locks of its own."""
+        self._descriptor = own_regular(folder / part_name(LOCK_FILE, part))
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._descriptor)
-            pid = launcher_pid(folder)
+            pid = launcher_pid(folder, part)
             raise FolderBusy.one(
                 f"this fleet is running (launcher {pid or 'unknown'})",
                 where=str(folder),
@@ -88,7 +90,7 @@ class FolderLock:
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-        self.trees = own_regular(folder / TREES_FILE)
+        self.trees = own_regular(folder / part_name(TREES_FILE, part))
         """descriptor that every process tree of the fleet inherits"""
         deadline = time.monotonic() + patience_s
         while True:
@@ -112,10 +114,12 @@ class FolderLock:
         os.close(self.trees)
 
 
-def launcher_pid(folder: Path) -> int | None:
-    """Return the process id of the launcher that works in a folder; None if none does."""
+def launcher_pid(folder: Path, part: int | None = None) -> int | None:
+    """Return the process id of the launcher that works in a folder, or on one of its parts; None if
+    none does."""
+    path = folder / part_name(LOCK_FILE, part)
     try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -127,7 +131,7 @@ def launcher_pid(folder: Path) -> int | None:
     finally:
         os.close(descriptor)
     with suppress(OSError, ValueError):
-        return int(read_regular(folder / LOCK_FILE, 64).split()[0])
+        return int(read_regular(path, 64).split()[0])
     return None
 
 
@@ -149,6 +153,10 @@ class Launcher:
     on_change: Callable[[], None] = lambda: None
     wait_for_gpus: bool = False
     """wait for GPUs that other launchers hold, instead of failing"""
+    part: int | None = None
+    """the only instance that it runs, on a host of an engine; the fleet has one more launcher"""
+    nodes: Nodes | None = None
+    """the other hosts of this instance"""
     requested: str = ""
     """the stop signal"""
     _waits: bool = False
@@ -162,24 +170,17 @@ class Launcher:
             before: the state that earlier launchers left.
         """
         _raise_file_limit()
-        self._log = StateLog(self.folder)
+        self._log = StateLog(self.folder, self.part)
         self._spawner = Spawner()
         self._before = before
         self._outcomes: dict[int, Phase] = {}
         try:
-            self._log.write(
-                Started(
-                    now(),
-                    os.getpid(),
-                    socket.gethostname(),
-                    boot_id(),
-                    tuple(i.index for i in todo),
-                ),
-                durable=True,
-            )
+            if self.part is None:
+                self._log.write(started_now(todo), durable=True)
             asyncio.run(self._run(todo))
             code = self._code(todo)
-            self._log.write(Ended(now(), code), durable=True)
+            if self.part is None:
+                self._log.write(Ended(now(), code), durable=True)
             return code
         finally:
             self._spawner.close()
@@ -209,6 +210,8 @@ class Launcher:
             self.configs,
             self.config_keys,
             self._pause,
+            self.part,
+            self.nodes,
         )
         control = asyncio.create_task(self._obey())
         places = list(range(self.plan.parallel))
@@ -317,23 +320,18 @@ class Launcher:
         self._outcomes[instance.index] = phase
         if phase == "failed" and is_full(self.folder):
             reason += f"; the disk of {self.folder} is full"
-        self._write(instance, phase, reason)
+        self._write(instance, phase, reason, process)
         if phase == "failed":
-            self.say(f"{instance.run_name} failed: {reason}")
-            if process:
-                for line in last_lines(log_path(self.folder, instance.run_name, process)):
-                    self.say(line)
-            policy = self.plan.spec.failure.policy
+            for line in failure_text(self.folder, instance, reason, process):
+                self.say(line)
             failed = sum(each == "failed" for each in self._outcomes.values())
-            limit = {"fail_fast": 0, "continue": len(self.plan.instances)}.get(
-                str(policy), 0 if isinstance(policy, str) else policy * len(self.plan.instances)
-            )
-            if failed > limit and not self._stopping.is_set():
-                self.say(f"{failed} failed: stopping the others (failure.policy: {policy})")
+            if (why := too_many_failed(self.plan, failed)) and not self._stopping.is_set():
+                self.say(why)
                 self._stopping.set()
 
-    def _write(self, instance: Instance, phase: Phase, reason: str = "") -> None:
-        event = InstanceChanged(now(), instance.index, phase, reason)
+    def _write(self, instance: Instance, phase: Phase, reason: str = "", process: str = "") -> None:
+        host = "" if self.part is None else socket.gethostname()
+        event = InstanceChanged(now(), instance.index, phase, reason, process, host)
         self._log.write(event, durable=phase in ENDED)
         self.on_change()
 
@@ -349,24 +347,51 @@ class Launcher:
                 runner.kill()
 
     async def _obey(self) -> None:
-        """Carry out requests to stop an instance: files INDEX.stop in the folder `control`."""
-        folder = self.folder / CONTROL
-        remove_tree(folder)
+        """Carry out requests to stop an instance, but those of before the start."""
+        self._requests()
         refused = ""
         while True:
             await asyncio.sleep(_POLL_S)
             if self._log.refused != refused:
                 refused = self._log.refused
                 held = f"cannot be written: {refused}; its lines are held in memory"
-                self.say(f"{self.folder / STATE_FILE} {held if refused else 'is written again'}")
-            with suppress(OSError):
-                for path in folder.iterdir():
-                    index = path.stem
-                    if path.suffix == ".stop" and index.isdecimal() and int(index) in self._running:
-                        task, runner = self._running[int(index)]
-                        self.say(f"stopping {runner.instance.run_name}, as requested")
-                        task.cancel()
+                file = self.folder / part_name(STATE_FILE, self.part)
+                self.say(f"{file} {held if refused else 'is written again'}")
+            for index in self._requests() & self._running.keys():
+                task, runner = self._running[index]
+                self.say(f"stopping {runner.instance.run_name}, as requested")
+                task.cancel()
+
+    def _requests(self) -> set[int]:
+        """Take the requests to stop an instance: files INDEX.stop in the folder `control`."""
+        found = set()
+        with suppress(OSError):
+            for path in (self.folder / CONTROL).glob("*.stop"):
+                if path.stem.isdecimal() and self.part in (None, int(path.stem)):
                     path.unlink()
+                    found.add(int(path.stem))
+        return found
+
+
+def started_now(todo: Sequence[Instance]) -> Started:
+    """Return the event that this process begins to run instances."""
+    indices = tuple(each.index for each in todo)
+    return Started(now(), os.getpid(), socket.gethostname(), boot_id(), indices)
+
+
+def too_many_failed(plan: FleetPlan, failed: int) -> str:
+    """Return why the others are stopped after this number of failures; "" if they go on."""
+    policy, count = plan.spec.failure.policy, len(plan.instances)
+    limit = policy * count if isinstance(policy, float) else {"continue": count}.get(policy, 0)
+    text = f"{failed} failed: stopping the others (failure.policy: {policy})"
+    return text if failed > limit else ""
+
+
+def failure_text(folder: Path, instance: Instance, reason: str, process: str) -> Iterator[str]:
+    """Yield why an instance failed, and the last lines of the process at fault."""
+    yield f"{instance.run_name} failed: {reason}"
+    if process:
+        yield from last_lines(log_path(folder, instance.run_name, process))
 
 
 def completed_jobs(

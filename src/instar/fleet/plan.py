@@ -25,6 +25,13 @@ _MOST_COMBINATIONS = 100 * MOST_INSTANCES
 """before `exclude`"""
 _MOST_CHARACTERS = 1 << 26
 """of the names and folders of all instances"""
+NODE_VARIABLES = {
+    "nodes": "NNODES",
+    "node_rank": "NODE_RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+"""variables of a job of several nodes, and the environment variables that have the same values"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,10 @@ class Machine:
     memory: int
 
 
+ANY_MACHINE = Machine(1 << 30, 1 << 30, 1 << 60)
+"""an engine's scheduler decides how many instances run at a time"""
+
+
 def make_plan(loaded: LoadedFleet, machine: Machine) -> FleetPlan:
     """Expand the matrix and check everything that can be known before the start.
 
@@ -138,7 +149,7 @@ def argv_of(
         config: path of the run config of a job with `run`.
     """
     if isinstance(process, Job) and process.run is not None:
-        return [sys.executable, "-m", "instar.cli.main", *_train_words(process, variables, config)]
+        return [sys.executable, "-m", *_train_words(process, variables, config)]
     command = process.command
     assert command is not None, name
     words = shlex.split(command) if isinstance(command, str) else command
@@ -158,15 +169,25 @@ def _each(value: Any) -> Iterable[Any]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _train_words(job: Job, variables: Mapping[str, Any], config: str) -> list[str]:
-    sets = [
+def _sets(job: Job, variables: Mapping[str, Any]) -> list[str]:
+    return [
         *(f"{key}={text_of(variables[key])}" for key in variables.get("matrix_keys", ())),
         *overrides_of(job, variables),
         f"record.run_dir={variables['output_dir']}",
         "resume=auto",
     ]
+
+
+def _train_words(job: Job, variables: Mapping[str, Any], config: str) -> list[str]:
     ranks = job.nproc or max(1, job.resources.gpus)
-    words = ["train", config, *(word for text in sets for word in ("--set", text))]
+    sets = _sets(job, variables)
+    words = [config, *(word for text in sets for word in ("--set", text))]
+    if "node_rank" in variables:
+        options = {f"--{key.replace('_', '-')}": variables[key] for key in list(NODE_VARIABLES)[1:]}
+        options |= {"--nnodes": variables["nodes"], "--nproc-per-node": ranks}
+        torchrun = [f"{option}={value}" for option, value in options.items()]
+        return ["torch.distributed.run", *torchrun, "-m", "instar.train", *words]
+    words = ["instar.cli.main", "train", *words]
     return [*words, "--nproc", str(ranks)] if ranks > 1 else words
 
 
@@ -216,6 +237,12 @@ def _process_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
             yield loaded.problem(path, f"{dotted(path)} needs {what}")
         elif process.command is not None:
             yield from _command_problems(loaded, (*path, "command"), process)
+        if process.resources.nodes > 1 and (path[0] == "services" or spec.engine == "local"):
+            there, hint = (*path, "resources", "nodes"), "engine: ray or engine: slurm has more"
+            message = f"{dotted(path)} needs {process.resources.nodes} nodes, and there is one"
+            if path[0] == "services":
+                message, hint = "a service runs on one node", "only jobs run on several"
+            yield loaded.problem(there, message, hint)
         if isinstance(process, Job) and run is None and (process.set or process.nproc):
             yield loaded.problem(path, f"{dotted(path)}: set and nproc belong to a run")
     for name, service in spec.services.items():
@@ -244,7 +271,12 @@ def _command_problems(
         return
     if not words or not words[0]:
         yield loaded.problem(path, f"{dotted(path)} is empty")
-    elif "$" not in words[0] and process.cwd is None and which(words[0]) is None:
+    elif (
+        loaded.spec.engine == "local"  # hosts elsewhere may have others
+        and "$" not in words[0]
+        and process.cwd is None
+        and which(words[0]) is None
+    ):
         yield loaded.problem(
             path, f"there is no command '{words[0]}'", "install it, or give its path"
         )
@@ -309,6 +341,7 @@ def _variable_problems(
     }
     for path, process in _processes(spec):
         own = {"gpus", "attempt", *(f"ports.{port}" for port in process.first_ports)}
+        own |= NODE_VARIABLES.keys() if process.resources.nodes > 1 else set()
         for place, text in _texts(process):
             yield from _unknown(
                 loaded, (*path, *place), text, base | {*_OF_INSTANCE} | servers | own
@@ -428,9 +461,8 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
                 continue
             seen |= pairs
             variables = variables_of(instance, keys(root))
-            words = _train_words(job, variables, file)
             try:
-                load(file, words[3::2][: words.count("--set")], import_task=False)
+                load(file, _sets(job, variables), import_task=False)
             except ConfigError as error:
                 yield from error.problems
                 return

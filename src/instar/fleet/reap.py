@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from instar.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE
+from instar.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE, PART_VARIABLE
 from instar.fleet.launcher import launcher_pid
 
 
@@ -29,7 +29,7 @@ def leftovers() -> list[Leftover]:
     The mark is an environment variable, so a process that clears its environment is not found.
     """
     found = []
-    running: dict[str, bool] = {}
+    running: dict[tuple[str, str], bool] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.uids().real != os.getuid() or process.pid == os.getpid():
@@ -38,9 +38,11 @@ def leftovers() -> list[Leftover]:
             folder = env.get(FLEET_VARIABLE)
             if not folder:
                 continue
-            if folder not in running:
-                running[folder] = launcher_pid(Path(folder)) is not None
-            if not running[folder]:
+            part = env.get(PART_VARIABLE, "")
+            if (folder, part) not in running:
+                pid = launcher_pid(Path(folder), int(part) if part.isdecimal() else None)
+                running[folder, part] = pid is not None
+            if not running[folder, part]:
                 command = " ".join(process.cmdline())[:200]
                 found.append(
                     Leftover(

@@ -55,12 +55,20 @@ Values = Annotated[tuple[Scalar, ...], Strict(False)]
 Words = Annotated[tuple[str, ...], Strict(False)]
 Condition = Literal["service_started", "service_healthy", "completed"]
 Port = Annotated[int, Field(ge=1, le=65535)]
+EngineName = Literal["local", "ray", "slurm"]
+MASTER = "master"
+"""the name of the port at which the nodes of a job meet"""
 
 
 class Resources(Section):
     """What one process needs for itself."""
 
-    gpus: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = Field(0, description="GPUs")
+    nodes: Annotated[int, Field(gt=0, le=MOST_PROCESSES)] = Field(
+        1, description="hosts on which a job is started, once each; services run on the first"
+    )
+    gpus: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = Field(
+        0, description="GPUs, on each of its nodes"
+    )
     cpus: Annotated[int, Field(gt=0, le=2**16)] | None = Field(
         None, description="cores; default: an equal share, without a reservation"
     )
@@ -136,9 +144,9 @@ class Process(Section):
     @property
     def first_ports(self) -> dict[str, int | None]:
         """The names of its ports, with the first number to try."""
-        if isinstance(self.ports, Mapping):
-            return dict(self.ports)
-        return dict.fromkeys(self.ports)
+        own: dict[str, int | None] = {} if self.resources.nodes == 1 else {MASTER: None}
+        given = self.ports
+        return own | (dict(given) if isinstance(given, Mapping) else dict.fromkeys(given))
 
 
 class Service(Process):
@@ -184,6 +192,9 @@ class FleetSpec(Section):
     """A fleet: a matrix of instances, each with the same services and jobs."""
 
     name: FleetName = Field(description="the fleet's name, and its folder's in `fleets`")
+    engine: EngineName = Field(
+        "local", description="what runs the instances: this machine, a Ray cluster, or SLURM"
+    )
     vars: Mapping[Name, Scalar] = Field(default_factory=dict, description="values for ${…}")
     matrix: Mapping[str, Values] = Field(
         default_factory=dict, description="one instance per combination of these values"

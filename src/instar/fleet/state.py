@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +43,10 @@ class InstanceChanged(msgspec.Struct, frozen=True, tag="instance", tag_field="ki
     instance: int
     phase: Phase
     reason: str = ""
+    process: str = ""
+    """the one that failed"""
+    host: str = ""
+    """where it runs, if that is not the launcher's"""
 
 
 class ProcessChanged(msgspec.Struct, frozen=True, tag="process", tag_field="kind"):
@@ -94,6 +99,10 @@ class InstanceStatus:
     since: float = 0.0
     began: float = 0.0
     reason: str = ""
+    process: str = ""
+    """the one that failed"""
+    host: str = ""
+    """where it runs, if that is not the launcher's"""
     processes: Mapping[str, ProcessStatus] = field(default_factory=dict)
 
 
@@ -121,7 +130,13 @@ def fold(events: Iterable[FleetEvent]) -> FleetStatus:
                 before = instances.get(event.instance, InstanceStatus())
                 began = event.time if event.phase == "starting" else before.began
                 instances[event.instance] = replace(
-                    before, phase=event.phase, since=event.time, began=began, reason=event.reason
+                    before,
+                    phase=event.phase,
+                    since=event.time,
+                    began=began,
+                    reason=event.reason,
+                    process=event.process,
+                    host=event.host or before.host,
                 )
             case ProcessChanged():
                 before = instances.get(event.instance, InstanceStatus())
@@ -145,19 +160,35 @@ def fold(events: Iterable[FleetEvent]) -> FleetStatus:
     return FleetStatus(instances, started, ended)
 
 
+def part_name(name: str, part: int | None) -> str:
+    """Return the name of a part's file: "state.3.jsonl" is that of instance 3, which another host
+    runs; None: the fleet's own."""
+    stem, dot, suffix = name.partition(".")
+    return name if part is None else f"{stem}.{part}{dot}{suffix}"
+
+
 def read_events(folder: Path) -> list[FleetEvent]:
-    """Read a fleet's events; an incomplete or damaged line is skipped.
+    """Read a fleet's events and those of its parts by time; an incomplete or damaged line is skipped.
 
     Raises:
         ConfigError: there is no fleet in this folder.
     """
     try:
-        content = read_regular(folder / STATE_FILE, _LARGEST_BYTES)
+        events = read_file(folder / STATE_FILE)
     except OSError as error:
         hint = f"fleets are in {FLEETS}" if error.filename else ""
         raise ConfigError.one("no fleet was started here", where=str(folder), hint=hint) from None
+    parts = sorted(folder.glob(STATE_FILE.replace(".", ".[0-9]*.")))
+    for path in parts:
+        with suppress(OSError):
+            events += read_file(path)
+    return sorted(events, key=lambda each: each.time) if parts else events
+
+
+def read_file(path: Path, offset: int = 0) -> list[FleetEvent]:
+    """Read the events of one file, from a byte on; raises OSError."""
     events = []
-    for line in content.splitlines():
+    for line in read_regular(path, _LARGEST_BYTES)[offset:].splitlines():
         try:
             events.append(_decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -168,9 +199,14 @@ def read_events(folder: Path) -> list[FleetEvent]:
 class StateLog:
     """Appends events; lines that a full disk refuses are held in memory until it accepts them."""
 
-    def __init__(self, folder: Path, listen: Callable[[FleetEvent], None] = lambda _: None) -> None:
-        """`listen`: called with every event."""
-        descriptor = own_regular(folder / STATE_FILE, append=True)
+    def __init__(
+        self,
+        folder: Path,
+        part: int | None = None,
+        listen: Callable[[FleetEvent], None] = lambda _: None,
+    ) -> None:
+        """`part`: the instance, if this is its host's file; `listen`: called with every event."""
+        descriptor = own_regular(folder / part_name(STATE_FILE, part), append=True)
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             size += os.write(descriptor, b"\n")  # a line that a crash has cut

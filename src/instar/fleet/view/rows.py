@@ -40,6 +40,8 @@ class InstanceRow:
     since: float
     """Unix seconds; 0: it has not started"""
     reason: str
+    host: str
+    """where it runs, if that is not the launcher's"""
     progress: RunProgress | None
     """of the run in its folder"""
     processes: tuple[ProcessRow, ...]
@@ -164,6 +166,7 @@ def _instance_row(
         state,
         status.since,
         status.reason,
+        status.host,
         progress,
         tuple(
             _process_row(name, process, name in services, is_live=is_live)

@@ -40,7 +40,7 @@ def instance_cells(row: InstanceRow, now: float) -> tuple[str, ...]:
         "" if eta_s is None else duration(eta_s),
         str(run.operations) if run and run.operations else "",
         str(row.restarts or ""),
-        row.reason,
+        ", ".join(filter(None, [row.host, row.reason])),
     )
 
 
@@ -59,14 +59,21 @@ def place(row: ProcessRow) -> str:
 
 def plan_row(plan: FleetPlan, instance: Instance) -> dict[str, Any]:
     """Return an instance's values, and the GPUs and ports that it would get."""
-    slot = plan.slot(instance.index % plan.parallel)
     row: dict[str, Any] = {"instance": instance.index, **instance.values}
-    for name, gpus in slot.gpus.items():
-        if gpus:
-            row[f"{name} gpu"] = gpus[0] if len(gpus) == 1 else list(gpus)
-    for name, ports in slot.ports.items():
-        for port, number in ports.items():
-            row[f"{name} {port}"] = number
+    if plan.spec.engine == "local":
+        slot = plan.slot(instance.index % plan.parallel)
+        for name, gpus in slot.gpus.items():
+            if gpus:
+                row[f"{name} gpu"] = gpus[0] if len(gpus) == 1 else list(gpus)
+        for name, ports in slot.ports.items():
+            for port, number in ports.items():
+                row[f"{name} {port}"] = number
+    else:  # its host chooses them
+        for name, process in plan.spec.processes.items():
+            if process.resources.gpus:
+                row[f"{name} gpus"] = process.resources.gpus
+            if process.resources.nodes > 1:
+                row[f"{name} nodes"] = process.resources.nodes
     return row | {"run_name": instance.run_name, "output_dir": str(instance.output_dir)}
 
 

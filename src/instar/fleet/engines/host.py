@@ -1,0 +1,80 @@
+"""The host of one instance: the launcher of this machine, for what an engine's scheduler has placed here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from instar.config.errors import ConfigError
+from instar.config.user_code import FLAG, is_trusted
+from instar.fleet.engines.work import Work, patience_s, status_before
+from instar.fleet.folder import reopen
+from instar.fleet.launcher import FolderLock, this_machine
+from instar.fleet.nodes import nodes_of
+from instar.fleet.placement import Gpu, find_gpus
+from instar.fleet.plan import make_plan
+
+_GIVEN = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+
+
+def command(folder: Path, index: int | str) -> list[str]:
+    """Return the command that calls `run` on a host."""
+    trust = [FLAG] if is_trusted() else []
+    words = ["-m", "instar.cli.main", "fleet", "host", str(folder.absolute()), str(index)]
+    return [sys.executable, *words, *trust]
+
+
+def run(folder: Path, index: int, say: Callable[[str], None]) -> tuple[int, str]:
+    """Run one instance of a fleet on this host; return the exit code, and the signal that stopped it
+    or "".
+
+    Raises:
+        ConfigError: the folder or its working directory is not seen from here, or another host
+            runs the instance.
+    """
+    if not folder.is_dir():
+        hint = "a fleet's folder is on a file system that all hosts see"
+        raise ConfigError.one("there is no such folder on this host", where=str(folder), hint=hint)
+    started = reopen(folder)
+    try:
+        os.chdir(started.cwd)
+    except OSError as error:
+        hint = "a fleet is started in a folder that all hosts see"
+        text = f"cannot be entered on this host: {error.strerror}"
+        raise ConfigError.one(text, where=str(started.cwd), hint=hint) from None
+    with closing(FolderLock(started.path, patience_s(started), index)) as lock:
+        before = status_before(started)
+        was = before.instances.get(index)
+        if was is not None and was.phase == "succeeded":
+            return 0, ""
+        gpus = given_gpus(os.environ, started.gpus)
+        plan = replace(make_plan(started.loaded, this_machine(gpus)), parallel=1)
+        todo = tuple(each for each in plan.instances if each.index == index)
+        if not todo:
+            raise ConfigError.one(f"there is no instance {index}", where=str(folder))
+        work = Work(started, plan, gpus, before, todo, lock.trees)
+        nodes = nodes_of(plan.spec.engine, os.environ)
+        launcher = work.launcher(say, part=index, nodes=nodes)
+        return launcher.run(todo, before), launcher.requested
+
+
+def given_gpus(environ: Mapping[str, str], selected: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs that a scheduler gave to this process.
+
+    Args:
+        selected: see `find_gpus`; the engine has then asked its scheduler for none.
+    """
+    if selected is not None:
+        return find_gpus(selected)
+    given = next((environ[name] for name in _GIVEN if name in environ), None)
+    found = find_gpus(None)
+    if given is None:
+        return found
+    by_name = {name: gpu for gpu in found for name in (str(gpu.index), gpu.id)}
+    names = [name for name in given.split(",") if name]
+    # a part of a GPU (MIG) is not among those that the driver lists
+    return tuple(by_name.get(n, Gpu(i, n, n)) for i, n in enumerate(names))

@@ -1,0 +1,85 @@
+"""What there is to do in a fleet's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from instar.fleet.folder import FleetFolder
+from instar.fleet.launcher import Launcher, this_machine
+from instar.fleet.load import LoadedFleet
+from instar.fleet.placement import Gpu, find_gpus
+from instar.fleet.plan import ANY_MACHINE, FleetPlan, Instance, make_plan
+from instar.fleet.state import STATE_FILE, FleetStatus, fold, read_events
+
+_EARLIER_S = 10.0
+"""beyond their grace, how long processes of a killed launcher are waited for"""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A fleet's instances that have not succeeded, and what is known of all."""
+
+    started: FleetFolder
+    plan: FleetPlan
+    gpus: tuple[Gpu, ...]
+    before: FleetStatus
+    todo: tuple[Instance, ...]
+    trees: int
+    """see `FolderLock`"""
+
+    def launcher(self, say: Callable[[str], None], **options: Any) -> Launcher:
+        """Return a launcher of this machine with these values of its optional fields."""
+        from instar.config.fields import keys
+        from instar.config.load import load
+        from instar.config.roots import plain_root_of
+
+        config_keys: dict[str, None] = {}
+        for file in self.started.configs.values():
+            task = load(file, import_task=False).config.task
+            config_keys |= dict.fromkeys(keys(plain_root_of(task)))
+        return Launcher(
+            self.plan,
+            self.started.path,
+            self.trees,
+            self.gpus,
+            self.started.configs,
+            tuple(config_keys),
+            say,
+            **options,
+        )
+
+
+def planned(loaded: LoadedFleet, gpus: str | None) -> tuple[FleetPlan, tuple[Gpu, ...]]:
+    """Return the plan of a fleet, and the GPUs of this machine that it uses.
+
+    Raises:
+        ConfigError: with all problems of the plan.
+    """
+    if loaded.spec.engine != "local":
+        return make_plan(loaded, ANY_MACHINE), ()
+    found = find_gpus(gpus)
+    return make_plan(loaded, this_machine(found)), found
+
+
+def left(started: FleetFolder, only: Collection[int], trees: int) -> Work:
+    """Return what there is to do of these instances; of all, if `only` is empty."""
+    plan, gpus = planned(started.loaded, started.gpus)
+    before = status_before(started)
+    done = {i for i, each in before.instances.items() if each.phase == "succeeded"}
+    wanted = set(only or range(len(plan.instances))) - done
+    todo = tuple(each for each in plan.instances if each.index in wanted)
+    return Work(started, plan, gpus, before, todo, trees)
+
+
+def status_before(started: FleetFolder) -> FleetStatus:
+    """Return the state that earlier launchers left."""
+    there = (started.path / STATE_FILE).exists()
+    return fold(read_events(started.path)) if there else FleetStatus()
+
+
+def patience_s(started: FleetFolder) -> float:
+    """Return how long processes of an earlier launcher are waited for."""
+    graces = [each.stop.grace for each in started.loaded.spec.processes.values()]
+    return max(graces, default=0.0) + _EARLIER_S
