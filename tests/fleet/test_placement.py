@@ -2,65 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import random
 import socket
 import stat
-import time
 from pathlib import Path
 
-import figures
 import pytest
 
 from instar.config.errors import ConfigError
 from instar.fleet import placement
 from instar.fleet.placement import Gpu, Lock, Taken, find_gpus, lock_gpus, lock_port, try_lock
 
-ACQUISITIONS = figures.times(600, 10_000)
 GPUS = tuple(Gpu(index, str(index), f"pretended-{index}") for index in range(8))
 
 
 @pytest.fixture(autouse=True)
 def _own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(placement.LOCKS_VARIABLE, str(tmp_path / "locks"))
-
-
-def _acquire_often(folder: str, seed: int, count: int, found: multiprocessing.Queue[int]) -> None:
-    """Hold random GPUs; a file per GPU that exists already means that somebody else holds it."""
-    rng, double = random.Random(seed), 0
-    for _ in range(count):
-        try:
-            held = lock_gpus(GPUS, rng.randint(1, 4), (rng.randrange(8),), "test")
-        except Taken:
-            continue
-        for gpu, _ in held:
-            try:
-                os.close(os.open(f"{folder}/{gpu.key}", os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                double += 1
-        time.sleep(0.0005)
-        for gpu, lock in held:
-            Path(folder, gpu.key).unlink()
-            lock.close()
-    found.put(double)
-
-
-def test_two_launchers_never_hold_one_gpu_twice(tmp_path: Path) -> None:
-    found: multiprocessing.Queue[int] = multiprocessing.Queue()
-    claims = tmp_path / "claims"
-    claims.mkdir()
-    each = [
-        multiprocessing.Process(
-            target=_acquire_often, args=(str(claims), seed, ACQUISITIONS // 2, found)
-        )
-        for seed in (1, 2)
-    ]
-    for process in each:
-        process.start()
-    assert [found.get(timeout=150) for _ in each] == [0, 0]
-    for process in each:
-        process.join()
 
 
 def test_a_holder_is_named_and_its_text_cannot_reach_the_terminal() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import signal
 import subprocess
@@ -11,12 +13,17 @@ from typing import Any
 
 import figures
 import psutil
+import pytest
 from fleets import FleetPlace, phase_of
+
+from instar.fleet.placement import LOCKS_VARIABLE, Gpu, Taken, lock_gpus
 
 INSTANCES = figures.times(10, 200)
 RUNS = figures.times(40, 1000)
 KILLS = figures.times(4, 100)
 KILLS_IN_PHASE = figures.times(1, 20)
+ACQUISITIONS = figures.times(600, 10_000)
+GPUS = tuple(Gpu(index, str(index), f"pretended-{index}") for index in range(8))
 GRACE_S = 2.0
 
 LISTENER = (
@@ -234,4 +241,48 @@ jobs:
             figures.none_of(count, "killed in a phase: untrue state, or not run once", wrong),
             figures.at_most("launcher killed in a phase: ended", late, "s", GRACE_S + 2),
         ],
+    )
+
+
+def _acquire_often(folder: str, seed: int, count: int, found: multiprocessing.Queue[int]) -> None:
+    """Hold random GPUs; a file per GPU that exists already means that somebody else holds it."""
+    rng, double = random.Random(seed), 0
+    for _ in range(count):
+        try:
+            held = lock_gpus(GPUS, rng.randint(1, 4), (rng.randrange(8),), "test")
+        except Taken:
+            continue
+        for gpu, _ in held:
+            try:
+                os.close(os.open(f"{folder}/{gpu.key}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                double += 1
+        time.sleep(0.0005)
+        for gpu, lock in held:
+            Path(folder, gpu.key).unlink()
+            lock.close()
+    found.put(double)
+
+
+def test_two_launchers_never_hold_one_gpu_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    found: multiprocessing.Queue[int] = multiprocessing.Queue()
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    each = [
+        multiprocessing.Process(
+            target=_acquire_often, args=(str(claims), seed, ACQUISITIONS // 2, found)
+        )
+        for seed in (1, 2)
+    ]
+    for process in each:
+        process.start()
+    double = sum(found.get(timeout=600) for _ in each)
+    for process in each:
+        process.join()
+    figures.write(
+        "fleet-gpus",
+        [figures.none_of(ACQUISITIONS, "a GPU was held by two at once", [1] * double)],
     )
