@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -146,7 +147,7 @@ def host(folder: Path, index: int) -> int:
 
 @fleet.command()
 @click.argument("name", required=False)
-@click.option("--watch", is_flag=True, help="Refresh until the fleet has ended.")
+@click.option("--watch", is_flag=True, help="Keep it up to date until the fleet has ended.")
 @json_option
 def status(name: str | None, watch: bool, as_json: bool) -> int:
     """Print the state of fleet NAME, or list all fleets; also after its launcher has died."""
@@ -180,39 +181,30 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
 @click.argument("name")
 @click.argument("instance", required=False)
 @click.argument("process", required=False)
-@click.option("-f", "--follow", is_flag=True, help="Print new lines until interrupted.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Print new lines until the fleet has ended, or Ctrl-C."
+)
 @click.option("-n", "--lines", default=20, show_default=True, help="Last lines of each log.")
 def logs(name: str, instance: str | None, process: str | None, follow: bool, lines: int) -> None:
     """Print the logs of fleet NAME: of all instances, or of INSTANCE (index or name) and PROCESS."""
-    from instar.config.errors import visible
-    from instar.config.files import open_regular
     from instar.fleet.folder import find
+    from instar.fleet.view.logs import ProcessLog, process_logs, tail
 
-    root = find(name) / "logs"
-    indices = _indices(root.parent)
-    files = [
-        path
-        for path in sorted(root.glob("*/*.log"))
-        if instance in (None, path.parent.name, indices.get(path.parent.name))
-        and process in (None, path.stem)
-    ]
-    if not files:
+    folder = find(name)
+    indices = _indices(folder)
+
+    def wanted(log: ProcessLog) -> bool:
+        of_instance = instance in (None, log.instance, indices.get(log.instance))
+        return of_instance and process in (None, log.process)
+
+    there = [*filter(wanted, process_logs(folder))]
+    if not there:
+        root = folder / "logs"
         raise ConfigError.one("no log matches", where=str(root), hint=f"{name} has {_there(root)}")
-    offsets = dict.fromkeys(files, 0)
-    while True:
-        for path in files:
-            with open_regular(path) as file:
-                file.seek(offsets[path])
-                text = file.read().decode("utf-8", "replace")
-                offsets[path] = file.tell()
-            shown = text.splitlines()[-lines:] if not follow or lines else text.splitlines()
-            for line in shown:
-                mark = "" if len(files) == 1 else f"{path.parent.name}/{path.stem} | "
-                click.echo(f"{mark}{visible(line)}")
-        if not follow:
-            return
-        lines = 1 << 30
-        time.sleep(0.3)
+    is_only = len(there) == 1 and not (follow and process is None)
+    for log, line in tail(folder, wanted, lines, follow=follow):
+        mark = "" if is_only else f"{log.instance}/{log.process} | "
+        click.echo(f"{mark}{line}")
 
 
 @fleet.command()
@@ -362,10 +354,14 @@ def _print_view(view: FleetView) -> None:
 
 
 def _watch(reader: FleetReader) -> int:
-    while True:
-        click.clear()
-        view = reader.read()
-        _print_view(view)
-        if view.launcher is None:
-            return 0
-        time.sleep(1.0)
+    from instar.fleet.view.live import watch
+    from instar.record.console import LiveScreen, open_screen
+
+    screen = open_screen(sys.stdout)
+    try:
+        last = watch(reader, screen)
+    finally:
+        screen.close()
+    if isinstance(screen, LiveScreen):
+        _print_view(last)
+    return 0

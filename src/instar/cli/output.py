@@ -18,7 +18,7 @@ import click
 from instar.cli.encoding import ENCODING
 from instar.cli.options import Command
 from instar.config.errors import ConfigError, unfiltered, visible
-from instar.logs.text.tables import aligned
+from instar.logs.text.tables import aligned, columns_that_fit
 
 if TYPE_CHECKING:
     from instar.logs.read.record import RunRecord
@@ -90,7 +90,7 @@ def _draw(
     from rich.text import Text
 
     console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
-    shown = _that_fit(headers, rows, optional, console.width)
+    shown = columns_that_fit(headers, rows, optional, console.width)
     unwrapped = [number for number in shown if number == 0 or headers[number] in right]
     if not _has_room(headers, rows, unwrapped, shown, console.width):
         _stack(headers, rows, shown, console.width)
@@ -137,18 +137,6 @@ def _stack(
                     named, width, initial_indent="  ", subsequent_indent="    "
                 ):
                     click.echo(line)
-
-
-def _that_fit(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
-) -> list[int]:
-    """Return the indices of the columns that fit."""
-    widths = dict(enumerate(_widths(headers, rows)))
-    for header in optional:
-        if sum(widths.values()) + _GAP * (len(widths) - 1) <= width:
-            break
-        widths.pop(headers.index(header))
-    return list(widths)
 
 
 MIN_WIDTH = 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -97,14 +97,20 @@ def open_console(
     stream: TextIO | None = None, environment: Mapping[str, str] | None = None
 ) -> Console:
     """Returns the console of `stream` (default: stderr), live if it is a terminal with a cursor."""
-    stream = stream or sys.stderr
+    return Console(open_screen(stream or sys.stderr, environment))
+
+
+def open_screen(
+    stream: TextIO | None, environment: Mapping[str, str] | None = None
+) -> PlainScreen | LiveScreen:
+    """Returns the screen of `stream`; None: Python has none if it was closed."""
     environment = os.environ if environment is None else environment
-    if stream is None:  # Python has no stderr if it was closed
-        return silent_console()
+    if stream is None:
+        return PlainScreen(None, "ascii")
     encoding = _encoding(stream, environment)
     if not _is_terminal(stream) or environment.get("TERM", "") in ("", "dumb", "unknown"):
-        return Console(PlainScreen(stream, encoding))
-    return Console(LiveScreen(stream, encoding, color=not environment.get("NO_COLOR")))
+        return PlainScreen(stream, encoding)
+    return LiveScreen(stream, encoding, color=not environment.get("NO_COLOR"))
 
 
 def silent_console() -> Console:
@@ -151,7 +157,8 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """Shows the current line in place at the bottom of a terminal; other lines scroll above it.
+    """Shows the current line, or several, in place at the bottom of a terminal; other lines scroll
+    above it.
 
     Repainting needs no thread, and at most `REPAINT_SHARE` of the time on average.
     """
@@ -184,6 +191,7 @@ class LiveScreen:
             console=self._terminal, auto_refresh=False, redirect_stdout=False, transient=True
         )
         self._broken = False
+        self._block: Text | None = None
         self._next_paint = 0.0
         self._attempt(self._start)
 
@@ -197,11 +205,16 @@ class LiveScreen:
         """Columns of the terminal."""
         return self._terminal.width
 
+    @property
+    def height(self) -> int:
+        """Lines of the terminal."""
+        return self._terminal.height
+
     def show(self, text: str, style: str = "") -> None:
-        """Prints a line above the current one."""
-        line, blank = self._line(text, style), self._line("", "")
-        # the current line is older than the printed one
-        self._attempt(lambda: self._live.update(blank))
+        """Prints a line above the current one, or above the block."""
+        # a current line is older than the printed one
+        line, below = self._line(text, style), self._block or self._line("", "")
+        self._attempt(lambda: self._live.update(below))
         self._attempt(lambda: self._terminal.print(line, soft_wrap=True))
 
     def update(self, text: str) -> None:
@@ -210,6 +223,16 @@ class LiveScreen:
         self._attempt(lambda: self._live.update(line, refresh=True))
         end = self._clock()
         self._next_paint = max(start + REPAINT_EVERY_S, end + (end - start) / REPAINT_SHARE)
+
+    def paint(self, lines: Iterable[tuple[str, str]]) -> None:
+        """Replaces the block of lines, each with its style; lines that are too long are cut."""
+        from rich.text import Text
+
+        block = Text("\n", no_wrap=True, overflow="ellipsis").join(
+            self._line(text, style) for text, style in lines
+        )
+        self._block = block
+        self._attempt(lambda: self._live.update(block, refresh=True))
 
     def close(self) -> None:
         self._attempt(self._live.stop)

@@ -40,7 +40,7 @@ def instance_cells(row: InstanceRow, now: float) -> tuple[str, ...]:
         "" if eta_s is None else duration(eta_s),
         str(run.operations) if run and run.operations else "",
         str(row.restarts or ""),
-        ", ".join(filter(None, [row.host, row.reason])),
+        in_one_line(", ".join(filter(None, [row.host, row.reason]))),
     )
 
 
@@ -54,7 +54,12 @@ def place(row: ProcessRow) -> str:
     parts = [f"GPU {','.join(map(str, row.gpus))}"] if row.gpus else []
     parts += [f"{name} {number}" for name, number in row.ports.items()]
     parts += [f"attempt {row.attempt}"] if row.attempt > 1 else []
-    return ", ".join([*parts, *filter(None, [row.reason])])
+    return in_one_line(", ".join([*parts, *filter(None, [row.reason])]))
+
+
+def in_one_line(text: str) -> str:
+    """Return a text without line breaks."""
+    return " ".join(text.split())
 
 
 def plan_row(plan: FleetPlan, instance: Instance) -> dict[str, Any]:

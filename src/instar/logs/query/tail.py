@@ -22,11 +22,11 @@ from instar.record.events import (
 from instar.record.rundir import RunDir
 
 
-class Follower:
-    """Reads the events appended to a record after an offset.
+class LineFollower:
+    """Reads the lines appended to a file after an offset.
 
-    Only whole lines are read; lines that are not events are skipped. A record that has become shorter
-    or has been replaced is read again from its beginning. A missing file counts as empty.
+    Only whole lines are read. A file that has become shorter or has been replaced is read again from
+    its beginning. A missing file counts as empty.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -34,14 +34,16 @@ class Follower:
         self.offset = offset
         """bytes read so far, always at the beginning of a line"""
         self.restarts = 0
-        """number of times the record was replaced and read again"""
+        """number of times the file was replaced and read again"""
         self._inode: int | None = None
 
-    def poll(self) -> list[Event]:
-        """Returns the events added since the last call, in order."""
-        return [event for line in self._new_lines() if (event := _event(line)) is not None]
+    def lines(self, most_bytes: int = -1, *, partial: bool = False) -> list[bytes]:
+        """Returns the lines added since the last call.
 
-    def _new_lines(self) -> list[bytes]:
+        Args:
+            most_bytes: bytes to read at most; a line that is longer is returned in pieces.
+            partial: also an incomplete last line.
+        """
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -49,21 +51,36 @@ class Follower:
                     self.offset = 0
                     self.restarts += 1
                 self._inode = status.st_ino
+                if status.st_size == self.offset:
+                    return []
                 file.seek(self.offset)
-                block = file.read()
+                block = file.read(most_bytes)
         except OSError:
             return []
-        whole = block[: block.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return whole.split(b"\n")[:-1]
+        end = block.rfind(b"\n") + 1
+        if partial or (end == 0 and len(block) == most_bytes):
+            end = len(block)
+        self.offset += end
+        lines = block[:end].split(b"\n")
+        return lines if lines[-1] else lines[:-1]
+
+
+class Follower(LineFollower):
+    """Reads the events appended to a record after an offset; lines that are not events are skipped."""
+
+    def poll(self) -> list[Event]:
+        """Returns the events added since the last call, in order."""
+        return [event for line in self.lines() if (event := _event(line)) is not None]
 
 
 WAIT_S = 0.1
 _BLOCK_BYTES = 1 << 16
+MAX_TAIL_BYTES = 1 << 26
 
 
-def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
-    """Returns the last `count` whole lines of a file, and the offset after them; reads only these.
+def last_lines(path: Path, count: int, most_bytes: int = MAX_TAIL_BYTES) -> tuple[list[bytes], int]:
+    """Returns the last `count` whole lines of a file, and the offset after them; reads only these, and
+    fewer if they are longer than about `most_bytes` together.
 
     Raises:
         OSError: it cannot be read.
@@ -71,7 +88,7 @@ def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
     with open_regular(path) as file:
         begin = end = file.seek(0, 2)
         text = b""
-        while begin > 0 and text.count(b"\n") <= count:
+        while begin > 0 and text.count(b"\n") <= count and len(text) < most_bytes:
             step = min(begin, max(_BLOCK_BYTES, len(text)))
             begin -= step
             file.seek(begin)
@@ -132,21 +149,10 @@ def follow(run: RunDir, seen: Sequence[Event], offset: int) -> Iterator[list[Eve
 def follow_log(run: RunDir, path: Path, offset: int) -> Iterator[list[bytes]]:
     """Yields the lines appended to a rank's log after `offset`, until the run ends."""
     last, at = last_events(run.events, 8) if run.events.exists() else ([], 0)
+    log = LineFollower(path, offset)
     for _ in follow(run, last, at):
-        lines, offset = _added(path, offset)
-        yield lines
-    yield _added(path, offset)[0]
-
-
-def _added(path: Path, offset: int) -> tuple[list[bytes], int]:
-    try:
-        with open_regular(path) as file:
-            file.seek(offset)
-            text = file.read()
-    except OSError:
-        return [], offset
-    whole = text[: text.rfind(b"\n") + 1]
-    return whole.split(b"\n")[:-1], offset + len(whole)
+        yield log.lines()
+    yield log.lines()
 
 
 def _is_running(run: RunDir, lifecycle: Sequence[Event], seen: float) -> bool:

@@ -28,6 +28,19 @@ def aligned(
     return lines
 
 
+def columns_that_fit(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
+) -> list[int]:
+    """Returns the indices of the columns of a table that is at most `width` wide, as far as leaving
+    out optional ones, named in this order, makes it so."""
+    widths = {n: max(map(len, column)) for n, column in enumerate(zip(headers, *rows, strict=True))}
+    for header in optional:
+        if sum(widths.values()) + len(_GAP) * (len(widths) - 1) <= width:
+            break
+        widths.pop(headers.index(header))
+    return list(widths)
+
+
 def wrapped(line: str, width: int | None, indent: str = "    ") -> list[str]:
     """Wraps a line at `width`; words are not split."""
     if width is None or len(line) <= width:

@@ -1,0 +1,168 @@
+"""A fleet while it runs: a table in place on a terminal, elsewhere a line for each change."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from instar.config.errors import ConfigError
+from instar.fleet.state import ENDED
+from instar.fleet.view.reader import FleetReader
+from instar.fleet.view.rows import FleetView, InstanceRow
+from instar.fleet.view.table import (
+    HEADERS,
+    OPTIONAL,
+    RIGHT,
+    in_one_line,
+    instance_cells,
+    place,
+    process_cells,
+    title,
+)
+from instar.logs.text.tables import aligned, columns_that_fit
+from instar.record.console import LiveScreen, PlainScreen, open_screen
+from instar.record.format import loss
+
+REDRAW_S = 1.0
+"""shortest time between two reads of a fleet"""
+SHARE = 0.01
+"""largest share of a core that showing a fleet may take"""
+_LONGEST_PAUSE_S = 5.0
+_STYLES = {"succeeded": "green", "failed": "red", "waiting": "dim", "stopped": "yellow"}
+_AROUND = 3
+"""lines of the terminal that are not for instances: the title, the headers and the cursor"""
+
+
+def watch(reader: FleetReader, screen: PlainScreen | LiveScreen) -> FleetView:
+    """Show a fleet until it has ended; return its last state."""
+    shown: FleetView | None = None
+    while True:
+        began = time.thread_time()
+        view = reader.read()
+        show(view, shown, screen)
+        shown = view
+        if view.launcher is None:
+            return view
+        time.sleep(pause_s(time.thread_time() - began))
+
+
+@contextmanager
+def shown_below(folder: Path, stream: TextIO | None) -> Iterator[Callable[[str], None]]:
+    """Show a fleet that this process runs below its messages, if the stream is a terminal.
+
+    Yields a function that prints a message.
+    """
+    screen = open_screen(stream)
+    if isinstance(screen, PlainScreen):
+        yield screen.show
+        return
+    over = threading.Event()
+
+    def redraw() -> None:
+        reader, pause = FleetReader(folder), 0.0
+        while not over.wait(pause):
+            began = time.thread_time()
+            with suppress(ConfigError):  # nothing is recorded yet
+                show(reader.read(), None, screen)
+            pause = pause_s(time.thread_time() - began)
+
+    thread = threading.Thread(target=redraw, daemon=True)
+    thread.start()
+    try:
+        yield screen.show
+    finally:
+        over.set()
+        thread.join()
+        screen.close()
+
+
+def pause_s(taken_s: float) -> float:
+    """Return how long to wait after a redraw that took so much processor time."""
+    return min(max(REDRAW_S, taken_s / SHARE), _LONGEST_PAUSE_S)
+
+
+def show(view: FleetView, before: FleetView | None, screen: PlainScreen | LiveScreen) -> None:
+    """Draw the table in place, or print what has changed since `before`."""
+    if isinstance(screen, LiveScreen):
+        screen.paint(block(view, time.time(), screen.width or 0, screen.height))
+    else:
+        for line in changes(before, view):
+            screen.show(line)
+
+
+def block(view: FleetView, now: float, width: int, height: int) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a table that fits a terminal, each with its style.
+
+    Instances that run come first if there is no room for all.
+    """
+    chosen, left = _that_fit(view, height - _AROUND)
+    rows: list[tuple[str, ...]] = [HEADERS]
+    styles = ["bold"]
+    for instance in chosen:
+        rows.append(instance_cells(instance, now))
+        styles.append(_STYLES.get(instance.state, ""))
+        if instance.state not in ENDED:
+            rows += map(process_cells, instance.processes)
+            styles += ["dim"] * len(instance.processes)
+    shown = columns_that_fit(HEADERS, rows[1:], OPTIONAL, width)
+    right = [shown.index(HEADERS.index(each)) for each in RIGHT if HEADERS.index(each) in shown]
+    yield title(view), "bold"
+    lines = aligned([[row[number] for number in shown] for row in rows], right)
+    yield from zip(lines, styles, strict=True)
+    if left:
+        yield f"… {left:,} more", "dim"
+
+
+def changes(before: FleetView | None, view: FleetView) -> Iterator[str]:
+    """Yield a line for each instance and process whose state has changed."""
+    known = {each.index: each for each in before.instances} if before else {}
+    if before is None or before.state != view.state:
+        yield title(view)
+    for instance in view.instances:
+        was = known.get(instance.index)
+        name = instance.run_name or str(instance.index)
+        starts = {each.name: (each.state, each.attempt) for each in was.processes} if was else {}
+        for process in instance.processes:
+            if starts.get(process.name) != (process.state, process.attempt):
+                where = place(process)
+                yield f"{name} {process.name}: {process.state}" + (where and f" ({where})")
+        if was.state != instance.state if was else instance.state != "waiting":
+            yield f"{name}: {instance.state}{_how_far(instance)}"
+
+
+def _how_far(row: InstanceRow) -> str:
+    run = row.progress
+    parts = [
+        "" if run is None or run.step is None else f"step {run.step:,}",
+        "" if run is None or run.loss is None else f"loss {loss(run.loss)}",
+        in_one_line(row.reason),
+    ]
+    text = ", ".join(filter(None, parts))
+    return f" ({text})" if text else ""
+
+
+def _that_fit(view: FleetView, lines: int) -> tuple[list[InstanceRow], int]:
+    """Return the instances that have room, and the number of the others."""
+    chosen: list[InstanceRow] = []
+    every = sum(map(_lines, view.instances))
+    left = lines if every <= lines else lines - 1
+    for instance in sorted(view.instances, key=_rank):
+        left -= _lines(instance)
+        if left < 0:
+            break
+        chosen.append(instance)
+    return sorted(chosen, key=lambda each: each.index), len(view.instances) - len(chosen)
+
+
+def _lines(row: InstanceRow) -> int:
+    return 1 + (len(row.processes) if row.state not in ENDED else 0)
+
+
+def _rank(row: InstanceRow) -> tuple[int, int]:
+    """Running ones first, then failed ones, then others that have ended."""
+    order = {"waiting": 3, "failed": 1}
+    return order.get(row.state, 2 if row.state in ENDED else 0), row.index
