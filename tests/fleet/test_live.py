@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fleets import FleetPlace
 from terminal import environment, run_on_terminal
 
 from instar.fleet.launcher import FolderLock
@@ -121,6 +122,31 @@ def test_on_a_terminal_the_table_is_drawn_in_place(running: RunningFleet, tmp_pa
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "").splitlines()[-4:]
     assert last[0].startswith("two: failed")
     assert last[2].split() == ["0", "s1", "failed", "no", "reason"]
+
+
+def test_a_fleet_that_is_started_is_shown_below_its_messages(place: FleetPlace) -> None:
+    place.write("""
+name: shown
+matrix: {seed: [1, 2]}
+max_parallel: 1
+jobs:
+  job: {command: [sh, -c, "until test -e go; do sleep 0.05; done; exit ${index}"]}
+""")
+
+    def react(seen: str) -> bytes:
+        if re.search(r"shown-0 +running", seen):
+            (place.path / "go").touch()
+        return b""
+
+    argv = [sys.executable, "-m", "instar.cli.main", "fleet", "up", "fleet.yaml"]
+    env = environment(**{k: v for k, v in place.env().items() if k in ("INSTAR_LOCK_DIR", "PATH")})
+    code, seen = run_on_terminal(argv, place.path, env, 80, react)
+    assert code == 4, seen
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "").splitlines()
+    assert any(line.endswith("fleet shown: 2 instances, 1 at a time") for line in lines), lines
+    assert any("1 running, 1 waiting" in line for line in lines)
+    assert any("shown-1 failed: job ended with status 1" in line for line in lines), lines
+    assert lines[-2:] == ["1 succeeded, 1 failed", "next: instar fleet resume shown"]
 
 
 def test_a_table_that_is_too_long_shows_what_runs() -> None:

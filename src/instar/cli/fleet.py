@@ -289,8 +289,10 @@ def _with_engine(overrides: tuple[str, ...], engine: str | None) -> tuple[str, .
 
 def _run(started: FleetFolder, only: Collection[int], wait: bool) -> int:
     from instar.fleet.engines.start import run
+    from instar.fleet.view.live import shown_below
 
-    code = run(started, only, _say, wait=wait)
+    with shown_below(started.path, sys.stderr) as say:
+        code = run(started, only, say, wait=wait)
     _summarize(started.path, code)
     return code
 

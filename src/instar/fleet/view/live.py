@@ -66,8 +66,10 @@ def shown_below(folder: Path, stream: TextIO | None) -> Iterator[Callable[[str],
         reader, pause = FleetReader(folder), 0.0
         while not over.wait(pause):
             began = time.thread_time()
-            with suppress(ConfigError):  # nothing is recorded yet
-                show(reader.read(), None, screen)
+            with suppress(ConfigError):
+                view = reader.read()
+                if reader.found.started is not None:
+                    show(view, None, screen)
             pause = pause_s(time.thread_time() - began)
 
     thread = threading.Thread(target=redraw, daemon=True)
