@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -56,19 +57,23 @@ def plan(
     file: str, overrides: tuple[str, ...], gpus: str | None, engine: str | None, as_json: bool
 ) -> None:
     """Check FILE and print which instance would get which GPUs and ports."""
+    from instar.fleet.engines.start import requested
     from instar.fleet.engines.work import planned
     from instar.fleet.load import load_fleet
     from instar.fleet.view.table import cell, plan_row
 
     made, _ = planned(load_fleet(file, _with_engine(overrides, engine)), gpus)
     rows = [plan_row(made, instance) for instance in made.instances]
+    requests = requested(made.spec, gpus)
     if as_json:
-        print_json({"parallel": made.parallel, "instances": rows})
+        print_json({"parallel": made.parallel, **requests, "instances": rows})
         return
     headers = list(rows[0])
     cells = [[cell(row[header]) for header in headers] for row in rows]
     right = [header for header in headers if header not in ("run_name", "output_dir")]
     print_table([header.upper() for header in headers], cells, right=[h.upper() for h in right])
+    for name, request in requests.items():
+        click.echo(f"{name} of each instance: {json.dumps(request)}", err=True)
     waiting = len(made.instances) - made.parallel
     where = "" if made.spec.engine == "local" else f" by {made.spec.engine}"
     click.echo(
@@ -106,6 +111,7 @@ def up(
     Exit code 0 if every instance succeeded, 4 if one failed, 75 if stopped: `instar fleet resume`
     then runs what is left. Ctrl-C stops jobs, then services; a second one kills them.
     """
+    from instar.fleet.engines.start import check
     from instar.fleet.engines.work import planned
     from instar.fleet.folder import as_test, create
     from instar.fleet.load import load_fleet
@@ -115,6 +121,7 @@ def up(
         loaded = as_test(loaded, max_steps)
     made, _ = planned(loaded, gpus)
     chosen = _chosen(only, len(made.instances))
+    check(made.spec, gpus, _say)
     return _run(create(loaded, gpus), chosen, wait)
 
 

@@ -78,40 +78,44 @@ class FolderLock:
     def __init__(self, folder: Path, patience_s: float, part: int | None = None) -> None:
         """`part`: the instance, if this host runs only that one; it has locks of its own."""
         self._descriptor = own_regular(folder / part_name(LOCK_FILE, part))
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        deadline = time.monotonic() + patience_s
+        # the host of a part may have lost touch with its engine, and is then ending
+        if not _locked(self._descriptor, 0.0 if part is None else deadline):
             os.close(self._descriptor)
             pid = launcher_pid(folder, part)
             raise FolderBusy.one(
                 f"this fleet is running (launcher {pid or 'unknown'})",
                 where=str(folder),
                 hint=f"see `instar fleet status {folder.name}`",
-            ) from None
+            )
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
         self.trees = own_regular(folder / part_name(TREES_FILE, part))
         """descriptor that every process tree of the fleet inherits"""
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(self.trees, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() < deadline:
-                    time.sleep(_WAIT_S)
-                    continue
-                self.close()
-                raise FolderBusy.one(
-                    "processes of an earlier launcher do not end",
-                    where=str(folder),
-                    hint="`instar fleet reap` kills them",
-                ) from None
+        if not _locked(self.trees, deadline):
+            self.close()
+            raise FolderBusy.one(
+                "processes of an earlier launcher do not end",
+                where=str(folder),
+                hint="`instar fleet reap` kills them",
+            )
         fcntl.flock(self.trees, fcntl.LOCK_SH)
 
     def close(self) -> None:
         os.close(self._descriptor)
         os.close(self.trees)
+
+
+def _locked(descriptor: int, deadline: float) -> bool:
+    """Lock a file, if others let go of it in time."""
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_WAIT_S)
 
 
 def launcher_pid(folder: Path, part: int | None = None) -> int | None:

@@ -13,6 +13,9 @@ from pathlib import Path
 NODE_VARIABLE = "INSTAR_NODE_RANK"
 """environment variable with the number of a node, where the engine does not set SLURM_NODEID"""
 
+RAY_VARIABLE = "INSTAR_RAY"
+"""environment variable of a host in a Ray cluster: its address, the placement group, the node's IP"""
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -38,6 +41,9 @@ class NodeCommand:
 
 def nodes_of(engine: str, environ: Mapping[str, str]) -> Nodes | None:
     """Return the hosts that an engine gave to the instance of this host; None: only this one."""
+    if engine == "ray":
+        client = [sys.executable, "-m", "instar.fleet.engines.ray_nodes"]
+        return Nodes(environ[RAY_VARIABLE].split()[-1], lambda _: client)
     if engine != "slurm":
         return None
     cpus = environ.get("SLURM_CPUS_PER_TASK", "")

@@ -60,6 +60,17 @@ MASTER = "master"
 """the name of the port at which the nodes of a job meet"""
 
 
+class RayCluster(Section):
+    """The cluster of the engine ray."""
+
+    address: str = Field(
+        "auto", description="HOST:PORT of the cluster; auto: the one that this machine is a node of"
+    )
+    restarts: NonNegativeInt = Field(
+        3, description="how often an instance begins again after the loss of its node"
+    )
+
+
 class Resources(Section):
     """What one process needs for itself."""
 
@@ -195,6 +206,7 @@ class FleetSpec(Section):
     engine: EngineName = Field(
         "local", description="what runs the instances: this machine, a Ray cluster, or SLURM"
     )
+    ray: RayCluster = Field(default_factory=RayCluster)
     vars: Mapping[Name, Scalar] = Field(default_factory=dict, description="values for ${…}")
     matrix: Mapping[str, Values] = Field(
         default_factory=dict, description="one instance per combination of these values"

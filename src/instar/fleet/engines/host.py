@@ -77,4 +77,6 @@ def given_gpus(environ: Mapping[str, str], selected: str | None) -> tuple[Gpu, .
     by_name = {name: gpu for gpu in found for name in (str(gpu.index), gpu.id)}
     names = [name for name in given.split(",") if name]
     # a part of a GPU (MIG) is not among those that the driver lists
-    return tuple(by_name.get(n, Gpu(i, n, n)) for i, n in enumerate(names))
+    return tuple(
+        by_name.get(n, Gpu(int(n) if n.isdecimal() else i, n, n)) for i, n in enumerate(names)
+    )

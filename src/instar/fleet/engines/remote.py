@@ -40,6 +40,8 @@ class HostStatus:
     """whether it waits for its turn, runs, or will run again"""
     text: str
     """in the scheduler's words, e.g. "NODE_FAIL" """
+    lost: str = ""
+    """why its last host was lost, if it runs again on another"""
 
 
 class Scheduler(Protocol):
@@ -84,6 +86,7 @@ def follow(work: Work, scheduler: Scheduler, say: Callable[[str], None]) -> int:
     sizes = {index: _size(path) for index, path in parts.items()}
     left = {each.index: each for each in work.todo}
     outcomes: dict[int, Phase] = {}
+    lost: dict[int, str] = {}
     stopping = killing = False
     submit(work, scheduler)
     with StopSignal(on_repeat=lambda: None) as stop, closing(StateLog(folder)) as log:
@@ -100,6 +103,12 @@ def follow(work: Work, scheduler: Scheduler, say: Callable[[str], None]) -> int:
             for index, instance in list(left.items()):
                 found = hosts.get(index, HostStatus(False, "not known to the scheduler"))
                 if found.alive:
+                    if found.lost != lost.get(index, ""):
+                        lost[index] = found.lost
+                        log.write(
+                            InstanceChanged(now(), index, "waiting", found.lost), durable=True
+                        )
+                        say(f"{instance.run_name}: {found.lost}")
                     continue
                 status = _status(parts[index], sizes[index], index)
                 phase, reason = status.phase, status.reason
