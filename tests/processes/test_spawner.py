@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,24 @@ def test_signals_reach_a_command_as_they_would_in_a_shell(spawner: Spawner, tmp_
     code = "import signal; print([signal.getsignal(n) is signal.SIG_DFL for n in (1, 3, 15, 17)])"
     _messages(spawner.start(_command(tmp_path, sys.executable, "-c", code)))
     assert (tmp_path / "log").read_text() == "[True, True, True, True]\n"
+
+
+@pytest.mark.parametrize("words", ["exit 3", "kill -9 $$"])
+def test_temporary_files_are_deleted_with_their_tree(
+    spawner: Spawner, tmp_path: Path, words: str
+) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path / "base")}
+    (tmp_path / "base").mkdir()
+    text = f'mkdir "$TMPDIR/folder"; echo "$TMPDIR"; touch "$TMPDIR/folder/file"; {words}'
+    command = replace(_command(tmp_path, "sh", "-c", text), env=env, scratch=True)
+    _messages(spawner.start(command))
+    made = Path((tmp_path / "log").read_text().strip())
+    assert made.parent == tmp_path / "base"
+    assert len(made.name) < 24
+    assert not list(made.parent.iterdir())
+    env["TMPDIR"] = str(tmp_path / "missing")  # then it is as the command finds it
+    _messages(spawner.start(replace(command, env=env)))
+    assert str(tmp_path / "missing") in (tmp_path / "log").read_text()
 
 
 DAEMON = "(setsid sh -c 'trap \"\" TERM; sleep 60' &) ; trap '' TERM; sleep 60"

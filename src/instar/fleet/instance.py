@@ -411,6 +411,7 @@ class InstanceRunner:
             f"--- attempt {attempt}, {stamp}: {shlex.join(argv)}\n",
             process.stop.number,
             process.stop.grace,
+            scratch="TMPDIR" not in process.env,
         )
         self._write(name, "starting")
         locks = [lock.fileno() for lock in self.lease.locks(name)]
@@ -481,11 +482,9 @@ class InstanceRunner:
     def _own_env(self, name: str, process: Process, node_rank: int = 0) -> dict[str, str]:
         """Return what is added to the launcher's environment."""
         around, run = self.around, self.instance.run_name
-        private = around.folder / "tmp" / run / name
-        (private / "tmp").mkdir(parents=True, exist_ok=True)
+        cache = str((around.folder / "cache" / run / name).absolute())
         env = {
-            **{variable: str((private / "cache").absolute()) for variable in _CACHES},
-            "TMPDIR": str((private / "tmp").absolute()),
+            **dict.fromkeys(_CACHES, cache),
             "CUDA_VISIBLE_DEVICES": self.lease.visible_gpus(name),
             FLEET_VARIABLE: str(around.folder.absolute()),
             INSTANCE_VARIABLE: run,

@@ -68,6 +68,8 @@ def main() -> None:
     rank = int(os.environ.get(NODE_VARIABLE) or os.environ["SLURM_NODEID"])
     command = NodeCommand(**json.loads(Path(sys.argv[1]).read_bytes())[rank])
     env = {**os.environ, **command.env}
+    if not Path(env.get("TMPDIR", "/")).is_dir():  # that of the first node
+        del env["TMPDIR"]
     if rank and command.gpus:
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         env["CUDA_VISIBLE_DEVICES"] = ",".join(given[: command.gpus])

@@ -4,7 +4,8 @@ Run as `python -I -S shim.py FD`, it forks one *shim* per request that arrives o
 costs a millisecond and a megabyte instead of a new interpreter. A shim leads a session of its own,
 adopts every descendant of its command (child subreaper), and ends the whole tree when it is asked
 to, when the command has exited, or when its launcher is gone, even by SIGKILL. File descriptors
-of locks that it was given stay open until then: a lock lives as long as the tree.
+of locks that it was given stay open until then: a lock lives as long as the tree, and so does the
+folder for temporary files that it makes for the command.
 
 Messages are JSON in one packet each. To a shim: {"stop": signal, "grace": seconds}; from it: {"pid"},
 {"error"} if the command cannot be started, {"status", "stopped", "cpu_s", "peak_bytes"} when it has
@@ -95,10 +96,13 @@ def _serve_tree(fds: list[int]) -> None:
     link = socket.socket(fileno=fds[1])
     with suppress(OSError):  # a full disk
         os.write(fds[2], request["header"].encode())
+    env = request["env"]
+    scratch = _scratch(env.get("TMPDIR") or "/tmp") if request["scratch"] else ""
+    env |= {"TMPDIR": scratch} if scratch else {}
     try:
         command = subprocess.Popen(
             request["argv"],
-            env=request["env"],
+            env=env,
             cwd=request["cwd"],
             stdin=subprocess.DEVNULL,
             stdout=fds[2],
@@ -107,12 +111,15 @@ def _serve_tree(fds: list[int]) -> None:
         )
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        _remove(scratch)
         _send(link, {"error": f"cannot start {request['argv'][0]}: {reason}"})
         return
     _close(fds[2:3])
     _send(link, {"pid": command.pid})
     _Tree(command.pid, link, child_ended, request).supervise()
     command.returncode = 0  # reaped already
+    _remove(scratch)
+    _send(link, {"gone": True})
 
 
 class _Tree:
@@ -155,7 +162,6 @@ class _Tree:
                 for pid in _descendants(os.getpid()):
                     _kill(pid, signal.SIGKILL)
                 self.kill_at = time.monotonic() + 0.05  # again, for those that were just forked
-        _send(self.link, {"gone": True})
 
     def stop(self, number: int, grace_s: float) -> None:
         """Ask the command's session to end; kill the tree after `grace_s`. A later call can only
@@ -208,6 +214,27 @@ class _Tree:
                 os.close(fd)
             os.rename(f"{path}.tmp", path)  # noqa: PTH104 pathlib is slow to import
         _send(self.link, result)
+
+
+def _scratch(base: str) -> str:
+    """Make a folder for temporary files; its name is short, since that of a Unix socket may have 107
+    bytes. Return "" if that is not possible."""
+    path = f"{base}/instar-{os.urandom(6).hex()}"
+    with suppress(OSError):
+        os.mkdir(path, 0o700)  # noqa: PTH102 pathlib is slow to import
+        return path
+    return ""
+
+
+def _remove(folder: str) -> None:
+    if not folder:
+        return
+    try:
+        os.rmdir(folder)  # noqa: PTH106
+    except OSError:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _descendants(root: int, but=frozenset()) -> list[int]:  # type: ignore[no-untyped-def]

@@ -35,6 +35,8 @@ class Command:
     stop: signal.Signals = signal.SIGTERM
     grace_s: float = 10.0
     """seconds between `stop` and SIGKILL when the launcher is gone"""
+    scratch: bool = False
+    """give it a TMPDIR of its own, which is deleted when its tree has ended"""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Spawner:
             "result": str(command.result),
             "stop": int(command.stop),
             "grace": command.grace_s,
+            "scratch": command.scratch,
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
