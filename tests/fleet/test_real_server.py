@@ -17,7 +17,7 @@ body = json.dumps({"model": "tiny", "prompt": "1 + 1", "max_tokens": 3}).encode(
 request = urllib.request.Request(
     f"http://127.0.0.1:{sys.argv[1]}/v1/completions", body, {"Content-Type": "application/json"}
 )
-print(json.load(urllib.request.urlopen(request))["usage"])
+print(json.dumps(json.load(urllib.request.urlopen(request))["usage"]))
 """
 
 
@@ -119,4 +119,4 @@ def test_a_vllm_that_is_healthy_and_dies_at_its_first_completion_is_not_ready(
 
 def _completion_tokens(place: FleetPlace) -> int:
     answer = (place.path / "fleets/real/logs/real-0/client.log").read_text().splitlines()[-1]
-    return int(json.loads(answer.replace("'", '"'))["completion_tokens"])
+    return int(json.loads(answer)["completion_tokens"])
