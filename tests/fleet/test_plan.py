@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
 from pathlib import Path
 
 import pytest
-from fleets import FleetPlace
+from fleets import FleetPlace, planned, refused
 
-from instar.config.errors import ConfigError
-from instar.fleet.load import load_fleet
-from instar.fleet.plan import ANY_MACHINE, FleetPlan, Machine, argv_of, make_plan
+from instar.fleet.plan import ANY_MACHINE, Machine, argv_of
 from instar.fleet.template import expand
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleet"
-MACHINE = Machine(gpus=8, cpus=64, memory=1 << 40)
-
-
-def planned(folder: Path, text: str, *overrides: str, machine: Machine = MACHINE) -> FleetPlan:
-    path = folder / "fleet.yaml"
-    path.write_text(textwrap.dedent(text))
-    return make_plan(load_fleet(str(path), overrides), machine)
-
-
-def refused(folder: Path, text: str, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        planned(folder, text, *overrides)
-    assert caught.value.exit_code == 2
-    return str(caught.value)
-
 
 GRPO = """\
 name: gsm8k
@@ -72,7 +54,8 @@ def test_the_examples_can_be_planned(place: FleetPlace, monkeypatch: pytest.Monk
     for path in EXAMPLES.glob("*.yaml"):
         code, output = place.run("plan", path, "--gpus", "8", "--json")
         assert code == 0, output
-        assert len(json.loads(output)["instances"]) == 4
+        count = 40 if path.stem == "search" else 4
+        assert len(json.loads(output)["instances"]) == count
     first = json.loads(place.run("plan", EXAMPLES / "grpo.yaml", "--gpus", "8", "--json")[1])
     assert first["instances"][0]["output_dir"] == "outputs/trl_gsm8k_instance0_seed42"
 

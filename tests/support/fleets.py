@@ -6,12 +6,19 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from instar.config.errors import ConfigError
+from instar.fleet.load import load_fleet
+from instar.fleet.plan import FleetPlan, Machine, make_plan
 
 SERVER = """\
 import http.server, json, sys
@@ -117,3 +124,21 @@ def phase_of(status: dict[str, Any], process: str, instance: int = 0) -> str:
     """The phase of a process, "" before it is started."""
     processes = status["instances"].get(str(instance), {}).get("processes", {})
     return str(processes.get(process, {}).get("phase", ""))
+
+
+MACHINE = Machine(gpus=8, cpus=64, memory=1 << 40)
+
+
+def planned(folder: Path, text: str, *overrides: str, machine: Machine = MACHINE) -> FleetPlan:
+    """The plan of a fleet file with this text."""
+    path = folder / "fleet.yaml"
+    path.write_text(textwrap.dedent(text))
+    return make_plan(load_fleet(str(path), overrides), machine)
+
+
+def refused(folder: Path, text: str, *overrides: str) -> str:
+    """What is said of a fleet file that is refused."""
+    with pytest.raises(ConfigError) as caught:
+        planned(folder, text, *overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)

@@ -74,6 +74,8 @@ def plan(
     print_table([header.upper() for header in headers], cells, right=[h.upper() for h in right])
     for name, request in requests.items():
         click.echo(f"{name} of each instance: {json.dumps(request)}", err=True)
+    if made.spec.search is not None:
+        click.echo(str(made.spec.search), err=True)
     waiting = len(made.instances) - made.parallel
     where = "" if made.spec.engine == "local" else f" by {made.spec.engine}"
     click.echo(
@@ -108,8 +110,8 @@ def up(
 ) -> int:
     """Start FILE's instances and supervise them until all have ended.
 
-    Exit code 0 if every instance succeeded, 4 if one failed, 75 if stopped: `instar fleet resume`
-    then runs what is left. Ctrl-C stops jobs, then services; a second one kills them.
+    Exit code 0 if every instance succeeded or was pruned, 4 if one failed, 75 if stopped: `instar
+    fleet resume` then runs what is left. Ctrl-C stops jobs, then services; a second one kills them.
     """
     from instar.fleet.engines.start import check
     from instar.fleet.engines.work import planned
@@ -131,7 +133,10 @@ def up(
 @click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
 @trust_option
 def resume(name: str, only: str | None, wait: bool) -> int:
-    """Run the instances of fleet NAME that have not succeeded; finished jobs are not run again."""
+    """Run the instances of fleet NAME that have not succeeded; finished jobs are not run again.
+
+    Pruned trials of a search are run if --only names them, and not pruned again.
+    """
     from instar.fleet.engines.work import planned
     from instar.fleet.folder import find, reopen
 
@@ -300,7 +305,7 @@ def _run(started: FleetFolder, only: Collection[int], wait: bool) -> int:
 
     with shown_below(started.path, sys.stderr) as say:
         code = run(started, only, say, wait=wait)
-    _summarize(started.path, code)
+    _summarize(started, code)
     return code
 
 
@@ -309,15 +314,18 @@ def _say(text: str) -> None:
         click.echo(text, err=True)
 
 
-def _summarize(folder: Path, code: int) -> None:
+def _summarize(started: FleetFolder, code: int) -> None:
     from instar.fleet.launcher import status_of
+    from instar.fleet.search.best import best_trial
 
-    found, _ = status_of(folder)
+    found, _ = status_of(started.path)
     phases = [each.phase for each in found.instances.values()]
     counts = {phase: phases.count(phase) for phase in dict.fromkeys(phases)}
-    click.echo(", ".join(f"{count} {phase}" for phase, count in counts.items()), err=True)
+    _say(", ".join(f"{count} {phase}" for phase, count in counts.items()))
+    if best := best_trial(started.loaded.spec.search, found):
+        _say(best.text)
     if code:
-        click.echo(f"next: instar fleet resume {folder.name}", err=True)
+        _say(f"next: instar fleet resume {started.path.name}")
 
 
 def _chosen(only: str | None, count: int) -> tuple[int, ...]:
@@ -360,6 +368,8 @@ def _print_view(view: FleetView) -> None:
     click.echo(title(view))
     rows = list(table(view, time.time()))
     print_table(HEADERS, rows, right=RIGHT, optional=OPTIONAL)
+    if view.best is not None:
+        click.echo(view.best.text)
 
 
 def _watch(reader: FleetReader) -> int:

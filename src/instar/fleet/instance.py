@@ -157,6 +157,8 @@ class InstanceRunner:
     completed: frozenset[str]
     """jobs that have succeeded before"""
     running: dict[str, RunningProcess] = field(default_factory=dict)
+    given_up: bool = False
+    """a job that ends is not retried"""
 
     def __post_init__(self) -> None:
         spec = self.around.plan.spec
@@ -312,7 +314,7 @@ class InstanceRunner:
                 if job.on_dependency_failure == "fail":
                     raise InstanceFailed(self._lost_service(job), f"{name} was stopped: {lost}")
                 continue
-            if retries >= job.retry.max:
+            if retries >= job.retry.max or self.given_up:
                 raise InstanceFailed(name, f"{name} {reason}")
             retries += 1
             await asyncio.sleep(pause_s)

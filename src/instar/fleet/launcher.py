@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -26,6 +27,7 @@ from instar.fleet.nodes import Nodes
 from instar.fleet.placement import Gpu, Taken, holder_text, lock_gpus, lock_port
 from instar.fleet.plan import FleetPlan, Instance, Machine
 from instar.fleet.state import (
+    DONE,
     ENDED,
     STATE_FILE,
     Ended,
@@ -45,6 +47,9 @@ from instar.fleet.state import (
 )
 from instar.processes.spawner import Spawner
 
+if TYPE_CHECKING:
+    from instar.fleet.search.trials import Trials
+
 LOCK_FILE = "lock"
 TREES_FILE = "trees"
 _WAIT_S = 0.05
@@ -53,6 +58,10 @@ LAST_LINES = 15
 _TAIL_BYTES = 1 << 14
 _POLL_S = 0.5
 _RETRY_S = 1.0
+_LOOK_S = 0.2
+"""between looks at the evaluations of trials"""
+_SAVE_S = 120.0
+"""in which a pruned run must have saved and ended"""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -161,20 +170,24 @@ class Launcher:
     """the only instance that it runs, on a host of an engine; the fleet has one more launcher"""
     nodes: Nodes | None = None
     """the other hosts of this instance"""
+    trials: Trials | None = None
+    """of a search"""
     requested: str = ""
     """the stop signal"""
     _waits: bool = False
     _running: dict[int, tuple[asyncio.Task[None], InstanceRunner]] = field(default_factory=dict)
 
     def run(self, todo: Sequence[Instance], before: FleetStatus) -> int:
-        """Run these instances and return the exit code: 0 if all have succeeded, 4 if one failed, 75
-        if they were stopped.
+        """Run these instances and return the exit code: 0 if all have succeeded or were pruned, 4 if
+        one failed, 75 if they were stopped.
 
         Args:
             before: the state that earlier launchers left.
         """
         _raise_file_limit()
         self._log = StateLog(self.folder, self.part)
+        if self.trials is not None:
+            self.trials.log = self._log
         self._spawner = Spawner()
         self._before = before
         self._outcomes: dict[int, Phase] = {}
@@ -189,9 +202,11 @@ class Launcher:
         finally:
             self._spawner.close()
             self._log.close()
+            if self.trials is not None:
+                self.trials.close()
 
     def _code(self, todo: Sequence[Instance]) -> int:
-        if all(self._outcomes.get(each.index) == "succeeded" for each in todo):
+        if all(self._outcomes.get(each.index) in DONE for each in todo):
             return 0
         if self.requested:
             return Interrupted.exit_code
@@ -217,7 +232,9 @@ class Launcher:
             self.part,
             self.nodes,
         )
-        control = asyncio.create_task(self._obey())
+        control = [asyncio.create_task(self._obey())]
+        if self.trials is not None:
+            control.append(asyncio.create_task(self._prune(self.trials)))
         places = list(range(self.plan.parallel))
         waiting = list(reversed(todo))
         try:
@@ -236,18 +253,26 @@ class Launcher:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 stop.cancel()
+                for each in control:
+                    if each.done():
+                        each.result()  # raises
                 if self._stopping.is_set():
                     for task, _ in self._running.values():
                         if not task.cancelling():
                             task.cancel()
                     await asyncio.wait(tasks) if tasks else None
         finally:
-            control.cancel()
+            for each in control:
+                each.cancel()
         for instance in waiting:
             self._conclude(instance, "stopped", "not started")
 
     def _begin(self, instance: Instance, place: int, places: list[int]) -> bool:
         """Start an instance; False if the GPUs it needs are held elsewhere and are waited for."""
+        if self.trials is not None and self.trials.is_given_up(instance.index):
+            heapq.heappush(places, place)
+            self._conclude(instance, "pruned", "")  # the launcher that decided it was killed
+            return True
         holder = holder_text(self.plan.spec.name, instance.run_name)
         try:
             lease = self._lease(place, holder)
@@ -261,6 +286,8 @@ class Launcher:
             self._conclude(instance, "failed", str(error))
             return True
         self._waits = False
+        if self.trials is not None:
+            instance = self.trials.begin(instance)
         was = self._before.instances.get(instance.index)
         attempts = {name: each.attempt for name, each in was.processes.items()} if was else {}
         runner = InstanceRunner(
@@ -286,6 +313,8 @@ class Launcher:
             except Exception as error:  # the others go on
                 reason = f"{type(error).__name__}: {error}"
             finally:
+                if runner.given_up and phase != "succeeded":
+                    phase, reason, process = "pruned", "", ""
                 lease.close()
                 del self._running[instance.index]
                 heapq.heappush(places, place)
@@ -321,6 +350,8 @@ class Launcher:
             self._last_start[role] = time.monotonic()
 
     def _conclude(self, instance: Instance, phase: Phase, reason: str, process: str = "") -> None:
+        if self.trials is not None:
+            phase, reason = self.trials.end(instance, phase, reason)
         self._outcomes[instance.index] = phase
         if phase == "failed" and is_full(self.folder):
             reason += f"; the disk of {self.folder} is full"
@@ -349,6 +380,18 @@ class Launcher:
             self.say("killing everything")
             for _, runner in self._running.values():
                 runner.kill()
+
+    async def _prune(self, trials: Trials) -> None:
+        """Stop runs that the pruner gives up: they save, and end as pruned."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for task, runner in list(self._running.values()):
+                reason = "" if runner.given_up else trials.look(runner.instance)
+                if reason:
+                    self.say(f"{runner.instance.run_name} is pruned: {reason}")
+                    runner.given_up = True
+                    asked = runner.running and trials.ask_to_stop(runner.instance)
+                    asyncio.get_running_loop().call_later(_SAVE_S if asked else 0, task.cancel)
 
     async def _obey(self) -> None:
         """Carry out requests to stop an instance, but those of before the start."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,7 +13,7 @@ from instar.config.document import Document, KeyPath, dotted, parse, problem_at,
 from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
 from instar.config.files import open_regular
 from instar.config.suggestions import near_path, nearest
-from instar.fleet.spec import FleetSpec, Job, Service
+from instar.fleet.spec import FleetSpec
 
 MAX_BYTES = 1 << 20
 OVERRIDE = "--set"
@@ -158,22 +158,23 @@ def _explained(
         hint = f"did you mean '{meant}'?" if meant else ""
     elif kind == "string_pattern_mismatch":
         said = "must be a name of letters, digits, - and _"
-    return reading.problem(path, f"{name}: {said[:1].lower()}{said[1:]}, got {show(given)}", hint)
+    got = "" if isinstance(given, dict) else f", got {show(given)}"
+    return reading.problem(path, f"{name}: {said[:1].lower()}{said[1:]}{got}", hint)
 
 
 def _model_at(path: KeyPath) -> type[BaseModel]:
     """Return the model of a section, from the path of its keys."""
     model: type[BaseModel] = FleetSpec
-    named: dict[str, type[BaseModel]] = {"services": Service, "jobs": Job}
-    steps = list(path)
-    if steps and steps[0] in named:
-        model, steps = named[str(steps[0])], steps[2:]
+    steps = iter(path)
     for step in steps:
         annotation = model.model_fields[str(step)].annotation
-        arguments = (annotation, *getattr(annotation, "__args__", ()))
         model = next(
-            each for each in arguments if isinstance(each, type) and issubclass(each, BaseModel)
+            each
+            for each in (annotation, *get_args(annotation))
+            if isinstance(each, type) and issubclass(each, BaseModel)
         )
+        if get_origin(annotation) is Mapping:
+            next(steps, None)  # a name
     return model
 
 

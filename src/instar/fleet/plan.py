@@ -7,7 +7,8 @@ import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -16,6 +17,7 @@ from instar.config.document import KeyPath, dotted
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.suggestions import nearest
 from instar.fleet.load import LoadedFleet, resolve_beside
+from instar.fleet.search.checks import extremes, metric_problems, search_problems
 from instar.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
 from instar.fleet.template import expand, names_in, text_of
 
@@ -104,7 +106,12 @@ def make_plan(loaded: LoadedFleet, machine: Machine) -> FleetPlan:
         ConfigError: with all problems: unknown variables, collisions, missing commands, …
     """
     spec = loaded.spec
-    problems = [*_process_problems(loaded), *_dependency_problems(loaded), *_combinations(loaded)]
+    problems = [
+        *_process_problems(loaded),
+        *_dependency_problems(loaded),
+        *_combinations(loaded),
+        *search_problems(loaded, _used(spec)),
+    ]
     combinations = list(_expanded(spec))
     if not combinations:
         problems.append(loaded.problem(("matrix",), "no combination is left", "see exclude"))
@@ -192,7 +199,11 @@ def _train_words(job: Job, variables: Mapping[str, Any], config: str) -> list[st
 
 
 def _expanded(spec: FleetSpec) -> Iterator[dict[str, Scalar]]:
-    """Yield the combinations of the matrix, then those of `include`."""
+    """Yield the combinations of the matrix, then those of `include`; or the trials of a search, whose
+    values are not known yet."""
+    if spec.search is not None:
+        yield from (dict.fromkeys(spec.search.space) for _ in range(spec.search.count))
+        return
     keys = list(spec.matrix)
     for values in itertools.product(*spec.matrix.values()):
         found = dict(zip(keys, values, strict=True))
@@ -323,8 +334,25 @@ def _combinations(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
         if included.keys() != every:
             hint = f"give it {', '.join(sorted(every))}"
             yield loaded.problem(("include", number), "not the keys of the others", hint)
+    known |= {*(spec.search.space if spec.search else ())}
     for key in known & {*_BASE, *_OF_INSTANCE, *spec.vars}:
-        yield loaded.problem(("matrix", key), f"'{key}' has a meaning of its own", "rename it")
+        yield loaded.problem(
+            (*_varied_in(spec), key), f"'{key}' has a meaning of its own", "rename it"
+        )
+
+
+def _varied_in(spec: FleetSpec) -> KeyPath:
+    return ("matrix",) if spec.search is None else ("search", "space")
+
+
+def _used(spec: FleetSpec) -> set[str]:
+    """Return the variables that occur in texts."""
+    texts = [text for process in spec.processes.values() for _, text in _texts(process)]
+    found: set[str] = set()
+    for text in (*texts, spec.run_name, spec.output_dir):
+        with suppress(ValueError):  # reported by `_unknown`
+            found |= set(names_in(text))
+    return found
 
 
 def _variable_problems(
@@ -431,31 +459,33 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
     from instar.config.roots import plain_root_of
     from instar.config.suggestions import suggest_key
 
-    runs = {name: job for name, job in plan.spec.jobs.items() if job.run is not None}
-    used = {
-        name
-        for process in plan.spec.processes.values()
-        for _, text in _texts(process)
-        for name in names_in(text)
-    } | {*names_in(plan.spec.run_name), *names_in(plan.spec.output_dir)}
-    varied = {key: None for instance in plan.instances for key in instance.values}
+    spec, search = plan.spec, plan.spec.search
+    runs = {name: job for name, job in spec.jobs.items() if job.run is not None}
+    used, instances = _used(spec), plan.instances
+    if search is not None:
+        instances = tuple(_instances(spec, extremes(search)))
+    varied = {key: None for instance in instances for key in instance.values}
     for name, job in runs.items():
         path: KeyPath = ("jobs", name, "run")
         file = str(resolve_beside(loaded, path, str(job.run)))
         try:
-            root = plain_root_of(load(file, import_task=False).config.task)
+            config = load(file, import_task=False).config
         except ConfigError as error:
             yield from error.problems
             continue
+        root = plain_root_of(config.task)
+        if search is not None:
+            yield from metric_problems(loaded, search, config)
         unknown = [key for key in varied if key not in keys(root)]
         for key in unknown:
             if key not in used:
                 meant = suggest_key(root, key) or nearest(key, keys(root)) or ""
                 hint = f"did you mean '{meant}'?" if meant else "use it as ${…} somewhere"
                 message = f"'{key}' is no key of {file}, and no text uses it"
-                yield loaded.problem(("matrix", key), message, hint)
+                yield loaded.problem((*_varied_in(spec), key), message, hint)
         seen: set[tuple[str, Scalar]] = set()
-        for instance in plan.instances:
+        reported: dict[str, ConfigProblem] = {}
+        for instance in instances:
             pairs = set(instance.values.items())
             if instance.index and pairs <= seen:
                 continue
@@ -464,8 +494,14 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
             try:
                 load(file, _sets(job, variables), import_task=False)
             except ConfigError as error:
-                yield from error.problems
-                return
+                for each in error.problems:
+                    if each.key in varied:
+                        place = loaded.place((*_varied_in(spec), each.key))
+                        each = replace(each, place=place)
+                    reported.setdefault(str(each), each)
+                if search is None:
+                    break
+        yield from reported.values()
 
 
 def variables_of(instance: Instance, config_keys: Iterable[str]) -> dict[str, Any]:

@@ -5,14 +5,23 @@ The words are those of Compose (`depends_on`, `healthcheck`, `start_period`) and
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import signal as signal_numbers
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    Strict,
+    field_validator,
+    model_validator,
+)
 
-from instar.config.sections import MOST_PROCESSES, NonNegativeInt, Section
+from instar.config.sections import MOST_PROCESSES, NonNegativeInt, PositiveInt, Section
 
 MOST_INSTANCES = 100_000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d)", re.ASCII)
@@ -46,11 +55,25 @@ def _size(given: Any) -> Any:
     return int(float(match[1]) * base**power)
 
 
+def _choice(given: Any) -> Any:
+    """A list becomes its YAML text, which is what `--set` reads and Optuna can store."""
+    return json.dumps(given) if isinstance(given, list | tuple) else given
+
+
+def _pruner(given: Any) -> Any:
+    return {"name": given or "none"} if isinstance(given, str | None) else given
+
+
 Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e8)]
 SignalName = Annotated[str, AfterValidator(_signal)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
 FleetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 Scalar = str | int | float | bool | None
+Choice = Annotated[Scalar, BeforeValidator(_choice)]
+Bound = (
+    Annotated[int, Field(ge=-(2**53), le=2**53)]
+    | Annotated[float, Field(allow_inf_nan=False, ge=-1e300, le=1e300)]
+)
 Values = Annotated[tuple[Scalar, ...], Strict(False)]
 Words = Annotated[tuple[str, ...], Strict(False)]
 Condition = Literal["service_started", "service_healthy", "completed"]
@@ -199,6 +222,159 @@ class FailurePolicy(Section):
     )
 
 
+class Dimension(Section):
+    """The values that a search draws for one key: a range, or choices."""
+
+    low: Bound | None = Field(None, description="least value; whole numbers make a whole range")
+    high: Bound | None = Field(None, description="largest value")
+    step: Annotated[Bound, Field(gt=0)] | None = Field(None, description="distance of values")
+    log: bool = Field(False, description="draw the logarithm uniformly")
+    choices: Annotated[tuple[Choice, ...], Strict(False)] | None = Field(
+        None, description="the values themselves"
+    )
+
+    @model_validator(mode="after")
+    def _range_or_choices(self) -> Self:
+        low, high = self.low, self.high
+        if self.choices is not None:
+            if not self.choices:
+                raise ValueError("there are no choices")
+            if self.log or (low, high, self.step) != (None, None, None):
+                raise ValueError("choices have no low, high, step or log")
+        elif low is None or high is None:
+            raise ValueError("write low and high, or choices")
+        elif low > high:
+            raise ValueError("low is larger than high")
+        elif self.log and low <= 0:
+            raise ValueError("low must be positive for log: true")
+        elif self.log and self.step is not None:
+            raise ValueError("log: true has no step")
+        return self
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a range of whole numbers."""
+        return all(isinstance(each, int) for each in (self.low, self.high, self.step or 1))
+
+    def bounds(self) -> tuple[Scalar, ...]:
+        """Return its choices, or the ends of its range."""
+        return (self.low, self.high) if self.choices is None else self.choices
+
+    def grid(self) -> tuple[Scalar, ...]:
+        """Return all its values; none of a range without steps."""
+        if self.choices is not None or self.low is None or self.high is None:
+            return self.choices or ()
+        step = self.step or (1 if self.whole else None)
+        if step is None or self.high - self.low > step * MOST_INSTANCES:
+            return ()
+        count = int((self.high - self.low) / step + 1e-9) + 1
+        return tuple(
+            self.low + i * step if self.whole else round(self.low + i * step, 12)
+            for i in range(count)
+        )
+
+    def holds(self, value: Scalar) -> bool:
+        """Whether a value is one of these."""
+        if self.choices is not None:
+            return any(value == each and type(value) is type(each) for each in self.choices)
+        low, high, kinds = self.low, self.high, int if self.whole else int | float
+        assert low is not None
+        assert high is not None
+        return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+
+    def __str__(self) -> str:
+        if self.choices is not None:
+            return ", ".join(map(str, self.choices))
+        step = "" if self.step is None else f" by {self.step}"
+        return f"{self.low} to {self.high}{step}{' (log)' if self.log else ''}"
+
+
+class Pruner(Section):
+    """Which trials are stopped early; Optuna's names, and its defaults. Evaluations are counted."""
+
+    name: Literal["hyperband", "successive_halving", "median", "none"] = "hyperband"
+    min_resource: PositiveInt | None = Field(
+        None, description="evaluations before a trial can be pruned; default 1"
+    )
+    max_resource: PositiveInt | None = Field(
+        None, description="evaluations of a whole run; default: of the first that has succeeded"
+    )
+    reduction_factor: Annotated[int, Field(ge=2, le=1000)] | None = Field(
+        None, description="one trial of so many goes on; default 3, successive_halving 4"
+    )
+    n_startup_trials: NonNegativeInt | None = Field(
+        None, description="trials that must have succeeded before one is pruned; default 5"
+    )
+    n_warmup_steps: NonNegativeInt | None = Field(
+        None, description="evaluations of a trial during which it is not pruned; default 0"
+    )
+
+    @model_validator(mode="after")
+    def _own_settings(self) -> Self:
+        own = _PRUNER_SETTINGS[self.name]
+        for setting in self.settings:
+            if setting not in own:
+                raise ValueError(f"{self.name} has no {setting}, only {', '.join(own) or 'a name'}")
+        return self
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What differs from Optuna's defaults."""
+        return self.model_dump(exclude={"name"}, exclude_none=True)
+
+
+_PRUNER_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "hyperband": ("min_resource", "max_resource", "reduction_factor"),
+    "successive_halving": ("min_resource", "reduction_factor"),
+    "median": ("n_startup_trials", "n_warmup_steps"),
+    "none": (),
+}
+
+
+class Search(Section):
+    """Instances are trials, whose values a sampler draws from what earlier ones have reached."""
+
+    metric: str = Field("val/loss", description="metric of the run's evaluations")
+    direction: Literal["minimize", "maximize"] = "minimize"
+    trials: Annotated[int, Field(gt=0, le=MOST_INSTANCES)] | None = Field(
+        None, description="number of trials; default for a grid: all combinations"
+    )
+    sampler: Literal["tpe", "random", "grid"] = "tpe"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of the sampler")
+    pruner: Annotated[Pruner, BeforeValidator(_pruner)] = Field(default_factory=Pruner)
+    space: Annotated[Mapping[str, Dimension], Field(min_length=1)] = Field(
+        description="keys of the run config, or names for ${…}"
+    )
+
+    @model_validator(mode="after")
+    def _is_countable(self) -> Self:
+        if self.sampler == "grid":
+            for key, dimension in self.space.items():
+                if not dimension.grid():
+                    raise ValueError(f"a grid needs choices or a step of {key}")
+            if self.combinations > 2**53 or self.count > MOST_INSTANCES:
+                raise ValueError(f"the grid has {self.combinations:,} combinations: write trials")
+        elif self.trials is None:
+            raise ValueError("trials is missing")
+        return self
+
+    @property
+    def combinations(self) -> int:
+        """The number of combinations of a grid."""
+        return math.prod(len(each.grid()) for each in self.space.values())
+
+    @property
+    def count(self) -> int:
+        """The number of trials."""
+        every = self.combinations if self.sampler == "grid" else MOST_INSTANCES
+        return min(self.trials or every, every)
+
+    def __str__(self) -> str:
+        drawn = "; ".join(f"{key}: {each}" for key, each in self.space.items())
+        goal = f"{self.direction} {self.metric}, pruner {self.pruner.name}"
+        return f"{self.sampler} draws {drawn} ({goal})"
+
+
 class FleetSpec(Section):
     """A fleet: a matrix of instances, each with the same services and jobs."""
 
@@ -217,6 +393,7 @@ class FleetSpec(Section):
     exclude: Annotated[tuple[Mapping[str, Scalar], ...], Strict(False)] = Field(
         (), description="combinations, or parts of them, that are left out"
     )
+    search: Search | None = Field(None, description="draw values instead of a matrix")
     max_parallel: Annotated[int, Field(gt=0, le=MOST_INSTANCES)] | None = Field(
         None, description="instances at a time; default: as many as there are resources for"
     )

@@ -16,15 +16,18 @@ import msgspec
 from instar.config.errors import ConfigError
 from instar.config.files import own_regular, read_regular
 from instar.distributed.appender import Appender
+from instar.fleet.spec import Scalar
 from instar.processes.spawner import Exit
 
 FLEETS = Path("fleets")
 STATE_FILE = "state.jsonl"
 _LARGEST_BYTES = 1 << 30
 
-Phase = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped"]
+Phase = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped", "pruned"]
 ProcessPhase = Literal["starting", "healthy", "running", "unhealthy", "stopping", "exited"]
-ENDED: tuple[Phase, ...] = ("succeeded", "failed", "stopped")
+ENDED: tuple[Phase, ...] = ("succeeded", "failed", "stopped", "pruned")
+DONE: tuple[Phase, ...] = ("succeeded", "pruned")
+"""what `resume` does not run again"""
 
 
 class Started(msgspec.Struct, frozen=True, tag="started", tag_field="kind"):
@@ -64,6 +67,24 @@ class ProcessChanged(msgspec.Struct, frozen=True, tag="process", tag_field="kind
     reason: str = ""
 
 
+class TrialDrawn(msgspec.Struct, frozen=True, tag="trial", tag_field="kind"):
+    """A search has drawn the values of an instance."""
+
+    time: float
+    instance: int
+    values: dict[str, Scalar]
+
+
+class TrialEvaluated(msgspec.Struct, frozen=True, tag="evaluation", tag_field="kind"):
+    """The run of a trial has recorded the metric of the search."""
+
+    time: float
+    instance: int
+    step: int
+    value: float | None
+    """None: NaN or infinite"""
+
+
 class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
     """The launcher has ended, and everything that it started."""
 
@@ -71,7 +92,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
     code: int
 
 
-FleetEvent = Started | InstanceChanged | ProcessChanged | Ended
+FleetEvent = Started | InstanceChanged | ProcessChanged | TrialDrawn | TrialEvaluated | Ended
 _decode = msgspec.json.Decoder(FleetEvent).decode
 
 
@@ -104,6 +125,10 @@ class InstanceStatus:
     host: str = ""
     """where it runs, if that is not the launcher's"""
     processes: Mapping[str, ProcessStatus] = field(default_factory=dict)
+    values: Mapping[str, Scalar] = field(default_factory=dict)
+    """of a trial of a search"""
+    metric: float | None = None
+    """of a trial of a search: its last evaluation"""
 
 
 @dataclass(frozen=True)
@@ -138,6 +163,12 @@ def fold(events: Iterable[FleetEvent]) -> FleetStatus:
                     process=event.process,
                     host=event.host or before.host,
                 )
+            case TrialDrawn():
+                before = instances.get(event.instance, InstanceStatus())
+                instances[event.instance] = replace(before, values=event.values)
+            case TrialEvaluated():
+                before = instances.get(event.instance, InstanceStatus())
+                instances[event.instance] = replace(before, metric=event.value)
             case ProcessChanged():
                 before = instances.get(event.instance, InstanceStatus())
                 was = before.processes.get(event.process)

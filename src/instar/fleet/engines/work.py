@@ -11,7 +11,7 @@ from instar.fleet.launcher import Launcher, this_machine
 from instar.fleet.load import LoadedFleet
 from instar.fleet.placement import Gpu, find_gpus
 from instar.fleet.plan import ANY_MACHINE, FleetPlan, Instance, make_plan
-from instar.fleet.state import STATE_FILE, FleetStatus, fold, read_events
+from instar.fleet.state import STATE_FILE, FleetEvent, FleetStatus, fold, read_events
 
 _EARLIER_S = 10.0
 """beyond their grace, how long processes of a killed launcher are waited for"""
@@ -67,7 +67,11 @@ def left(started: FleetFolder, only: Collection[int], trees: int) -> Work:
     """Return what there is to do of these instances; of all, if `only` is empty."""
     plan, gpus = planned(started.loaded, started.gpus)
     before = status_before(started)
-    done = {i for i, each in before.instances.items() if each.phase == "succeeded"}
+    done = {
+        index
+        for index, each in before.instances.items()
+        if each.phase == "succeeded" or (each.phase == "pruned" and index not in only)
+    }
     wanted = set(only or range(len(plan.instances))) - done
     todo = tuple(each for each in plan.instances if each.index in wanted)
     return Work(started, plan, gpus, before, todo, trees)
@@ -75,8 +79,12 @@ def left(started: FleetFolder, only: Collection[int], trees: int) -> Work:
 
 def status_before(started: FleetFolder) -> FleetStatus:
     """Return the state that earlier launchers left."""
-    there = (started.path / STATE_FILE).exists()
-    return fold(read_events(started.path)) if there else FleetStatus()
+    return fold(events_before(started))
+
+
+def events_before(started: FleetFolder) -> list[FleetEvent]:
+    """Return the events that earlier launchers left."""
+    return read_events(started.path) if (started.path / STATE_FILE).exists() else []
 
 
 def patience_s(started: FleetFolder) -> float:

@@ -32,7 +32,13 @@ REDRAW_S = 1.0
 SHARE = 0.01
 """largest share of a core that showing a fleet may take"""
 _LONGEST_PAUSE_S = 5.0
-_STYLES = {"succeeded": "green", "failed": "red", "waiting": "dim", "stopped": "yellow"}
+_STYLES = {
+    "succeeded": "green",
+    "failed": "red",
+    "waiting": "dim",
+    "stopped": "yellow",
+    "pruned": "dim",
+}
 _AROUND = 3
 """lines of the terminal that are not for instances: the title, the headers and the cursor"""
 
@@ -142,6 +148,7 @@ def _how_far(row: InstanceRow) -> str:
         "" if run is None or run.step is None else f"step {run.step:,}",
         "" if run is None or run.loss is None else f"loss {loss(run.loss)}",
         in_one_line(row.reason),
+        in_one_line(row.trial),
     ]
     text = ", ".join(filter(None, parts))
     return f" ({text})" if text else ""

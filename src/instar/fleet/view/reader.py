@@ -12,6 +12,7 @@ from instar.config.errors import ConfigError
 from instar.fleet.folder import describe
 from instar.fleet.launcher import launcher_pid
 from instar.fleet.plan import Instance, instances_of
+from instar.fleet.spec import Search
 from instar.fleet.state import FleetStatus, fold, read_events
 from instar.fleet.view.rows import FleetView, fleet_view
 from instar.logs.query.progress import ProgressReader, RunProgress
@@ -32,6 +33,7 @@ class FleetReader:
     """what its events add up to, as far as they were read"""
     planned: tuple[Instance, ...] = ()
     services: tuple[str, ...] = ()
+    search: Search | None = None
     _stamp: Stamp = ()
     _file_stamp: Stamp = ()
     _runs: Mapping[int, ProgressReader] = field(default_factory=dict)
@@ -47,7 +49,9 @@ class FleetReader:
         if (stamp := stamp_of(self.folder, "state")) != self._stamp:
             self.found, self._stamp = fold(read_events(self.folder)), stamp
         progress = self._progress()
-        return fleet_view(self.folder.name, self.found, pid, self.planned, self.services, progress)
+        return fleet_view(
+            self.folder.name, self.found, pid, self.planned, self.services, progress, self.search
+        )
 
     def _read_file(self) -> None:
         stamp = stamp_of(self.folder, "fleet.json")
@@ -57,6 +61,7 @@ class FleetReader:
         with suppress(ConfigError, ValueError):
             spec, cwd = describe(self.folder)
             self.planned, self.services = instances_of(spec), tuple(spec.services)
+            self.search = spec.search
             if not self.with_runs:
                 return
             base = Path() if cwd == Path.cwd() else cwd

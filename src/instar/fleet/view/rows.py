@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from instar.fleet.plan import Instance
+from instar.fleet.search.best import BestTrial, best_trial, trial_text
+from instar.fleet.spec import Search
 from instar.fleet.state import ENDED, FleetStatus, InstanceStatus, ProcessStatus, as_json
 from instar.logs.query.progress import RunProgress
 
@@ -45,6 +47,8 @@ class InstanceRow:
     progress: RunProgress | None
     """of the run in its folder"""
     processes: tuple[ProcessRow, ...]
+    trial: str = ""
+    """of a search: what it has reached, and its values"""
 
     @property
     def restarts(self) -> int:
@@ -68,6 +72,8 @@ class FleetView:
     launcher: int | None
     """process id, if it runs"""
     instances: tuple[InstanceRow, ...]
+    best: BestTrial | None = None
+    """of a search"""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -82,6 +88,7 @@ def fleet_view(
     planned: Iterable[Instance] = (),
     services: Collection[str] = (),
     progress: Mapping[int, RunProgress] | None = None,
+    search: Search | None = None,
 ) -> FleetView:
     """Return what is shown of a fleet.
 
@@ -98,11 +105,13 @@ def fleet_view(
             known.get(index),
             services,
             (progress or {}).get(index),
+            search,
             is_live=launcher is not None,
         )
         for index in sorted(found.instances.keys() | known.keys())
     ]
-    return FleetView(name, fleet_state(found, launcher), launcher, tuple(rows))
+    best = best_trial(search, found)
+    return FleetView(name, fleet_state(found, launcher), launcher, tuple(rows), best)
 
 
 def fleet_state(found: FleetStatus, launcher: int | None) -> str:
@@ -133,7 +142,8 @@ def to_json(view: FleetView, found: FleetStatus, now: float) -> dict[str, Any]:
             "operations": run.operations,
             "eta_s": row.eta_s(now),
         }
-    return data | {"instances": instances, "state": view.state, "launcher": view.launcher}
+    shown = {"instances": instances, "state": view.state, "launcher": view.launcher}
+    return data | shown | {"best": None if view.best is None else asdict(view.best)}
 
 
 def overview(view: FleetView) -> dict[str, Any]:
@@ -154,6 +164,7 @@ def _instance_row(
     planned: Instance | None,
     services: Collection[str],
     progress: RunProgress | None,
+    search: Search | None,
     *,
     is_live: bool,
 ) -> InstanceRow:
@@ -172,6 +183,7 @@ def _instance_row(
             _process_row(name, process, name in services, is_live=is_live)
             for name, process in status.processes.items()
         ),
+        trial_text(search, status),
     )
 
 

@@ -40,7 +40,7 @@ def instance_cells(row: InstanceRow, now: float) -> tuple[str, ...]:
         "" if eta_s is None else duration(eta_s),
         str(run.operations) if run and run.operations else "",
         str(row.restarts or ""),
-        in_one_line(", ".join(filter(None, [row.host, row.reason]))),
+        in_one_line(", ".join(filter(None, [row.host, row.reason, row.trial]))),
     )
 
 

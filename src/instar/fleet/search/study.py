@@ -1,0 +1,143 @@
+"""The study of a search: Optuna draws values from finished trials and decides which to prune.
+
+It lives in memory and is a fold over the fleet's events, so that it is the same after a kill. No file
+of Optuna's is read.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from instar.config.errors import ConfigError
+from instar.fleet.spec import Dimension, Pruner, Scalar, Search
+from instar.fleet.state import Phase
+
+if TYPE_CHECKING:
+    import optuna
+
+
+@dataclass
+class Trial:
+    """One trial, and how it goes."""
+
+    asked: optuna.Trial
+    values: Mapping[str, Scalar]
+    step: int = 0
+    value: float = math.nan
+    """of the last evaluation, at `step`"""
+    evaluations: int = 0
+    given_up: bool = False
+    """the pruner has decided against it"""
+
+
+class Study:
+    """The trials of a search by the index of their instance.
+
+    What is drawn for an instance depends on the seed, its index, and what is known by then.
+    """
+
+    def __init__(self, search: Search, name: str) -> None:
+        """Raises ConfigError if optuna is not installed."""
+        try:
+            import optuna
+        except ImportError:
+            raise ConfigError.one(
+                "searches need optuna", where="search", hint="pip install 'instar[search]'"
+            ) from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._search = search
+        self._space = {key: _distribution(each) for key, each in search.space.items()}
+        self.optuna = optuna.create_study(
+            study_name=name,  # hyperband divides the trials by name and number
+            direction=search.direction,
+            sampler=optuna.samplers.RandomSampler(),
+            pruner=_pruner(search.pruner),
+        )
+        self.trials: dict[int, Trial] = {}
+
+    def ask(self, index: int, run: str, values: Mapping[str, Scalar] | None = None) -> Trial:
+        """Begin a trial.
+
+        Args:
+            run: its name.
+            values: those that were drawn for it before.
+        """
+        if values is None and self._search.sampler == "grid":
+            values = self._combination(index)
+        if values is not None:
+            self.optuna.enqueue_trial(dict(values))
+        self.optuna.sampler = self._sampler(index)
+        asked = self.optuna.ask(self._space)
+        asked.set_user_attr("run", run)
+        self.trials[index] = Trial(asked, asked.params if values is None else values)
+        return self.trials[index]
+
+    def report(self, index: int, step: int, value: float) -> None:
+        """Tell the pruner of an evaluation; `given_up` is its decision."""
+        trial = self.trials[index]
+        trial.step, trial.value = step, value
+        trial.evaluations += 1
+        trial.asked.report(value, trial.evaluations)
+        trial.given_up = trial.given_up or trial.asked.should_prune()
+
+    def tell(self, index: int, phase: Phase) -> None:
+        """End a trial: what was learned from it counts for later ones."""
+        from optuna.trial import TrialState
+
+        trial = self.trials[index]
+        if phase == "succeeded" and math.isfinite(trial.value):
+            self.optuna.tell(trial.asked, trial.value)
+        else:
+            state = TrialState.PRUNED if phase == "pruned" else TrialState.FAIL
+            self.optuna.tell(trial.asked, state=state)
+
+    def _sampler(self, index: int) -> optuna.samplers.BaseSampler:
+        import numpy as np
+        from optuna.samplers import RandomSampler, TPESampler
+
+        seed = int(np.random.SeedSequence([self._search.seed, index]).generate_state(1)[0])
+        return TPESampler(seed=seed) if self._search.sampler == "tpe" else RandomSampler(seed)
+
+    def _combination(self, index: int) -> dict[str, Scalar]:
+        """Return one of all combinations, in random order: pruners compare with earlier ones."""
+        count = self._search.combinations
+        number = random.Random(self._search.seed).sample(range(count), self._search.count)[index]
+        drawn: dict[str, Scalar] = {}
+        for key, dimension in self._search.space.items():
+            grid = dimension.grid()
+            number, place = divmod(number, len(grid))
+            drawn[key] = grid[place]
+        return drawn
+
+
+def _distribution(dimension: Dimension) -> optuna.distributions.BaseDistribution:
+    from optuna import distributions as of
+
+    if dimension.choices is not None:
+        return of.CategoricalDistribution(dimension.choices)
+    low, high, step = dimension.low, dimension.high, dimension.step
+    assert low is not None
+    assert high is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the last step may end below `high`
+        if dimension.whole:
+            return of.IntDistribution(int(low), int(high), dimension.log, int(step or 1))
+        return of.FloatDistribution(low, high, dimension.log, step)
+
+
+def _pruner(pruner: Pruner) -> optuna.pruners.BasePruner:
+    from optuna import pruners
+
+    settings = pruner.settings
+    if pruner.name == "hyperband":
+        return pruners.HyperbandPruner(**settings)
+    if pruner.name == "successive_halving":
+        return pruners.SuccessiveHalvingPruner(**{"min_resource": 1, **settings})
+    if pruner.name == "median":
+        return pruners.MedianPruner(**settings)
+    return pruners.NopPruner()
