@@ -145,7 +145,7 @@ jobs:
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "").splitlines()
     assert any(line.endswith("fleet shown: 2 instances, 1 at a time") for line in lines), lines
     assert any("1 running, 1 waiting" in line for line in lines)
-    assert any("shown-1 failed: job ended with status 1" in line for line in lines), lines
+    assert any("shown-1 failed: job ended with exit code 1" in line for line in lines), lines
     assert lines[-2:] == ["1 succeeded, 1 failed", "next: instar fleet resume shown"]
 
 
