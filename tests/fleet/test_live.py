@@ -3,65 +3,26 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fleets import FleetPlace
+from fleets import FleetPlace, RunningFleet
 from terminal import environment, run_on_terminal
 
-from instar.fleet.launcher import FolderLock
 from instar.fleet.state import (
-    Ended,
     InstanceChanged,
     InstanceStatus,
     ProcessChanged,
     Started,
-    StateLog,
     fold,
 )
 from instar.fleet.view import live, logs
 from instar.fleet.view.reader import FleetReader
 from instar.fleet.view.rows import fleet_view
 from instar.record.console import PlainScreen
-
-SPEC = {
-    "name": "two",
-    "matrix": {"seed": [1, 2]},
-    "run_name": "s${seed}",
-    "services": {"server": {"command": ["true"]}},
-    "jobs": {"job": {"command": ["true"]}},
-}
-
-
-class RunningFleet:
-    """A fleet whose launcher is this process."""
-
-    def __init__(self, path: Path) -> None:
-        self.folder = path / "fleets" / "two"
-        self.folder.mkdir(parents=True)
-        kept = {"format": "instar-fleet/1", "spec": SPEC, "configs": {}, "gpus": None}
-        (self.folder / "fleet.json").write_text(json.dumps(kept | {"cwd": str(path)}))
-        self.lock = FolderLock(self.folder, 0.0)
-        self.state = StateLog(self.folder)
-        self.state.write(Started(1.0, 1, "h", "", (0, 1)))
-        self.state.write(InstanceChanged(1.0, 0, "running"))
-
-    def log(self, name: str, text: str, how: str = "a") -> Path:
-        path = self.folder / "logs" / "s1" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open(how) as file:
-            file.write(text)
-        return path
-
-    def end(self) -> None:
-        self.state.write(InstanceChanged(2.0, 0, "failed", "no\nreason"))
-        self.state.write(Ended(2.0, 4))
-        self.state.close()
-        self.lock.close()
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ import httpx
 import pytest
 import uvicorn
 
+from instar.fleet.view import site
+from instar.fleet.view.site import FleetCatalog
 from instar.logs.web import catalog
 from instar.logs.web import stream as live
 from instar.logs.web.server import Ending, bind, configured
@@ -51,10 +53,11 @@ def served(folder: Path) -> Iterator[str]:
     """The address of one in a thread of this process, which looks at the runs more often."""
     ending = Ending()
     address = bind("127.0.0.1", 0, None)
-    config = configured(folder, address, ending)
+    config = configured(folder, address, ending, FleetCatalog)
     server = uvicorn.Server(config)
     with pytest.MonkeyPatch.context() as patch, socket(fileno=address.descriptor) as bound:
         patch.setattr(catalog, "FRESH_S", 0.1)
+        patch.setattr(site, "FRESH_S", 0.1)
         patch.setattr(live, "POLL_S", 0.05)
         thread = Thread(target=server.run, args=([bound],))
         thread.start()

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from instar.config.errors import ConfigError
+from instar.fleet.launcher import FolderLock
 from instar.fleet.load import load_fleet
 from instar.fleet.plan import FleetPlan, Machine, make_plan
+from instar.fleet.state import Ended, InstanceChanged, Started, StateLog
 
 SERVER = """\
 import http.server, json, sys
@@ -118,6 +120,42 @@ class FleetPlace:
                         if state != "Z":
                             found.append(int(folder.name))
         return found
+
+
+PAIR = {
+    "name": "two",
+    "matrix": {"seed": [1, 2]},
+    "run_name": "s${seed}",
+    "services": {"server": {"command": ["true"]}},
+    "jobs": {"job": {"command": ["true"]}},
+}
+
+
+class RunningFleet:
+    """A fleet `two` whose launcher is this process; `changes`: of its file."""
+
+    def __init__(self, path: Path, **changes: object) -> None:
+        self.folder = path / "fleets" / "two"
+        self.folder.mkdir(parents=True)
+        kept = {"format": "instar-fleet/1", "spec": PAIR | changes, "configs": {}, "gpus": None}
+        (self.folder / "fleet.json").write_text(json.dumps(kept | {"cwd": str(path)}))
+        self.lock = FolderLock(self.folder, 0.0)
+        self.state = StateLog(self.folder)
+        self.state.write(Started(1.0, 1, "h", "", (0, 1)))
+        self.state.write(InstanceChanged(1.0, 0, "running"))
+
+    def log(self, name: str, text: str, how: str = "a") -> Path:
+        path = self.folder / "logs" / "s1" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open(how) as file:
+            file.write(text)
+        return path
+
+    def end(self) -> None:
+        self.state.write(InstanceChanged(2.0, 0, "failed", "no\nreason"))
+        self.state.write(Ended(2.0, 4))
+        self.state.close()
+        self.lock.close()
 
 
 def phase_of(status: dict[str, Any], process: str, instance: int = 0) -> str:

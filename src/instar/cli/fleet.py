@@ -171,7 +171,7 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
 
     if name is None:
         folders = sorted(path.parent for path in FLEETS.glob(f"*/{STATE_FILE}"))
-        rows = [overview(FleetReader(folder, with_runs=False).read()) for folder in folders]
+        rows = [overview(FleetReader(folder).read(runs=False)) for folder in folders]
         if as_json:
             print_json(rows)
         else:

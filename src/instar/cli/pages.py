@@ -60,12 +60,14 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
 @click.option("--token", help="Access token of the page.  [default: random]")
 @click.option("-e", "--open", "opens", is_flag=True, help="Open the page in a browser.")
 def dashboard(folder: Path, port: int | None, host: str, token: str | None, opens: bool) -> None:
-    """Show runs live in a browser: the runs in DIR (default: runs), or one run.
+    """Show runs live in a browser: the runs in DIR (default: runs), or one run; and the fleets in the
+    folder `fleets` beside DIR.
 
     The page is read-only. It is reachable only from this machine, unless --host is set, and only
     with the printed address, which contains a token. Ctrl-C ends it.
     """
     try:
+        from instar.fleet.view.site import FleetCatalog
         from instar.logs.web.server import bind, serve
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
@@ -85,4 +87,4 @@ def dashboard(folder: Path, port: int | None, host: str, token: str | None, open
         import webbrowser
 
         webbrowser.open(address.url_once)
-    serve(folder, address)
+    serve(folder, address, FleetCatalog)

@@ -14,6 +14,7 @@ from dashboards import dashboard, make_run, served, started, train
 from opened import PANEL, drawn, expect_points, opened, picture, walked
 from playwright.sync_api import Browser, expect
 
+from instar.logs.web.assets import PLACES
 from instar.record.events import Alert, Eval, Saved
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, hold
@@ -472,7 +473,7 @@ def test_the_page_loads_every_script_and_style_sheet_that_there_is() -> None:
     web = files("instar.logs.web")
     page = (web / "page" / "index.html").read_text()
     loaded = re.findall(r'(?:src|href)="/page/([^"]*)"', page)
-    there = [file.name for folder in ("page", "charts") for file in (web / folder).iterdir()]
+    there = [file.name for folder in PLACES for file in (web / folder).iterdir()]
     wanted = {name for name in there if name.endswith((".js", ".css"))} - {"enter.js"}
     assert len(loaded) == len(set(loaded))
     assert set(loaded) == wanted

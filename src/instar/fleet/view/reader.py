@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from instar.fleet.view.rows import FleetView, fleet_view
 from instar.logs.query.progress import ProgressReader, RunProgress
 from instar.record.rundir import RunDir
 
+MAX_BYTES = 1 << 30
 Stamp = tuple[tuple[str, int, int, int], ...]
 """name, size, time of the last change and inode of each file"""
 
@@ -27,51 +28,69 @@ class FleetReader:
     """Reads a fleet's folder, whosever it is: nothing that it names is run."""
 
     folder: Path
-    with_runs: bool = True
-    """read the records of the instances' runs too"""
+    run_of: Callable[[Instance], RunDir | None] | None = None
+    """returns an instance's run, if it may be read; None: the run in its folder, as it is written"""
+    most_bytes: int = MAX_BYTES
+    """of its file and of what is recorded"""
     found: FleetStatus = field(default_factory=FleetStatus)
     """what its events add up to, as far as they were read"""
-    planned: tuple[Instance, ...] = ()
+    planned: Mapping[int, Instance] = field(default_factory=dict)
     services: tuple[str, ...] = ()
     search: Search | None = None
     _stamp: Stamp = ()
     _file_stamp: Stamp = ()
-    _runs: Mapping[int, ProgressReader] = field(default_factory=dict)
+    _base: Path = Path()
+    _runs: dict[int, ProgressReader] = field(default_factory=dict)
 
-    def read(self) -> FleetView:
+    def read(self, *, runs: bool = True) -> FleetView:
         """Return the state of now.
 
+        Args:
+            runs: read the records of the instances' runs too.
+
         Raises:
-            ConfigError: there is no fleet in this folder.
+            ConfigError: there is no fleet in this folder, or its record is too large.
         """
         pid = launcher_pid(self.folder)  # first: a launcher that has ended has written all
         self._read_file()
         if (stamp := stamp_of(self.folder, "state")) != self._stamp:
+            self._check(stamp)
             self.found, self._stamp = fold(read_events(self.folder)), stamp
-        progress = self._progress()
+        planned, progress = self.planned.values(), self._progress() if runs else {}
         return fleet_view(
-            self.folder.name, self.found, pid, self.planned, self.services, progress, self.search
+            self.folder.name, self.found, pid, planned, self.services, progress, self.search
         )
 
     def _read_file(self) -> None:
         stamp = stamp_of(self.folder, "fleet.json")
         if stamp == self._file_stamp:
             return
-        self._file_stamp, self.planned, self._runs = stamp, (), {}
+        self._file_stamp, self.planned, self._runs = stamp, {}, {}
         with suppress(ConfigError, ValueError):
+            self._check(stamp)
             spec, cwd = describe(self.folder)
-            self.planned, self.services = instances_of(spec), tuple(spec.services)
-            self.search = spec.search
-            if not self.with_runs:
-                return
-            base = Path() if cwd == Path.cwd() else cwd
-            self._runs = {
-                each.index: ProgressReader(RunDir(base / each.output_dir)) for each in self.planned
-            }
+            self.planned = {each.index: each for each in instances_of(spec)}
+            self.services, self.search = tuple(spec.services), spec.search
+            self._base = Path() if cwd == Path.cwd() else cwd
+
+    def _check(self, stamp: Stamp) -> None:
+        if sum(size for _, size, *_ in stamp) > self.most_bytes:
+            raise ConfigError.one(
+                f"larger than {self.most_bytes >> 20} MiB", where=str(self.folder / stamp[0][0])
+            )
 
     def _progress(self) -> dict[int, RunProgress]:
-        read = {i: self._runs[i].read() for i in self.found.instances if i in self._runs}
-        return {index: each for index, each in read.items() if each is not None}
+        found = {}
+        for index in self.found.instances.keys() & self.planned.keys():
+            run = (self.run_of or self._as_written)(self.planned[index])
+            if run is not None and (index not in self._runs or self._runs[index].run != run):
+                self._runs[index] = ProgressReader(run)
+            if run is not None and (progress := self._runs[index].read()) is not None:
+                found[index] = progress
+        return found
+
+    def _as_written(self, instance: Instance) -> RunDir:
+        return RunDir(self._base / instance.output_dir)
 
 
 def stamp_of(folder: Path, prefix: str) -> Stamp:

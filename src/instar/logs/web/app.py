@@ -23,14 +23,16 @@ from instar.logs.query.state import run_status
 from instar.logs.query.summary import summarize, to_json
 from instar.logs.read.record import AXES, RecordedEvent, RunRecord, read
 from instar.logs.read.summary_cache import cached_summary
+from instar.logs.web.assets import PLACES
 from instar.logs.web.catalog import Catalog
 from instar.logs.web.curves import POINTS, Curves, marks, printable
+from instar.logs.web.fleets import MakeFleets
 from instar.logs.web.sections import PARTS, comparison, sections
 from instar.logs.web.stream import MAX_RUNS, EventStream, log_after, stream
 from instar.record.events import Event, to_words
 from instar.record.rundir import RunDir
 
-PAGE = (Path(__file__).parent / "page", Path(__file__).parent / "charts")
+PAGE = tuple(Path(__file__).parent / place for place in PLACES)
 MAX_EVENTS = 1000
 _RANK = re.compile(r"rank_(\d{1,6})\.log")
 MAX_METRICS = 64
@@ -38,9 +40,16 @@ MAX_COMPARED = 32
 _ONE = "/api/runs/{key}"
 
 
-def dashboard(folder: Path, is_ending: Callable[[], bool] = lambda: False) -> Starlette:
-    """Returns the app for a folder of runs or one run; `is_ending` ends open streams."""
-    site = Site(folder, is_ending)
+def dashboard(
+    folder: Path,
+    is_ending: Callable[[], bool] = lambda: False,
+    make_fleets: MakeFleets | None = None,
+) -> Starlette:
+    """Returns the app for a folder of runs or one run; `is_ending` ends open streams.
+
+    `make_fleets`: returns the fleets of these runs; None: fleets are not shown.
+    """
+    site = Site(folder, is_ending, make_fleets)
     per_run = {
         "summary": site.summary,
         **dict.fromkeys(PARTS, site.sections),
@@ -64,10 +73,13 @@ def dashboard(folder: Path, is_ending: Callable[[], bool] = lambda: False) -> St
 class Site:
     """The responses; those that read files run in threads."""
 
-    def __init__(self, folder: Path, is_ending: Callable[[], bool]) -> None:
+    def __init__(
+        self, folder: Path, is_ending: Callable[[], bool], make_fleets: MakeFleets | None = None
+    ) -> None:
         self._folder = folder
         self._is_ending = is_ending
         self._catalog = Catalog(folder, row, unseen)
+        self._fleets = make_fleets(folder, self._catalog.runs) if make_fleets else None
         self._curves = Curves()
         self._files = {
             path.name: path for place in PAGE for path in place.iterdir() if path.is_file()
@@ -107,7 +119,9 @@ class Site:
     async def stream(self, request: Request) -> EventStream:
         last_id = request.headers.get("last-event-id", "")
         query = request.query_params
-        return await asyncio.to_thread(stream, self._catalog, query, last_id, self._is_ending)
+        return await asyncio.to_thread(
+            stream, self._catalog, query, last_id, self._is_ending, self._fleets
+        )
 
     def summary(self, request: Request) -> Response:
         return _json(summary_of(self._run(request)))

@@ -88,6 +88,11 @@ class Catalog:
             rows = [entry.row for entry in self._entries.values() if entry.version > version]
             return rows, [key for key, at in self._removed.items() if at > version]
 
+    def runs(self) -> dict[str, RunDir]:
+        """Returns the runs that were found by the last refresh."""
+        with self._lock:
+            return {key: entry.run for key, entry in self._entries.items()}
+
     def find(self, key: str) -> RunDir | None:
         """Returns the run of that name, or None."""
         self.refresh()

@@ -24,6 +24,7 @@ from instar.config.errors import ConfigError, ConfigProblem
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, read
 from instar.logs.text.summary import page as summary_lines
+from instar.logs.web.assets import PLACES
 from instar.logs.web.curves import chart_data, chart_series, printable, shortened
 from instar.logs.web.sections import MAX_ROWS, PARTS, comparison, folder_name, sections
 from instar.record.atomic import replace_file
@@ -196,8 +197,8 @@ def _hash(text: str) -> str:
 
 
 def _any_asset(name: str) -> str:
-    is_page = (files("instar.logs.web") / "page" / name).is_file()
-    return _asset(f"{'page' if is_page else 'charts'}/{name}")
+    web = files("instar.logs.web")
+    return next(_asset(f"{place}/{name}") for place in PLACES if (web / place / name).is_file())
 
 
 def _asset(path: str) -> str:

@@ -23,6 +23,7 @@ from instar.logs.read.lineage import Lineage
 from instar.logs.read.record import RecordedEvent, RunRecord, Series, read
 from instar.logs.web.catalog import Catalog
 from instar.logs.web.curves import curve, marks, printable
+from instar.logs.web.fleets import Fleets
 from instar.record.events import Eval, Event, Layers, Placed, RecordError, RunStarted, Train
 from instar.record.rundir import RunDir
 
@@ -34,7 +35,7 @@ BEHIND_BYTES = 4 << 20
 LOG_BYTES = 64 << 10
 MAX_RUNS = 500
 ID_BYTES = 1 << 14
-_ID = re.compile(r"([0-9a-f]+)\.(\d+)\|([\d,]*)\|(\d*)", re.ASCII)
+_ID = re.compile(r"([0-9a-f]+)\.(\d+)\|([\d,]*)\|(\d*)\|(\d*)", re.ASCII)
 _RANK = re.compile(r"\d{1,6}", re.ASCII)
 
 
@@ -50,10 +51,12 @@ class Shown:
 
 @dataclass
 class ShownLog:
-    """The rank's log that the page shows."""
+    """The log that the page shows: of a rank, or of a process of a fleet."""
 
-    key: str
-    rank: int
+    event: str
+    """name of its messages"""
+    about: dict[str, Any]
+    """which log it is, in each message"""
     path: Path
     offset: int
 
@@ -61,18 +64,29 @@ class ShownLog:
 class PageUpdates:
     """The changes that one page has not been sent yet."""
 
-    def __init__(self, catalog: Catalog, query: QueryParams, last_id: str = "") -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        query: QueryParams,
+        last_id: str = "",
+        fleets: Fleets | None = None,
+    ) -> None:
         self._catalog = catalog
+        self._fleets = fleets
+        self._fleet = query.get("fleet", "")
+        self._sent = {"fleets": msgspec.json.encode({"rows": []})}
         self._metrics = frozenset(query.getlist("metric"))
         self._boot, version = _pair(query.get("seen", "."), ".")
         self._version = _whole(version)
         places = [_pair(text, ":") for text in query.getlist("run")[:MAX_RUNS]]
         log, log_offset = _pair(query.get("log", ""), ":")
+        fleet_log, fleet_log_offset = _pair(query.get("fleet_log", ""), ":")
         offsets = [_whole(offset) for _, offset in places]
         if match := _ID.fullmatch(last_id[:ID_BYTES]):
             self._boot, self._version = match[1], _whole(match[2])
             offsets = [_whole(offset) for offset in match[3].split(",") if offset]
             log_offset = match[4] or log_offset
+            fleet_log_offset = match[5] or fleet_log_offset
         self._shown = [
             Shown(key, run, Follower(run.events, offset))
             for (key, _), offset in zip(places, offsets, strict=False)
@@ -80,18 +94,25 @@ class PageUpdates:
         ]
         self._requested_keys = [key for key, _ in places]
         self._log = self._log_of(log, _whole(log_offset))
+        self._fleet_log = self._fleet_log_of(fleet_log, _whole(fleet_log_offset))
 
     @property
     def id(self) -> str:
         """The event id: the state up to which everything has been sent."""
         at = {shown.key: shown.follower.offset for shown in self._shown}
         offsets = ",".join(str(at.get(key, 0)) for key in self._requested_keys)
-        log = "" if self._log is None else self._log.offset
-        return f"{self._boot}.{self._version}|{offsets}|{log}"
+        ends = ["" if log is None else str(log.offset) for log in (self._log, self._fleet_log)]
+        return "|".join([f"{self._boot}.{self._version}", offsets, *ends])
 
     def poll(self) -> list[bytes]:
         """Returns new messages, as whole server-sent events; the last one carries the id."""
-        messages = [*self._list(), *self._points(), *self._lines()]
+        messages = [
+            *self._list(),
+            *self._points(),
+            *_lines(self._log),
+            *self._of_fleets(),
+            *_lines(self._fleet_log),
+        ]
         if not messages:
             return []
         parts = [
@@ -137,17 +158,34 @@ class PageUpdates:
         run = self._catalog.find(key) if _RANK.fullmatch(rank) else None
         if run is None or (path := self._catalog.file(run, run.log(int(rank)))) is None:
             return None
-        return ShownLog(key, int(rank), path, offset)
+        return ShownLog("log", {"key": key, "rank": int(rank)}, path, offset)
 
-    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        log = self._log
-        if log is None:
+    def _fleet_log_of(self, log: str, offset: int) -> ShownLog | None:
+        path = self._fleets.log(self._fleet, log) if self._fleets and log else None
+        about = {"fleet": self._fleet, "log": log}
+        return None if path is None else ShownLog("fleet_log", about, path, offset)
+
+    def _of_fleets(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the list of fleets and the fleet that the page shows, if they have changed."""
+        if self._fleets is None:
             return
-        text, offset, skipped = log_after(log.path, log.offset)
-        if offset != log.offset:
-            log.offset = offset
-            place = {"key": log.key, "rank": log.rank, "offset": offset}
-            yield "log", place | {"text": text, "skipped": skipped}
+        found: dict[str, dict[str, Any]] = {"fleets": {"rows": self._fleets.rows()}}
+        if self._fleet:
+            found["fleet"] = self._fleets.view(self._fleet) or {"name": self._fleet, "state": ""}
+        for name, data in found.items():
+            as_bytes = msgspec.json.encode(data)
+            if as_bytes != self._sent.get(name):
+                self._sent[name] = as_bytes
+                yield name, data
+
+
+def _lines(log: ShownLog | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    if log is None:
+        return
+    text, offset, skipped = log_after(log.path, log.offset)
+    if offset != log.offset:
+        log.offset = offset
+        yield log.event, log.about | {"offset": offset, "text": text, "skipped": skipped}
 
 
 @dataclass
@@ -214,7 +252,11 @@ def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
 
 
 def stream(
-    catalog: Catalog, query: QueryParams, last_id: str, is_ending: Callable[[], bool]
+    catalog: Catalog,
+    query: QueryParams,
+    last_id: str,
+    is_ending: Callable[[], bool],
+    fleets: Fleets | None = None,
 ) -> EventStream:
     """Returns the stream that a page requests, from the beginning or from a previous stream's end.
 
@@ -223,7 +265,7 @@ def stream(
     """
     if len(query.getlist("run")) > MAX_RUNS:
         raise ConfigError.one(f"no more than {MAX_RUNS} runs can be followed at once")
-    return EventStream(PageUpdates(catalog, query, last_id), is_ending)
+    return EventStream(PageUpdates(catalog, query, last_id, fleets), is_ending)
 
 
 def _pair(text: str, sign: str) -> tuple[str, str]:

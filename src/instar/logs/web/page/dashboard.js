@@ -79,6 +79,14 @@ class App {
     view.replaceChildren();
     view.setAttribute("aria-labelledby", `tab-${tab}`);
     this.view = null;
+    const { fleet } = state.values;
+    document.body.classList.toggle("of-fleet", Boolean(fleet));
+    drawFleets(this.fleets || []);
+    if (fleet) {
+      this.view = new FleetView(view, this);
+      this.follow();
+      return;
+    }
     if (!this.selection.keys.length) {
       const text = this.runs.rows.size ? "Choose a run." : "No run yet. The first one is shown here as soon as it starts.";
       view.append(el("p", { className: "none faint", textContent: text }));
@@ -95,6 +103,10 @@ class App {
   }
 
   async #load() {
+    if (state.values.fleet) {
+      this.follow();
+      return;
+    }
     const metrics = this.view?.metrics || state.list("metrics");
     const loading = this.runs.show(this.selection.keys, metrics);
     this.#soon();
@@ -128,7 +140,8 @@ class App {
     const runs = [...this.runs.shown.values()].filter((run) => run.loaded && run.offset != null);
     const metrics = new Set(runs.flatMap((run) => [...run.asked]));
     const log = this.view?.place;
-    const shown = JSON.stringify([runs.map((run) => run.id), [...metrics].sort(), log?.log]);
+    const { fleet } = state.values;
+    const shown = JSON.stringify([runs.map((run) => run.id), [...metrics].sort(), log?.log, fleet, this.view?.log]);
     const query = () => {
       const asked = new URLSearchParams({ seen: this.runs.seen });
       for (const run of runs) {
@@ -137,6 +150,8 @@ class App {
       }
       for (const metric of metrics) asked.append("metric", metric);
       if (log) asked.append("log", `${log.log}:${log.offset}`);
+      if (fleet) asked.append("fleet", fleet);
+      if (this.view?.followed) asked.append("fleet_log", this.view.followed);
       return asked;
     };
     return { about: shown, behind: runs.some((run) => run.held), query };
@@ -146,6 +161,8 @@ class App {
     if (name === "runs") this.runs.take(data);
     else if (name === "news") this.runs.grow(data);
     else if (name === "anew") this.#again(data.key);
+    else if (name === "fleets") drawFleets((this.fleets = data.rows));
+    else if (name === "fleet") this.view?.fleet?.(data);
     else this.view?.hear?.(data);
   }
 
@@ -169,6 +186,7 @@ class App {
     this.list.draw();
     this.#chosen();
     this.#figures();
+    if (state.values.fleet) document.title = `${state.values.fleet} – Instar`;
   }
 
   #grown({ key, grown }) {

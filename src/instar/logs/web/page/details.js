@@ -175,6 +175,42 @@ class SystemView extends SectionsView {
   }
 }
 
+/** The lines of a log that grows, with a search; its end stays in view unless that is switched off. */
+class LogPaper {
+  constructor(bar, parent, label, title = "") {
+    this.search = el("input", { type: "search", placeholder: "Only lines with", attrs: { "aria-label": "Only lines with" } });
+    this.search.addEventListener("input", () => this.#filter());
+    this.follow = el("input", { type: "checkbox", checked: true });
+    this.follow.addEventListener("change", () => this.#end());
+    bar.append(...(title ? [el("strong", { textContent: title })] : []), this.search, el("label", { className: "check" }, this.follow, "Follow"));
+    this.lines = el("div", { className: "paper log", tabIndex: 0, attrs: { role: "log", "aria-label": label, "aria-live": "off" } });
+    parent.append(this.lines);
+  }
+
+  /** Whole lines; `skipped`: some before them are left out. */
+  append(text, skipped) {
+    if (skipped) this.lines.append(el("div", { className: "faint", textContent: "… earlier lines are left out" }));
+    for (const line of text.split("\n").slice(0, -1)) {
+      const found = / (WARNING|ERROR|CRITICAL): /.exec(line);
+      // of a progress bar that returns to the beginning of its line, the last state
+      const last = line.replace(/\r$/, "").split("\r").at(-1);
+      this.lines.append(el("div", { textContent: last, className: found ? found[1].toLowerCase() : "" }));
+    }
+    while (this.lines.childElementCount > LINES) this.lines.firstChild.remove();
+    this.#filter();
+    this.#end();
+  }
+
+  #filter() {
+    const words = this.search.value.toLowerCase();
+    for (const line of this.lines.children) line.hidden = words !== "" && !line.textContent.toLowerCase().includes(words);
+  }
+
+  #end() {
+    if (this.follow.checked) this.lines.scrollTop = this.lines.scrollHeight;
+  }
+}
+
 class LogsView extends Detail {
   happened() {}
 
@@ -190,13 +226,9 @@ class LogsView extends Detail {
       state.set({ rank: choice.value });
       this.app.draw();
     });
-    this.search = el("input", { type: "search", placeholder: "Only lines with", attrs: { "aria-label": "Only lines with" } });
-    this.search.addEventListener("input", () => this.#filter());
-    this.follow = el("input", { type: "checkbox", checked: true });
-    this.follow.addEventListener("change", () => this.#end());
-    this.bar.append(el("label", {}, "Rank", choice), this.search, el("label", { className: "check" }, this.follow, "Follow"));
-    this.lines = el("div", { className: "paper log", tabIndex: 0, attrs: { role: "log", "aria-label": `Log of rank ${rank}`, "aria-live": "off" } });
-    this.body.replaceChildren(this.lines);
+    this.bar.append(el("label", {}, "Rank", choice));
+    this.body.replaceChildren();
+    this.lines = new LogPaper(this.bar, this.body, `Log of rank ${rank}`);
     const told = await ask(about(this.key, `logs/${rank}`));
     if (this.over) return;
     this.rank = rank;
@@ -212,22 +244,6 @@ class LogsView extends Detail {
   hear({ key, rank, text, offset, skipped }) {
     if (key !== this.key || rank !== this.rank || (this.offset ?? -1) >= offset) return;
     this.offset = offset;
-    if (skipped) this.lines.append(el("div", { className: "faint", textContent: "… earlier lines are left out" }));
-    for (const line of text.split("\n").slice(0, -1)) {
-      const found = / (WARNING|ERROR|CRITICAL): /.exec(line);
-      this.lines.append(el("div", { textContent: line, className: found ? found[1].toLowerCase() : "" }));
-    }
-    while (this.lines.childElementCount > LINES) this.lines.firstChild.remove();
-    this.#filter();
-    this.#end();
-  }
-
-  #filter() {
-    const words = this.search.value.toLowerCase();
-    for (const line of this.lines.children) line.hidden = words !== "" && !line.textContent.toLowerCase().includes(words);
-  }
-
-  #end() {
-    if (this.follow.checked) this.lines.scrollTop = this.lines.scrollHeight;
+    this.lines.append(text, skipped);
   }
 }

@@ -217,6 +217,7 @@ class RunSelection {
   }
 
   #changed() {
+    state.set({ fleet: "", fleet_log: "" });
     state.setList("runs", this.keys);
     this.told.dispatchEvent(new Event("change"));
   }

@@ -240,7 +240,7 @@ class Stream {
       if (source.readyState === EventSource.CLOSED) this.#later();
     };
     source.addEventListener("beat", () => (this.heard = Date.now()));
-    for (const name of ["runs", "news", "anew", "log"]) {
+    for (const name of ["runs", "news", "anew", "log", "fleets", "fleet", "fleet_log"]) {
       source.addEventListener(name, (event) => {
         if (source !== this.source) return;
         this.heard = Date.now();

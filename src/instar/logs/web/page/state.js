@@ -7,7 +7,7 @@ const TABS = ["curves", "overview", "stages", "results", "events", "system", "lo
 
 const DEFAULTS = {
   runs: "", tab: "curves", metrics: METRICS.join(","), x: "step", log: "", smooth: "0", marks: "1",
-  q: "", states: "", sort: "started", of: "", rank: "0",
+  q: "", states: "", sort: "started", of: "", rank: "0", fleet: "", fleet_log: "",
   ...embedded?.wanted,
 };
 
