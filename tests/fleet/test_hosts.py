@@ -17,6 +17,7 @@ from instar.fleet.engines.remote import HostStatus, follow
 from instar.fleet.engines.work import left
 from instar.fleet.folder import create, reopen
 from instar.fleet.load import load_fleet
+from instar.fleet.placement import given_gpus
 from instar.fleet.plan import Instance
 
 SRUN = """\
@@ -170,6 +171,6 @@ def test_a_host_that_cannot_see_the_folder_says_so(place: FleetPlace) -> None:
 
 def test_the_gpus_of_a_host_are_those_that_its_scheduler_gave() -> None:
     given = {"CUDA_VISIBLE_DEVICES": "2,MIG-1", "SLURM_JOB_GPUS": "0,1"}
-    assert [gpu.id for gpu in host.given_gpus(given, None)] == ["2", "MIG-1"]
-    assert [gpu.id for gpu in host.given_gpus({"SLURM_JOB_GPUS": "7"}, None)] == ["7"]
-    assert [gpu.id for gpu in host.given_gpus(given, "1")] == ["0"]
+    assert [gpu.id for gpu in given_gpus(given, None)] == ["2", "MIG-1"]
+    assert [gpu.id for gpu in given_gpus({"SLURM_JOB_GPUS": "7"}, None)] == ["7"]
+    assert [gpu.id for gpu in given_gpus(given, "1")] == ["0"]

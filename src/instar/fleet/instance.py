@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,8 @@ from instar.fleet.spec import MASTER, Job, Process, Service
 from instar.fleet.state import ProcessChanged, ProcessPhase, StateLog, log_path, now, result_path
 from instar.fleet.template import expand
 from instar.processes.child import exit_text
-from instar.processes.spawner import Command, Exit, Spawner, Tree
+from instar.processes.running import RunningProcess
+from instar.processes.spawner import Command, Spawner
 
 FLEET_VARIABLE = "INSTAR_FLEET"
 """environment variable of every process of a fleet: the folder of its state"""
@@ -99,49 +99,6 @@ class _ServiceState:
     """why it is down, after it was healthy or has failed to become so"""
     failed: bool = False
     """whether it will not be restarted"""
-
-
-class RunningProcess:
-    """A process tree and the futures of its end."""
-
-    def __init__(self, tree: Tree, on_started: Callable[[int], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self.exited: asyncio.Future[Exit] = loop.create_future()
-        self.gone: asyncio.Future[None] = loop.create_future()
-        self.error = ""
-        """why the command could not be started"""
-        self.asked_to_stop = False
-        self._tree = tree
-        self._on_started = on_started
-        loop.add_reader(tree.fileno(), self._receive)
-
-    def _receive(self) -> None:
-        for message in self._tree.receive():
-            if "pid" in message:
-                self._on_started(message["pid"])
-            elif "error" in message:
-                self.error = message["error"]
-            elif "status" in message and not self.exited.done():
-                self.exited.set_result(Exit.from_json(message))
-            elif "gone" in message:
-                asyncio.get_running_loop().remove_reader(self._tree.fileno())
-                self._tree.close()
-                if not self.exited.done():  # its shim was killed, and with it the tree
-                    status = 127 if self.error else -9
-                    self.exited.set_result(Exit(status, self.asked_to_stop, now(), 0.0, 0))
-                self.gone.set_result(None)
-
-    async def stop(self, process: Process) -> None:
-        """Ask the tree to end, and wait until it has."""
-        if not self.gone.done():
-            self.asked_to_stop = True
-            self._tree.stop(process.stop.number, process.stop.grace)
-            await asyncio.shield(self.gone)
-
-    def kill(self) -> None:
-        """Kill the tree at once."""
-        if not self.gone.done():
-            self._tree.stop(signal.SIGKILL, 0.0)
 
 
 @dataclass
@@ -237,7 +194,7 @@ class InstanceRunner:
                 if problem := await self._not_ready(process, checker, health.start_period):
                     if not process.exited.done():
                         self._write(name, "unhealthy", reason=problem)
-                        await process.stop(service)
+                        await process.stop(service.stop.number, service.stop.grace)
                     return problem, True
             if not process.exited.done():
                 state.healthy = True
@@ -425,7 +382,7 @@ class InstanceRunner:
     async def _stop(self, name: str, process: Process, running: RunningProcess) -> None:
         if not running.gone.done() and not running.exited.done():
             self._write(name, "stopping")
-        await running.stop(process)
+        await running.stop(process.stop.number, process.stop.grace)
         end = running.exited.result()
         self.running.pop(name, None)
         self._write(

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from instar.config.errors import ConfigError, InstarError, printable
 LOCKS_VARIABLE = "INSTAR_LOCK_DIR"
 _HOLDER_BYTES = 512
 _DEFAULT_FIRST_EPHEMERAL = 32768
+_GIVEN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+"""which GPUs a scheduler gave"""
 
 
 class Taken(InstarError):  # noqa: N818
@@ -135,6 +137,26 @@ def find_gpus(given: str | None) -> tuple[Gpu, ...]:
             f"there is no GPU {missing[0]}", where="--gpus", hint=f"there are {len(real)}"
         )
     return tuple(by_index[number] for number in wanted)
+
+
+def given_gpus(environ: Mapping[str, str], selected: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs that a scheduler gave to this process.
+
+    Args:
+        selected: see `find_gpus`; the engine has then asked its scheduler for none.
+    """
+    if selected is not None:
+        return find_gpus(selected)
+    given = next((environ[name] for name in _GIVEN_VARIABLES if name in environ), None)
+    found = find_gpus(None)
+    if given is None:
+        return found
+    by_name = {name: gpu for gpu in found for name in (str(gpu.index), gpu.id)}
+    names = [name for name in given.split(",") if name]
+    # a part of a GPU (MIG) is not among those that the driver lists
+    return tuple(
+        by_name.get(n, Gpu(int(n) if n.isdecimal() else i, n, n)) for i, n in enumerate(names)
+    )
 
 
 def numbers_in(given: str, option: str) -> list[int]:

@@ -87,7 +87,8 @@ class RayCluster(Section):
     """The cluster of the engine ray."""
 
     address: str = Field(
-        "auto", description="HOST:PORT of the cluster; auto: the one that this machine is a node of"
+        "auto",
+        description="HOST:PORT; auto: of this machine's cluster; local: of one to be started",
     )
     restarts: NonNegativeInt = Field(
         3, description="how often an instance begins again after the loss of its node"

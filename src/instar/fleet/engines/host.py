@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,8 @@ from instar.fleet.engines.work import Work, patience_s, status_before
 from instar.fleet.folder import reopen
 from instar.fleet.launcher import FolderLock, this_machine
 from instar.fleet.nodes import nodes_of
-from instar.fleet.placement import Gpu, find_gpus
+from instar.fleet.placement import given_gpus
 from instar.fleet.plan import make_plan
-
-_GIVEN = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 
 
 def command(folder: Path, index: int | str) -> list[str]:
@@ -60,23 +58,3 @@ def run(folder: Path, index: int, say: Callable[[str], None]) -> tuple[int, str]
         nodes = nodes_of(plan.spec.engine, os.environ)
         launcher = work.launcher(say, part=index, nodes=nodes)
         return launcher.run(todo, before), launcher.requested
-
-
-def given_gpus(environ: Mapping[str, str], selected: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that a scheduler gave to this process.
-
-    Args:
-        selected: see `find_gpus`; the engine has then asked its scheduler for none.
-    """
-    if selected is not None:
-        return find_gpus(selected)
-    given = next((environ[name] for name in _GIVEN if name in environ), None)
-    found = find_gpus(None)
-    if given is None:
-        return found
-    by_name = {name: gpu for gpu in found for name in (str(gpu.index), gpu.id)}
-    names = [name for name in given.split(",") if name]
-    # a part of a GPU (MIG) is not among those that the driver lists
-    return tuple(
-        by_name.get(n, Gpu(int(n) if n.isdecimal() else i, n, n)) for i, n in enumerate(names)
-    )

@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from instar.config.errors import ConfigError
-from instar.fleet.engines.host import given_gpus
-from instar.fleet.instance import RunningProcess
 from instar.fleet.nodes import RAY_VARIABLE
-from instar.fleet.placement import close_all, lock_gpus
+from instar.fleet.placement import close_all, given_gpus, lock_gpus
+from instar.processes.running import RunningProcess
 from instar.processes.spawner import Command, Spawner
 
 

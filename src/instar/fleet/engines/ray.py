@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from instar.config.errors import ConfigError
@@ -21,9 +22,12 @@ from instar.fleet.spec import FleetSpec
 from instar.processes.child import exit_text
 from instar.processes.spawner import Command
 
+LOCAL = "local"
+"""the address of a cluster of this machine that the launcher starts"""
 HOSTS = "hosts"
 """folder of what hosts print, one file per instance, and of Ray's own messages"""
 _LEAST_OBJECT_STORE_BYTES = 75 << 20
+_REASON_CHARS = 160
 _PLACED_S = 0.5
 """how long Ray may take to place a group when there is room"""
 _KILLED_S = 5.0
@@ -66,18 +70,21 @@ def join(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
     if ray.is_initialized():
         return
     address = spec.ray.address
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address
     try:
-        init(address)
+        if address != LOCAL:
+            init(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        if address != "auto" or "RAY_ADDRESS" in os.environ:
-            given = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+        if address != "auto":
             raise ConfigError.one(
-                f"cannot join the Ray cluster at {given}: {error}",
+                f"cannot join the Ray cluster at {address}: {error}",
                 where="ray.address",
                 hint="the launcher must run on one of its nodes; `ray status` shows them",
             ) from None
-        say("no Ray cluster runs here: one is started on this machine, for this fleet")
-        init("local", include_dashboard=False, object_store_memory=_LEAST_OBJECT_STORE_BYTES)
+    if not ray.is_initialized():
+        say("a Ray cluster of this machine is started for this fleet")
+        init(LOCAL, include_dashboard=False, object_store_memory=_LEAST_OBJECT_STORE_BYTES)
     nodes = [each["Resources"] for each in ray.nodes() if each["Alive"]]
     if problem := misfit(bundles(spec, gpus), nodes):
         raise ConfigError.one(
@@ -229,7 +236,8 @@ class Placements:
             except self._ray.exceptions.RayTaskError as error:  # of the host's start
                 self._release(placement, str(error.cause))
             except self._ray.exceptions.RayError as error:
-                self._lost(placement, str(error).strip().splitlines()[-1].strip())
+                reason = str(error).strip().splitlines()[-1]
+                self._lost(placement, shorten(reason, _REASON_CHARS, placeholder=" …"))
             else:
                 log = self._log(placement.instance.index)
                 self._release(placement, f"it {exit_text(status)}; see {log}")
@@ -265,7 +273,7 @@ class Placements:
         if self._stopping or len(reasons) >= most:
             return
         del self._ends[index]
-        reasons.append(f"its node was lost, restart {len(reasons) + 1} of {most}: {reason}")
+        reasons.append(f"its host was lost, restart {len(reasons) + 1} of {most}: {reason}")
         self._waiting.appendleft(placement.instance)
 
     def _release(self, placement: _Placement, end: str) -> None:

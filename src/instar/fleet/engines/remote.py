@@ -94,7 +94,8 @@ def follow(work: Work, scheduler: Scheduler, say: Callable[[str], None]) -> int:
             if stop.wait(_POLL_S):
                 if scheduler.survives:
                     return Interrupted.exit_code
-                time.sleep(_POLL_S)
+                if stopping:  # the signal stays set
+                    time.sleep(_POLL_S)
             if (stop.requested and not stopping) or (stop.insisted and not killing):
                 say(f"{stop.requested}: {'killing' if stop.insisted else 'stopping'} everything")
                 stopping, killing = True, stop.insisted

@@ -1,0 +1,75 @@
+"""Fleets in a Ray cluster whose nodes, workers and drivers are killed at any moment."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import figures
+import psutil
+from fleets import FleetPlace, phase_of
+from ray_cluster import Cluster, running_cluster
+
+TRIALS = figures.times(1, 30)
+INSTANCES = figures.times(1, 4)
+KILLED = ("worker", "driver", "node")
+JOB = "trap 'exit 1' TERM; sleep 1 & wait $$!; trap '' TERM; echo ${seed} >> done"
+
+
+def kill_worker(cluster: Cluster, rng: random.Random) -> None:
+    """Kill the actor of a host, if there is one."""
+    found = [
+        each
+        for each in psutil.Process(cluster.process.pid).children(recursive=True)
+        if each.name().startswith("ray::NodeProcess")
+    ]
+    if found:
+        rng.choice(found).kill()
+
+
+def test_whatever_is_killed_each_run_completes_once(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    wrong: dict[str, list[str]] = {each: [] for each in KILLED}
+    with running_cluster() as cluster:
+        for trial in range(TRIALS):
+            what = KILLED[trial % len(KILLED)]
+            folder = tmp_path / str(trial)
+            folder.mkdir()
+            place = FleetPlace(folder, 25500)
+            place.write(f"""
+name: killed
+engine: ray
+ray: {{address: '{cluster.address}'}}
+matrix: {{seed: {list(range(INSTANCES))}}}
+jobs:
+  job:
+    command: [sh, -c, "{JOB}"]
+    resources: {{gpus: 2}}
+    stop: {{grace: 2s}}
+""")
+            launcher = place.start("up", "fleet.yaml")
+            place.wait("killed", lambda status: status["instances"])
+            if what == "worker":
+                place.wait("killed", lambda status: phase_of(status, "job"))
+                time.sleep(rng.uniform(0.0, 1.5))
+                kill_worker(cluster, rng)
+            else:
+                time.sleep(rng.uniform(0.0, 6.0))
+                cluster.kill_second_node() if what == "node" else launcher.kill()
+            output, _ = launcher.communicate(timeout=120)
+            code = launcher.returncode
+            if what == "driver":
+                code, output = place.run("resume", "killed")
+            elif what == "node":
+                cluster.start_second_node()
+            done = sorted((folder / "done").read_text().split())
+            if code != 0 or done != [*map(str, range(INSTANCES))] or place.marked():
+                wrong[what].append(f"trial {trial}: {code}, {done}, {place.marked()}: {output}")
+    figures.write(
+        "ray-killed",
+        [
+            figures.none_of(TRIALS // len(KILLED) or 1, f"{what} killed: not each run once", found)
+            for what, found in wrong.items()
+        ],
+    )
