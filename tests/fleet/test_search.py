@@ -15,6 +15,7 @@ import pytest
 from fleets import FleetPlace, planned, refused
 from tiny_run import TEXT
 
+from instar.config.errors import ConfigError
 from instar.fleet.plan import FleetPlan, Instance
 from instar.fleet.search.best import best_trial
 from instar.fleet.search.database import STUDY_FILE
@@ -231,6 +232,18 @@ def test_values_that_were_tampered_with_are_drawn_anew(tmp_path: Path) -> None:
     assert player.phases()[0] == "succeeded"
 
 
+def test_a_folder_with_another_run_is_not_taken_for_a_trial(tmp_path: Path) -> None:
+    player = Player(tmp_path / "there")
+    player.launch([0])
+    other = RunDir(player.folder / "runs/1")
+    other.path.mkdir()
+    other.config.write_text("name: other\n")
+    player.plan = replace(player.plan, instances=tuple(player.instance(i) for i in range(12)))
+    with pytest.raises(ConfigError, match="1 trials have folders with other runs"):
+        player.launch([1, 2])
+    player.launch([2])
+
+
 def test_a_grid_is_every_combination_once(tmp_path: Path) -> None:
     text = FLEET.replace("trials: 12", "sampler: grid").replace("rate: {low: 1e-4, high: 1.0, log: true}", "rate: {choices: [0.1, 0.01]}")  # fmt: skip
     assert len(planned(tmp_path, text).instances) == 2 * 4 * 2
@@ -274,6 +287,7 @@ def test_evaluations_are_read_once_as_they_are_appended(tmp_path: Path) -> None:
         ("{name: successive_halving, reduction_factor: 2}", "medain", ":4:", "did you mean 'median'"),
         ("successive_halving", "median", ":4:", "median has no reduction_factor"),
         ("reduction_factor: 2", "reduction_factr: 2", ":4:", "did you mean 'reduction_factor'"),
+        ("{name: successive_halving, reduction_factor: 2}", "{max_resource: 2, min_resource: 3}", ":4:", "max_resource is smaller"),
         ("low: 1e-4", "low: 0.0", ":6:", "low must be positive"),
         ("low: 1e-4", "low: 2.0", ":6:", "low is larger than high"),
         ("low: 1e-4", "lwo: 1e-4", ":6:", "did you mean 'low'"),
@@ -312,10 +326,10 @@ name: rates
 max_parallel: 1
 search:
   sampler: grid
-  seed: 0
+  seed: 1
   pruner: {name: successive_halving, reduction_factor: 2}
   space: {optimizer.lr: {choices: [1e-2, 1e-9]}}
-jobs: {train: {run: run.yaml, stop: {grace: 30s}}}
+jobs: {train: {run: run.yaml, retry: {max: 1}, stop: {grace: 30s}}}
 """
 
 
@@ -327,7 +341,7 @@ def test_mistakes_of_the_runs_are_found_all_at_once(
     assert len(planned(tmp_path, RATES).instances) == 2
     text = refused(
         tmp_path,
-        RATES.replace("seed: 0", "direction: maximize").replace(
+        RATES.replace("seed: 1", "direction: maximize").replace(
             "{choices: [1e-2, 1e-9]}}",
             "{choices: [-1.0, 1e-9]}, model.n_layr: {choices: [1]}, model.n_head: {choices: [2, 0]}}",
         ),
@@ -340,18 +354,20 @@ def test_mistakes_of_the_runs_are_found_all_at_once(
     ):
         assert words in text
     assert text.count(":7:") == 3
-    metric = RATES.replace("seed: 0", "metric: val/los")
+    metric = RATES.replace("seed: 1", "metric: val/los")
     assert "did you mean 'val/loss'" in refused(tmp_path, metric)
 
 
+@pytest.mark.timeout(400)  # three starts of torch
 def test_runs_are_pruned_and_can_be_resumed(place: FleetPlace) -> None:
     (place.path / "squares.txt").write_text(TEXT)
     (place.path / "run.yaml").write_text(RUN)
     place.write(RATES)
-    code, output = place.run("up", "fleet.yaml")
+    code, output = place.run("up", "fleet.yaml", timeout_s=300)
     assert code == 0, output
     found = place.status("rates")["instances"]
     assert [found[index]["phase"] for index in "01"] == ["succeeded", "pruned"], output
+    assert found["1"]["processes"]["train"]["attempt"] == 1  # it is not retried
     assert "best: trial 0, val/loss" in output
     (saved,) = (place.path / "runs/rates-1/checkpoints").glob("step-*")
     assert 10 <= int(saved.name.removeprefix("step-")) < 300

@@ -316,6 +316,8 @@ class Pruner(Section):
         for setting in self.settings:
             if setting not in own:
                 raise ValueError(f"{self.name} has no {setting}, only {', '.join(own) or 'a name'}")
+        if self.max_resource is not None and self.max_resource < (self.min_resource or 1):
+            raise ValueError("max_resource is smaller than min_resource")
         return self
 
     @property

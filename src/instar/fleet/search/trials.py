@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from instar.config.errors import ConfigError
 from instar.fleet.plan import Instance
 from instar.fleet.search.evaluations import Evaluations
 from instar.fleet.spec import Search
@@ -39,7 +40,8 @@ class Trials:
         todo: Collection[int],
         say: Callable[[str], None],
     ) -> None:
-        """Raise ConfigError if optuna is not installed.
+        """Raise ConfigError if optuna is not installed, or the folder of a trial that has not begun
+        holds a run: its evaluations would count as those of other values.
 
         Args:
             folder: of the fleet.
@@ -61,6 +63,15 @@ class Trials:
             and event.instance in todo
         }
         self._replay(events, instances, todo)
+        new = (
+            each.output_dir for each in instances if each.index in {*todo} - {*self._study.trials}
+        )
+        if taken := [path for path in new if RunDir(path).holds_run()]:
+            raise ConfigError.one(
+                f"{len(taken)} trials have folders with other runs, the first is {taken[0]}",
+                where=str(folder),
+                hint="move them elsewhere",
+            )
         self._file = StudyFile(folder / STUDY_FILE, self._study.optuna, say)
         self.log: StateLog | None = None
         """where what is drawn and evaluated is kept; the launcher sets it"""
