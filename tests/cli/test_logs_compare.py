@@ -119,3 +119,46 @@ def test_a_run_that_cannot_be_read_is_left_out_and_told(runs: Path, capsys: Capt
 def test_one_run_is_compared_with_nobody_but_shown(capsys: Capture) -> None:
     assert main(["logs", "compare", "base-abcde", "--at", "step=10"]) == 0
     assert capsys.readouterr().out.startswith("val/loss")
+
+
+def _fleet(path: Path) -> Path:
+    """A fleet of two learning rates and two seeds each; one of its runs has not started."""
+    folder = path / "fleets" / "rates"
+    folder.mkdir(parents=True)
+    spec = {
+        "name": "rates",
+        "matrix": {"optimizer.lr": [0.1, 0.2], "seed": [1, 2]},
+        "run_name": "lr${optimizer.lr}-s${seed}",
+        "jobs": {"train": {"command": ["true"]}},
+    }
+    kept = {"format": "instar-fleet/1", "spec": spec, "configs": {}, "gpus": None}
+    (folder / "fleet.json").write_text(json.dumps(kept | {"cwd": str(path)}))
+    (folder / "state.jsonl").touch()
+    for lr, seed, loss in ((0.1, 1, 3.0), (0.1, 2, 4.0), (0.2, 1, 2.0)):
+        config = {"name": "rates", "seed": seed, "optimizer.lr": lr}
+        run = path / "runs" / f"lr{lr}-s{seed}"
+        written(run, {10: 4.0, 20: loss}, {10: 4.0, 20: loss}, config)
+    return folder
+
+
+def test_a_fleet_is_compared_in_the_groups_of_its_matrix(capsys: Capture, tmp_path: Path) -> None:
+    _fleet(tmp_path)
+    asked = ["logs", "compare", "fleets/rates", "base-abcde", "--at", "step=20", "--json"]
+    assert main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [each["name"] for each in found["arms"]]
+    assert names == ["rates lr=0.1", "rates lr=0.2", "base-abcde"]
+    (cell,) = found["metrics"]["val/loss"]["rates lr=0.1"]
+    assert (cell["mean"], cell["low"], cell["high"], cell["runs"]) == (3.5, 3.0, 4.0, 2)
+    assert main(["logs", "compare", "fleets/rates", "--by", "run", "--at", "step=20"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["lr0.1-s2", "4.0000"] in lines
+    assert main(["logs", "summary", "fleets/rates", "--format", "one-line"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_fleet_without_runs_is_named(capsys: Capture, tmp_path: Path) -> None:
+    folder = _fleet(tmp_path)
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert main(["logs", "compare", str(folder)]) == 2
+    assert "no instance of this fleet has a run yet" in capsys.readouterr().err

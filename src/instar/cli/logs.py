@@ -15,6 +15,7 @@ from instar.cli.output import (
     WIDTH,
     as_text,
     chosen,
+    chosen_groups,
     deliver,
     json_format_option,
     output_options,
@@ -212,9 +213,8 @@ def _summary_lines(found: Sequence[Summary], form: str, width: int) -> list[str]
 @click.option(
     "--by",
     type=click.Choice(["run", "name", "seed"]),
-    default="run",
-    show_default=True,
-    help="What to compare: single runs, groups of one name, or groups that differ only in the seed.",
+    help="What to compare: single runs, groups of one name, or groups that differ only in the seed. "
+    "[default: run; of a fleet, groups that its matrix makes]",
 )
 @output_options("text", "json", "md")
 def compare(
@@ -224,7 +224,7 @@ def compare(
     axis: str,
     target: float | None,
     target_metric: str,
-    by: By,
+    by: By | None,
     form: str,
     as_json: bool,
     output: str | None,
@@ -232,6 +232,7 @@ def compare(
 ) -> int:
     """Compare RUNs at equal steps, tokens, FLOPs or time, interpolating between measurements.
 
+    A RUN may also be a fleet, such as fleets/NAME: its runs, in groups that differ only in the seed.
     "-" marks a place that a run has not reached. Groups (--by) show the mean and the standard
     deviation over runs. The keys in which the configs differ follow at the end.
     """
@@ -244,11 +245,13 @@ def compare(
 
     axis = axis_named(axis)
     at = [parse_place(place) for place in places]
-    found = chosen(runs)
+    found = chosen_groups(runs)
     if len(found) < 2 and not runs:
         raise ConfigError.one("a comparison needs two runs", hint="instar logs compare RUN RUN")
-    read = read_all(found)
-    sides, faults = group_runs([record.run for record in read.records], by)
+    read = read_all([*found])
+    given = {} if by else {run: group for run, group in found.items() if group}
+    by = by or "run"
+    sides, faults = group_runs([record.run for record in read.records], by, given)
     for fault in faults:
         click.echo(f"config not compared: {fault}", err=True)
     if by != "run":

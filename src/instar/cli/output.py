@@ -270,9 +270,29 @@ def chosen(runs: Sequence[str], *, every: bool = False) -> list[RunDir]:
     Raises:
         ConfigError: an argument names no run.
     """
+    return [*chosen_groups(runs, every=every)]
+
+
+def chosen_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, str]:
+    """Find the runs that the arguments name, each with its group if the argument is a fleet's folder,
+    else with an empty one.
+
+    Raises:
+        ConfigError: an argument names no run.
+    """
     from instar.logs.query.runs import find_runs
 
-    return find_runs(runs or ([str(OUT_DIR)] if every else []), OUT_DIR)
+    found: dict[Path, tuple[RunDir, str]] = {}
+    for text in runs or ([str(OUT_DIR)] if every else ["latest"]):
+        if text and Path(text, "fleet.json").exists():
+            from instar.fleet.view.groups import fleet_runs
+
+            named = fleet_runs(Path(text))
+        else:
+            named = dict.fromkeys(find_runs([text], OUT_DIR), "")
+        for run, group in named.items():
+            found.setdefault(run.path.resolve(), (run, group))
+    return dict(found.values())
 
 
 def read_all(runs: Sequence[RunDir]) -> Read:

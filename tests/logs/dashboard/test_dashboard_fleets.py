@@ -47,6 +47,7 @@ def _server(phase: str, attempt: int = 1, reason: str = "") -> ProcessChanged:
 
 def test_a_fleet_is_followed_live(browser: Browser, tmp_path: Path, running: RunningFleet) -> None:
     make_run(tmp_path / "runs", "s1", steps=20)
+    make_run(tmp_path / "runs", "s2", steps=10)
     running.state.write(_server("starting"))
     running.log("server.log", "one\n")
     with served(tmp_path / "runs") as address, opened(browser, address) as seen:
@@ -60,6 +61,8 @@ def test_a_fleet_is_followed_live(browser: Browser, tmp_path: Path, running: Run
         expect(server).to_contain_text("server service")
         expect(server.locator(".badge")).to_have_text("starting")
         expect(server).to_contain_text("http 8000")
+        overlay = page.get_by_role("link", name="Curves of its 2 runs")
+        expect(overlay).to_have_attribute("href", "#runs=s1%2Cs2")
         page.get_by_role("button", name="Log of s1/server").click()
         lines = page.get_by_role("log").locator("div")
         expect(lines).to_have_text(["one"])

@@ -47,18 +47,31 @@ class RunGroup:
         }
 
 
-def group_runs(runs: Sequence[RunDir], by: By = "run") -> tuple[list[RunGroup], list[str]]:
+def group_runs(
+    runs: Sequence[RunDir], by: By = "run", given: Mapping[RunDir, str] | None = None
+) -> tuple[list[RunGroup], list[str]]:
     """Returns groups of runs, in the order of their first runs, and the faults of their configs.
 
     `by="name"`: runs of one name are a group. `by="seed"`: runs whose configs differ only in the
-    seed and in how they are recorded.
+    seed and in how they are recorded. `given`: names of the groups of some runs, whatever `by`.
     """
     configs, faults = config_values(runs)
-    numbers = [[n] for n in range(len(runs))] if by == "run" else alike(runs, by)
-    names = _names([[runs[n] for n in group] for group in numbers], by)
+    given = given or {}
+    named: dict[str, list[int]] = {}
+    for n, run in enumerate(runs):
+        if run in given:
+            named.setdefault(given[run], []).append(n)
+    left = [n for n, run in enumerate(runs) if run not in given]
+    alone = [[n] for n in range(len(left))]
+    others = alone if by == "run" else alike([runs[n] for n in left], by)
+    unnamed = [[left[n] for n in group] for group in others]
+    names = _names([[runs[n] for n in group] for group in unnamed], by)
+    groups = sorted(
+        [*named.items(), *zip(names, unnamed, strict=True)], key=lambda each: each[1][0]
+    )
     return [
         RunGroup(name, tuple(runs[n] for n in group), tuple(configs[n] for n in group))
-        for name, group in zip(names, numbers, strict=True)
+        for name, group in groups
     ], faults
 
 

@@ -46,6 +46,8 @@ class FleetView {
     if (!this.data) return;
     const { name, state: word, counts, instances, reason, left_out: leftOut } = this.data;
     this.head.replaceChildren(el("h2", {}, name, " ", word ? badgeOf(word) : "no such fleet"), el("p", { className: "faint", textContent: reason || countsOf(counts || {}) }));
+    const runs = (instances || []).map((each) => each.run).filter(Boolean);
+    if (runs.length > 1) this.head.append(el("a", { href: `#${new URLSearchParams({ runs: pack(runs) })}`, textContent: `Curves of its ${whole(runs.length)} runs` }));
     const focused = document.activeElement?.dataset.log;
     const rows = (instances || []).flatMap((each) => [this.#instance(each), ...each.processes.map((process) => this.#process(process))]);
     const table = scroller(`Instances of ${name}`, tableOf(`Instances of ${name}`, FLEET_HEADS, rows, FLEET_NUMBERS));

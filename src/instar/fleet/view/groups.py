@@ -1,0 +1,42 @@
+"""The runs of a fleet's instances, in the groups that its matrix makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from instar.config.errors import ConfigError, printable
+from instar.fleet.folder import describe
+from instar.fleet.plan import instances_of
+from instar.fleet.state import fold, read_events
+from instar.fleet.template import text_of
+from instar.record.rundir import RunDir
+
+
+def fleet_runs(folder: Path) -> dict[RunDir, str]:
+    """Return the runs of a fleet's instances, each with its group: the fleet's name and the values
+    of the matrix, or of a search, other than seeds.
+
+    Raises:
+        ConfigError: there is no run yet, or the fleet's file is damaged.
+    """
+    spec, cwd = describe(folder)
+    base = Path() if cwd == Path.cwd() else cwd
+    found = fold(read_events(folder)).instances
+    runs: dict[RunDir, str] = {}
+    try:
+        for instance in instances_of(spec):
+            run = RunDir(base / instance.output_dir)
+            status = found.get(instance.index)
+            values = {**instance.values, **(status.values if status else {})}
+            given = [
+                f"{key.rpartition('.')[2]}={text_of(value)}"
+                for key, value in values.items()
+                if key.rpartition(".")[2] != "seed"
+            ]
+            if run.holds_run():
+                runs[run] = printable(" ".join([spec.name, *given]))
+    except ValueError as error:
+        raise ConfigError.one(f"cannot be expanded: {error}", where=str(folder)) from None
+    if not runs:
+        raise ConfigError.one("no instance of this fleet has a run yet", where=str(folder))
+    return runs
