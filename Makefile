@@ -9,7 +9,7 @@ VLLM := .venv-vllm
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser test test-gpu test-lowest test-vllm lint format bench torture docs clean
+.PHONY: help demo browser slurm test test-gpu test-lowest test-vllm lint format bench torture docs clean
 
 help:
 	@echo "make demo      train a small GPT on the Python standard library's source, then sample"
@@ -94,7 +94,14 @@ bench: $(BENCH_STAMP)
 	@for name in order loading graphs startup logs dashboard pauses operations throughput scaling time_to_loss; do \
 	  $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-torture: $(STAMP)
+# The SLURM of tests/torture/test_slurm.py, which starts and ends its daemons.
+slurm:
+	@[ -x /usr/sbin/slurmctld ] && [ -x /usr/sbin/slurmd ] && [ -x /usr/sbin/munged ] \
+	  || { $(SUDO) apt-get update -qq \
+	    && $(SUDO) apt-get install -qq -y --no-install-recommends slurmctld slurmd slurm-client munge; } \
+	  || { echo "a torture test needs SLURM: apt-get install slurmctld slurmd munge" >&2; exit 1; }
+
+torture: $(STAMP) slurm
 	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest tests/torture -s --timeout 7200
 	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest -m "hypothesis and not gpu" -n 2 \
 	  tests --ignore tests/torture --timeout 7200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import figures
 import pytest
 from forks import Forks
 from tiny_run import CONFIG, TEXT, Place
@@ -25,3 +26,7 @@ def prepared(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(prepared: Path, forks: Forks, tmp_path: Path) -> Place:
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     return Place(tmp_path, forks)
+
+
+# a real SLURM, which only `make torture` installs
+collect_ignore = [] if figures.FULL else ["test_slurm.py"]

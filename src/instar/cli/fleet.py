@@ -42,6 +42,11 @@ only_option = click.option(
 )
 
 
+detach_option = click.option(
+    "--detach", is_flag=True, help="Return when the jobs are in SLURM's queue."
+)
+
+
 @click.group(cls=CommandGroup)
 def fleet() -> None:
     """Run a matrix of trainings with the servers that they need."""
@@ -64,7 +69,7 @@ def plan(
 
     made, _ = planned(load_fleet(file, _with_engine(overrides, engine)), gpus)
     rows = [plan_row(made, instance) for instance in made.instances]
-    requests = requested(made.spec, gpus)
+    requests = requested(made, gpus)
     if as_json:
         print_json({"parallel": made.parallel, **requests, "instances": rows})
         return
@@ -73,7 +78,7 @@ def plan(
     right = [header for header in headers if header not in ("run_name", "output_dir")]
     print_table([header.upper() for header in headers], cells, right=[h.upper() for h in right])
     for name, request in requests.items():
-        click.echo(f"{name} of each instance: {json.dumps(request)}", err=True)
+        click.echo(f"{name}: {request if isinstance(request, str) else json.dumps(request)}")
     if made.spec.search is not None:
         click.echo(str(made.spec.search), err=True)
     waiting = len(made.instances) - made.parallel
@@ -98,6 +103,7 @@ def plan(
     "are those of a test.",
 )
 @click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
+@detach_option
 @trust_option
 def up(
     file: str,
@@ -107,6 +113,7 @@ def up(
     only: str | None,
     max_steps: int | None,
     wait: bool,
+    detach: bool,
 ) -> int:
     """Start FILE's instances and supervise them until all have ended.
 
@@ -124,15 +131,16 @@ def up(
     made, _ = planned(loaded, gpus)
     chosen = _chosen(only, len(made.instances))
     check(made.spec, gpus, _say)
-    return _run(create(loaded, gpus), chosen, wait)
+    return _run(create(loaded, gpus), chosen, wait, detach)
 
 
 @fleet.command()
 @click.argument("name")
 @only_option
 @click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
+@detach_option
 @trust_option
-def resume(name: str, only: str | None, wait: bool) -> int:
+def resume(name: str, only: str | None, wait: bool, detach: bool) -> int:
     """Run the instances of fleet NAME that have not succeeded; finished jobs are not run again.
 
     Pruned trials of a search are run if --only names them, and not pruned again.
@@ -142,7 +150,7 @@ def resume(name: str, only: str | None, wait: bool) -> int:
 
     started = reopen(find(name))
     made, _ = planned(started.loaded, started.gpus)
-    return _run(started, _chosen(only, len(made.instances)), wait)
+    return _run(started, _chosen(only, len(made.instances)), wait, detach)
 
 
 @fleet.command(hidden=True)
@@ -151,9 +159,10 @@ def resume(name: str, only: str | None, wait: bool) -> int:
 @trust_option
 def host(folder: Path, index: int) -> int:
     """Run instance INDEX of the fleet in FOLDER on this host, for the engine that placed it here."""
-    from instar.fleet.engines import host
+    from instar.fleet.engines import host, slurm
 
-    code, _ = host.run(folder, index, _say)
+    code, stopped_by = host.run(folder, index, _say)
+    slurm.requeue(stopped_by, _say)
     return code
 
 
@@ -224,18 +233,24 @@ def logs(name: str, instance: str | None, process: str | None, follow: bool, lin
 @click.argument("instances", nargs=-1, required=True)
 def stop(name: str, instances: tuple[str, ...]) -> None:
     """Stop INSTANCES (indices or names) of a running fleet; the others go on."""
+    from instar.fleet.engines import slurm
     from instar.fleet.folder import find
     from instar.fleet.launcher import CONTROL
 
     folder = find(name)
-    _running_launcher(folder)
+    arrays = slurm.find(folder)
+    if arrays is None:
+        _running_launcher(folder)
     (folder / CONTROL).mkdir(exist_ok=True)
     indices = _indices(folder)
     for text in instances:
         index = text if text.isdecimal() else indices.get(text)
         if index is None:
             raise ConfigError.one(f"{name} has no instance '{text}'", where=str(folder))
-        (folder / CONTROL / f"{index}.stop").touch()
+        if arrays is None:
+            (folder / CONTROL / f"{index}.stop").touch()
+        else:
+            arrays.stop([int(index)], kill=False)
 
 
 @fleet.command()
@@ -243,10 +258,14 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
 @click.option("--kill", is_flag=True, help="Kill at once instead of asking.")
 def down(name: str, kill: bool) -> int:
     """Stop a running fleet: jobs, then services; return when everything has ended."""
-    from instar.fleet.folder import find
+    from instar.fleet.engines import slurm
+    from instar.fleet.folder import find, reopen
     from instar.fleet.launcher import launcher_pid
 
     folder = find(name)
+    if slurm.find(folder) is not None:
+        slurm.cancel(reopen(folder), _say, kill=kill)
+        return 0
     pid = _running_launcher(folder)
     for number in (signal.SIGINT, signal.SIGINT)[: 2 if kill else 1]:
         os.kill(pid, number)
@@ -299,12 +318,12 @@ def _with_engine(overrides: tuple[str, ...], engine: str | None) -> tuple[str, .
     return overrides if engine is None else (*overrides, f"engine={engine}")
 
 
-def _run(started: FleetFolder, only: Collection[int], wait: bool) -> int:
+def _run(started: FleetFolder, only: Collection[int], wait: bool, detach: bool) -> int:
     from instar.fleet.engines.start import run
     from instar.fleet.view.live import shown_below
 
     with shown_below(started.path, sys.stderr) as say:
-        code = run(started, only, say, wait=wait)
+        code = run(started, only, say, wait=wait, detach=detach)
     _summarize(started, code)
     return code
 

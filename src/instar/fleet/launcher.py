@@ -58,6 +58,8 @@ LAST_LINES = 15
 _TAIL_BYTES = 1 << 14
 _POLL_S = 0.5
 _RETRY_S = 1.0
+_SIGNALLED_S = 0.2
+"""how long after a failure a stop signal explains it: SLURM may signal all processes of a host"""
 _LOOK_S = 0.2
 """between looks at the evaluations of trials"""
 _SAVE_S = 120.0
@@ -310,6 +312,10 @@ class Launcher:
                 phase = "stopped"
             except InstanceFailed as error:
                 reason, process = str(error), error.process
+                if self.part is not None:
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.sleep(_SIGNALLED_S)
+                    phase = "stopped" if self.requested else phase
             except Exception as error:  # the others go on
                 reason = f"{type(error).__name__}: {error}"
             finally:

@@ -95,6 +95,25 @@ class RayCluster(Section):
     )
 
 
+class SlurmOptions(Section):
+    """What is asked of SLURM for each instance, beside the resources of its processes."""
+
+    partition: str | None = None
+    account: str | None = None
+    constraint: str | None = None
+    time: Duration | None = Field(None, description="limit; default: the partition's")
+    warning: Duration = Field(
+        120.0, description="how long before the limit an instance is stopped and queued again"
+    )
+    requeue: bool = Field(
+        True, description="queue it again after the limit, a preemption or the loss of its node"
+    )
+    setup: Words = Field((), description="lines of the batch script before the instance")
+    sbatch: Mapping[str, str | int | bool] = Field(
+        default_factory=dict, description="further options of sbatch, e.g. qos: high"
+    )
+
+
 class Resources(Section):
     """What one process needs for itself."""
 
@@ -386,6 +405,7 @@ class FleetSpec(Section):
         "local", description="what runs the instances: this machine, a Ray cluster, or SLURM"
     )
     ray: RayCluster = Field(default_factory=RayCluster)
+    slurm: SlurmOptions = Field(default_factory=SlurmOptions)
     vars: Mapping[Name, Scalar] = Field(default_factory=dict, description="values for ${…}")
     matrix: Mapping[str, Values] = Field(
         default_factory=dict, description="one instance per combination of these values"

@@ -42,6 +42,8 @@ class HostStatus:
     """in the scheduler's words, e.g. "NODE_FAIL" """
     lost: str = ""
     """why its last host was lost, if it runs again on another"""
+    cancelled: bool = False
+    """whether somebody has cancelled it"""
 
 
 class Scheduler(Protocol):
@@ -62,34 +64,58 @@ class Scheduler(Protocol):
         """Ask the hosts of instances to stop them with their grace, or end them at once."""
 
 
-def submit(work: Work, scheduler: Scheduler) -> None:
-    """Submit the hosts of all that there is to do."""
+def submit(work: Work, scheduler: Scheduler, instances: Sequence[Instance]) -> None:
+    """Submit the hosts of these instances."""
     with closing(StateLog(work.started.path)) as log:
         log.write(started_now(work.todo), durable=True)
-        for each in work.todo:
+        for each in instances:
             log.write(InstanceChanged(now(), each.index, "waiting"))
         try:
-            scheduler.submit(work.todo)
+            scheduler.submit(instances)
         except BaseException:
             log.write(Ended(now(), InstarError.exit_code), durable=True)
             raise
 
 
 def follow(work: Work, scheduler: Scheduler, say: Callable[[str], None]) -> int:
-    """Submit what there is to do, wait until all of it has ended, and return the exit code.
+    """Submit what there is to do, wait until all of it has ended, and return the exit code."""
+    with stop_signal() as stop:
+        sizes = part_sizes(work)
+        submit(work, scheduler, work.todo)
+        return watch(work, scheduler, say, sizes, stop)
+
+
+def stop_signal() -> StopSignal:
+    """Return what `watch` needs to hear of stop signals."""
+    return StopSignal(on_repeat=lambda: None)
+
+
+def part_sizes(work: Work) -> dict[int, int]:
+    """Return how much hosts have written of each instance that there is to do."""
+    return {each.index: _size(_part(work, each.index)) for each in work.todo}
+
+
+def watch(
+    work: Work,
+    scheduler: Scheduler,
+    say: Callable[[str], None],
+    sizes: Mapping[int, int],
+    stop: StopSignal,
+) -> int:
+    """Wait until all that was submitted has ended, and return the exit code.
 
     The first stop signal asks all hosts to stop, a repeated one kills them; if they survive this
-    process, it only ends the following.
+    process, it only ends the waiting.
+
+    Args:
+        sizes: see `part_sizes`, before the submission.
     """
     folder = work.started.path
-    parts = {each.index: folder / part_name(STATE_FILE, each.index) for each in work.todo}
-    sizes = {index: _size(path) for index, path in parts.items()}
     left = {each.index: each for each in work.todo}
     outcomes: dict[int, Phase] = {}
     lost: dict[int, str] = {}
-    stopping = killing = False
-    submit(work, scheduler)
-    with StopSignal(on_repeat=lambda: None) as stop, closing(StateLog(folder)) as log:
+    stopping = killing = cancelled = False
+    with closing(StateLog(folder)) as log:
         while left:
             if stop.wait(_POLL_S):
                 if scheduler.survives:
@@ -111,10 +137,11 @@ def follow(work: Work, scheduler: Scheduler, say: Callable[[str], None]) -> int:
                         )
                         say(f"{instance.run_name}: {found.lost}")
                     continue
-                status = _status(parts[index], sizes[index], index)
+                status = _status(_part(work, index), sizes[index], index)
                 phase, reason = status.phase, status.reason
+                cancelled |= found.cancelled
                 if phase not in ENDED:
-                    phase = "stopped" if stopping else "failed"
+                    phase = "stopped" if stopping or found.cancelled else "failed"
                     reason = _lost(found, status, folder)
                     log.write(InstanceChanged(now(), index, phase, reason), durable=True)
                 del left[index]
@@ -128,8 +155,9 @@ def follow(work: Work, scheduler: Scheduler, say: Callable[[str], None]) -> int:
                 stopping = True
                 scheduler.stop(list(left), kill=False)
         succeeded = all(each == "succeeded" for each in outcomes.values())
-        stopped = Interrupted.exit_code if stop.requested else InstarError.exit_code
-        code = 0 if succeeded else stopped
+        stopped = stop.requested or cancelled
+        code = Interrupted.exit_code if stopped else InstarError.exit_code
+        code = 0 if succeeded else code
         log.write(Ended(now(), code), durable=True)
         return code
 
@@ -143,10 +171,16 @@ def _status(path: Path, offset: int, index: int) -> InstanceStatus:
 
 def _lost(found: HostStatus, status: InstanceStatus, folder: Path) -> str:
     """Return why an instance has ended whose host did not say so."""
+    if found.cancelled:
+        return found.text
     if status.phase == "waiting":
         seen = f"its host wrote nothing to {folder}, which all hosts must see"
         return f"{seen} ({found.text})"
     return f"its host {status.host} ended before it ({found.text})"
+
+
+def _part(work: Work, index: int) -> Path:
+    return work.started.path / part_name(STATE_FILE, index)
 
 
 def _size(path: Path) -> int:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 from typing import Any
 
-from instar.config.errors import ConfigError
-from instar.fleet.engines import local, ray
+from instar.fleet.engines import local, ray, slurm
 from instar.fleet.engines.work import left, patience_s
 from instar.fleet.folder import FleetFolder
 from instar.fleet.launcher import FolderLock
+from instar.fleet.plan import FleetPlan
 from instar.fleet.spec import FleetSpec
+from instar.fleet.state import FLEETS
 
 
 def check(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
@@ -25,22 +26,32 @@ def check(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None
         ray.join(spec, gpus, say)
 
 
-def requested(spec: FleetSpec, gpus: str | None) -> dict[str, Any]:
-    """Return what the engine's scheduler is asked for, for each instance."""
-    if spec.engine != "ray":
-        return {}
-    wanted = ray.bundles(spec, gpus)
-    return {"placement_group": {"strategy": ray.strategy(wanted), "bundles": wanted}}
+def requested(plan: FleetPlan, gpus: str | None) -> dict[str, Any]:
+    """Return what the engine's scheduler is asked for: for each instance, or by the batch script."""
+    match plan.spec.engine:
+        case "local":
+            return {}
+        case "ray":
+            wanted = ray.bundles(plan.spec, gpus)
+            return {"placement_group": {"strategy": ray.strategy(wanted), "bundles": wanted}}
+        case "slurm":
+            return {"batch_script": slurm.script(plan, FLEETS / plan.spec.name, gpus)}
 
 
 def run(
-    started: FleetFolder, only: Collection[int], say: Callable[[str], None], *, wait: bool
+    started: FleetFolder,
+    only: Collection[int],
+    say: Callable[[str], None],
+    *,
+    wait: bool,
+    detach: bool = False,
 ) -> int:
     """Run the instances of a fleet that have not succeeded; return the exit code.
 
     Args:
         only: their indices; empty: all.
         wait: for GPUs that other launchers hold, instead of failing.
+        detach: return when its jobs are in SLURM's queue.
 
     Raises:
         ConfigError: it is running already, or cannot be run.
@@ -55,4 +66,4 @@ def run(
             return local.run(work, say, wait=wait)
         if work.plan.spec.engine == "ray":
             return ray.run(work, say)
-        raise ConfigError.one(f"there is no engine {work.plan.spec.engine} yet", where="engine")
+        return slurm.run(work, say, detach=detach)

@@ -51,7 +51,7 @@ def watch(reader: FleetReader, screen: PlainScreen | LiveScreen) -> FleetView:
         view = reader.read()
         show(view, shown, screen)
         shown = view
-        if view.launcher is None:
+        if view.state != "running":
             return view
         time.sleep(pause_s(time.thread_time() - began))
 

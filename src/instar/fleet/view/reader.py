@@ -8,7 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, InstarError
+from instar.fleet.engines import slurm
+from instar.fleet.engines.remote import HostStatus
 from instar.fleet.folder import describe
 from instar.fleet.launcher import launcher_pid
 from instar.fleet.plan import Instance, instances_of
@@ -41,6 +43,7 @@ class FleetReader:
     _file_stamp: Stamp = ()
     _base: Path = Path()
     _runs: dict[int, ProgressReader] = field(default_factory=dict)
+    _arrays: slurm.SlurmArrays | None = None
 
     def read(self, *, runs: bool = True) -> FleetView:
         """Return the state of now.
@@ -56,9 +59,15 @@ class FleetReader:
         if (stamp := stamp_of(self.folder, "state")) != self._stamp:
             self._check(stamp)
             self.found, self._stamp = fold(read_events(self.folder)), stamp
-        planned, progress = self.planned.values(), self._progress() if runs else {}
         return fleet_view(
-            self.folder.name, self.found, pid, planned, self.services, progress, self.search
+            self.folder.name,
+            self.found,
+            pid,
+            self.planned.values(),
+            self.services,
+            self._progress() if runs else {},
+            self.search,
+            self._hosts(),
         )
 
     def _read_file(self) -> None:
@@ -78,6 +87,12 @@ class FleetReader:
             raise ConfigError.one(
                 f"larger than {self.most_bytes >> 20} MiB", where=str(self.folder / stamp[0][0])
             )
+
+    def _hosts(self) -> Mapping[int, HostStatus]:
+        self._arrays = self._arrays or slurm.find(self.folder)
+        with suppress(InstarError):  # this machine has no SLURM
+            return self._arrays.hosts() if self._arrays else {}
+        return {}
 
     def _progress(self) -> dict[int, RunProgress]:
         found = {}

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from instar.fleet.engines.remote import HostStatus
 from instar.fleet.plan import Instance
 from instar.fleet.search.best import BestTrial, best_trial, trial_text
 from instar.fleet.spec import Search
@@ -89,6 +90,7 @@ def fleet_view(
     services: Collection[str] = (),
     progress: Mapping[int, RunProgress] | None = None,
     search: Search | None = None,
+    hosts: Mapping[int, HostStatus] | None = None,
 ) -> FleetView:
     """Return what is shown of a fleet.
 
@@ -96,7 +98,9 @@ def fleet_view(
         planned: its instances, if its file can be read.
         services: names of its services.
         progress: of the runs, by instance.
+        hosts: what SLURM knows of the hosts, by instance.
     """
+    hosts = hosts or {}
     known = {each.index: each for each in planned}
     rows = [
         _instance_row(
@@ -106,12 +110,20 @@ def fleet_view(
             services,
             (progress or {}).get(index),
             search,
+            hosts.get(index),
             is_live=launcher is not None,
         )
         for index in sorted(found.instances.keys() | known.keys())
     ]
     best = best_trial(search, found)
-    return FleetView(name, fleet_state(found, launcher), launcher, tuple(rows), best)
+    state = fleet_state(found, launcher)
+    if state == "launcher died" and hosts:  # which go on without a launcher
+        states = {each.state for each in rows}
+        state = "failed" if "failed" in states else "stopped"
+        state = "succeeded" if states == {"succeeded"} else state
+    if any(each.alive for each in hosts.values()):
+        state = "running"
+    return FleetView(name, state, launcher, tuple(rows), best)
 
 
 def fleet_state(found: FleetStatus, launcher: int | None) -> str:
@@ -165,18 +177,23 @@ def _instance_row(
     services: Collection[str],
     progress: RunProgress | None,
     search: Search | None,
+    host: HostStatus | None,
     *,
     is_live: bool,
 ) -> InstanceRow:
     # what an instance without a launcher was doing has ended with it
-    state = status.phase if is_live or status.phase in ("waiting", *ENDED) else "stopped"
+    state: str = status.phase if is_live or status.phase in ("waiting", *ENDED) else "stopped"
+    reason = status.reason
+    if host is not None and status.phase not in ("succeeded", "failed"):
+        state, reason = _by_host(status, host), host.text
+        is_live = host.alive and status.phase != "stopped"
     return InstanceRow(
         index,
         planned.run_name if planned else "",
         str(planned.output_dir) if planned else "",
         state,
         status.since,
-        status.reason,
+        reason,
         status.host,
         progress,
         tuple(
@@ -185,6 +202,13 @@ def _instance_row(
         ),
         trial_text(search, status),
     )
+
+
+def _by_host(status: InstanceStatus, host: HostStatus) -> str:
+    """Return the state of an instance whose host may have ended, or waits to run again."""
+    if host.alive:
+        return "waiting" if status.phase == "stopped" else status.phase
+    return "stopped" if host.cancelled or status.phase == "stopped" else "failed"
 
 
 def _process_row(

@@ -1,0 +1,259 @@
+"""The engine `slurm`: a job array, one task per instance, in which the launcher of its node runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from instar.config.errors import ConfigError, InstarError
+from instar.config.files import read_regular
+from instar.fleet.engines import host
+from instar.fleet.engines.remote import HostStatus, part_sizes, stop_signal, submit, watch
+from instar.fleet.engines.work import Work, left
+from instar.fleet.folder import FleetFolder
+from instar.fleet.launcher import FolderBusy, FolderLock, launcher_pid
+from instar.fleet.plan import FleetPlan, Instance
+
+FOLDER = "slurm"
+"""in a fleet's folder: batch scripts, what hosts print, and the file of jobs"""
+_JOBS = "jobs.jsonl"
+_POLL_S = 2.0
+_ANSWER_S = 60.0
+_WARNING = "SIGUSR1"
+_ENDED = re.compile(
+    "BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|REVOKED|TIMEOUT"
+)
+
+
+class SlurmFailed(InstarError):  # noqa: N818
+    """A command of SLURM failed."""
+
+
+def run(work: Work, say: Callable[[str], None], *, detach: bool) -> int:
+    """Submit what there is to do and is not in the queue; follow all of it, unless `detach`.
+
+    Raises:
+        SlurmFailed: SLURM refuses it, or cannot be reached.
+    """
+    name = work.started.path.name
+    arrays = SlurmArrays(work.started.path, work.plan, work.started.gpus)
+    queued = {index for index, each in arrays.hosts().items() if each.alive}
+    fresh = [each for each in work.todo if each.index not in queued]
+    with stop_signal() as stop:
+        sizes = part_sizes(work)
+        if fresh:
+            submit(work, arrays, fresh)
+            job = arrays.jobs()[fresh[0].index]
+            say(f"fleet {name}: {len(fresh)} instances submitted as job {job}")
+        code = 0 if detach else watch(work, arrays, say, sizes, stop)
+    if any(each.alive for each in arrays.hosts().values()):
+        say(f"its jobs go on; `instar fleet down {name}` cancels them")
+    return code
+
+
+def cancel(started: FleetFolder, say: Callable[[str], None], *, kill: bool) -> None:
+    """Cancel all tasks of a fleet, and wait until they have ended, unless another process does.
+
+    Raises:
+        ConfigError: SLURM has none.
+    """
+    arrays = SlurmArrays(started.path)
+    alive = [index for index, each in arrays.hosts().items() if each.alive]
+    if not alive:
+        raise ConfigError.one("SLURM has no task of this fleet", where=str(started.path))
+    work = left(started, alive, -1)
+    sizes = part_sizes(work)
+    arrays.stop(alive, kill=kill)
+    try:
+        with closing(FolderLock(started.path, 0.0)), stop_signal() as stop:
+            watch(work, arrays, say, sizes, stop)
+    except FolderBusy:  # that process does so
+        while launcher_pid(started.path) is not None:
+            time.sleep(_POLL_S)
+
+
+class SlurmArrays:
+    """The job arrays of a fleet, found again in its folder."""
+
+    survives = True
+
+    def __init__(
+        self, folder: Path, plan: FleetPlan | None = None, gpus: str | None = None
+    ) -> None:
+        """`plan` and `gpus`: of what is submitted, see `script`."""
+        self._folder, self._plan, self._gpus = folder / FOLDER, plan, gpus
+        self._hosts: Mapping[int, HostStatus] = {}
+        self._due = 0.0
+
+    def submit(self, instances: Sequence[Instance]) -> None:
+        assert self._plan is not None
+        indices = [each.index for each in instances]
+        self._folder.mkdir(exist_ok=True)
+        file = self._folder / "batch.sh"
+        file.write_text(script(self._plan, self._folder.parent, self._gpus, indices))
+        job = _slurm("sbatch", "--parsable", str(file)).partition(";")[0].strip()
+        with (self._folder / _JOBS).open("a") as jobs:
+            jobs.write(json.dumps({"job": job, "instances": indices}) + "\n")
+        self._due = 0.0
+
+    def jobs(self) -> dict[int, str]:
+        """Return the id of the latest job array of each instance."""
+        found: dict[int, str] = {}
+        with suppress(OSError):
+            for line in read_regular(self._folder / _JOBS).splitlines():
+                with suppress(ValueError, KeyError, TypeError):
+                    array = json.loads(line)
+                    found |= {int(i): str(int(array["job"])) for i in array["instances"]}
+        return found
+
+    def hosts(self) -> Mapping[int, HostStatus]:
+        """Return what SLURM knows of the tasks, at most a few seconds old."""
+        if time.monotonic() < self._due:
+            return self._hosts
+        jobs = self.jobs()
+        states: dict[str, tuple[str, str]] = {}
+        if jobs:
+            ids = ",".join(sorted(set(jobs.values())))
+            try:
+                listed = _slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", ids)
+            except SlurmFailed as error:
+                if "Invalid job id" not in str(error):  # which it has forgotten
+                    if self._hosts:
+                        return self._hosts  # the controller restarts
+                    raise
+                listed = ""
+            for line in listed.splitlines():
+                task, state, reason = line.split("|", 2)
+                states[task] = state, reason
+        self._hosts = {i: self._status(states, f"{job}_{i}") for i, job in jobs.items()}
+        self._due = time.monotonic() + _POLL_S
+        return self._hosts
+
+    def _status(self, states: Mapping[str, tuple[str, str]], task: str) -> HostStatus:
+        # a task that was cancelled while it waited leaves no trace
+        state, reason = states.get(task, ("CANCELLED", "no longer known to SLURM"))
+        text = f"job {task}: {state}" + ("" if reason == "None" else f" ({reason})")
+        if not _ENDED.fullmatch(state):
+            return HostStatus(True, text)
+        log = self._folder / f"{task}.log"
+        text += f", see {log}" if log.exists() else ""
+        return HostStatus(False, text, cancelled=state == "CANCELLED")
+
+    def stop(self, indices: Collection[int], *, kill: bool) -> None:
+        jobs, hosts = self.jobs(), self.hosts()
+        tasks = [f"{jobs[i]}_{i}" for i in indices if i in hosts and hosts[i].alive]
+        if tasks and kill:
+            _slurm("scancel", "--full", "--signal=KILL", *tasks)
+        if tasks:
+            _slurm("scancel", *tasks)
+        self._due = 0.0
+
+
+def find(folder: Path) -> SlurmArrays | None:
+    """Return the job arrays of a fleet; None if it was never submitted to SLURM."""
+    return SlurmArrays(folder) if (folder / FOLDER / _JOBS).is_file() else None
+
+
+def script(plan: FleetPlan, folder: Path, gpus: str | None, indices: Collection[int] = ()) -> str:
+    """Return the batch script of a job array.
+
+    Args:
+        gpus: those that every host uses (`--gpus`); None: those that SLURM gives to it.
+        indices: of the instances; empty: all.
+
+    Raises:
+        ConfigError: submitit is not installed.
+    """
+    try:
+        from submitit import SlurmExecutor
+    except ImportError:
+        raise ConfigError.one(
+            "the engine slurm needs submitit", hint="pip install 'instar[slurm]'"
+        ) from None
+
+    class Executor(SlurmExecutor):
+        @classmethod
+        def affinity(cls) -> int:
+            return 2  # a script can be shown where there is no SLURM
+
+    options, processes = plan.spec.slurm, plan.spec.processes.values()
+    needs = [each.resources for each in processes]
+    asked_gpus = sum(each.gpus for each in needs) if gpus is None else 0
+    indices = indices or [each.index for each in plan.instances]
+    memory = sum(each.memory or 0 for each in needs)
+    logs = (folder / FOLDER).absolute()
+    asked: dict[str, Any] = {
+        "partition": options.partition,
+        "account": options.account,
+        "constraint": options.constraint,
+        "time": math.ceil(options.time / 60) if options.time else None,
+        "gpus_per_node": asked_gpus or None,
+        "mem": f"{math.ceil(memory / (1 << 20))}M" if memory else None,
+    }
+    executor = Executor(logs)
+    executor.update_parameters(
+        **{key: value for key, value in asked.items() if value is not None},
+        job_name=plan.spec.name,
+        nodes=max(each.nodes for each in needs),
+        ntasks_per_node=1,
+        cpus_per_task=sum(each.cpus or 1 for each in needs),
+        setup=list(options.setup),
+        stderr_to_stdout=True,
+        use_srun=False,
+        additional_parameters={
+            "requeue" if options.requeue else "no-requeue": True,
+            # to the batch shell, which the launcher replaces
+            "signal": f"B:{_WARNING.removeprefix('SIG')}@{math.ceil(options.warning)}",
+            "output": logs / "%A_%a.log",
+            **{key: value for key, value in options.sbatch.items() if value is not False},
+            "array": f"{_ranges(indices)}%{plan.parallel}",
+        },
+    )
+    executor.parameters |= {"map_count": len(indices), "wckey": None}
+    if not options.time:
+        executor.parameters["time"] = None  # the partition's, not submitit's five minutes
+    words = shlex.join(host.command(folder, "")[:-1])
+    command = f'exec {words} "$SLURM_ARRAY_TASK_ID"'
+    return executor._make_submission_file_text(command, "")
+
+
+def requeue(stopped_by: str, say: Callable[[str], None]) -> None:
+    """Put this task back into the queue if SLURM has stopped it before its time limit."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job and stopped_by == _WARNING:
+        try:
+            _slurm("scontrol", "requeue", job)
+        except SlurmFailed as error:
+            say(f"not queued again: {error}")
+
+
+def _ranges(indices: Iterable[int]) -> str:
+    """Return numbers as SLURM writes them, e.g. "0-3,7"."""
+    numbers = sorted(indices)
+    begins = [b for a, b in pairwise([-2, *numbers]) if b > a + 1]
+    ends = [a for a, b in pairwise([*numbers, math.inf]) if b > a + 1]
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(begins, ends, strict=True))
+
+
+def _slurm(*words: str) -> str:
+    """Run a command of SLURM and return its output."""
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, check=True, timeout=_ANSWER_S
+        ).stdout
+    except FileNotFoundError:
+        raise SlurmFailed(f"there is no command {words[0]}: SLURM is not installed here") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmFailed(f"{words[0]}: no answer within {_ANSWER_S:g} s") from None
+    except subprocess.CalledProcessError as error:
+        raise SlurmFailed(f"{words[0]}: {error.stderr.strip() or error}") from None
