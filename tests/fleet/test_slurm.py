@@ -90,6 +90,14 @@ def test_a_plan_shows_the_script(place: FleetPlace) -> None:
     assert "#SBATCH --array=0-3%2" in place.run("plan", "fleet.yaml")[1]
 
 
+def test_only_slurm_goes_on_without_its_launcher(place: FleetPlace) -> None:
+    place.write("name: alone\njobs: {job: {command: 'true'}}\n")
+    code, output = place.run("up", "fleet.yaml", "--detach")
+    assert code == 2
+    assert "the engine local cannot go on alone" in output
+    assert not (place.path / "fleets").exists()
+
+
 def test_a_cluster_that_is_not_there_is_named(
     place: FleetPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def up(
         loaded = as_test(loaded, max_steps)
     made, _ = planned(loaded, gpus)
     chosen = _chosen(only, len(made.instances))
+    _check_detach(made.spec.engine, detach)
     check(made.spec, gpus, _say)
     return _run(create(loaded, gpus), chosen, wait, detach)
 
@@ -150,6 +151,7 @@ def resume(name: str, only: str | None, wait: bool, detach: bool) -> int:
 
     started = reopen(find(name))
     made, _ = planned(started.loaded, started.gpus)
+    _check_detach(made.spec.engine, detach)
     return _run(started, _chosen(only, len(made.instances)), wait, detach)
 
 
@@ -316,6 +318,12 @@ def doctor(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: boo
 
 def _with_engine(overrides: tuple[str, ...], engine: str | None) -> tuple[str, ...]:
     return overrides if engine is None else (*overrides, f"engine={engine}")
+
+
+def _check_detach(engine: str, detach: bool) -> None:
+    if detach and engine != "slurm":
+        hint = "its instances end with this process; nohup or tmux keep it"
+        raise ConfigError.one(f"the engine {engine} cannot go on alone", "--detach", hint)
 
 
 def _run(started: FleetFolder, only: Collection[int], wait: bool, detach: bool) -> int:
