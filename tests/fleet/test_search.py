@@ -343,7 +343,8 @@ def test_mistakes_of_the_runs_are_found_all_at_once(
         tmp_path,
         RATES.replace("seed: 1", "direction: maximize").replace(
             "{choices: [1e-2, 1e-9]}}",
-            "{choices: [-1.0, 1e-9]}, model.n_layr: {choices: [1]}, model.n_head: {choices: [2, 0]}}",
+            "{choices: [-1.0, 1e-9]}, model.n_layr: {choices: [1]}, model.n_head: {choices: [2, 0]}, "
+            "model.dropout: {low: 0, high: 1}, model.n_mlp: {low: 8, high: 16}}",
         ),
     )
     for words in (
@@ -351,9 +352,12 @@ def test_mistakes_of_the_runs_are_found_all_at_once(
         "optimizer.lr must be",
         "did you mean 'model.n_layer'",
         "model.n_head must be",
+        "model.dropout is a real number",
+        "write low: 0.0",
     ):
         assert words in text
-    assert text.count(":7:") == 3
+    assert "model.n_mlp is" not in text
+    assert text.count(":7:") == 5
     metric = RATES.replace("seed: 1", "metric: val/los")
     assert "did you mean 'val/loss'" in refused(tmp_path, metric)
 

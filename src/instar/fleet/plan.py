@@ -17,7 +17,7 @@ from instar.config.document import KeyPath, dotted
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.suggestions import nearest
 from instar.fleet.load import LoadedFleet, resolve_beside
-from instar.fleet.search.checks import extremes, metric_problems, search_problems
+from instar.fleet.search.checks import extremes, run_problems, search_problems
 from instar.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
 from instar.fleet.template import expand, names_in, text_of
 
@@ -475,7 +475,7 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
             continue
         root = plain_root_of(config.task)
         if search is not None:
-            yield from metric_problems(loaded, search, config)
+            yield from run_problems(loaded, search, config)
         unknown = [key for key in varied if key not in keys(root)]
         for key in unknown:
             if key not in used:

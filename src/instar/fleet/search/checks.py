@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from instar.config.errors import ConfigProblem
+from instar.config.fields import keys
 from instar.config.suggestions import nearest
 from instar.fleet.load import LoadedFleet
 from instar.fleet.spec import Scalar, Search
 from instar.fleet.template import names_in
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from instar.config.schema import RunConfig
 
 
@@ -53,10 +56,16 @@ def search_problems(loaded: LoadedFleet, used: Collection[str]) -> Iterator[Conf
         yield loaded.problem(("search", "metric"), message, hint)
 
 
-def metric_problems(
-    loaded: LoadedFleet, search: Search, config: RunConfig
-) -> Iterator[ConfigProblem]:
-    """Compare the metric and its direction with those of the task of a run."""
+def run_problems(loaded: LoadedFleet, search: Search, config: RunConfig) -> Iterator[ConfigProblem]:
+    """Compare a search with what it would change in a run and read from it."""
+    fields = keys(type(config))
+    for key, dimension in search.space.items():
+        if dimension.choices is None and dimension.whole and _is_real(fields.get(key)):
+            message = (
+                f"{key} is a real number, and from a whole low to a whole high whole ones are drawn"
+            )
+            hint = f"write low: {float(dimension.low or 0)}"
+            yield loaded.problem(("search", "space", key, "low"), message, hint)
     known = {f"val/{name}": direction for name, direction in config.metrics.items()}
     if search.metric in known:
         better = f"{known[search.metric]}imize"
@@ -68,6 +77,11 @@ def metric_problems(
         meant = nearest(search.metric, known)
         hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(known)}"
         yield loaded.problem(("search", "metric"), f"runs record no '{search.metric}'", hint)
+
+
+def _is_real(field: FieldInfo | None) -> bool:
+    kinds = set() if field is None else {*get_args(field.annotation)} or {field.annotation}
+    return float in kinds and int not in kinds
 
 
 def extremes(search: Search) -> list[dict[str, Scalar]]:
