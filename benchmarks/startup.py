@@ -3,7 +3,7 @@
     python benchmarks/startup.py [--quick]
 
 A tiny run's first step is timed from the start of its process, and so is that of `bare.py`, which
-imports torch, reads the same tokens and makes the same step with the same model. PeakFlops memory is that
+imports torch, reads the same tokens and makes the same step with the same model. Peak memory is that
 of whole processes at 10 M parameters: `instar train`, with its evaluation and its checkpoint, and
 `bare.py`, which has neither.
 """

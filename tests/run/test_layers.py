@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from instar.record.events import Layers, Train, read_events
-from instar.run.loop.gradients import LayerStats, group_of
+from instar.run.loop.gradient_stats import LayerStats, group_of
 from instar.run.loop.trainer import Trainer
 
 Make = Callable[..., Trainer]

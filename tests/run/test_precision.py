@@ -19,11 +19,10 @@ from instar.distributed.world import World
 from instar.record import system
 from instar.record.events import Train, Warn, read_events
 from instar.record.rundir import RunDir
+from instar.record.system import PeakFlops
 from instar.run.lifecycle.inputs import resolve_precision
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.lifecycle.resume import Resume, continuation
-from instar.run.loop import step as step_module
-from instar.run.loop.step import PeakFlops
 from instar.run.loop.trainer import Trainer
 
 HERE = World(0, 0, 1, torch.device("cpu"), "none")
@@ -151,7 +150,7 @@ def test_no_run_uses_more_than_all_that_was_seen_to_be_possible() -> None:
 
 def test_a_peak_taken_on_a_busy_machine_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = iter((1e9, 8e9, 2e9, 4e9))
-    monkeypatch.setattr(step_module, "measure_peak_flops", lambda *_: next(seen))
+    monkeypatch.setattr(system, "measure_peak_flops", lambda *_: next(seen))
     peak = PeakFlops(CPU, "fp32", 2)
     assert peak.share(1e9) == pytest.approx(0.5)
     for _ in range(10):  # only the first three measure

@@ -171,3 +171,64 @@ def measure_peak_flops(device: str, dtype: torch.dtype, limit_s: float | None = 
             if time.perf_counter() + 3 * 8 * seconds > end:
                 break
     return best
+
+
+def torch_dtype(precision: str) -> torch.dtype:
+    """Returns the dtype of a precision: fp32, bf16 or fp16."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+MAX_REMEASUREMENTS = 3
+"""number of repeated measurements of the peak: the machine may be busy when a run starts"""
+_SHORT_S = {"cpu": 0.02, "cuda": 0.1}
+
+
+class PeakFlops:
+    """Peak FLOP/s of the device: the highest speed measured in the run itself or in matrix products
+    (in the precision in use or in fp32, whichever is faster)."""
+
+    def __init__(self, device: torch.device, precision: str, ranks: int) -> None:
+        """
+        Args:
+            ranks: number of ranks that work concurrently, this one included.
+        """
+        self._device, self._ranks = device, ranks
+        # compared only with itself, a slow dtype would look fast; on GPUs fp32 is never faster
+        cpu_types = ("fp32",) if device.type == "cpu" else ()
+        self._dtypes = {name: torch_dtype(name) for name in (*cpu_types, precision)}
+        self._remaining_measurements = MAX_REMEASUREMENTS
+        self._precision = precision
+        self.measured = {
+            name: measure_peak_flops(str(device), dtype) for name, dtype in self._dtypes.items()
+        }
+        self._best = ranks * max(self.measured.values())
+
+    def share(self, flops_per_s: float) -> float:
+        """Return the model FLOPs utilization at this speed, ≤ 1; a higher speed raises the peak."""
+        self._best = max(self._best, flops_per_s)
+        return flops_per_s / self._best
+
+    def measure_again(self) -> None:
+        """Measure the peak again, briefly, between two steps; at most `MAX_REMEASUREMENTS` times."""
+        if self._remaining_measurements == 0:
+            return
+        self._remaining_measurements -= 1
+        fastest = max(self.measured, key=self.measured.__getitem__)
+        limit = _SHORT_S[self._device.type]
+        seen = measure_peak_flops(str(self._device), self._dtypes[fastest], limit)
+        self._best = max(self._best, self._ranks * seen)
+
+    @property
+    def warning(self) -> str:
+        """Warning that the configured precision is slower than fp32 on this CPU; else empty."""
+        if self._device.type != "cpu" or self._precision != "bf16" or has_bf16_units():
+            return ""
+        times = self.measured["fp32"] / self.measured["bf16"]
+        if times <= 1.0:
+            return ""
+        return (
+            "precision: bf16 on a processor without bf16 units: matrix products take "
+            f"{times:.1f} times as long as in fp32; precision: auto chooses fp32 here"
+        )

@@ -14,7 +14,7 @@ from instar.models.architecture import mask_of
 from instar.run.changes.live_growth import Candidate, build_candidate_stepper, make_candidate
 from instar.run.loop.checkpointing import best_is_now, save
 from instar.run.loop.components import Components
-from instar.run.loop.dead_parameters import GradientWatch
+from instar.run.loop.gradient_stats import GradientWatch
 from instar.run.loop.state import RunState, fraction_used
 from instar.run.loop.step import Stepper, freeze
 from instar.run.loop.validation import validate

@@ -17,13 +17,14 @@ from instar.record.console import Console
 from instar.record.control import Inbox
 from instar.record.recorder import Sink
 from instar.record.rundir import RunDir
+from instar.record.system import PeakFlops
 from instar.run.lifecycle.inputs import resolve_precision
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.components import Components
 from instar.run.loop.data_phase import LoaderFactory
 from instar.run.loop.early_stopping import MetricTracker
 from instar.run.loop.state import RunState
-from instar.run.loop.step import PeakFlops, build_stepper
+from instar.run.loop.step import build_stepper
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output.run_logger import RunLogger

@@ -57,7 +57,7 @@ from instar.record.atomic import atomic_dir, check_new
 from instar.record.rundir import RunDir
 from instar.run.changes.live_growth import probe, probe_samples
 from instar.run.lifecycle.resume import began_with
-from instar.run.loop.dead_parameters import dead_ranks
+from instar.run.loop.gradient_stats import dead_ranks
 from instar.run.loop.optimizer import copy_tensors
 from instar.run.loop.step import enter
 from instar.schedule.operations import (

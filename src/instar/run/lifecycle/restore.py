@@ -19,8 +19,8 @@ from instar.models.module import empty_buffers, load_buffers, persistent_buffers
 from instar.run.changes.scheduled import carry_out
 from instar.run.loop.checkpointing import LEFT_OUT
 from instar.run.loop.components import Components
-from instar.run.loop.dead_parameters import dead_ranks
 from instar.run.loop.generators import restore_generators, seed_generators
+from instar.run.loop.gradient_stats import dead_ranks
 from instar.run.loop.optimizer import copy_tensors, load_optimizer_tensors
 from instar.run.loop.state import RunState
 from instar.run.loop.step import build_stepper, freeze

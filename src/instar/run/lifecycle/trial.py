@@ -26,9 +26,10 @@ from instar.data.columns import Columns, Ragged, leaves
 from instar.data.split import SampleSet
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
+from instar.record.system import torch_dtype
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.generators import generator_states, restore_generators, seed_generators
-from instar.run.loop.step import DTYPES, enter, to_device
+from instar.run.loop.step import enter, to_device
 from instar.tasks.custom import check_table
 from instar.tasks.task import Batch, SampleSetSpec, Task
 
@@ -215,7 +216,7 @@ class _Trial:
                 check_table(f"{self.config.task} after growth", architecture, shapes)
 
     def _autocast(self) -> torch.autocast:
-        dtype = DTYPES[self.config.precision]
+        dtype = torch_dtype(self.config.precision)
         enabled = dtype != torch.float32
         return torch.autocast(self.world.device.type, dtype=dtype, enabled=enabled)
 

@@ -1,4 +1,8 @@
-"""Optimizer step: accumulate gradients, check and clip their norm, update the weights."""
+"""Optimizer step: accumulate gradients, check and clip their norm, update the weights.
+
+The gradient of the global batch is left in `Parameter.grad`, the same on every rank. The rest of a
+step does not depend on ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, cast, runtime_checkable
+from itertools import groupby
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 
-from instar.config.schema import RunConfig
+from instar.config.schema import DDPConfig, RunConfig
 from instar.data.columns import Columns, Ragged, leaves
 from instar.data.loader import MicroBatch, StepBatch
-from instar.distributed.agree import raise_on_all_ranks
-from instar.distributed.parallel import copy_from_rank_0, unwrap, wrap
-from instar.distributed.world import World
-from instar.models.module import held_buffers, load_buffers
-from instar.record.system import has_bf16_units, measure_peak_flops
-from instar.run.loop.dead_parameters import GradientWatch
-from instar.run.loop.generators import seed_generators
-from instar.run.loop.gradients import (
-    DataParallel,
-    Gradients,
-    LayerStats,
-    VirtualRanks,
-    share_buffers,
+from instar.distributed.agree import gather, raise_on_all_ranks
+from instar.distributed.all_reduce import DeterministicAllReduce
+from instar.distributed.parallel import (
+    ForwardCollectives,
+    broadcast_from_rank_0,
+    copy_from_rank_0,
+    sync,
+    unwrap,
+    wrap,
 )
+from instar.distributed.world import World
+from instar.models.module import has_buffers, held_buffers, load_buffers, persistent_buffers
+from instar.record.system import torch_dtype
+from instar.run.loop.generators import seed_generators
+from instar.run.loop.gradient_stats import GradientWatch, LayerStats
 from instar.run.loop.optimizer import build_optimizers, set_learning_rate
 from instar.schedule.settings import is_frozen
 from instar.tasks.task import Batch, Task
@@ -38,7 +45,7 @@ from instar.tasks.task import Batch, Task
 class StepResult:
     """Result of one step."""
 
-    loss_sum: torch.Tensor
+    loss_sum: Tensor
     """this rank's summed loss, a float64 scalar on the device"""
     grad_norm: float
     """norm of the global gradient before clipping; not finite if the step was skipped"""
@@ -72,7 +79,7 @@ def to_device(arrays: Columns, device: torch.device) -> Batch:
 
     A ragged column becomes its concatenated values and `<name>.offsets`.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, column in leaves(arrays):
         if isinstance(column, Ragged):
             tensors[name] = torch.from_numpy(column.flat)
@@ -86,6 +93,139 @@ def to_device(arrays: Columns, device: torch.device) -> Batch:
     }
 
 
+class MicroBatchCalls(NamedTuple):
+    """What accumulating the gradients of a step calls."""
+
+    forward: Callable[[MicroBatch], Tensor]
+    """returns a micro-batch's summed loss"""
+    backward: Callable[[Tensor], None]
+    """adds a loss's gradients to those of the parameters"""
+    before_sync: Callable[[], None]
+    """called at the latest point where it is safe to leave by an exception: the ranks synchronize
+    once, after it"""
+
+
+class DataParallel:
+    """DDP: each rank runs one slice; the all-reduce overlaps the last backward pass."""
+
+    def __init__(self, world: World, model: Module, ddp: DDPConfig) -> None:
+        """
+        Args:
+            model: newly wrapped by `wrap`.
+        """
+        self.world, self.model = world, model
+        self.collectives = ForwardCollectives(model, ddp)
+        self._new_static_graph = world.size > 1 and ddp.static_graph
+
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+        """Run this rank's micro-batches and reduce their gradients; return its summed loss, a float64
+        scalar on the device. A collective."""
+        # DDP averages over ranks; undo that to get the sum
+        scale = self.world.size / batch.weight
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        # as late as possible, so that the exchange overlaps with forward and backward passes
+        early = self.collectives.next_may_communicate()
+        if early:
+            calls.before_sync()
+        passes = [(micro, micro.samples > 0) for micro in batch.micro_batches]
+        # DDP records a static graph in its first backward pass, which must reduce. The averaged
+        # gradients are the same on all ranks, so averaging them again changes nothing. All ranks
+        # must reduce equally often, so a rank with a single micro-batch runs it twice.
+        learns = self._new_static_graph and self._some_rank_accumulates(len(passes))
+        if learns and len(passes) == 1:
+            passes.insert(0, (passes[0][0], False))
+        self._new_static_graph = False
+        for index, (micro, counts) in enumerate(passes):
+            last = index == len(passes) - 1
+            # no_sync must be entered before the forward pass, in which DDP decides
+            held = {} if counts else held_buffers(unwrap(self.model))
+            with sync(self.model, enabled=last or (learns and index == 0)):
+                loss = calls.forward(micro)
+                if last and not early:
+                    calls.before_sync()
+                calls.backward(loss * (scale if counts else 0.0))
+            if counts:
+                total += loss.detach()
+            else:
+                # running statistics must not include stand-in samples, or a sample twice
+                load_buffers(unwrap(self.model), held)
+        self.collectives.reduced()
+        return total
+
+    def _some_rank_accumulates(self, micro_batches: int) -> bool:
+        return any(cast(int, number) > 1 for number in gather(self.world, micro_batches))
+
+
+class VirtualRanks:
+    """`reproducible: elastic`: a fixed number of slices, independent of the world size.
+
+    The gradient of each slice is accumulated separately; the gradients of all slices are added in a
+    fixed tree, so that no bit depends on the number of ranks.
+    """
+
+    def __init__(self, world: World, model: Module, number: int) -> None:
+        """
+        Args:
+            model: without wrappers.
+            number: number of slices.
+        """
+        self.world, self.model = world, model
+        by_type: dict[torch.dtype, list[Parameter]] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                by_type.setdefault(parameter.dtype, []).append(parameter)
+        self.parts = [
+            (
+                parameters,
+                DeterministicAllReduce(world, number, sum(p.numel() for p in parameters), dtype),
+            )
+            for dtype, parameters in by_type.items()
+        ]
+        """per dtype: the parameters, and the all-reduce of their gradients"""
+
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+        """See `DataParallel`."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        # each slice starts with the buffers from before the step, and the model keeps those of the
+        # first slice, as under DDP with one rank per slice
+        before, after = held_buffers(self.model), None
+        for _, micro_batches in groupby(batch.micro_batches, lambda micro: micro.rank):
+            if after is not None:
+                load_buffers(self.model, before)
+            gradients = [tree.leaf() for _, tree in self.parts]
+            self._point_to(gradients)
+            for micro in micro_batches:
+                if micro.samples:
+                    loss = calls.forward(micro)
+                    calls.backward(loss / batch.weight)
+                    total += loss.detach()
+            for (_, tree), gradient in zip(self.parts, gradients, strict=True):
+                tree.add(gradient)
+            if after is None:
+                after = held_buffers(self.model)
+        calls.before_sync()
+        self._point_to([tree.root() for _, tree in self.parts])
+        load_buffers(self.model, after or {})
+        share_buffers(self.world, self.model)
+        return total
+
+    def _point_to(self, flats: Sequence[Tensor]) -> None:
+        """Make the parameters' gradients views of flat tensors, one per dtype."""
+        for (parameters, _), flat in zip(self.parts, flats, strict=True):
+            pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                parameter.grad = piece.view_as(parameter)
+
+
+def share_buffers(world: World, model: Module) -> None:
+    """Broadcast rank 0's persistent buffers, as DDP does. A collective."""
+    # every rank has built the same module, so either all ranks broadcast or none
+    if world.size > 1 and has_buffers(model):
+        buffers = broadcast_from_rank_0(world, persistent_buffers(model), "sharing buffers")
+        if not world.is_main:
+            load_buffers(model, buffers)
+
+
 class Stepper:
     """Runs the optimizer steps of a model; owns gradients, gradient scaler and moving average."""
 
@@ -95,7 +235,7 @@ class Stepper:
         world: World,
         task: Task,
         model: Module,
-        gradients: Gradients,
+        gradients: DataParallel | VirtualRanks,
         parameters: Mapping[str, Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
@@ -145,7 +285,7 @@ class Stepper:
         """Return the autocast context of forward passes."""
         return torch.autocast(
             self.world.device.type,
-            dtype=DTYPES[self.precision],
+            dtype=torch_dtype(self.precision),
             enabled=self.precision != "fp32",
         )
 
@@ -164,16 +304,15 @@ class Stepper:
         set_learning_rate(self.optimizers, lr)
         enter(self.bare_model, step)
         buffers = held_buffers(self.bare_model)
-        loss_sum = self.gradients.accumulate(
-            batch, partial(self._forward, step), self._backward, before_sync
-        )
+        calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
+        loss_sum = self.gradients.accumulate(batch, calls)
         result = StepResult(loss_sum, self._update())
         if result.skipped:
             # otherwise one non-finite batch would spoil running statistics permanently
             load_buffers(self.bare_model, buffers)
         return result
 
-    def _forward(self, step: int, micro: MicroBatch) -> torch.Tensor:
+    def _forward(self, step: int, micro: MicroBatch) -> Tensor:
         self.world.moved()
         if self.seed is not None:
             # no state to save, and the result does not depend on which rank runs a micro-batch
@@ -181,7 +320,7 @@ class Stepper:
         with self.autocast():
             return self.task.loss_sum(self.model, to_device(micro.arrays, self.world.device))
 
-    def _backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss))
 
     def _update(self) -> float:
@@ -266,7 +405,9 @@ def _freeze(bare: Module, frozen: Sequence[str]) -> None:
         parameter.requires_grad_(not is_frozen(frozen, name))
 
 
-def _on_all_ranks(config: RunConfig, world: World, bare: Module) -> tuple[Module, Gradients]:
+def _on_all_ranks(
+    config: RunConfig, world: World, bare: Module
+) -> tuple[Module, DataParallel | VirtualRanks]:
     """Wrap a model for all ranks; return it, and what accumulates its gradients."""
     if config.reproducible == "elastic":
         number = config.parallel.elastic.virtual_ranks
@@ -279,60 +420,3 @@ def _on_all_ranks(config: RunConfig, world: World, bare: Module) -> tuple[Module
     # wrap last: DDP must see the model on its device, and compiled
     wrapped = wrap(model, world, config.parallel.ddp)
     return wrapped, DataParallel(world, wrapped, config.parallel.ddp)
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MAX_REMEASUREMENTS = 3
-"""number of repeated measurements of the peak: the machine may be busy when a run starts"""
-_SHORT_S = {"cpu": 0.02, "cuda": 0.1}
-
-
-class PeakFlops:
-    """Peak FLOP/s of the device: the highest speed measured in the run itself or in matrix products
-    (in the precision in use or in fp32, whichever is faster)."""
-
-    def __init__(
-        self, device: torch.device, precision: Literal["auto", "fp32", "bf16", "fp16"], ranks: int
-    ) -> None:
-        """
-        Args:
-            ranks: number of ranks that work concurrently, this one included.
-        """
-        self._device, self._ranks = device, ranks
-        # compared only with itself, a slow dtype would look fast; on GPUs fp32 is never faster
-        cpu_types = ("fp32",) if device.type == "cpu" else ()
-        self._dtypes = {name: DTYPES[name] for name in (*cpu_types, precision) if name in DTYPES}
-        self._remaining_measurements = MAX_REMEASUREMENTS
-        self._precision = precision
-        self.measured = {
-            name: measure_peak_flops(str(device), dtype) for name, dtype in self._dtypes.items()
-        }
-        self._best = ranks * max(self.measured.values())
-
-    def share(self, flops_per_s: float) -> float:
-        """Return the model FLOPs utilization at this speed, ≤ 1; a higher speed raises the peak."""
-        self._best = max(self._best, flops_per_s)
-        return flops_per_s / self._best
-
-    def measure_again(self) -> None:
-        """Measure the peak again, briefly, between two steps; at most `MAX_REMEASUREMENTS` times."""
-        if self._remaining_measurements == 0:
-            return
-        self._remaining_measurements -= 1
-        fastest = max(self.measured, key=self.measured.__getitem__)
-        limit = _SHORT_S[self._device.type]
-        seen = measure_peak_flops(str(self._device), self._dtypes[fastest], limit)
-        self._best = max(self._best, self._ranks * seen)
-
-    @property
-    def warning(self) -> str:
-        """Warning that the configured precision is slower than fp32 on this CPU; else empty."""
-        if self._device.type != "cpu" or self._precision != "bf16" or has_bf16_units():
-            return ""
-        times = self.measured["fp32"] / self.measured["bf16"]
-        if times <= 1.0:
-            return ""
-        return (
-            "precision: bf16 on a processor without bf16 units: matrix products take "
-            f"{times:.1f} times as long as in fp32; precision: auto chooses fp32 here"
-        )

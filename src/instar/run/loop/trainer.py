@@ -12,7 +12,7 @@ from instar.distributed.world import RunFailed
 from instar.run.changes.scheduled import change_if_due
 from instar.run.loop.checkpointing import save, save_if_due
 from instar.run.loop.components import Components
-from instar.run.loop.gradients import LayerStats
+from instar.run.loop.gradient_stats import LayerStats
 from instar.run.loop.state import REACHED, Decision, Every, Progress, RunState, budget_met
 from instar.run.loop.step import StepResult
 from instar.run.loop.sync_point import Stopped

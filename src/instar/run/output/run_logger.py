@@ -41,13 +41,12 @@ from instar.record.events import (
 )
 from instar.record.format import confusion_lines, si
 from instar.record.recorder import Sink
-from instar.record.system import memory_bytes
-from instar.run.loop.dead_parameters import GradientWatch
+from instar.record.system import PeakFlops, memory_bytes
 from instar.run.loop.early_stopping import RuleState
 from instar.run.loop.evaluate import Evaluation, TestResult
-from instar.run.loop.gradients import LayerStats
+from instar.run.loop.gradient_stats import GradientWatch, LayerStats
 from instar.run.loop.state import Decision, Every, Progress, RunState
-from instar.run.loop.step import PeakFlops, StepResult
+from instar.run.loop.step import StepResult
 from instar.run.output.operation_text import changed_text, differences, log_block
 from instar.run.output.save import SaveResult
 from instar.schedule.operations import Change, State

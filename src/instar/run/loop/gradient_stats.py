@@ -1,15 +1,66 @@
-"""Dead parameters: new parameters of an operation that no gradient reaches in the first steps."""
+"""What is observed of gradients: norms per layer, and new parameters that no gradient reaches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import new_slices, split_grad_norms
-from instar.models.shape import Parameter
+from instar.models import shape
+
+Norms = Mapping[str, float]
+
+
+def group_of(name: str) -> str:
+    """Return the layer of a parameter: `blocks.3` for `blocks.3.mlp.up.weight`, else the first part
+    of its name.
+    """
+    first, *rest = name.split(".")
+    return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first
+
+
+class LayerStats:
+    """Gradient norm and update ratio per layer, for one step.
+
+    Call `before` before the update, with reduced gradients that are not clipped yet, and `after`
+    after it. A copy of the weights is kept in between.
+    """
+
+    def __init__(self) -> None:
+        self.grad_norm: Norms = {}
+        self.update_ratio: Norms = {}
+        """‖Δw‖ / ‖w‖ per layer"""
+        self._weights: dict[str, Tensor] = {}
+
+    def before(self, parameters: Mapping[str, Parameter]) -> None:
+        gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        self.grad_norm = _norms(gradients)
+        self._weights = {n: parameters[n].detach().clone() for n in gradients}
+
+    def after(self, parameters: Mapping[str, Parameter]) -> None:
+        sizes = _norms(self._weights)
+        moved = _norms({n: parameters[n].detach() - old for n, old in self._weights.items()})
+        self._weights = {}
+        self.update_ratio = {g: moved[g] / size for g, size in sizes.items() if size > 0}
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> Norms:
+    """Return the Euclidean norm per layer, with a single device synchronization."""
+    groups: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(group_of(name), []).append(tensor)
+    norms = [_together(group) for group in groups.values()]
+    return dict(zip(groups, torch.stack(norms).tolist(), strict=True)) if norms else {}
+
+
+def _together(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.nn.utils.get_total_norm(list(tensors)).float()
+
 
 WATCHED_STEPS = 3
 """Under a mask the first step has zero gradients; behind a zero factor the second has more."""
@@ -27,7 +78,7 @@ class GradientWatch:
     """
 
     def __init__(
-        self, plan: GrowthPlan, operation: str, parameters: Mapping[str, Parameter]
+        self, plan: GrowthPlan, operation: str, parameters: Mapping[str, shape.Parameter]
     ) -> None:
         """
         Args:
