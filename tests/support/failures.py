@@ -184,7 +184,8 @@ def trains_again_and_again(times: int, overrides: Sequence[str]) -> int:
         trainers = sum(type(thing) is Trainer for thing in gc.get_objects())
         left = {"trainers": trainers, "threads": me.num_threads(), "rss": me.memory_info().rss}
         same = flags == (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
-        print("left", json.dumps(left | {"flags": same}), flush=True)
+        # one write, which the other rank's cannot divide: torchrun starts ranks unbuffered
+        print(f"left {json.dumps(left | {'flags': same})}\n", end="", flush=True)
     return 0
 
 
