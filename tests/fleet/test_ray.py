@@ -57,6 +57,7 @@ def count_of(status: dict[str, Any], phase: str) -> int:
     return [phase_of(status, "trainer", i) for i in range(4)].count(phase)
 
 
+@pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
 def test_a_job_of_two_nodes_ends_on_both(place: FleetPlace, cluster: ray_cluster.Cluster) -> None:
     """After Ctrl-C, after the death of the driver, and by itself."""
     write(
@@ -112,6 +113,7 @@ def test_what_no_node_has_is_refused_before_a_folder_is_made(
     assert not (place.path / "fleets").exists()
 
 
+@pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
 def test_the_instances_of_a_lost_node_begin_again_on_another(
     place: FleetPlace, cluster: ray_cluster.Cluster
 ) -> None:
