@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 _MAX_HEADER_BYTES = 100_000_000
+_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,13 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     Raises:
         CheckpointError: the file cannot be read, is not a safetensors file, or is truncated.
     """
+    raw, content, size = _header(path)
     try:
-        with open_regular(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = os.fstat(file.fileno()).st_size
-            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(f"{path}: not a safetensors file")
-            content = json.loads(file.read(length))
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path}: not a safetensors file")
         content.pop("__metadata__", None)
         entries = msgspec.convert(content, dict[str, _Entry])
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
-    data_bytes = size - 8 - length
+    data_bytes = size - len(raw)
     for name, entry in entries.items():
         begin, end = entry.data_offsets
         if not 0 <= begin <= end <= data_bytes:
@@ -83,6 +75,54 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         name: TensorEntry(entry.dtype, entry.shape, entry.data_offsets[1] - entry.data_offsets[0])
         for name, entry in by_place
     }
+
+
+def read_metadata(path: Path) -> tuple[bytes, dict[str, str]]:
+    """Returns the whole header of a safetensors file, and its metadata.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a safetensors file.
+    """
+    raw, content, _ = _header(path)
+    try:
+        return raw, msgspec.convert(content.get("__metadata__", {}), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+
+
+def _header(path: Path) -> tuple[bytes, dict[str, Any], int]:
+    """Returns the header of a safetensors file with its length, its content, and the file's size."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(f"{path}: not a safetensors file")
+            raw = file.read(length)
+            content = json.loads(raw)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a safetensors file")
+    return prefix + raw, content, size
+
+
+def encode_header(
+    entries: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Returns the header of a safetensors file whose tensors follow in the order of `entries`."""
+    content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name, entry in entries.items():
+        end = begin + entry.size_bytes
+        content[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (begin, end)}
+        begin = end
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -6,7 +6,6 @@ position of each tensor, so all dtypes and shapes must be known before the first
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from instar.checkpoint.inspect import read_header
+from instar.checkpoint.inspect import TensorEntry, encode_header, read_header
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.files import check_regular
 from instar.record import atomic
@@ -37,7 +36,6 @@ DTYPES = {
 """Safetensors dtypes that runs save, in the order in which the format sorts tensors."""
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def write_tensors(path: Path, outlines: Mapping[str, Outline], read: Read) -> No
     """
     order = sorted(outlines, key=lambda name: (-_rank(outlines[name].dtype), name))
     with path.open("wb") as file:
-        file.write(_header({name: outlines[name] for name in order}))
+        file.write(encode_header({name: _entry(outlines[name]) for name in order}))
         for name in order:
             tensor = read(name)
             if (found := Outline(tensor.dtype, tuple(tensor.shape))) != outlines[name]:
@@ -105,20 +103,8 @@ def _rank(dtype: torch.dtype) -> int:
     return list(DTYPES.values()).index(dtype)
 
 
-def _header(outlines: Mapping[str, Outline]) -> bytes:
-    entries = {}
-    begin = 0
-    for name, outline in outlines.items():
-        end = begin + outline.size_bytes
-        entries[name] = {
-            "dtype": _WORDS[outline.dtype],
-            "shape": outline.shape,
-            "data_offsets": (begin, end),
-        }
-        begin = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+def _entry(outline: Outline) -> TensorEntry:
+    return TensorEntry(_WORDS[outline.dtype], outline.shape, outline.size_bytes)
 
 
 def _content(tensor: Tensor) -> memoryview:

@@ -1,0 +1,235 @@
+"""A chain of states as training code uses it: append, look up, load, check out, verify.
+
+See `folder` for the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from instar.checkpoint.delta.folder import (
+    Index,
+    Kind,
+    Link,
+    Segment,
+    files,
+    find,
+    link_path,
+    links,
+    locked,
+    read,
+    read_index,
+    segment_of,
+    segments,
+    to_link,
+    write_anchor,
+    write_index,
+)
+from instar.checkpoint.delta.link import Footer, Head, LinkWriter, Values, read_link
+from instar.checkpoint.delta.pair import compare, head_of
+from instar.checkpoint.delta.replay import Replay
+from instar.checkpoint.delta.state import State, open_state, outline, state_hash
+from instar.checkpoint.delta.tensors import empty, to_bits, without_aliases
+from instar.checkpoint.manifest import CheckpointError
+from instar.record import atomic
+
+__all__ = ["Link", "append", "checkout", "find", "links", "load", "verify"]
+
+
+def append(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    base: Mapping[str, Tensor] | None,
+    *,
+    anchor: bool = False,
+    aliases: Mapping[str, str] | None = None,
+    values: Values = "steps",
+) -> Link:
+    """Saves the next state of a chain; when this returns, it is on disk.
+
+    It is saved as a difference from `base`, or whole, as an anchor, if `anchor` is set, if there is
+    no base, if the chain is new, or if names, dtypes or shapes differ from those of the base.
+
+    Args:
+        folder: the chain's folder; created if missing.
+        step: of the training; may be lower than that of the state before.
+        tensors: on any device. Tied tensors are saved once, under the first of their names.
+        base: the last state of the chain, which is compared with its hash; None: not at hand.
+        aliases: other names of tensors, which are recorded but not saved: name → saved name.
+        values: see `pair.create`.
+
+    Raises:
+        CheckpointError: `base` is not the last state of the chain, the chain is damaged, another
+            process writes it, or the disk is full. The chain is as it was before.
+    """
+    kept, names = without_aliases(tensors, aliases or {})
+    new = {name: to_bits(tensor) for name, tensor in kept.items()}
+    old = None
+    if base is not None:
+        old = {name: to_bits(tensor) for name, tensor in base.items() if name not in names}
+    try:
+        atomic.make_folder(folder)
+        with locked(folder):
+            atomic.sweep(folder)
+            return _append(folder, step, new, old, anchor, names, values)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot save step {step:,} in {folder}: {error.strerror}; the chain is unchanged"
+        ) from error
+
+
+def _append(
+    folder: Path,
+    step: int,
+    new: State,
+    old: State | None,
+    anchor: bool,
+    aliases: dict[str, str],
+    values: Values,
+) -> Link:
+    index = read_index(folder)
+    if index is None:
+        index = Index(0, None)
+        write_index(folder, index)
+    last = _last(folder, index)
+    number = 0 if last is None else last.number + 1
+    entries = outline(new)
+    whole = anchor or last is None or old is None or outline(old) != entries
+    kind: Kind = "anchor" if whole else "delta"
+    path = link_path(folder, kind, number)
+    head = msgspec.structs.replace(
+        head_of(entries, base=last.result_hash if last else "", result=""),
+        number=number,
+        first=number,
+        step=step,
+        aliases=aliases,
+    )
+    try:
+        with atomic.atomic_file(path) as temporary:
+            if whole or old is None or last is None:
+                head = msgspec.structs.replace(head, result=state_hash(new))
+                write_anchor(temporary, new, head)
+            else:
+                head = _write_link(temporary, old, new, head, last, values)
+            size_bytes = temporary.stat().st_size
+        write_index(folder, Index(index.first, number, head.result))
+    except BaseException:
+        _withdraw(path, index)
+        raise
+    changed = head.changed if isinstance(head, Footer) else head.elements
+    return to_link(path, kind, head, size_bytes, changed)
+
+
+def _withdraw(path: Path, index: Index) -> None:
+    """Removes a file that was not acknowledged, so that the caller's base is the last state still."""
+    with suppress(OSError):
+        if read_index(path.parent) != index:
+            write_index(path.parent, index)
+    if read_index(path.parent) == index:
+        atomic.remove_tree(path)
+
+
+def _write_link(
+    path: Path, old: State, new: State, head: Head, last: Link, values: Values
+) -> Footer:
+    with path.open("wb") as file:
+        writer = LinkWriter(file, outline(new), values)
+        base_hash, result = compare(old, new, writer, values)
+        if base_hash != last.result_hash:
+            raise CheckpointError(
+                f"{path.parent}: the base given is not the state of {last.file.name}, the last of the "
+                "chain; give no base to start a new anchor"
+            )
+        return writer.finish(msgspec.structs.replace(head, result=result))
+
+
+def _last(folder: Path, index: Index) -> Link | None:
+    """Returns the last link of a chain; it may not be acknowledged, after a crash."""
+    found = files(folder)
+    newest = max(found, default=None)
+    if newest is None or (index.latest is not None and newest < index.latest):
+        if index.latest is not None:
+            raise CheckpointError(f"{folder}: number {index.latest}, the last one, is missing")
+        return None
+    last = read(found[newest])
+    if newest == index.latest and last.result_hash != index.result:
+        raise CheckpointError(f"{last.file}: is not the one that was saved")
+    return last
+
+
+def load(folder: Path, number: int | None = None) -> dict[str, Tensor]:
+    """Returns the tensors of a state under all their names; by default of the last state.
+
+    Raises:
+        CheckpointError: there is no such state, or a file that leads to it is damaged.
+    """
+    end, replay = _replay(folder, number)
+    found = {}
+    for name, entry in replay.outline.items():
+        found[name] = empty(entry)
+        words = to_bits(found[name]).words
+        at = 0
+        for block in replay.blocks(name):
+            words[at : at + block.size] = block
+            at += block.size
+    replay.check()
+    return found | {alias: found[name] for alias, name in end.aliases.items()}
+
+
+def checkout(folder: Path, number: int | None, target: Path) -> Link:
+    """Writes a state into a safetensors file; by default the last state.
+
+    Tied tensors are in it once, as in the files of transformers.
+
+    Raises:
+        CheckpointError: there is no such state, a file that leads to it is damaged, or the target
+            cannot be written.
+    """
+    end, replay = _replay(folder, number)
+    replay.write(target)
+    return end
+
+
+def _replay(folder: Path, number: int | None) -> tuple[Link, Replay]:
+    chain = links(folder)
+    segment = segment_of(chain, find(chain, number))
+    return segment.end, replay_of(segment)
+
+
+def replay_of(segment: Segment, *, every: bool = False) -> Replay:
+    """Opens the files of a segment.
+
+    Raises:
+        CheckpointError: a link is damaged.
+    """
+    return Replay(
+        open_state(segment.anchor.file),
+        [read_link(link.file) for link in segment.links],
+        str(segment.anchor.file),
+        expected=segment.anchor.result_hash,
+        every=every,
+    )
+
+
+def verify(folder: Path) -> list[Link]:
+    """Reads every byte of a chain, rebuilds every state, and compares all hashes.
+
+    Raises:
+        CheckpointError: a line for every file that is missing, damaged or from elsewhere.
+    """
+    chain = links(folder)
+    problems = []
+    for segment in segments(chain):
+        try:
+            replay_of(segment, every=True).run()
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return chain

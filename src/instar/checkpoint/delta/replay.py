@@ -1,0 +1,99 @@
+"""States rebuilt from a base and the links after it, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from instar.checkpoint.delta.encoding import Words
+from instar.checkpoint.delta.link import LinkFile
+from instar.checkpoint.delta.state import (
+    State,
+    StateHash,
+    file_header,
+    outline,
+    write_state,
+)
+from instar.checkpoint.manifest import CheckpointError
+from instar.record import atomic
+
+
+class Replay:
+    """Rebuilds the state after the last of some links, and hashes base and result meanwhile.
+
+    Args:
+        base: the state before the first link.
+        name: of the base, for errors.
+        expected: hash of the base; None: any base that leads to the right result.
+        every: hash the state after every link, not only the last.
+
+    Raises:
+        CheckpointError: a link changes a tensor that the base does not have in that dtype and shape.
+    """
+
+    def __init__(
+        self,
+        base: State,
+        links: Sequence[LinkFile],
+        name: str,
+        *,
+        expected: str | None,
+        every: bool = False,
+    ) -> None:
+        self.outline = outline(base)
+        for link in links:
+            link.check_fits(self.outline)
+        self._base, self._links, self._name = base, links, name
+        self._expected = expected
+        hashed = links if every else links[-1:]
+        self._base_hash = StateHash(self.outline)
+        self._hashes = [(link, StateHash(self.outline)) for link in hashed]
+
+    def blocks(self, name: str) -> Iterator[Words]:
+        """Yields the blocks of a tensor in the result, as views or copies."""
+        hashes = {id(link): digest for link, digest in self._hashes}
+        for number, words in enumerate(self._base[name].blocks()):
+            self._base_hash.update(name, words)
+            for link in self._links:
+                words = link.apply(name, number, words)
+                if id(link) in hashes:
+                    hashes[id(link)].update(name, words)
+            yield words
+
+    def check(self) -> None:
+        """Compares the hashes, after all blocks of all tensors have been taken.
+
+        Raises:
+            CheckpointError: the base or the result of a link is not that which was saved.
+        """
+        found = self._base_hash.hexdigest()
+        if self._expected not in (found, None):
+            raise CheckpointError(
+                f"{self._name}: has the hash {found}, but {self._expected} is needed: it is not the "
+                "state that was saved"
+            )
+        for link, digest in self._hashes:
+            if digest.hexdigest() != link.footer.result:
+                raise CheckpointError(
+                    f"{link.path}: does not make the state that was saved of {self._name}"
+                )
+
+    def run(self) -> None:
+        """Rebuilds and checks the state without keeping it."""
+        for name in self.outline:
+            for _ in self.blocks(name):
+                pass
+        self.check()
+
+    def write(self, target: Path) -> None:
+        """Writes the state into a safetensors file, which appears once it is checked.
+
+        Raises:
+            CheckpointError: a hash differs, or the file cannot be written.
+        """
+        try:
+            with atomic.atomic_file(target.absolute()) as temporary:
+                write_state(temporary, self.outline, file_header(self.outline), self.blocks)
+                self.check()
+        except OSError as error:
+            raise CheckpointError(f"cannot write {target}: {error.strerror}") from error

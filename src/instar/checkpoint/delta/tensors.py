@@ -1,0 +1,85 @@
+"""Tensors of torch as bits, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from instar.checkpoint.delta.state import Bits, word_type
+from instar.checkpoint.inspect import TensorEntry
+from instar.checkpoint.manifest import CheckpointError
+
+_TYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_WORDS = {dtype: word for word, dtype in _TYPES.items()}
+
+
+def to_bits(tensor: Tensor) -> Bits:
+    """Returns a view of a contiguous CPU tensor's bits; of another one, of a copy.
+
+    Raises:
+        ValueError: safetensors has no such dtype.
+    """
+    if tensor.dtype not in _WORDS:
+        raise ValueError(f"tensors of {tensor.dtype} cannot be saved")
+    flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
+    size_bytes = flat.numel() * flat.itemsize
+    entry = TensorEntry(_WORDS[tensor.dtype], tuple(tensor.shape), size_bytes)
+    return Bits(entry, flat.view(torch.uint8).numpy().view(word_type(entry)))
+
+
+def empty(entry: TensorEntry) -> Tensor:
+    """Returns a tensor with unset values.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    if entry.dtype not in _TYPES:
+        raise CheckpointError(f"tensors of the dtype {entry.dtype} cannot be loaded into torch")
+    return torch.empty(entry.shape, dtype=_TYPES[entry.dtype])
+
+
+def without_aliases(
+    tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns each tensor once, and its other names.
+
+    Tied tensors, which are the same view of the same memory, keep the first of their names; so do
+    checkpoints of transformers.
+
+    Raises:
+        ValueError: an alias refers to a missing tensor.
+    """
+    for alias, name in aliases.items():
+        if name not in tensors or name in aliases:
+            raise ValueError(f"{alias!r} is an alias of {name!r}, which is not saved")
+    kept: dict[str, Tensor] = {}
+    found = dict(aliases)
+    first: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        if name in aliases:
+            continue
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if tensor.numel() and first.setdefault(view, name) != name:
+            found[name] = first[view]
+        else:
+            kept[name] = tensor
+    return kept, found

@@ -1,0 +1,264 @@
+"""A chain of states: every one comes back bit for bit, and every damage is found and named."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from instar.checkpoint.delta import folder as folders
+from instar.checkpoint.delta.chain import append, checkout, find, links, load, verify
+from instar.checkpoint.delta.folder import INDEX
+from instar.checkpoint.manifest import CheckpointError
+
+State = dict[str, Tensor]
+
+
+def first() -> State:
+    chance = torch.Generator().manual_seed(0)
+    return {
+        "embedding": torch.randn(64, 16, generator=chance).bfloat16(),
+        "layer.0.weight": torch.randn(16, 16, generator=chance),
+        "layer.0.half": torch.randn(40, generator=chance).half(),
+        "scale": torch.tensor(1.5),
+        "empty": torch.empty(0, 4),
+        "steps": torch.arange(7),
+        "mask": torch.tensor([True, False, True]),
+        "eight": torch.randn(9, generator=chance).to(torch.float8_e4m3fn),
+    }
+
+
+def after(state: State, step: int) -> State:
+    """A state with a few changed bits in most tensors."""
+    chance = torch.Generator().manual_seed(step)
+    new = {name: tensor.clone() for name, tensor in state.items()}
+    for name, tensor in new.items():
+        if name != "mask" and tensor.numel():
+            bits = tensor.view(-1).view(torch.uint8)
+            at = torch.randint(bits.numel(), (1 + bits.numel() // 50,), generator=chance)
+            bits[at] ^= 1
+    return new
+
+
+def save(folder: Path, count: int) -> list[State]:
+    states = [first()]
+    append(folder, 0, states[0], None)
+    for step in range(1, count):
+        states.append(after(states[-1], step))
+        append(folder, 10 * step, states[-1], states[-2], anchor=step == 5)
+    return states
+
+
+def same(a: State, b: State) -> bool:
+    """Whether two states have equal bits."""
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype
+        and a[name].shape == b[name].shape
+        and torch.equal(
+            a[name].reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8)
+        )
+        for name in a
+    )
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    return tmp_path / "deltas"
+
+
+def test_every_state_comes_back_bit_for_bit(chain: Path, tmp_path: Path) -> None:
+    states = save(chain, 8)
+
+    assert [(link.number, link.step, link.kind) for link in links(chain)] == [
+        (number, 10 * number, "anchor" if number in (0, 5) else "delta") for number in range(8)
+    ]
+    for number, state in enumerate(states):
+        assert same(load(chain, number), state)
+    checkout(chain, 7, tmp_path / "out.safetensors")
+    assert same(load_file(tmp_path / "out.safetensors"), states[7])
+    assert verify(chain) == links(chain)
+    assert find(links(chain), step=30).number == 3
+
+
+def test_growth_starts_a_new_anchor(chain: Path) -> None:
+    save(chain, 2)
+    grown = load(chain) | {"embedding": torch.zeros(64, 32), "layer.1.weight": torch.ones(3)}
+    assert append(chain, 20, grown, load(chain)).kind == "anchor"
+    assert append(chain, 30, grown, grown).kind == "delta"
+    assert same(load(chain, 3), grown)
+    verify(chain)
+
+
+def test_numbers_go_on_without_a_base(chain: Path) -> None:
+    states = save(chain, 3)
+    link = append(chain, 10, states[1], None)
+    assert (link.number, link.kind) == (3, "anchor")
+    assert find(links(chain), step=10).number == 3
+    verify(chain)
+
+
+def test_an_unchanged_state_is_a_link_of_a_few_hundred_bytes(chain: Path) -> None:
+    state = first()
+    append(chain, 0, state, None)
+    assert append(chain, 1, state, state).size_bytes < 500
+    assert same(load(chain), state)
+
+
+def test_tied_tensors_are_saved_once_under_the_first_name(chain: Path, tmp_path: Path) -> None:
+    tied = torch.ones(4, 2)
+    state = {"wte.weight": tied, "lm_head.weight": tied, "bias": torch.zeros(2)}
+    append(chain, 0, state, None)
+    link = append(chain, 1, state, {name: tensor.clone() for name, tensor in state.items()})
+    assert link.kind == "delta"
+    assert link.aliases == {"lm_head.weight": "wte.weight"}
+    checkout(chain, 1, tmp_path / "out")
+    assert load_file(tmp_path / "out").keys() == {"wte.weight", "bias"}
+    assert load(chain)["lm_head.weight"] is not None
+    assert same(load(chain), state)
+
+
+def test_tensors_may_be_views(chain: Path) -> None:
+    state = {"a": torch.arange(12.0).view(3, 4).T, "b": torch.arange(12.0)[::3]}
+    append(chain, 0, state, None)
+    assert same(load(chain), {name: tensor.contiguous() for name, tensor in state.items()})
+
+
+def test_a_base_that_is_not_the_last_state_is_refused(chain: Path) -> None:
+    states = save(chain, 3)
+    before = {path.name for path in chain.iterdir()}
+    with pytest.raises(CheckpointError, match=r"not the state of link-2\.delta"):
+        append(chain, 3, after(states[2], 3), states[1])
+    assert {path.name for path in chain.iterdir()} == before
+    append(chain, 3, after(states[2], 3), states[2])
+    verify(chain)
+
+
+def test_another_writer_is_excluded(chain: Path) -> None:
+    state = first()
+    append(chain, 0, state, None)
+    with folders.locked(chain), pytest.raises(CheckpointError, match="another process"):
+        append(chain, 1, state, state)
+
+
+@pytest.mark.parametrize("failing", ["rename", "sync_folder", "write_synced"])
+def test_what_fails_leaves_the_chain_as_it_was(
+    chain: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Each call of a save fails once, as on a full disk."""
+    states = save(chain, 2)
+    new = after(states[1], 2)
+    real = getattr(folders.atomic, failing)
+    for fatal in itertools.count():
+        calls = itertools.count()
+
+        def fails(*args: object, fatal: int = fatal, calls: itertools.count[int] = calls) -> None:
+            if next(calls) == fatal:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(folders.atomic, failing, fails)
+            try:
+                append(chain, 20, new, states[1])
+            except CheckpointError as error:
+                assert "No space left" in str(error)  # noqa: PT017
+                assert not list(chain.glob(".*"))
+            else:
+                assert fatal
+                break
+        verify(chain)
+        assert same(load(chain), states[1])
+    assert same(load(chain), new)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a link is missing": (lambda at: (at / "link-3.delta").unlink(), "number 3 is missing"),
+    "the last is missing": (lambda at: (at / "link-7.delta").unlink(), "number 7 is missing"),
+    "the first is missing": (
+        lambda at: (at / "anchor-0.safetensors").unlink(),
+        "number 0 is missing",
+    ),
+    "an anchor is missing": (
+        lambda at: (at / "anchor-5.safetensors").unlink(),
+        "number 5 is missing",
+    ),
+    "two are swapped": (lambda at: swap(at / "link-2.delta", at / "link-3.delta"), "link-2"),
+    "one is renamed": (lambda at: (at / "link-7.delta").rename(at / "link-8.delta"), "link-8"),
+    "one is another's": (
+        lambda at: swap(at / "link-3.delta", other(at) / "link-3.delta"),
+        "link-3",
+    ),
+    "the last is another's": (
+        lambda at: swap(at / "link-7.delta", other(at) / "link-7.delta"),
+        "link-7",
+    ),
+    "an anchor is another's": (
+        lambda at: swap(at / "anchor-5.safetensors", other(at) / "anchor-5.safetensors"),
+        "anchor-5",
+    ),
+    "the index is missing": (lambda at: (at / INDEX).unlink(), INDEX),
+}
+
+
+def swap(one: Path, two: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    two.rename(one)
+    aside.rename(two)
+
+
+def other(at: Path) -> Path:
+    """A chain of the same tensors with other values."""
+    folder = at.with_name("other")
+    state = {name: tensor.clone() for name, tensor in first().items()}
+    state["scale"] += 1
+    append(folder, 0, state, None)
+    for step in range(1, 8):
+        before, state = state, after(state, step)
+        append(folder, 10 * step, state, before, anchor=step == 5)
+    return folder
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGES.values(), ids=DAMAGES)
+def test_every_damage_to_the_chain_is_named(
+    chain: Path, damage: Callable[[Path], object], named: str
+) -> None:
+    save(chain, 8)
+    damage(chain)
+    with pytest.raises(CheckpointError, match=named):
+        verify(chain)
+
+
+@pytest.mark.parametrize("name", ["anchor-0.safetensors", "link-1.delta", "link-2.delta", INDEX])
+def test_any_flipped_byte_is_found_and_its_file_named(chain: Path, name: str) -> None:
+    save(chain, 3)
+    whole = (chain / name).read_bytes()
+    for at in range(0, len(whole), max(1, len(whole) // 60)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        (chain / name).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=name):
+            verify(chain)
+    (chain / name).write_bytes(whole)
+    verify(chain)
+
+
+def test_a_chain_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no chain"):
+        links(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no chain"):
+        load(tmp_path / "missing")
+
+
+def test_a_state_that_is_not_there_is_refused(chain: Path) -> None:
+    save(chain, 2)
+    with pytest.raises(
+        CheckpointError, match="number 9 is not in the chain, which has numbers 0 to 1"
+    ):
+        load(chain, 9)
