@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from instar.checkpoint.delta.encoding import (
-    Coding,
     BlockDelta,
+    Coding,
     EncodingError,
     Words,
     apply,

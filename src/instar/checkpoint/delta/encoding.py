@@ -160,12 +160,12 @@ def _values(old: Words, new: Words, coding: Coding) -> Words:
 
 
 def _stepped(old: Words, zigzag: Words, coding: Coding) -> Words:
-    steps = (zigzag >> 1) ^ np.negative(zigzag & 1)
-    key: Words = _ordered(old, coding) + steps
+    steps: Words = np.bitwise_xor(zigzag >> 1, np.negative(zigzag & 1))
+    key = _ordered(old, coding) + steps
     if not coding.floating:
         return key
     top = 8 * key.itemsize - 1
-    flipped: Words = key ^ (((key >> top) - 1) | (1 << top))
+    flipped: Words = np.bitwise_xor(key, ((key >> top) - 1) | (1 << top))
     return flipped
 
 

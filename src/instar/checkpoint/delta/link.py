@@ -25,8 +25,8 @@ import msgspec
 import xxhash
 
 from instar.checkpoint.delta.encoding import (
-    Coding,
     BlockDelta,
+    Coding,
     EncodingError,
     Words,
     apply,
