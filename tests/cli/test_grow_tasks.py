@@ -165,7 +165,7 @@ def test_analyze_reports_ranks_and_change_and_runs_no_code(
     def refused(name: str) -> None:
         raise AssertionError(f"{name} was imported")
 
-    monkeypatch.setattr("instar.config.roots.custom_task_class", refused)
+    monkeypatch.setattr("instar.config.fields.custom_task_class", refused)
     assert main(["checkpoint", "analyze", "run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     saved = load_file("run/checkpoints/step-8/ema.safetensors")

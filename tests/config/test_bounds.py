@@ -9,9 +9,8 @@ import pytest
 
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigError
-from instar.config.fields import choices, json_schema, keys
+from instar.config.fields import ROOTS, choices, json_schema, keys, root_of
 from instar.config.load import load
-from instar.config.roots import ROOTS, root_of
 from instar.config.sections import LARGEST
 
 BEYOND = 10**15

@@ -1,9 +1,7 @@
 from instar.config.fields import (
-    PATTERNS,
     choices,
     default,
     editor_schema,
-    expected,
     flat,
     keys,
     nested,
@@ -13,7 +11,7 @@ from instar.config.fields import (
 )
 from instar.config.graph import GraphConfig
 from instar.config.language import LanguageConfig
-from instar.config.suggestions import ALIASES
+from instar.config.suggestions import ALIASES, PATTERNS, expected
 
 
 def test_nested_sections_are_found() -> None:

@@ -9,12 +9,11 @@ from instar.cli.config import starter
 from instar.config import PRESETS, STARTERS, names_in
 from instar.config.document import parse
 from instar.config.errors import ConfigError
-from instar.config.fields import keys
+from instar.config.fields import ROOTS, keys
 from instar.config.graph import GraphConfig, HeadConfig
 from instar.config.language import LanguageConfig
 from instar.config.load import load
 from instar.config.origins import in_yaml
-from instar.config.roots import ROOTS
 from instar.config.schema import RunConfig, Watch
 
 KINDS = names_in(STARTERS)

@@ -109,8 +109,8 @@ def _shell(place: Path, lines: Sequence[Sequence[str]]) -> list[str | Path]:
 
 
 def _type(lines: Sequence[Sequence[str]]) -> None:
-    from instar.cli.encoding import watch_streams
     from instar.cli.main import main
+    from instar.logs.text.encoding import watch_streams
 
     watch_streams()
     for number, line in enumerate(lines):

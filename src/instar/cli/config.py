@@ -77,10 +77,9 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
     """
     from instar.config.document import dotted, parse
     from instar.config.errors import ConfigError, printable
-    from instar.config.fields import flat, keys, values
+    from instar.config.fields import LANGUAGE, flat, keys, root_of, values
     from instar.config.load import load
     from instar.config.origins import entry, opening
-    from instar.config.roots import LANGUAGE, root_of
 
     text = (STARTERS / f"{kind}.yaml").read_text(encoding="utf-8")
     document, _ = parse(text, kind)
@@ -165,18 +164,17 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
     --json prints the JSON Schema of a config file, which editors use to complete and check.
     """
     from instar.config.document import dotted
-    from instar.config.errors import ConfigError
+    from instar.config.errors import ConfigError, nearest
     from instar.config.fields import (
         default,
         editor_schema,
-        expected,
         keys,
+        root_of,
         schedule_keys,
         sections,
     )
     from instar.config.origins import in_yaml
-    from instar.config.roots import root_of
-    from instar.config.suggestions import nearest, suggest_key
+    from instar.config.suggestions import expected, suggest_key
 
     name, root = section or "", root_of(task)
     names = list(filter(None, sections(root)))

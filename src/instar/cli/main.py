@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import click
 
 from instar import __version__
-from instar.cli.encoding import StdoutFails, set_encoding, watch_streams
 from instar.cli.options import LazyGroup
 from instar.config.errors import ConfigError, InstarError, sentence_of
+from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
 
 COMMANDS = {
     "init": ("instar.cli.config:init", "Write a commented config to start from."),
@@ -193,7 +193,7 @@ def _params(error: click.UsageError) -> list[click.Parameter]:
 def _suggest_option(given: str, options: Collection[str]) -> str:
     if "--set" not in options:
         return ""
-    from instar.config.roots import LANGUAGE, root_of
+    from instar.config.fields import LANGUAGE, root_of
     from instar.config.suggestions import suggest_key
 
     if given in ("--config", "--cfg") and "--config" not in options:

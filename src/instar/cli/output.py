@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.cli.encoding import ENCODING
 from instar.cli.options import Command
 from instar.config.errors import ConfigError, unfiltered, visible
+from instar.logs.text.encoding import ENCODING
 from instar.logs.text.tables import aligned, columns_that_fit
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from instar.config.budget import Budget, parse_budget
-from instar.config.errors import ConfigProblem
+from instar.config.errors import ConfigProblem, nearest
 from instar.config.schema import RunConfig
-from instar.config.suggestions import nearest
 
 
 def cross_checks(config: RunConfig) -> list[ConfigProblem]:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -14,8 +15,10 @@ from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 
-from instar.config.errors import ConfigProblem, SourceLocation, printable
+from instar.config.errors import ConfigProblem, SourceLocation, near_path, printable
+from instar.config.files import open_regular
 
+MAX_BYTES = 1 << 20
 MAX_DEPTH = 40
 MAX_VALUES = 20_000  # bounds the expansion of nested aliases
 MAX_DIGITS = 300  # Python itself refuses to print integers of several thousand digits
@@ -69,11 +72,72 @@ def parse(
     data = reader.read(node, under or ())
     if (under or ()) in reader.unreadable:
         return None, reader.problems
-    for name in reversed(under or ()):
-        data = {name: data}
+    data = _nested(under or (), data)
     location = reader.place(node.start_mark.line, node.start_mark.column)
     places = {(): (location, location)} | reader.places
     return Document(data, places, frozenset(reader.unreadable)), reader.problems
+
+
+def read(
+    path: str, start: str, named: SourceLocation | None = None, within: KeyPath = ()
+) -> tuple[Document | None, list[ConfigProblem]]:
+    """Parse a file; None after a problem that prevents it.
+
+    Args:
+        start: hint if the file is missing or empty.
+        named: where its path was written, if in another file.
+        within: see `parse`.
+    """
+    location = SourceLocation(path)
+    try:
+        with open_regular(path, follow=True) as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            message = f"larger than {MAX_BYTES >> 20} MiB; this is not a config"
+            return None, [problem_at(location, message)]
+        text = raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        hint = near_path(path, "*.y*ml") or start
+        if named is not None and named.line:
+            return None, [problem_at(named, f"no such file: {path}", hint)]
+        return None, [problem_at(location, "no such file", hint)]
+    except IsADirectoryError:
+        candidates = ", ".join(str(each) for each in sorted(Path(path).glob("*.y*ml"))[:3])
+        hint = candidates and f"it holds {candidates}"
+        return None, [problem_at(location, "is a folder, not a config file", hint)]
+    except UnicodeDecodeError as error:
+        lines = raw[: error.start].decode("utf-8").split("\n")
+        place = SourceLocation(path, len(lines), len(lines[-1]) + 1, lines[-1] + "�")
+        message = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+        return None, [problem_at(place, message, "save the file as UTF-8")]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return None, [problem_at(location, f"cannot be read: {reason}")]
+    document, found = parse(text, path, within=within)
+    if document is not None and document.data is not None:
+        return document, found
+    return None, found or [problem_at(location, "the file is empty", start)]
+
+
+def parse_option(text: str) -> tuple[Document | None, list[ConfigProblem]]:
+    """Parse the `--set` text `a.b=v` as a document {a: {b: v}}; without a value, v is None."""
+    source = f"--set {text if len(text) <= 80 else f'{text[:79]}…'}"
+    key, equals, given = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or path == ("",):
+        message, hint = "--set expects key=value", "e.g. --set model.n_layer=6"
+        return None, [problem_at(SourceLocation(source), message, hint)]
+    document, found = parse(given, source, path)
+    if document is None and not found:  # nothing after "="
+        place = SourceLocation(source)
+        return Document(_nested(path, None), {(): (place, place)}), []
+    return document, found
+
+
+def _nested(path: KeyPath, data: Any) -> Any:
+    for name in reversed(path):
+        data = {name: data}
+    return data
 
 
 def problem_at(place: SourceLocation, message: str, hint: str = "", key: str = "") -> ConfigProblem:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 SHOWN_COLUMNS = 72
@@ -109,6 +110,23 @@ class ConfigError(InstarError):
             words += ["--task", with_key.task] if with_key.task else []
             last += f"   Keys: instar config schema {' '.join(filter(None, words))}".rstrip()
         return "\n".join([*map(str, self.problems), last])
+
+
+def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the most similar word, if any is similar enough."""
+    from difflib import get_close_matches
+
+    by_lower = {each.lower(): each for each in words}
+    close = get_close_matches(word.lower(), by_lower, 1, cutoff)
+    return by_lower[close[0]] if close else None
+
+
+def near_path(path: str, pattern: str = "*") -> str:
+    """Return a hint for a path that does not exist: a similarly named file next to it."""
+    folder = Path(path).parent
+    candidates = [each.name for each in folder.glob(pattern)] if folder.is_dir() else []
+    suggestion = nearest(Path(path).name, candidates)
+    return f"did you mean '{folder / suggestion}'?" if suggestion else ""
 
 
 def sentence_of(error: OSError) -> str:

@@ -1,29 +1,129 @@
-"""The schema as a table: sections and keys, their allowed values, and when they may change.
+"""The config classes of tasks, and their schema as a table: sections, keys, allowed values, and
+when they may change.
 
-`root` is the config class of a task (`roots.root_of`). A dotted key such as `model.n_head` names
-a value; the parts before the last dot name sections.
+The config class (`root`) of a built-in task is named here and knows no torch. A custom task,
+`module:class`, defines its `model` and `data` sections itself, so its module is imported. To only
+read a config, which may belong to another user, use `plain_root_of`, which imports no user code.
+
+A dotted key such as `model.n_head` names a value; the parts before the last dot name sections.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from instar.config.document import KeyPath
-from instar.config.schema import RunConfig
-from instar.config.sections import PlateauTrigger, ScheduledOperation, When
+from instar.config.errors import ConfigError, nearest
+from instar.config.schema import Direction, RunConfig, SamplesConfig
+from instar.config.sections import PlainSection, PlateauTrigger, ScheduledOperation, Section, When
+from instar.config.user_code import load_named
 
 FORMER = frozenset({"compile_ahead"})
 """Keys of earlier versions without any effect: configs that have them still load."""
 
 Root = type[RunConfig]
 C = TypeVar("C", bound=RunConfig)
+
+LANGUAGE = "language"
+ROOTS: Mapping[str, str] = {
+    LANGUAGE: "instar.config.language:LanguageConfig",
+    "graph": "instar.config.graph:GraphConfig",
+}
+
+
+class CustomTaskConfig(RunConfig):
+    """A whole run of a task of the user's own."""
+
+    @property
+    def metrics(self) -> dict[str, Direction]:
+        return {"loss": "min", **getattr(custom_task_class(self.task), "better", {})}
+
+
+class PlainSamplesConfig(SamplesConfig, PlainSection):
+    """The `data` section of a task whose class is not imported."""
+
+
+class PlainConfig(RunConfig):
+    """A whole run of a task whose class is not imported."""
+
+    model: PlainSection = Field(default_factory=PlainSection, description="the model's shape")
+    data: PlainSamplesConfig = Field(
+        default_factory=PlainSamplesConfig, description="samples and their order"
+    )
+
+    @property
+    def metrics(self) -> dict[str, Direction]:
+        """`loss` and the metrics that the config requests; only the class knows all of them."""
+        required = [
+            self.learning_rate.plateau.metric,
+            *(rule.metric for rule in self.early_stopping.rules),
+            *self.checkpoint.best_of,
+        ]
+        return {"loss": "min", **dict.fromkeys(required, "min")}
+
+
+def plain_root_of(task: str) -> type[RunConfig]:
+    """Return the same as `root_of`, without importing a task `module:class`.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    return PlainConfig if ":" in task else root_of(task)
+
+
+@cache
+def root_of(task: str) -> type[RunConfig]:
+    """Return the config class of a task.
+
+    Raises:
+        ConfigError: the task does not exist, or is not a valid task class; says why.
+    """
+    if task in ROOTS:
+        module, _, name = ROOTS[task].partition(":")
+        root: type[RunConfig] = getattr(importlib.import_module(module), name)
+        return root
+    if ":" not in task:
+        meant = nearest(task, ROOTS)
+        hint = f"did you mean '{meant}'?" if meant else "or name your own as module:class"
+        raise _task_error(f"unknown task '{task}'; known are {', '.join(ROOTS)}", hint)
+    task_class = custom_task_class(task)
+    model, data = getattr(task_class, "Model", Section), getattr(task_class, "Data", SamplesConfig)
+    for name, section, base in (("Model", model, Section), ("Data", data, SamplesConfig)):
+        if not (isinstance(section, type) and issubclass(section, base)):
+            raise _task_error(
+                f"{task}: {name} must be a subclass of {base.__module__}.{base.__name__}"
+            )
+    fields: Mapping[str, Any] = {
+        "task": (str, Field(task, description="what is trained")),
+        "model": (model, Field(default_factory=model, description="the model's shape")),
+        "data": (data, Field(default_factory=data, description="samples and their order")),
+    }
+    made: type[RunConfig] = create_model("CustomTaskConfig", __base__=CustomTaskConfig, **fields)
+    return made
+
+
+def custom_task_class(task: str) -> type[Any]:
+    """Import a user's class from `module:class`.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not a class.
+    """
+    found = load_named(task, key="task")
+    if not isinstance(found, type):
+        raise _task_error(f"{task} is not a class")
+    return found
+
+
+def _task_error(message: str, hint: str = "") -> ConfigError:
+    return ConfigError.one(message, where="task", hint=hint, key="task")
 
 
 @cache
@@ -227,7 +327,7 @@ def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
     else:
         node = whole
         for step in name.split("."):
-            node = _alternatives(root, node)[0]["properties"][step]
+            node = alternatives(root, node)[0]["properties"][step]
         if name == "schedule":
             kinds = (ScheduledOperation, When, PlateauTrigger)
             node = {
@@ -265,91 +365,16 @@ def choices(root: Root, path: KeyPath) -> list[dict[str, Any]]:
             for each in found
         )
         found = [
-            choice for node in inner if node is not None for choice in _alternatives(root, node)
+            choice for node in inner if node is not None for choice in alternatives(root, node)
         ]
     return found
 
 
-def _alternatives(root: Root, node: dict[str, Any]) -> list[dict[str, Any]]:
+def alternatives(root: Root, node: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the JSON Schemas that `node` refers to or chooses from."""
     if "$ref" in node:
         name = str(node["$ref"]).rpartition("/")[2]
         node = json_schema(root)["$defs"][name] | node
     if "anyOf" in node:
-        return [choice for each in node["anyOf"] for choice in _alternatives(root, each)]
+        return [choice for each in node["anyOf"] for choice in alternatives(root, each)]
     return [node]
-
-
-PATTERNS = {
-    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "a name of letters, digits, '.', '_' and '-'",
-    r"^[A-Za-z][A-Za-z0-9_-]*$": "a name of letters, digits, '_' and '-' that begins with a letter",
-    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:<index>",
-}
-
-
-def expected(root: Root, path: KeyPath, given: Any = None) -> str:
-    """Describe the allowed values of the key at a path: "a whole number greater than 0 or null".
-
-    Bounds that only catch typing errors are mentioned only if `given` exceeds them.
-    """
-    return " or ".join(_in_words(root, choice, given) for choice in choices(root, path))
-
-
-def _in_words(root: Root, node: dict[str, Any], given: Any) -> str:
-    if "enum" in node:
-        return f"one of {', '.join(map(str, node['enum']))}"
-    if "const" in node:
-        return str(node["const"])
-    match node.get("type"):
-        case "integer":
-            return f"a whole number{_bounds(node, given)}"
-        case "number":
-            return f"a number{_bounds(node, given)}"
-        case "boolean":
-            return "true or false"
-        case "null":
-            return "null"
-        case "array":
-            items = _alternatives(root, node.get("items", {}))
-            if items[0].get("type") == "object":
-                return "a list of 'key: value' groups"
-            words = " or ".join(_in_words(root, item, None) for item in items)
-            return f"a list of {words.removeprefix('a ')}s"
-        case "string" if "pattern" in node:
-            return PATTERNS.get(node["pattern"], f"text that matches {node['pattern']}")
-        case "string":
-            return "text"
-        case "object":
-            return "a section of keys"
-        case None if not node.keys() - {"title", "description", "default"}:
-            return "anything"
-    return "something else"
-
-
-FAR = 100
-"""Inclusive bounds at or beyond it only catch typing errors."""
-
-
-def _bounds(node: dict[str, Any], given: Any) -> str:
-    words = {
-        "exclusiveMinimum": "greater than",
-        "minimum": "of at least",
-        "exclusiveMaximum": "less than",
-        "maximum": "at most",
-    }
-    number = given if isinstance(given, int | float) else 0
-    found = [
-        f"{word} {_bound(node[name])}"
-        for name, word in words.items()
-        if name in node and (name.startswith("ex") or abs(node[name]) < max(FAR, abs(number)))
-    ]
-    return f" {' and '.join(found)}" if found else ""
-
-
-def _bound(number: float) -> str:
-    for power in (31, 32, 63, 64):
-        if number == 2**power:
-            return f"2^{power}"
-    digits = len(str(int(abs(number)))) - 1
-    if digits >= 6 and abs(number) == 10**digits:
-        return f"{'-' if number < 0 else ''}1e{digits}"
-    return f"{number:,}" if isinstance(number, int) else f"{number:,g}"

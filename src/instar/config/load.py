@@ -19,16 +19,35 @@ from pydantic import ValidationError
 
 from instar.config import CONFIG_VARIABLE, PRESETS, names_in, suggestions
 from instar.config.checks import cross_checks
-from instar.config.document import Document, KeyPath, dotted, parse, problem_at, show
-from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
-from instar.config.fields import FORMER, Root, choices, flat, is_section, keys, nested, values
-from instar.config.files import open_regular, read_regular
+from instar.config.document import (
+    Document,
+    KeyPath,
+    dotted,
+    parse,
+    parse_option,
+    problem_at,
+    read,
+    show,
+)
+from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, nearest
+from instar.config.fields import (
+    FORMER,
+    LANGUAGE,
+    Root,
+    choices,
+    flat,
+    is_section,
+    keys,
+    nested,
+    plain_root_of,
+    root_of,
+    values,
+)
+from instar.config.files import read_regular
 from instar.config.origins import DEFAULT, resolved
-from instar.config.roots import LANGUAGE, plain_root_of, root_of
 from instar.config.schema import RunConfig
 from instar.config.user_code import check_trusted
 
-MAX_BYTES = 1 << 20
 START = "`instar init gpt` writes a config to start from"
 PRESET = "preset "
 SCHEDULE = "schedule"
@@ -104,7 +123,7 @@ def load(
     """
     findings = _Findings()
     file = None if path is None else _read_config(path, findings)
-    options = [option for text in overrides if (option := _read_option(text, findings))]
+    options = [option for text in overrides if (option := findings.add(*parse_option(text)))]
     documents = [*([file] if file else []), *options]
     if import_task:
         check_trusted(path, [document.data for document in documents])
@@ -115,8 +134,7 @@ def load(
     layer: dict[KeyPath, _Entry] = {}
     for name in _chosen_presets(root, given, findings):
         text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
-        preset, found = parse(text, f"{PRESET}{name}")
-        findings.problems += found
+        preset = findings.add(*parse(text, f"{PRESET}{name}"))
         layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
     layer |= given
     _open_schedule(layer, findings)
@@ -145,6 +163,22 @@ class _Findings:
 
     def note(self, place: SourceLocation, message: str, hint: str = "", key: str = "") -> None:
         self.problems.append(problem_at(place, message, hint, key))
+
+    def add(self, document: Document | None, problems: Iterable[ConfigProblem]) -> Document | None:
+        """Add the problems of a document; return the document."""
+        self.problems += problems
+        return document
+
+    def read(
+        self,
+        path: str,
+        start: str,
+        named: SourceLocation | None = None,
+        within: KeyPath = (),
+    ) -> Document | None:
+        """Parse a file, see `document.read`; None after a problem that prevents it."""
+        self.files.append(path)
+        return self.add(*read(path, start, named, within))
 
     def mark_doubtful(self, root: Root, path: KeyPath) -> None:
         """Mark a key, or all keys of a section, as unreliable."""
@@ -188,87 +222,11 @@ class _Entry:
 
 def _read_config(path: str, findings: _Findings) -> Document | None:
     """Return the mapping in a file; None after a problem that prevents it."""
-    document = _read_document(path, START, findings)
+    document = findings.read(path, START)
     if document is not None and not isinstance(document.data, dict):
         message = f"a config consists of 'key: value' lines, got {show(document.data)}"
         findings.note(document.place(), message)
         return None
-    return document
-
-
-def _read_document(
-    path: str,
-    start: str,
-    findings: _Findings,
-    named: SourceLocation | None = None,
-    within: KeyPath = (),
-) -> Document | None:
-    """Parse a file; None after a problem.
-
-    Args:
-        start: hint if the file is missing or empty.
-        named: where its path was written, if in another file.
-        within: see `parse`.
-    """
-    findings.files.append(path)
-    text = _read_text(path, start, findings, named)
-    if text is None:
-        return None
-    document, found = parse(text, path, within=within)
-    findings.problems += found
-    if document is None or document.data is None:
-        if not found:
-            findings.note(SourceLocation(path), "the file is empty", start)
-        return None
-    return document
-
-
-def _read_text(
-    path: str, start: str, findings: _Findings, named: SourceLocation | None
-) -> str | None:
-    location = SourceLocation(path)
-    try:
-        with open_regular(path, follow=True) as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) <= MAX_BYTES:
-            return raw.decode("utf-8-sig")
-        findings.note(location, f"larger than {MAX_BYTES >> 20} MiB; this is not a config")
-    except FileNotFoundError:
-        hint = suggestions.near_path(path, "*.y*ml") or start
-        if named is not None and named.line:
-            findings.note(named, f"no such file: {path}", hint)
-        else:
-            findings.note(location, "no such file", hint)
-    except IsADirectoryError:
-        candidates = ", ".join(str(each) for each in sorted(Path(path).glob("*.y*ml"))[:3])
-        findings.note(
-            location, "is a folder, not a config file", candidates and f"it holds {candidates}"
-        )
-    except UnicodeDecodeError as error:
-        lines = raw[: error.start].decode("utf-8").split("\n")
-        place = SourceLocation(path, len(lines), len(lines[-1]) + 1, lines[-1] + "�")
-        message = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-        findings.note(place, message, "save the file as UTF-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        findings.note(location, f"cannot be read: {reason}")
-    return None
-
-
-def _read_option(text: str, findings: _Findings) -> Document | None:
-    """Parse `a.b=v` as a document {a: {b: v}}."""
-    source = f"--set {text if len(text) <= 80 else f'{text[:79]}…'}"
-    key, equals, given = text.partition("=")
-    path = tuple(key.strip().split("."))
-    if not equals or path == ("",):
-        message, hint = "--set expects key=value", "e.g. --set model.n_layer=6"
-        findings.note(SourceLocation(source), message, hint)
-        return None
-    document, found = parse(given, source, path)
-    findings.problems += found
-    if document is None and not found:  # nothing after "="
-        place = SourceLocation(source)
-        return Document(nested({path: None}), {(): (place, place)})
     return document
 
 
@@ -334,7 +292,7 @@ def _chosen_presets(root: Root, given: dict[KeyPath, _Entry], findings: _Finding
     for index, name in enumerate(requested):
         if name not in known:
             findings.doubtful |= keys(root).keys() - {dotted(path) for path in given}
-            suggestion = suggestions.nearest(str(name), known)
+            suggestion = nearest(str(name), known)
             hint = (
                 f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(known)}"
             )
@@ -355,7 +313,7 @@ def _open_schedule(layer: dict[KeyPath, _Entry], findings: _Findings) -> None:
         if sibling.is_file()
         else "the path is relative to the working directory"
     )
-    document = _read_document(entry.value, hint, findings, named, (SCHEDULE,))
+    document = findings.read(entry.value, hint, named, (SCHEDULE,))
     if document is not None and not isinstance(document.data, list):
         message = f"a schedule is a list of operations, got {show(document.data)}"
         config = isinstance(document.data, dict) and document.data.keys() & RunConfig.model_fields

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from instar.config.budget import meant_number
 from instar.config.document import KeyPath, dotted, odd_space, show
-from instar.config.fields import Root, choices, default, expected, keys, sections
+from instar.config.errors import nearest
+from instar.config.fields import Root, alternatives, choices, default, keys, sections
 
 ALIASES: Mapping[str, str] = {
     "name": "run_name experiment experiment_name project",
@@ -93,21 +92,6 @@ def aliases(root: Root) -> dict[str, str]:
     }
 
 
-def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the most similar word, if any is similar enough."""
-    by_lower = {each.lower(): each for each in words}
-    close = difflib.get_close_matches(word.lower(), by_lower, 1, cutoff)
-    return by_lower[close[0]] if close else None
-
-
-def near_path(path: str, pattern: str = "*") -> str:
-    """Return a hint for a path that does not exist: a similarly named file next to it."""
-    folder = Path(path).parent
-    candidates = [each.name for each in folder.glob(pattern)] if folder.is_dir() else []
-    suggestion = nearest(Path(path).name, candidates)
-    return f"did you mean '{folder / suggestion}'?" if suggestion else ""
-
-
 def suggest_key(root: Root, name: str) -> str:
     """Return the dotted key, the first of several, that a name without or with the wrong section
     means; empty if it is ambiguous."""
@@ -158,6 +142,82 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
         return message, f"it has {', '.join(fields)}" if len(fields) <= 8 else "", ""
     home, _, last = suggestion.rpartition(".")
     return message, f"did you mean '{last if home == section else suggestion}'?", suggestion
+
+
+PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "a name of letters, digits, '.', '_' and '-'",
+    r"^[A-Za-z][A-Za-z0-9_-]*$": "a name of letters, digits, '_' and '-' that begins with a letter",
+    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:<index>",
+}
+
+
+def expected(root: Root, path: KeyPath, given: Any = None) -> str:
+    """Describe the allowed values of the key at a path: "a whole number greater than 0 or null".
+
+    Bounds that only catch typing errors are mentioned only if `given` exceeds them.
+    """
+    return " or ".join(_in_words(root, choice, given) for choice in choices(root, path))
+
+
+def _in_words(root: Root, node: dict[str, Any], given: Any) -> str:
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    if "const" in node:
+        return str(node["const"])
+    match node.get("type"):
+        case "integer":
+            return f"a whole number{_bounds(node, given)}"
+        case "number":
+            return f"a number{_bounds(node, given)}"
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "array":
+            items = alternatives(root, node.get("items", {}))
+            if items[0].get("type") == "object":
+                return "a list of 'key: value' groups"
+            words = " or ".join(_in_words(root, item, None) for item in items)
+            return f"a list of {words.removeprefix('a ')}s"
+        case "string" if "pattern" in node:
+            return PATTERNS.get(node["pattern"], f"text that matches {node['pattern']}")
+        case "string":
+            return "text"
+        case "object":
+            return "a section of keys"
+        case None if not node.keys() - {"title", "description", "default"}:
+            return "anything"
+    return "something else"
+
+
+FAR = 100
+"""Inclusive bounds at or beyond it only catch typing errors."""
+
+
+def _bounds(node: dict[str, Any], given: Any) -> str:
+    words = {
+        "exclusiveMinimum": "greater than",
+        "minimum": "of at least",
+        "exclusiveMaximum": "less than",
+        "maximum": "at most",
+    }
+    number = given if isinstance(given, int | float) else 0
+    found = [
+        f"{word} {_bound(node[name])}"
+        for name, word in words.items()
+        if name in node and (name.startswith("ex") or abs(node[name]) < max(FAR, abs(number)))
+    ]
+    return f" {' and '.join(found)}" if found else ""
+
+
+def _bound(number: float) -> str:
+    for power in (31, 32, 63, 64):
+        if number == 2**power:
+            return f"2^{power}"
+    digits = len(str(int(abs(number)))) - 1
+    if digits >= 6 and abs(number) == 10**digits:
+        return f"{'-' if number < 0 else ''}1e{digits}"
+    return f"{number:,}" if isinstance(number, int) else f"{number:,g}"
 
 
 def wrong_value(root: Root, path: KeyPath, given: Any, kind: str, reason: str) -> tuple[str, str]:

@@ -13,9 +13,8 @@ import msgspec
 from pydantic import ValidationError
 
 from instar.config.document import Document
-from instar.config.errors import ConfigError, SourceLocation
+from instar.config.errors import ConfigError, SourceLocation, nearest
 from instar.config.files import make_folder, read_regular
-from instar.config.suggestions import nearest
 from instar.config.user_code import check_trusted, is_trusted
 from instar.fleet.load import LoadedFleet, resolve_beside
 from instar.fleet.spec import FleetSpec

@@ -10,9 +10,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from instar.config.document import Document, KeyPath, dotted, parse, problem_at, show
-from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
+from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, near_path, nearest
 from instar.config.files import open_regular
-from instar.config.suggestions import near_path, nearest
 from instar.fleet.spec import FleetSpec
 
 MAX_BYTES = 1 << 20

@@ -14,8 +14,7 @@ from shutil import which
 from typing import Any
 
 from instar.config.document import KeyPath, dotted
-from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.suggestions import nearest
+from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.fleet.load import LoadedFleet, resolve_beside
 from instar.fleet.search.checks import extremes, run_problems, search_problems
 from instar.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
@@ -454,9 +453,8 @@ def _collisions(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]
 
 def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
     """Validate the config of each run, once per value of the matrix."""
-    from instar.config.fields import keys
+    from instar.config.fields import keys, plain_root_of
     from instar.config.load import load
-    from instar.config.roots import plain_root_of
     from instar.config.suggestions import suggest_key
 
     spec, search = plan.spec, plan.spec.search

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from instar.config.errors import nearest
 from instar.config.sections import Operation
-from instar.config.suggestions import nearest
 from instar.growth import values
 from instar.growth.depth import insert_layers, stack_layers
 from instar.growth.heads import add_heads, grow_head_dim, split_kv_heads

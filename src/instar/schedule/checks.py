@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from instar.config.budget import parse_budget
 from instar.config.checks import cross_checks
-from instar.config.errors import ConfigProblem
+from instar.config.errors import ConfigProblem, nearest
 from instar.config.load import SCHEDULE, Loaded, load
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
-from instar.config.suggestions import nearest
 from instar.schedule.operations import OperationError, check, names
 from instar.schedule.triggers import operation, tokens
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from instar.config.document import show
+from instar.config.errors import nearest
 from instar.config.fields import with_values
 from instar.config.schema import RunConfig
 from instar.config.sections import LARGEST, Operation
-from instar.config.suggestions import nearest
 from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
 from instar.models.architecture import mask_of

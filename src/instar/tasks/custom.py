@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from instar.config.errors import ConfigError, InstarError
+from instar.config.fields import custom_task_class
 from instar.config.load import Loaded
-from instar.config.roots import custom_task_class
 from instar.config.schema import Direction, RunConfig, SamplesConfig
 from instar.config.sections import Section
 from instar.config.user_code import what_happened

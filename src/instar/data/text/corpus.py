@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, near_path
 from instar.config.files import open_regular
-from instar.config.suggestions import near_path
 from instar.data.order import Int64Array
 
 STDLIB = "stdlib"

@@ -26,9 +26,8 @@ import safetensors.numpy
 import xxhash
 from numpy.typing import NDArray
 
-from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.errors import ConfigError, ConfigProblem, near_path
 from instar.config.files import cache_home, open_regular, read_regular
-from instar.config.suggestions import near_path
 from instar.data.order import Int64Array
 from instar.data.source import TokenArray
 from instar.record.atomic import atomic_file, replace_file, write_synced

@@ -31,9 +31,8 @@ class Work:
 
     def launcher(self, say: Callable[[str], None], **options: Any) -> Launcher:
         """Return a launcher of this machine with these values of its optional fields."""
-        from instar.config.fields import keys
+        from instar.config.fields import keys, plain_root_of
         from instar.config.load import load
-        from instar.config.roots import plain_root_of
 
         config_keys: dict[str, None] = {}
         for file in self.started.configs.values():

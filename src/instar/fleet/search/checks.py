@@ -7,9 +7,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, get_args
 
-from instar.config.errors import ConfigProblem
+from instar.config.errors import ConfigProblem, nearest
 from instar.config.fields import keys
-from instar.config.suggestions import nearest
 from instar.fleet.load import LoadedFleet
 from instar.fleet.spec import Scalar, Search
 from instar.fleet.template import names_in

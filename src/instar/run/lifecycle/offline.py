@@ -31,10 +31,9 @@ from instar.checkpoint.manifest import (
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load
 from instar.checkpoint.tensor_file import Outline, outlines, reading, write_tensors
 from instar.config.errors import ConfigError, InstarError
-from instar.config.fields import from_values
+from instar.config.fields import LANGUAGE, from_values, root_of
 from instar.config.files import read_regular
 from instar.config.load import load as load_config
-from instar.config.roots import LANGUAGE, root_of
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.config.user_code import what_happened

@@ -20,7 +20,7 @@ from instar.checkpoint.listing import (
 )
 from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from instar.checkpoint.store import LATEST, Checkpoint, load
-from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.fields import (
     PLACES,
     PRIVATE,
@@ -28,16 +28,15 @@ from instar.config.fields import (
     from_values,
     is_fixed,
     is_launch_only,
+    plain_root_of,
     values,
     with_values,
 )
 from instar.config.load import PRESET, Loaded
 from instar.config.load import load as load_config
 from instar.config.origins import DEFAULT, DERIVED
-from instar.config.roots import plain_root_of
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
-from instar.config.suggestions import nearest
 from instar.data.text.corpus import same_place
 from instar.record.rundir import RunDir
 from instar.schedule.operations import (
