@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from written_runs import written
+from written_runs import written, written_fleet
 
 from instar.cli.main import main
 
@@ -121,28 +121,8 @@ def test_one_run_is_compared_with_nobody_but_shown(capsys: Capture) -> None:
     assert capsys.readouterr().out.startswith("val/loss")
 
 
-def _fleet(path: Path) -> Path:
-    """A fleet of two learning rates and two seeds each; one of its runs has not started."""
-    folder = path / "fleets" / "rates"
-    folder.mkdir(parents=True)
-    spec = {
-        "name": "rates",
-        "matrix": {"optimizer.lr": [0.1, 0.2], "seed": [1, 2]},
-        "run_name": "lr${optimizer.lr}-s${seed}",
-        "jobs": {"train": {"command": ["true"]}},
-    }
-    kept = {"format": "instar-fleet/1", "spec": spec, "configs": {}, "gpus": None}
-    (folder / "fleet.json").write_text(json.dumps(kept | {"cwd": str(path)}))
-    (folder / "state.jsonl").touch()
-    for lr, seed, loss in ((0.1, 1, 3.0), (0.1, 2, 4.0), (0.2, 1, 2.0)):
-        config = {"name": "rates", "seed": seed, "optimizer.lr": lr}
-        run = path / "runs" / f"lr{lr}-s{seed}"
-        written(run, {10: 4.0, 20: loss}, {10: 4.0, 20: loss}, config)
-    return folder
-
-
 def test_a_fleet_is_compared_in_the_groups_of_its_matrix(capsys: Capture, tmp_path: Path) -> None:
-    _fleet(tmp_path)
+    written_fleet(tmp_path)
     asked = ["logs", "compare", "fleets/rates", "base-abcde", "--at", "step=20", "--json"]
     assert main(asked) == 0
     found = json.loads(capsys.readouterr().out)
@@ -158,7 +138,7 @@ def test_a_fleet_is_compared_in_the_groups_of_its_matrix(capsys: Capture, tmp_pa
 
 
 def test_a_fleet_without_runs_is_named(capsys: Capture, tmp_path: Path) -> None:
-    folder = _fleet(tmp_path)
+    folder = written_fleet(tmp_path)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     assert main(["logs", "compare", str(folder)]) == 2
     assert "no instance of this fleet has a run yet" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from browser import chromium, watched
 from drawn import falling, train, write_run
+from written_runs import written_fleet
 
 from instar.cli.main import main
 
@@ -150,6 +151,17 @@ def test_seeds_become_one_curve(typed: Typed) -> None:
     assert told["panels"][0]["curves"][0]["low"]
 
 
+def test_a_fleet_is_drawn_in_the_groups_of_its_matrix(place: Path, typed: Typed) -> None:
+    written_fleet(place)
+    told = json.loads(typed("fleets/rates", "--json")[0])
+    assert told["runs"] == ["rates lr=0.1 (2 runs)", "rates lr=0.2"]
+    curve = told["panels"][0]["curves"][0]
+    assert (curve["value"], curve["low"][-1]) == ([4.0, 3.5], pytest.approx(3.5 - 0.5**0.5))
+    alone = json.loads(typed("fleets/rates", "--by", "run", "--json")[0])
+    assert len(alone["runs"]) == 3
+    assert {each["low"] is None for each in alone["panels"][0]["curves"]} == {True}
+
+
 @pytest.mark.usefixtures("runs")
 def test_a_picture_may_go_into_a_pipe(place: Path) -> None:
     done = subprocess.run([*COMMAND, "--format", "svg"], cwd=place, capture_output=True, check=True)
@@ -196,7 +208,8 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed
         (["--smooth", "1"], "Invalid value for '--smooth': 1.0 is not in the range 0<=x<1"),
         (["--clip", "101"], "Invalid value for '--clip': 101.0 is not in the range 50<x<=100"),
         (["nowhere"], "no run 'nowhere' in runs"),
-        (["--by", "name", "-o", "a.html"], "--by: --by is not supported in html; zoom in the page"),
+        (["--clip", "99", "-o", "a.html"], "--clip: --clip is not supported in html; zoom in"),
+        (["--by", "sede"], "'sede' is not one of 'run', 'name', 'seed'"),
     ],
 )
 def test_what_cannot_be_drawn_says_what_instead(

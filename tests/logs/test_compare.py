@@ -139,7 +139,7 @@ def test_runs_of_one_name_are_one_group(tmp_path: Path) -> None:
         for name, ids, loss in (("a", "abcde", 1.0), ("b", "abcde", 9.0), ("a", "fghjk", 3.0))
     ]
     found = side_by_side(*runs, by="name", places=[AxisValue("step", 1)])
-    assert [group.name for group in found.groups] == ["a", "b-abcde"]
+    assert [group.name for group in found.groups] == ["a", "b"]
     assert means(found, "loss") == [[2.0], [9.0]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -107,3 +108,23 @@ def written(
         writer.save(last)
         writer.stop(last, f"reached {last}it")
     return RunDir(folder)
+
+
+def written_fleet(path: Path) -> Path:
+    """A fleet of two learning rates and two seeds each; one of its runs has not started."""
+    folder = path / "fleets" / "rates"
+    folder.mkdir(parents=True)
+    spec = {
+        "name": "rates",
+        "matrix": {"optimizer.lr": [0.1, 0.2], "seed": [1, 2]},
+        "run_name": "lr${optimizer.lr}-s${seed}",
+        "jobs": {"train": {"command": ["true"]}},
+    }
+    kept = {"format": "instar-fleet/1", "spec": spec, "configs": {}, "gpus": None}
+    (folder / "fleet.json").write_text(json.dumps(kept | {"cwd": str(path)}))
+    (folder / "state.jsonl").touch()
+    for lr, seed, loss in ((0.1, 1, 3.0), (0.1, 2, 4.0), (0.2, 1, 2.0)):
+        config = {"name": "rates", "seed": seed, "optimizer.lr": lr}
+        run = path / "runs" / f"lr{lr}-s{seed}"
+        written(run, {10: 4.0, 20: loss}, {10: 4.0, 20: loss}, config)
+    return folder

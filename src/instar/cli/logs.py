@@ -249,14 +249,12 @@ def compare(
     if len(found) < 2 and not runs:
         raise ConfigError.one("a comparison needs two runs", hint="instar logs compare RUN RUN")
     read = read_all([*found])
-    given = {} if by else {run: group for run, group in found.items() if group}
-    by = by or "run"
-    sides, faults = group_runs([record.run for record in read.records], by, given)
+    runs_read = [record.run for record in read.records]
+    sides, faults = group_runs(runs_read, by or "run", {} if by else found)
     for fault in faults:
         click.echo(f"config not compared: {fault}", err=True)
-    if by != "run":
-        for note in notes_on_data([record.run for record in read.records], by):
-            click.echo(f"note: {note}", err=True)
+    for note in notes_on_data({group.name: group.runs for group in sides}):
+        click.echo(f"note: {note}", err=True)
     result = compared(
         sides,
         read.records,

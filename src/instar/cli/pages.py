@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from instar.cli.options import json_option
-from instar.cli.output import as_text, chosen, deliver, launch, read_all, runs_argument
+from instar.cli.output import as_text, chosen_groups, deliver, launch, read_all, runs_argument
 from instar.config.errors import ConfigError
 
 REPORT_OF_SEVERAL = "report.html"
@@ -27,6 +27,7 @@ REPORT_OF_SEVERAL = "report.html"
 def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: bool) -> int:
     """Write the latest run, or several RUNs side by side, as one self-contained HTML page.
 
+    A RUN may also be a fleet, such as fleets/NAME: mean and standard deviation over its seeds.
     It is the dashboard's page with its data inside: curves, operations with their proofs, stages,
     checkpoints, warnings, the final test, config and environment. It makes no network requests.
     --json prints a summary of what was written.
@@ -35,12 +36,13 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     from instar.logs.web.report import report_html
     from instar.record.atomic import replace_file
 
-    read = read_all(chosen(runs))
+    found = chosen_groups(runs)
+    read = read_all([*found])
     if not read.records:
         return read.report_faults()
     default = read.records[0].run.report if len(read.records) == 1 else Path(REPORT_OF_SEVERAL)
     path = output or default
-    content = report_html(read.records).encode("utf-8", "backslashreplace")
+    content = report_html(read.records, found).encode("utf-8", "backslashreplace")
     try:
         replace_file(path, content)
     except OSError as error:

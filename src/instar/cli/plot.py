@@ -13,7 +13,7 @@ import click
 from instar.cli.output import (
     WIDTH,
     as_text,
-    chosen,
+    chosen_groups,
     deliver,
     json_format_option,
     launch,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from instar.logs.plot.chart import Chart
     from instar.logs.plot.compose import ChartRequest
     from instar.logs.plot.terminal import TerminalSize
+    from instar.logs.query.groups import By
     from instar.logs.read.record import RunRecord
 
 
@@ -44,8 +45,9 @@ _SUFFIXES = {f".{form}": form for form in FORMATS} | {".htm": "html", ".txt": "t
 @click.option("--compare", is_flag=True, help="Overlay runs; without RUN, all of them.")
 @click.option(
     "--by",
-    type=click.Choice(["name", "seed"]),
-    help="Draw mean and standard deviation of runs of one name, or that differ only in the seed.",
+    type=click.Choice(["run", "name", "seed"]),
+    help="Draw single runs, or mean and standard deviation of runs of one name, or that differ only in "
+    "the seed.  [default: run; of a fleet, groups that its matrix makes]",
 )
 @click.option(
     "-x",
@@ -86,7 +88,7 @@ def plot(
     metrics: str | None,
     loss_curves: bool,
     compare: bool,
-    by: str | None,
+    by: By | None,
     axis: str,
     start: str | None,
     end: str | None,
@@ -103,6 +105,7 @@ def plot(
 ) -> int:
     """Draw curves of the latest run, or of each RUN, overlaid.
 
+    A RUN may also be a fleet, such as fleets/NAME: mean and standard deviation over its seeds.
     Without -o or -e, draws in the terminal. Operations are marked, superseded steps are faint, and
     the best value of a validation metric has a ring.
     """
@@ -112,6 +115,7 @@ def plot(
 
     form = _form(form, output, as_json=as_json, open_it=open_it)
     x = axis_named(axis, AXES, "--x")
+    found = chosen_groups(runs, every=compare)
     wanted = ChartRequest(
         panels=_panels(metrics, loss_curves=loss_curves),
         axis=x,
@@ -123,11 +127,12 @@ def plot(
         start=None if start is None else place_on(x, start, "--from"),
         end=None if end is None else place_on(x, end, "--to"),
         marks=marks,
-        by=cast(Literal["name", "seed"] | None, by),
+        by=by or "run",
+        given={} if by else found,
     )
-    found = read_all(chosen(runs, every=compare))
-    _deliver(found.records, wanted, form, output, open_it=open_it)
-    return found.report_faults()
+    read = read_all([*found])
+    _deliver(read.records, wanted, form, output, open_it=open_it)
+    return read.report_faults()
 
 
 def _form(form: str | None, output: str | None, *, as_json: bool, open_it: bool) -> str:

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 from browser import chromium
-from dashboards import make_run, served
+from dashboards import make_run, served, train
 from fleets import RunningFleet
-from opened import opened
+from opened import PANEL, drawn, expect_points, opened, picture
 from playwright.sync_api import Browser, expect
 
-from instar.fleet.state import InstanceChanged, ProcessChanged
+from instar.fleet.state import InstanceChanged, ProcessChanged, TrialDrawn, TrialEvaluated
 from instar.fleet.view import site
 from instar.fleet.view.site import FleetCatalog
+from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 
+COLOUR = "(swatch) => getComputedStyle(swatch).backgroundColor"
 HOSTILE = "<img src=x onerror=document.title='owned'>\x1b[31m\u202e"
 
 
@@ -62,7 +64,7 @@ def test_a_fleet_is_followed_live(browser: Browser, tmp_path: Path, running: Run
         expect(server.locator(".badge")).to_have_text("starting")
         expect(server).to_contain_text("http 8000")
         overlay = page.get_by_role("link", name="Curves of its 2 runs")
-        expect(overlay).to_have_attribute("href", "#runs=s1%2Cs2")
+        expect(overlay).to_have_attribute("href", "#runs=s1%2Cs2&mean=1")
         page.get_by_role("button", name="Log of s1/server").click()
         lines = page.get_by_role("log").locator("div")
         expect(lines).to_have_text(["one"])
@@ -85,6 +87,59 @@ def test_a_fleet_is_followed_live(browser: Browser, tmp_path: Path, running: Run
         page.get_by_role("link", name="s1").click()
         expect(page.locator("#chosen .name")).to_have_text("s1")
         expect(page.locator("#fleets .badge")).to_have_text("launcher died")
+
+
+def test_curves_of_a_fleet_are_means_over_its_seeds(browser: Browser, tmp_path: Path) -> None:
+    fleet = RunningFleet(tmp_path)
+    runs = [make_run(tmp_path / "runs", name, steps=20) for name in ("s1", "s2", "other-aaaaa")]
+    with served(tmp_path / "runs") as address, opened(browser, address, "fleet=two") as seen:
+        page = seen.page
+        page.get_by_role("link", name="Curves of its 2 runs").click()
+        panel = page.locator(PANEL.format("loss"))
+        keys, swatches = panel.locator(".ic-key"), page.locator("#chosen .swatch")
+        expect(keys).to_have_text(["two (2 runs)"])
+        assert len({each.evaluate(COLOUR) for each in swatches.all()}) == 1
+        page.get_by_label("Show other-aaaaa").check()
+        expect(keys).to_have_text(["two (2 runs)", "other"])
+        assert len({each.evaluate(COLOUR) for each in swatches.all()}) == 2
+        page.get_by_label("Hide other-aaaaa").click()
+        expect(keys).to_have_text(["two (2 runs)"])
+        drawn(page)
+        asked, before = len(seen.requests), picture(page, "loss")
+        for run in runs[:2]:
+            with Recorder(run.events) as record:
+                record.write(train(21, 9.0))
+        expect_points(page, "loss", 42)
+        drawn(page)
+        assert picture(page, "loss") != before
+        assert len(seen.requests) == asked
+        page.reload()
+        expect(keys).to_have_text(["two (2 runs)"])
+        page.get_by_label("Draw").select_option("runs")
+        expect(keys).to_have_count(0)
+        assert len({each.evaluate(COLOUR) for each in swatches.all()}) == 2
+        assert "mean" not in page.url
+    fleet.end()
+
+
+def test_the_best_trial_of_a_search_is_named(browser: Browser, tmp_path: Path) -> None:
+    space = {"optimizer.lr": {"low": 1e-4, "high": 1e-1}}
+    fleet = RunningFleet(
+        tmp_path, matrix={}, search={"trials": 2, "space": space}, run_name="s${index}"
+    )
+    make_run(tmp_path / "runs", "s1", steps=10)
+    for trial, value in enumerate([3.5, 2.25]):
+        fleet.state.write(TrialDrawn(2.0, trial, {"optimizer.lr": 0.5 / (trial + 1)}))
+        fleet.state.write(TrialEvaluated(3.0, trial, 10, value))
+    with served(tmp_path / "runs") as address, opened(browser, address, "fleet=two") as seen:
+        head = seen.page.locator(".fleet-head")
+        expect(head).to_contain_text("waiting")
+        assert "best" not in head.inner_text()
+        for trial in (0, 1):
+            fleet.state.write(InstanceChanged(4.0, trial, "succeeded"))
+        best = head.get_by_role("link", name="best: trial 1, val/loss 2.25, optimizer.lr 0.25")
+        expect(best).to_have_attribute("href", "#runs=s1")
+    fleet.end()
 
 
 def test_names_lead_to_nothing_outside_a_fleet(tmp_path: Path, running: RunningFleet) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from instar.config.errors import visible
 from instar.fleet.plan import Instance
 from instar.fleet.state import ENDED, FLEETS, STATE_FILE
+from instar.fleet.view.groups import group_name
 from instar.fleet.view.reader import FleetReader
 from instar.fleet.view.rows import InstanceRow, ProcessRow
 from instar.fleet.view.table import in_one_line
@@ -73,6 +74,18 @@ class FleetCatalog:
                 self._views = {name: (time.monotonic(), view)}
             return view
 
+    def groups(self, keys: Collection[str]) -> dict[str, str]:
+        """Return the groups of those runs that belong to a fleet; to several: to the latest."""
+        self.rows()
+        found: dict[str, str] = {}
+        with self._lock:
+            for name, reader in self._readers.items():
+                for index, instance in reader.planned.items():
+                    if (key := self._key(str(instance.output_dir))) in keys:
+                        status = reader.found.instances.get(index)
+                        found.setdefault(key, _text(group_name(name, instance, status)))
+        return found
+
     def log(self, name: str, log: str) -> Path | None:
         """Return the file of one of a fleet's logs, "INSTANCE/PROCESS"; None if there is none."""
         self.rows()
@@ -108,18 +121,20 @@ class FleetCatalog:
         logs, runs = logs_in(reader.folder), self.runs()
         shown = sorted(view.instances, key=_rank)[:MAX_INSTANCES]
         shown.sort(key=lambda each: each.index)
+        keys = {each.index: self._key(each.output_dir) for each in view.instances}
+        keys = {index: key for index, key in keys.items() if key in runs}
+        best = view.best and {
+            "text": _text(view.best.text),
+            "run": keys.get(view.best.instance, ""),
+        }
         data: dict[str, Any] = to_words(
             {
                 "name": name,
                 "state": view.state,
                 "counts": dict(view.counts),
                 "left_out": len(view.instances) - len(shown),
-                "instances": [
-                    _instance(
-                        each, logs, key if (key := self._key(each.output_dir)) in runs else ""
-                    )
-                    for each in shown
-                ],
+                "best": best,
+                "instances": [_instance(each, logs, keys.get(each.index, "")) for each in shown],
             }
         )
         return data

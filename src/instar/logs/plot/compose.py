@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,10 +21,11 @@ from instar.logs.plot.chart import (
     subtitle,
 )
 from instar.logs.plot.transforms import band, smooth, thin
-from instar.logs.query.groups import grouped, names, notes_on_data
+from instar.logs.query.groups import By, grouped, notes_on_data
 from instar.logs.read.record import ALIASES, RunRecord, Series, unknown_metric
 from instar.logs.web.curves import marks
 from instar.record.events import RunStarted
+from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -58,7 +59,9 @@ class ChartRequest:
     start: float | None = None
     end: float | None = None
     marks: bool = True
-    by: Literal["name", "seed"] | None = None
+    by: By = "run"
+    given: Mapping[RunDir, str] = field(default_factory=dict)
+    """names of the groups of some runs, whatever `by`"""
     points: int = 2000
     """maximum points per curve; fewer if there are many curves"""
 
@@ -75,9 +78,7 @@ def compose(records: Sequence[RunRecord], wanted: ChartRequest) -> Chart:
     _check_metrics(records, wanted)
     check_axis(wanted.axis, [record for record in records if record.metrics])
     runs = [record.run for record in records]
-    groups = (
-        grouped(runs, wanted.by) if wanted.by else {name: [n] for n, name in enumerate(names(runs))}
-    )
+    groups = grouped(runs, wanted.by, wanted.given)
     metrics = sum(map(len, wanted.panels))
     room = max(_MIN_POINTS, _ALL_POINTS // (metrics * len(groups)))
     wanted = replace(wanted, points=min(wanted.points, room))
@@ -98,10 +99,10 @@ def compose(records: Sequence[RunRecord], wanted: ChartRequest) -> Chart:
     if empty:
         notes = (*panels[0].notes, f"nothing to draw of {', '.join(empty)}")
         panels = (replace(panels[0], notes=notes), *panels[1:])
-    if wanted.by and (data_notes := notes_on_data(runs, wanted.by)):
+    if data_notes := notes_on_data({k: [runs[n] for n in each] for k, each in groups.items()}):
         panels = (replace(panels[0], notes=(*panels[0].notes, *data_notes)), *panels[1:])
     labels = [
-        f"{name} ({len(numbers)} run{'s' if len(numbers) > 1 else ''})" if wanted.by else name
+        f"{name} ({len(numbers)} runs)" if len(numbers) > 1 else name
         for name, numbers in groups.items()
     ]
     one = len(records) == 1
@@ -185,7 +186,7 @@ def _curve(
         return None
     split = metric.partition("/")[0]
     held_out = split in ("val", "test")
-    if wanted.by and len(current) > 1:
+    if len(current) > 1:
         weight = 0.0 if held_out else wanted.weight
         lines = [
             (series.axis(wanted.axis), smooth(np.where(known, series.value, np.nan), weight))

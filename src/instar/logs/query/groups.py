@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,47 +50,13 @@ class RunGroup:
 def group_runs(
     runs: Sequence[RunDir], by: By = "run", given: Mapping[RunDir, str] | None = None
 ) -> tuple[list[RunGroup], list[str]]:
-    """Returns groups of runs, in the order of their first runs, and the faults of their configs.
-
-    `by="name"`: runs of one name are a group. `by="seed"`: runs whose configs differ only in the
-    seed and in how they are recorded. `given`: names of the groups of some runs, whatever `by`.
-    """
+    """Returns the groups of `grouped` with the configs of their runs, and the faults of these."""
     configs, faults = config_values(runs)
-    given = given or {}
-    named: dict[str, list[int]] = {}
-    for n, run in enumerate(runs):
-        if run in given:
-            named.setdefault(given[run], []).append(n)
-    left = [n for n, run in enumerate(runs) if run not in given]
-    alone = [[n] for n in range(len(left))]
-    others = alone if by == "run" else alike([runs[n] for n in left], by)
-    unnamed = [[left[n] for n in group] for group in others]
-    names = _names([[runs[n] for n in group] for group in unnamed], by)
-    groups = sorted(
-        [*named.items(), *zip(names, unnamed, strict=True)], key=lambda each: each[1][0]
-    )
+    found = grouped(runs, by, given, folders if by == "run" else None)
     return [
         RunGroup(name, tuple(runs[n] for n in group), tuple(configs[n] for n in group))
-        for name, group in groups
+        for name, group in found.items()
     ], faults
-
-
-def _names(groups: Sequence[Sequence[RunDir]], by: By) -> list[str]:
-    """Returns a unique name for each group: the name its runs share, else its first run's folder."""
-    names = []
-    for group in groups:
-        shared = {run.name for run in group}
-        single = by == "run" or len(shared) > 1 or len(group) == 1
-        names.append(group[0].path.name if single else shared.pop())
-    if by != "run":  # groups of one name differ in their configs
-        names = [
-            group[0].path.name if names.count(name) > 1 else name
-            for name, group in zip(names, groups, strict=True)
-        ]
-    return [
-        printable(str(group[0].path) if names.count(name) > 1 else name)
-        for name, group in zip(names, groups, strict=True)
-    ]
 
 
 _MOST_KEYS = 3
@@ -103,56 +69,79 @@ Given = dict[str, str]
 """the underived values of a run's config, by dotted key"""
 
 
-def names(runs: Sequence[RunDir]) -> list[str]:
-    """Returns a unique label per run: its name; else name and differing keys, as `demo seed=2`; else
-    the folder's name."""
+def names(runs: Sequence[RunDir], without: Collection[str] = ()) -> list[str]:
+    """Returns a unique label per run: its name; else name and differing keys, as `demo seed=2`, other
+    than those in `without`; else the folder's name."""
     short = [printable(run.name) for run in runs]
     if len(set(short)) == len(runs):
         return short
     given = given_values(runs)
-    keys = list(differing(given))
+    keys = [key for key in differing(given) if key not in without]
     if 0 < len(keys) <= _MOST_KEYS:
         labels = [_label(name, values, keys) for name, values in zip(short, given, strict=True)]
         if len(set(labels)) == len(runs):
             return labels
-    folders = [printable(run.path.name) for run in runs]
-    if len(set(folders)) == len(runs):
-        return folders
-    return [printable(str(run.path)) for run in runs]
+    return folders(runs)
 
 
-def grouped(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> dict[str, list[int]]:
-    """Returns the indices of the runs of each group, by the group's name."""
-    groups = alike(runs, by)
-    firsts = names([runs[numbers[0]] for numbers in groups])
-    if len(firsts) == 1:
-        firsts = [runs[0].name]
-    return dict(zip(firsts, groups, strict=True))
+def folders(runs: Sequence[RunDir]) -> list[str]:
+    """Returns the name of each run's folder; where it is not unique, the path."""
+    short = [run.path.name for run in runs]
+    return [
+        printable(str(run.path) if short.count(name) > 1 else name)
+        for run, name in zip(runs, short, strict=True)
+    ]
 
 
-def alike(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> list[list[int]]:
-    """Returns the indices of the runs of each group: of one name, or with configs that are equal but
-    for the seed and how the run is recorded. A run whose config cannot be read is its own group.
+def grouped(
+    runs: Sequence[RunDir],
+    by: By,
+    given: Mapping[RunDir, str] | None = None,
+    label: Callable[[Sequence[RunDir]], list[str]] | None = None,
+) -> dict[str, list[int]]:
+    """Returns the indices of the runs of each group by the group's unique name, in the order of first
+    runs.
+
+    Args:
+        by: "run": each run is a group; "name": runs of one name; "seed": runs whose configs differ
+            only in the seed and in how they are recorded. A run whose config cannot be read is then
+            a group of its own.
+        given: names of the groups of some runs, whatever `by`; an empty one names none.
+        label: names the other groups, given their first runs; default `names`.
     """
-    keys: list[object] = [run.name for run in runs]
-    if by == "seed":
-        by_run = [values | {"seed": ""} if values else {} for values in given_values(runs)]
-        keys = [
-            frozenset(values.items()) or run.path for run, values in zip(runs, by_run, strict=True)
-        ]
-    groups: dict[object, list[int]] = {}
-    for number, key in enumerate(keys):
-        groups.setdefault(key, []).append(number)
-    return list(groups.values())
+    groups: dict[str, list[int]] = {}
+    others: dict[object, list[int]] = {}
+    left = [n for n, run in enumerate(runs) if not (given or {}).get(run)]
+    keys = dict(zip(left, _keys([runs[n] for n in left], by), strict=True))
+    for n, run in enumerate(runs):
+        if n in keys:
+            others.setdefault(keys[n], []).append(n)
+        else:
+            groups.setdefault((given or {})[run], []).append(n)
+    firsts = [runs[group[0]] for group in others.values()]
+    found = label(firsts) if label else names(firsts, ("seed",) if by == "seed" else ())
+    for name, group in zip(found, others.values(), strict=True):
+        groups[str(runs[group[0]].path) if name in groups else name] = group
+    return dict(sorted(groups.items(), key=lambda each: each[1][0]))
 
 
-def notes_on_data(runs: Sequence[RunDir], by: Literal["name", "seed"]) -> list[str]:
+def _keys(runs: Sequence[RunDir], by: By) -> list[object]:
+    """Returns a key per run that is equal for the runs of a group."""
+    if by == "run":
+        return list(range(len(runs)))
+    if by == "name":
+        return [run.name for run in runs]
+    by_run = [values | {"seed": ""} if values else {} for values in given_values(runs)]
+    return [frozenset(values.items()) or run.path for run, values in zip(runs, by_run, strict=True)]
+
+
+def notes_on_data(groups: Mapping[str, Sequence[RunDir]]) -> list[str]:
     """Returns notes on groups whose runs were evaluated on different held-out samples."""
     return [
-        f"{name}: its {len(numbers)} runs also differ in their data, because data.seed follows seed; "
+        f"{name}: its {len(runs)} runs also differ in their data, because data.seed follows seed; "
         "set data.seed to vary only order and initialization"
-        for name, numbers in grouped(runs, by).items()
-        if len({_data_of(config_lines(runs[number])) for number in numbers} - {""}) > 1
+        for name, runs in groups.items()
+        if len({_data_of(config_lines(run)) for run in runs} - {""}) > 1
     ]
 
 

@@ -25,7 +25,7 @@ from instar.logs.read.record import AXES, RecordedEvent, RunRecord, read
 from instar.logs.read.summary_cache import cached_summary
 from instar.logs.web.assets import PLACES
 from instar.logs.web.catalog import Catalog
-from instar.logs.web.curves import POINTS, Curves, marks, printable
+from instar.logs.web.curves import POINTS, Curves, chart_groups, marks, printable
 from instar.logs.web.fleets import MakeFleets
 from instar.logs.web.sections import PARTS, comparison, sections
 from instar.logs.web.stream import MAX_RUNS, EventStream, log_after, stream
@@ -63,6 +63,7 @@ def dashboard(
         Route("/api/runs", site.runs),
         Route("/api/curves", site.curves),
         Route("/api/compare", site.compare),
+        Route("/api/groups", site.groups),
         Route("/api/stream", site.stream),
         *(Route(f"{_ONE}/{name}", answer) for name, answer in per_run.items()),
     ]
@@ -134,6 +135,13 @@ class Site:
         keys = request.query_params.getlist("run")[:MAX_COMPARED]
         runs = [run for key in keys if (run := self._catalog.find(key)) is not None]
         return _json({"sections": compared(runs)})
+
+    def groups(self, request: Request) -> Response:
+        keys = request.query_params.getlist("run")[:MAX_RUNS]
+        runs = {key: run for key in keys if (run := self._catalog.find(key)) is not None}
+        of_fleets = self._fleets.groups(runs) if self._fleets else {}
+        given = {run: of_fleets.get(key, "") for key, run in runs.items()}
+        return _json({"groups": chart_groups(runs, "seed", given)})
 
     def events(self, request: Request) -> Response:
         return _json(events_of(self._run(request)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from instar.config.files import open_regular
 from instar.logs.plot.transforms import thin
+from instar.logs.query.groups import By, given_values, grouped
 from instar.logs.query.stages import operation_text, place_at, place_of
 from instar.logs.read.record import ALIASES, AXES, RecordedEvent, Series, read
 from instar.record.events import (
@@ -76,15 +77,32 @@ def chart_series(
 
 
 def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, Any]:
-    """Returns `{x: {axis: […]}, value: […], superseded: [{segment, x, value}, …]}`."""
+    """Returns `{x: {axis: […]}, value: […], superseded: [{segment, x, value}, …]}`, thinned.
+
+    Of a thinned curve, up to a quarter of the points are evenly spaced, wherever its extremes are, and
+    `even` has their positions: means over curves are made of these, as extremes would overstate the
+    deviation. The spacing is a power of two, so that curves of different lengths have places in common.
+    """
     superseded = series.take(~series.kept)
-    return _columns(series.current(), points, axes) | {
-        "superseded": [
-            {"segment": int(segment)}
-            | _columns(superseded.take(superseded.segment == segment), points, axes)
-            for segment in np.unique(superseded.segment)
-        ]
-    }
+    current = series.current()
+    chosen = thin(current.value, points)
+    even: dict[str, list[int]] = {}
+    if len(chosen) < len(current):
+        stride = 1 << math.ceil(math.log2(len(current) / max(1, points // 4)))
+        spaced = np.unique(np.append(np.arange(0, len(current), stride), len(current) - 1))
+        chosen = np.union1d(spaced, thin(current.value, points - len(spaced)))
+        even = {"even": np.searchsorted(chosen, spaced).tolist()}
+    return (
+        _columns(current.take(chosen), axes)
+        | even
+        | {
+            "superseded": [
+                {"segment": int(segment)} | _columns(piece.take(thin(piece.value, points)), axes)
+                for segment in np.unique(superseded.segment)
+                for piece in [superseded.take(superseded.segment == segment)]
+            ],
+        }
+    )
 
 
 def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]:
@@ -105,6 +123,27 @@ def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]
                 }
             )
     return found
+
+
+def chart_groups(
+    runs: Mapping[str, RunDir], by: By, given: Mapping[RunDir, str] | None = None
+) -> list[dict[str, Any]]:
+    """Returns the groups of runs over which a page draws means: `{name, runs, of}`, see `grouped`.
+
+    Args:
+        runs: by the key that the page knows them by; `of` is "seeds" if no two runs of a group have
+            the same one, else "runs".
+    """
+    keys, every = list(runs), list(runs.values())
+    seeds = [values.get("seed") for values in given_values(every)]
+    return [
+        {
+            "name": printable(name),
+            "runs": [keys[n] for n in group],
+            "of": "seeds" if len({seeds[n] for n in group} - {None}) == len(group) else "runs",
+        }
+        for name, group in grouped(every, by, given).items()
+    ]
 
 
 def proof_text(operation: OperationEvent) -> str:
@@ -170,11 +209,10 @@ def _place(record: RunRecord, logged: RecordedEvent) -> dict[str, float]:
     return place
 
 
-def _columns(series: Series, points: int, axes: Sequence[str]) -> dict[str, Any]:
-    chosen = series.take(thin(series.value, points))
+def _columns(series: Series, axes: Sequence[str]) -> dict[str, Any]:
     return {
-        "x": {axis: _axis(chosen, axis) for axis in axes},
-        "value": _numbers(_rounded(chosen.value)),
+        "x": {axis: _axis(series, axis) for axis in axes},
+        "value": _numbers(_rounded(series.value)),
     }
 
 
@@ -284,7 +322,7 @@ def draw(key: str, run: RunDir, metrics: Sequence[str], points: int) -> tuple[di
         "offset": record.end,
         "names": [name for name in record.metrics if not name.endswith(":error")],
         "series": {
-            name: curve(_thinned(series, points), points) | {"segment": _last_segment(series)}
+            name: curve(series, points) | {"segment": _last_segment(series)}
             for name, series in found.items()
         },
         "marks": marks(record),
@@ -297,11 +335,6 @@ def _has_new_segment(run: RunDir, offset: int) -> bool:
     with open_regular(run.events) as file:
         file.seek(offset)
         return b'"run_started"' in file.read(STALE_BYTES)
-
-
-def _thinned(series: Series, points: int) -> Series:
-    """Selects the points that `curve` will choose, to avoid copying all others."""
-    return series.take(thin(series.value, points)) if series.kept.all() else series
 
 
 def _last_segment(series: Series) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,9 @@ class Fleets(Protocol):
 
     def view(self, name: str) -> dict[str, Any] | None:
         """Return a fleet's instances; None if there is no fleet of this name."""
+
+    def groups(self, keys: Collection[str]) -> Mapping[str, str]:
+        """Return the names of the groups of those runs that belong to a fleet."""
 
     def log(self, name: str, log: str) -> Path | None:
         """Return the file of one of a fleet's logs, "INSTANCE/PROCESS"; None if there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -21,11 +21,12 @@ import numpy as np
 
 import instar
 from instar.config.errors import ConfigError, ConfigProblem
+from instar.logs.query.groups import names
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, read
 from instar.logs.text.summary import page as summary_lines
 from instar.logs.web.assets import PLACES
-from instar.logs.web.curves import chart_data, chart_series, printable, shortened
+from instar.logs.web.curves import chart_data, chart_groups, chart_series, printable, shortened
 from instar.logs.web.sections import MAX_ROWS, PARTS, comparison, folder_name, sections
 from instar.record.atomic import replace_file
 
@@ -92,14 +93,19 @@ def write_report(run: RunDir) -> Path:
     return run.report
 
 
-def report_html(records: Sequence[RunRecord]) -> str:
-    """Returns the page of one run, or of several side by side."""
+def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | None = None) -> str:
+    """Returns the page of one run, or of several side by side.
+
+    `groups`: names of the groups of some runs, of which the page shows means first; other runs that
+    differ only in the seed can be shown so.
+    """
     charts = panels(records)
     rows = max(10, MAX_ROWS // len(records))
     parts = [part for part in PARTS if part != "config" or len(records) <= MAX_CONFIGS]
     answers: dict[str, Any] = {"/api/curves": {"runs": _charted(records, charts)}}
     if len(records) > 1:
         answers["/api/compare"] = {"sections": comparison(records)}
+        answers["/api/groups"] = {"groups": chart_groups(_by_key(records), "seed", groups)}
     for key, record in enumerate(records):
         for part in parts:
             answers[f"/api/runs/{key}/{part}"] = {"sections": sections(part, record, rows)}
@@ -110,6 +116,7 @@ def report_html(records: Sequence[RunRecord]) -> str:
         "footer": f"Written by Instar {instar.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
         "panels": charts,
         "answers": answers,
+        "wanted": {"mean": "1" if any((groups or {}).values()) else ""},
     }
     return _page(title, data, "\n\n".join(texts))
 
@@ -127,10 +134,12 @@ def plot_html(records: Sequence[RunRecord], chart: Chart, wanted: ChartRequest) 
         panels, titles = [*panels, ["lr"]], [*titles, "learning rate"]
     metrics = [metric for panel in panels for metric in panel]
     points = max(100, min(MAX_POINTS, MAX_PLOT_POINTS // (len(metrics) * len(records))))
+    labels = names([record.run for record in records])
     runs = [
         chart_data(record, points, metrics=metrics) | {"key": str(key), "name": printable(name)}
-        for key, (record, name) in enumerate(zip(records, chart.runs, strict=True))
+        for key, (record, name) in enumerate(zip(records, labels, strict=True))
     ]
+    groups = chart_groups(_by_key(records), wanted.by, wanted.given)
     data = {
         "title": printable(chart.title),
         "lead": printable(chart.subtitle),
@@ -138,12 +147,13 @@ def plot_html(records: Sequence[RunRecord], chart: Chart, wanted: ChartRequest) 
             ReportPanel(title, tuple(each), wide=True)
             for title, each in zip(titles, panels, strict=True)
         ],
-        "answers": {"/api/curves": {"runs": runs}},
+        "answers": {"/api/curves": {"runs": runs}, "/api/groups": {"groups": groups}},
         "wanted": {
             "x": wanted.axis,
             "log": "1" if wanted.log else "",
             "smooth": str(wanted.weight),
             "marks": "1" if wanted.marks else "0",
+            "mean": "1",
         },
     }
     return _page(chart.title, data, "")
@@ -151,7 +161,6 @@ def plot_html(records: Sequence[RunRecord], chart: Chart, wanted: ChartRequest) 
 
 def _check_plot(wanted: ChartRequest) -> None:
     options = {
-        "--by": wanted.by,
         "--clip": wanted.clip,
         "--log-x": wanted.log_x,
         "--from": wanted.start is not None,
@@ -165,6 +174,10 @@ def _check_plot(wanted: ChartRequest) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def _by_key(records: Sequence[RunRecord]) -> dict[str, RunDir]:
+    return {str(key): record.run for key, record in enumerate(records)}
 
 
 def _page(title: str, data: dict[str, Any], text: str) -> str:

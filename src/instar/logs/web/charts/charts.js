@@ -2,6 +2,7 @@
 
    const chart = new InstarChart(element, {metric: "loss", x: "step", log: false, smooth: 0, marks: true});
    chart.setRuns([chartData, …]);            // as `chart_data` of logs/web/curves.py makes them
+   chart.setGroups([{name, runs: [key, …], of: "seeds"}, …]);    // means in place of runs; null: runs
    chart.setOptions({x: "tokens"});          // any of the options
    chart.append(runId, "loss", {x: {step: 9, …}, value: 3.2});   // numbers, or arrays of them
    chart.appendMark(runId, mark);
@@ -15,7 +16,7 @@
 (() => {
   "use strict";
 
-  const { AXES, BYTES, DURATIONS, Line, Marks, Tip } = Instar;
+  const { AXES, BYTES, DURATIONS, Line, Marks, Mean, Tip } = Instar;
   const { axisText, drawLines, element, logTicks, lower, mixed, valueText } = Instar;
   const COLOURS = 8;
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
@@ -27,6 +28,7 @@
         ...options,
       };
       this.runs = [];
+      this.groups = null;
       this.lines = [];
       this.hidden = new Set();
       this.focused = null;
@@ -54,6 +56,14 @@
       const ids = (list) => list.map((run) => run.id).join("\n");
       if (ids(runs) !== ids(this.runs)) this.zoomed = false;
       this.runs = runs;
+      this.#makeLines();
+      this.#soon();
+    }
+
+    /** Draws the mean of each of these groups of runs, with a band of a standard deviation. */
+    setGroups(groups) {
+      if (groups === this.groups) return;
+      this.groups = groups;
       this.#makeLines();
       this.#soon();
     }
@@ -87,8 +97,8 @@
         found.value.push(...values);
       }
       if (!this.#metrics().includes(metric)) return;
-      const line = this.lines.find((each) => each.run === run && each.metric === metric);
-      if (line) line.grown();
+      const line = this.lines.find((each) => each.runs.includes(run) && each.metric === metric);
+      if (line && line.counted === line.count) line.grown();
       else this.#makeLines();
       this.#soon();
     }
@@ -130,15 +140,23 @@
       });
     }
 
+    /** The runs by themselves, or those of each group. */
+    #strands() {
+      if (!this.groups) return this.runs.map((run) => ({ runs: [run] }));
+      return this.groups.map((group) => ({ ...group, runs: this.runs.filter((run) => group.runs.includes(run.key)) }));
+    }
+
     #makeLines() {
       const { x, smooth } = this.options;
       const metrics = this.#metrics();
-      const several = this.runs.length > 1;
+      const strands = this.#strands();
+      const several = strands.length > 1;
       this.lines = [];
-      this.runs.forEach((run, place) => {
+      this.focused = null;
+      strands.forEach(({ name, runs, of }, place) => {
         metrics.forEach((metric, number) => {
-          if (!run.series[metric]) return;
-          const line = new Line(run, metric, x, smooth);
+          if (!runs.some((run) => run.series[metric])) return;
+          const line = runs.length > 1 ? new Mean(runs, metric, x, smooth) : new Line(runs[0], metric, x, smooth);
           const order = several ? place : number;
           // many parts of one run are in an order, such as layers: so are their colours
           const share = !several && metrics.length > COLOURS ? number / (metrics.length - 1) : null;
@@ -147,8 +165,10 @@
           line.dash = several
             ? DASHES[(metrics.length > 1 ? number : Math.floor(order / COLOURS)) % DASHES.length]
             : [];
-          line.label = this.#label(run, metric, several, metrics.length > 1);
-          line.shown = !this.hidden.has(line.label);
+          line.counted = line.count;
+          line.key = name ? `${name} ${metric}` : this.#label(runs[0], metric, several, metrics.length > 1);
+          line.label = name ? this.#groupLabel(name, line, runs.length, of) : line.key;
+          line.shown = !this.hidden.has(line.key);
           this.lines.push(line);
         });
       });
@@ -163,9 +183,15 @@
       return many ? `${name} ${metric}` : name;
     }
 
+    /** A group's name, of how many seeds there are points, and the metric if there are several. */
+    #groupLabel(name, { metric, count }, size, of) {
+      const counted = count < size ? `${count} of ${size}` : size;
+      return `${name}${size > 1 ? ` (${counted} ${of})` : ""}${this.#metrics().length > 1 ? ` ${metric}` : ""}`;
+    }
+
     #drawLegend() {
       this.legend.replaceChildren();
-      this.legend.hidden = !this.options.legend || this.lines.length < 2;
+      this.legend.hidden = this.groups ? !this.lines.length : !this.options.legend || this.lines.length < 2;
       if (this.legend.hidden) return;
       for (const line of this.lines) {
         const button = element("button", "ic-key", this.legend);
@@ -177,7 +203,7 @@
         element("span", "", button, line.label);
         button.addEventListener("click", () => {
           line.shown = !line.shown;
-          this.hidden[line.shown ? "delete" : "add"](line.label);
+          this.hidden[line.shown ? "delete" : "add"](line.key);
           button.setAttribute("aria-pressed", String(line.shown));
           this.#soon();
         });
@@ -191,7 +217,7 @@
     }
 
     #shownRuns() {
-      return new Set(this.lines.filter((line) => line.shown).map((line) => line.run));
+      return new Set(this.lines.filter((line) => line.shown).flatMap((line) => line.runs));
     }
 
     /** uPlot's data: where x begins and ends, the same in the charts of all metrics of a run. */
@@ -237,8 +263,7 @@
       };
       for (const line of this.lines) {
         if (!line.shown) continue;
-        see(line.xs, line.raw);
-        for (const [xs, ys] of line.lost) see(xs, ys);
+        for (const [xs, ys] of line.extents) see(xs, ys);
       }
       if (low > high) return log ? [0.1, 1] : [0, 1];
       if (log) return [low / 1.08, high * 1.08];

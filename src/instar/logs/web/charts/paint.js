@@ -100,6 +100,7 @@
     };
     const drawLine = (line, width, alpha) => {
       ctx.strokeStyle = ctx.fillStyle = colour(line);
+      if (line.band) drawBand(u, line.band, view, log, 0.17 * alpha);
       for (const [xs, ys] of line.lost) draw(xs, ys, 1.2, 0.45 * alpha, [3, 3], false);
       if (line.weight) draw(line.xs, line.raw, 1, 0.28 * alpha, [], false);
       draw(line.xs, line.ys, width, alpha, line.dash, !line.weight);
@@ -109,6 +110,24 @@
     }
     if (focused) drawLine(focused, thin + 0.8, 1);
     ctx.restore();
+  }
+
+  /** What is within a deviation of a mean. */
+  function drawBand(u, { xs, mean, low, high }, [from, to], log, alpha) {
+    const { ctx } = u;
+    const toX = projector(u, "x");
+    const toY = projector(u, "y");
+    ctx.globalAlpha = alpha;
+    ctx.beginPath();
+    const trip = (edge, i) => {
+      const y = log && edge[i] <= 0 ? mean[i] : edge[i];
+      if (!log || y > 0) ctx.lineTo(toX(xs[i]), toY(y));
+    };
+    const first = Math.max(0, lower(xs, from) - 1);
+    const last = Math.min(xs.length, lower(xs, to) + 2) - 1;
+    for (let i = first; i <= last; i++) trip(high, i);
+    for (let i = last; i >= first; i--) trip(low, i);
+    ctx.fill();
   }
 
   /** Dots on some places of a curve, or on all of it. */

@@ -2,7 +2,7 @@
 (() => {
   "use strict";
 
-  const { valueText } = Instar;
+  const { nearest } = Instar;
   const READ_OUT = 10;
   const EXPLAINED = 4;
 
@@ -32,11 +32,11 @@
       let found = [];
       for (const line of lines) {
         if (!line.shown) continue;
-        const i = line.nearest(x);
+        const i = nearest(line, x);
         if (i < 0) continue;
         const y = line.ys[i];
         if (log && y <= 0) continue;
-        found.push({ line, at: line.xs[i], y, away: Math.abs(u.valToPos(y, "y") - top) });
+        found.push({ line, i, at: line.xs[i], y, away: Math.abs(u.valToPos(y, "y") - top) });
       }
       if (!found.length) return null;
       found.sort((a, b) => a.away - b.away);
@@ -45,12 +45,12 @@
       found = found.slice(0, READ_OUT).sort((a, b) => b.y - a.y);
       this.root.replaceChildren();
       element("div", "ic-at", this.root, at(closest.at));
-      for (const { line, y } of found) {
+      for (const { line, i } of found) {
         const row = element("div", line === closest.line ? "ic-row ic-closest" : "ic-row", this.root);
         const swatch = element("span", "ic-swatch", row);
         swatch.style.borderTopColor = colour(line);
         element("span", "ic-name", row, line.label);
-        element("b", "", row, valueText(line.metric, y, true));
+        element("b", "", row, line.textAt(i));
       }
       if (others > 0) element("div", "ic-at", this.root, `and ${others} more`);
       this.#show(u, left);

@@ -10,6 +10,7 @@ class Panels {
     this.close = close;
     this.panels = new Map();
     this.runs = [];
+    this.groups = null;
   }
 
   /** These charts, in this order. */
@@ -45,9 +46,16 @@ class Panels {
     const none = el("p", { className: "none faint", hidden: true });
     const chart = new InstarChart(place, { metric: metrics, legend: Boolean(embedded), height: 300, ...options });
     root.append(none);
+    chart.setGroups(this.groups);
     const panel = { root, chart, last, none, metrics };
     if (this.runs.length) this.#draw(panel);
     return panel;
+  }
+
+  /** The mean of each of these groups of runs, or, with null, the runs. */
+  setGroups(groups) {
+    this.groups = groups;
+    for (const panel of this.panels.values()) panel.chart.setGroups(groups);
   }
 
   setRuns(runs) {
@@ -94,11 +102,15 @@ class Panels {
   }
 }
 
+/** Whether there is a mean to draw of one of these groups. */
+const repeated = (groups) => groups.some((group) => group.runs.length > 1);
+
 const panelOf = (metric) => ({ title: metric, metrics: [metric] });
 
 class CurvesView {
-  /** `app`: `drawn()` gives the runs, `setMetrics` changes what is shown. `charts`: those of an
-      exported page; without them, one for each chosen metric. */
+  /** `app`: `drawn()` gives the runs, `groups` those that differ only in the seed, `setMetrics` changes
+      what is shown, and `recolour` what has the colours of the curves. `charts`: those of an exported
+      page; without them, one for each chosen metric. */
   constructor(parent, app, charts) {
     this.app = app;
     this.charts = charts;
@@ -106,6 +118,15 @@ class CurvesView {
     for (const [value, text] of this.#axes()) this.axis.append(el("option", { value, textContent: text }));
     this.axis.value = state.x;
     this.axis.addEventListener("change", () => this.#set({ x: this.axis.value }));
+    this.mean = el("select", { name: "mean", attrs: { "aria-label": "Draw" } },
+      el("option", { value: "", textContent: "runs" }), el("option", { value: "1", textContent: "mean and band" }));
+    this.mean.value = state.mean ? "1" : "";
+    this.mean.addEventListener("change", () => {
+      state.set({ mean: this.mean.value });
+      this.#group();
+      app.recolour?.();
+    });
+    this.of = el("label", { title: "The band is the mean ± one standard deviation over runs that differ only in the seed." }, "Draw", this.mean);
     this.log = el("input", { type: "checkbox", name: "log", checked: state.log });
     this.log.addEventListener("change", () => this.#set({ log: this.log.checked ? "1" : "" }));
     this.marks = el("input", { type: "checkbox", name: "marks", checked: state.marks });
@@ -123,6 +144,7 @@ class CurvesView {
     });
     const tools = el("div", { className: "tools", attrs: { role: "group", "aria-label": "Curves" } },
       el("label", {}, "Over", this.axis),
+      this.of,
       el("label", { className: "smooth" }, "Smooth", this.smooth, this.amount),
       el("label", { className: "check" }, this.log, "Log"),
       el("label", { className: "check" }, this.marks, "Operations"),
@@ -131,7 +153,14 @@ class CurvesView {
     const close = (metric) => app.setMetrics(state.list("metrics").filter((m) => m !== metric));
     this.panels = new Panels(parent, charts ? null : close);
     this.panels.setRuns(app.drawn());
+    this.#group();
     this.draw();
+  }
+
+  #group() {
+    const { groups } = this.app;
+    this.of.hidden = !repeated(groups);
+    this.panels.setGroups(state.mean && !this.of.hidden ? groups : null);
   }
 
   /** In an exported page those axes over which there is something. */
@@ -180,6 +209,7 @@ class CurvesView {
   }
 
   curves() {
+    this.#group();
     this.panels.setRuns(this.app.drawn());
     this.choices();
   }

@@ -56,6 +56,16 @@ class App {
     });
   }
 
+  get groups() {
+    return this.selection.groups;
+  }
+
+  /** The colours of the lists, as those of the curves are now. */
+  recolour() {
+    this.list.draw();
+    this.#chosen();
+  }
+
   setMetrics(metrics) {
     state.setList("metrics", [...new Set(metrics)]);
     this.view.draw?.();
@@ -111,13 +121,26 @@ class App {
     const loading = this.runs.show(this.selection.keys, metrics);
     this.#soon();
     try {
-      await loading;
+      await Promise.all([loading, this.#group()]);
     } catch {
       this.#settle("load", () => this.#load());
       return;
     }
     this.follow();
     if (this.selection.keys.length === 1) await this.#shape(this.selection.first);
+  }
+
+  /** Which of the shown runs differ only in the seed. */
+  async #group() {
+    const { keys } = this.selection;
+    const asked = JSON.stringify(keys);
+    if (asked === this.grouped) return;
+    const { groups } = keys.length > 1 ? await ask("/api/groups", keys.map((key) => ["run", key])) : { groups: [] };
+    if (asked !== JSON.stringify(this.selection.keys)) return;
+    this.grouped = asked;
+    this.selection.groups = groups;
+    this.recolour();
+    this.#soon();
   }
 
   /** What the model of a run has grown to. */
@@ -186,11 +209,10 @@ class App {
     this.list.draw();
     this.#chosen();
     this.#figures();
-    if (state.values.fleet) document.title = `${state.values.fleet} – Instar`;
   }
 
   #grown({ key, grown }) {
-    this.view?.points(key, grown);
+    this.view?.points?.(key, grown);
     if (key === this.selection.first) this.#figures();
   }
 
@@ -213,30 +235,30 @@ class App {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
-      this.view?.curves();
+      this.view?.curves?.();
       this.#figures();
     });
   }
 
   #chosen() {
     const several = this.selection.keys.length > 1;
-    const items = this.selection.places.flatMap((key, place) => {
-      if (key === null) return [];
+    const items = this.selection.keys.map((key) => {
       const row = this.runs.rows.get(key);
       const remove = el("button", { type: "button", className: "plain", textContent: "×", attrs: { "aria-label": `Hide ${row ? labelOf(row) : key}` } });
       remove.addEventListener("click", () => this.selection.toggle(key));
       const item = el("li", {},
         el("span", { className: "swatch" }),
         el("span", { className: "name", textContent: row ? labelOf(row) : key }),
-        row ? el("span", { className: "badge", data: { state: row.state }, textContent: inState(row) }) : null,
+        row ? badgeOf(row.state, inState(row)) : null,
         row?.reason ? el("span", { className: "faint reason", textContent: row.reason }) : null,
         several ? remove : null);
-      item.style.setProperty("--swatch", colour(place));
-      return [item];
+      item.style.setProperty("--swatch", this.selection.colour(key));
+      return item;
     });
     byId("chosen").replaceChildren(...items);
     const row = this.runs.rows.get(this.selection.first);
-    document.title = row ? `${several ? `${this.selection.keys.length} runs` : labelOf(row)} – Instar` : "Instar";
+    const of = several ? `${this.selection.keys.length} runs` : row && labelOf(row);
+    document.title = [state.values.fleet || of, "Instar"].filter(Boolean).join(" – ");
   }
 
   #figures() {

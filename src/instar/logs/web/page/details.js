@@ -57,10 +57,6 @@ class Detail {
     if (key === this.key) this.load();
   }
 
-  curves() {}
-
-  points() {}
-
   destroy() {
     this.over = true;
   }

@@ -15,6 +15,9 @@ function el(tag, properties = {}, ...children) {
   return made;
 }
 
+/** A word in the colour of its state. */
+const badgeOf = (state, text = state) => el("span", { className: "badge", data: { state: state.replaceAll(" ", "-") }, textContent: text });
+
 const byId = (id) => document.getElementById(id);
 
 /** The value of a number that JSON has no form for, too. */

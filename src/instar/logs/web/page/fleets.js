@@ -4,10 +4,6 @@
 const FLEET_HEADS = ["#", "instance", "state", "step", "loss", "time left", "operations", "restarts", "GPU", "port", "note", ""];
 const FLEET_NUMBERS = [0, 3, 4, 5, 6, 7];
 
-const fleetLink = (name) => `#${new URLSearchParams({ fleet: name })}`;
-
-const badgeOf = (word) => el("span", { className: "badge", data: { state: word.replaceAll(" ", "-") }, textContent: word });
-
 const countsOf = (counts) => Object.entries(counts).map(([word, count]) => `${whole(count)} ${word}`).join(", ");
 
 /** The list of fleets; hidden without one. */
@@ -15,11 +11,12 @@ function drawFleets(rows) {
   byId("fleets-part").hidden = !rows.length;
   byId("fleets").replaceChildren(...rows.map((row) =>
     el("li", {},
-      el("a", { href: fleetLink(row.name), title: row.reason || "", attrs: row.name === state.values.fleet ? { "aria-current": "page" } : {} },
+      el("a", { href: addressOf({ fleet: row.name }), title: row.reason || "", attrs: row.name === state.values.fleet ? { "aria-current": "page" } : {} },
         el("span", { className: "line" }, el("span", { className: "name", textContent: row.name }), badgeOf(row.state)),
         el("span", { className: "faint small", textContent: row.reason || countsOf(row.counts) })))));
 }
 
+/** The page of a fleet: its instances, and the log of one of its processes. */
 class FleetView {
   constructor(parent, app) {
     this.app = app;
@@ -30,37 +27,56 @@ class FleetView {
     this.paper = el("div", { className: "detail" });
     parent.append(this.head, this.body, this.bar, this.paper);
     this.body.append(el("p", { className: "none faint", textContent: "…" }));
-    document.title = `${this.name} – Instar`;
     this.#showLog(state.values.fleet_log);
-    this.timer = setInterval(() => this.#draw(), 1000);
+    this.timer = setInterval(() => this.#countDown(), 1000);
   }
 
-  /** What has become of the fleet. */
+  /** Shows a fleet's state, as the stream sends it. */
   fleet(data) {
     if (data.name !== this.name) return;
-    this.data = data;
-    this.#draw();
+    this.#showHead(data);
+    this.#showInstances(data);
   }
 
-  #draw() {
-    if (!this.data) return;
-    const { name, state: word, counts, instances, reason, left_out: leftOut } = this.data;
-    this.head.replaceChildren(el("h2", {}, name, " ", word ? badgeOf(word) : "no such fleet"), el("p", { className: "faint", textContent: reason || countsOf(counts || {}) }));
-    const runs = (instances || []).map((each) => each.run).filter(Boolean);
-    if (runs.length > 1) this.head.append(el("a", { href: `#${new URLSearchParams({ runs: pack(runs) })}`, textContent: `Curves of its ${whole(runs.length)} runs` }));
+  #showHead({ name, state: word, counts = {}, reason, instances = [], best }) {
+    const runs = instances.map((each) => each.run).filter(Boolean);
+    this.head.replaceChildren(
+      el("h2", {}, name, " ", word ? badgeOf(word) : "no such fleet"),
+      el("p", { className: "faint", textContent: reason || countsOf(counts) }),
+      best ? el("p", {}, best.run ? this.#link([best.run], best.text) : best.text) : "",
+      runs.length > 1 ? this.#link(runs, `Curves of its ${whole(runs.length)} runs`) : "");
+  }
+
+  #link(runs, textContent) {
+    return el("a", { href: addressOf({ runs: pack(runs), ...(runs.length > 1 ? { mean: "1" } : {}) }), textContent });
+  }
+
+  #showInstances({ name, instances = [], left_out: leftOut }) {
     const focused = document.activeElement?.dataset.log;
-    const rows = (instances || []).flatMap((each) => [this.#instance(each), ...each.processes.map((process) => this.#process(process))]);
-    const table = scroller(`Instances of ${name}`, tableOf(`Instances of ${name}`, FLEET_HEADS, rows, FLEET_NUMBERS));
     const scrolled = this.body.firstChild?.scrollLeft || 0;
+    const rows = instances.flatMap((each) => [this.#instance(each), ...each.processes.map((process) => this.#process(process))]);
+    const table = scroller(`Instances of ${name}`, tableOf(`Instances of ${name}`, FLEET_HEADS, rows, FLEET_NUMBERS));
     this.body.replaceChildren(table);
     table.scrollLeft = scrolled;
     if (leftOut) this.body.append(el("p", { className: "faint", textContent: `${whole(leftOut)} more, which wait or have ended.` }));
-    if (focused) [...this.body.querySelectorAll("button")].find((one) => one.dataset.log === focused)?.focus();
+    if (focused) this.#logButtons().find((one) => one.dataset.log === focused)?.focus();
+    this.#countDown();
+  }
+
+  /** The time left of each run, which shrinks without a message. */
+  #countDown() {
+    for (const each of this.body.querySelectorAll("[data-ends-at]")) {
+      each.textContent = InstarChart.axisText("active_s", Math.max(0, each.dataset.endsAt - Date.now() / 1000), false);
+    }
+  }
+
+  #logButtons() {
+    return [...this.body.querySelectorAll("button[data-log]")];
   }
 
   #instance(row) {
-    const left = row.ends_at == null ? "" : InstarChart.axisText("active_s", Math.max(0, row.ends_at - Date.now() / 1000), false);
-    const name = row.run ? el("a", { href: `#${new URLSearchParams({ runs: pack([row.run]) })}`, textContent: row.name }) : row.name;
+    const name = row.run ? this.#link([row.run], row.name) : row.name;
+    const left = row.ends_at == null ? "" : el("span", { data: { endsAt: row.ends_at } });
     const cells = [String(row.index), name, badgeOf(row.state), row.step == null ? "" : whole(row.step), row.loss == null ? "" : figure("loss", row.loss), left, row.operations || "", row.restarts || "", "", "", row.reason, ""];
     return this.#row("instance", row.index, cells);
   }
@@ -80,7 +96,7 @@ class FleetView {
   #choose(log) {
     state.set({ fleet_log: log });
     this.#showLog(log);
-    this.#draw();
+    for (const button of this.#logButtons()) button.setAttribute("aria-pressed", String(button.dataset.log === log));
     this.app.follow();
   }
 
@@ -92,21 +108,17 @@ class FleetView {
     this.lines = log ? new LogPaper(this.bar, this.paper, `Log of ${log}`, log) : null;
   }
 
-  /** Up to where the log is known, for the stream. */
+  /** The log and the offset up to which it is shown, for the stream. */
   get followed() {
     return this.log ? `${this.log}:${this.offset}` : "";
   }
 
-  /** Lines of the fleet's log. */
+  /** Appends lines of the log, as the stream sends them. */
   hear({ fleet, log, text, offset, skipped }) {
     if (fleet !== this.name || log !== this.log || offset === this.offset) return;
     this.offset = offset;
     this.lines.append(text, skipped);
   }
-
-  curves() {}
-
-  points() {}
 
   destroy() {
     clearInterval(this.timer);

@@ -16,8 +16,6 @@ const inState = (row) => ({ unread: "unreadable", unseen: "…" })[row.state] ||
 
 const labelOf = (row) => (row.id && row.id !== row.name ? `${row.name}-${row.id}` : row.name);
 
-const colour = (place) => `var(--ic-${place % 8})`;
-
 class List {
   constructor(runs, selection) {
     this.runs = runs;
@@ -123,7 +121,7 @@ class List {
   #fill(item, row) {
     const place = this.selection.place(row.key);
     item.root.classList.toggle("on", place >= 0);
-    item.root.style.setProperty("--swatch", place >= 0 ? colour(place) : "transparent");
+    item.root.style.setProperty("--swatch", place >= 0 ? this.selection.colour(row.key) : "transparent");
     item.box.checked = place >= 0;
     const text = JSON.stringify(row);
     if (item.text === text) return;
@@ -172,6 +170,7 @@ class List {
 class RunSelection {
   constructor() {
     this.places = [];
+    this.groups = [];
     this.told = new EventTarget();
     this.read();
   }
@@ -186,6 +185,13 @@ class RunSelection {
 
   place(key) {
     return this.places.indexOf(key);
+  }
+
+  /** That of its curve: of its place, or where means are drawn, of its group. */
+  colour(key) {
+    const means = state.mean && repeated(this.groups);
+    const number = means ? this.groups.findIndex(({ runs }) => runs.includes(key)) : this.place(key);
+    return `var(--ic-${Math.max(0, number) % 8})`;
   }
 
   /** The run that the other views tell of. */

@@ -87,7 +87,7 @@ class Runs {
   #empty(key) {
     const row = this.rows.get(key) || {};
     return {
-      id: key, name: key, unit: row.unit || "token", series: {}, marks: [],
+      id: key, key, name: key, unit: row.unit || "token", series: {}, marks: [],
       names: new Set(), asked: new Set(), coming: new Set(), waiting: [],
       offset: null, held: false, loaded: false,
     };
@@ -188,6 +188,7 @@ class Runs {
       if (from < 0) continue;
       const x = {};
       for (const axis of Object.keys(found.x)) x[axis] = found.x[axis].splice(from);
+      found.even = found.even?.filter((at) => at < from);
       found.superseded.push({ segment: found.segment, x, value: found.value.splice(from) });
     }
   }

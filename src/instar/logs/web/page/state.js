@@ -6,7 +6,7 @@ const METRICS = ["loss", "val/loss"];
 const TABS = ["curves", "overview", "stages", "results", "events", "system", "logs", "config"];
 
 const DEFAULTS = {
-  runs: "", tab: "curves", metrics: METRICS.join(","), x: "step", log: "", smooth: "0", marks: "1",
+  runs: "", tab: "curves", metrics: METRICS.join(","), x: "step", log: "", smooth: "0", marks: "1", mean: "",
   q: "", states: "", sort: "started", of: "", rank: "0", fleet: "", fleet_log: "",
   ...embedded?.wanted,
 };
@@ -20,6 +20,9 @@ const unpack = (text) => text.split(",").filter(Boolean).map((name) => {
     return name;
   }
 });
+
+/** The address of the page that shows this; what is not given is at its default. */
+const addressOf = (values) => `#${new URLSearchParams(values)}`;
 
 class State {
   constructor() {
@@ -73,6 +76,10 @@ class State {
 
   get log() {
     return this.values.log === "1";
+  }
+
+  get mean() {
+    return this.values.mean === "1";
   }
 
   get marks() {
