@@ -39,6 +39,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("startup", "instar --help"),
         ("graphs", "4 graphs per rank: T(2) / 2 T(1), beside"),
         ("pauses", "tiny: verify"),
+        ("deltas", "tiny, all cores train: training stands still"),
         ("operations", "tiny: pause of widen_hidden / step"),
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
         ("time_to_loss", "time of Instar, preset plain / bare loop"),

@@ -21,6 +21,7 @@ from instar.logs.read.scan import MAX_FAULTS, Content, pieces, scan
 from instar.record.events import (
     NOT_AN_EVENT,
     TRAIN_METRICS,
+    Delta,
     Eval,
     Layers,
     RecordError,
@@ -57,6 +58,8 @@ def one_by_one(text: bytes) -> Expected:
             tables.setdefault(f"eval {event.split}", []).append(event)
         elif isinstance(event, Layers):
             tables.setdefault("layers", []).append(event)
+        elif isinstance(event, Delta):
+            tables.setdefault("deltas", []).append(event)
         else:
             others.append(line)
     return tables, others, faults, whole.count(b"\n"), len(whole)
@@ -161,6 +164,18 @@ evals = st.builds(
 others = st.one_of(
     evals,
     st.builds(Layers, **places, grad_norm=some, update_ratio=some),
+    st.builds(
+        Delta,
+        **places,
+        number=counts,
+        anchor=st.booleans(),
+        size_bytes=counts,
+        seconds=numbers,
+        stall_s=numbers,
+        density=st.none() | numbers,
+        overlap=st.none() | numbers,
+        layers=some,
+    ),
     st.builds(RunStarted, run_id=st.text(max_size=3), step=counts),
     st.builds(Saved, step=counts, path=st.text(max_size=5)),
     st.builds(Warn, message=st.text(max_size=5)),

@@ -74,6 +74,19 @@ def full_at_step_10(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def no_deltas_from_step_8(argv: Sequence[str]) -> int:
+    """On rank 0, a file is where the folder of the deltas would be from step 8 on."""
+
+    def block() -> None:
+        (folder,) = Path.cwd().glob("*/deltas")
+        folder.rename(folder.with_name("deltas.aside"))
+        folder.touch()
+
+    if is_rank(0):
+        before_step(FAILING_STEP, block)
+    return main(argv)
+
+
 def full_from_step_8_to_20(argv: Sequence[str], place: str, copy: str) -> int:
     """With the run on a small disk of its own under `place`, which nothing fits on from step 8 on,
     until three seconds have passed at step 20; the disk is copied to `copy` in the end. The last
@@ -84,7 +97,7 @@ def full_from_step_8_to_20(argv: Sequence[str], place: str, copy: str) -> int:
     folder = Path(place)
     free: list[Callable[[], None]] = []
     try:
-        savers._mount_small_disk(folder, 8 << 20)
+        savers.mount_small_disk(folder, 8 << 20)
         filler = folder / "filler"
 
         def fill() -> None:

@@ -53,7 +53,7 @@ MODULES += [
     "datasets",
     "pyarrow.parquet",
 ]
-MODULES += ["matplotlib.pyplot", "failures", "savers", "science", "states"]
+MODULES += ["matplotlib.pyplot", "failures", "savers", "delta_savers", "science", "states"]
 """What runs and tests of them import; some of it comes late in them, and takes seconds."""
 
 COMMANDS = {"instar": "instar.cli.main:entry", "torchrun": "torch.distributed.run:main"}

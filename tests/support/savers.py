@@ -64,14 +64,14 @@ def save_with_too_little_room(root: str, step: int, room_bytes: int, kind: str) 
     folder = Path(root)
     if kind == "tmpfs":
         try:
-            _mount_small_disk(folder, 3 * _size_bytes())
+            mount_small_disk(folder, 3 * _size_bytes())
         except OSError as error:
             print(json.dumps({"refused": os.strerror(error.errno or 0)}))
             return 0
     save(folder, step)
     before = _names(folder)
     told = ""
-    with _limit_files(room_bytes) if kind == "limit" else _fill(folder, room_bytes):
+    with limit_files(room_bytes) if kind == "limit" else fill_disk(folder, room_bytes):
         try:
             save(folder, step + 1)
         except CheckpointError as error:
@@ -97,7 +97,7 @@ def _names(folder: Path) -> list[str]:
 
 
 @contextmanager
-def _limit_files(room_bytes: int) -> Iterator[None]:
+def limit_files(room_bytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
     try:
@@ -107,7 +107,7 @@ def _limit_files(room_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def _fill(folder: Path, room_bytes: int) -> Iterator[None]:
+def fill_disk(folder: Path, room_bytes: int) -> Iterator[None]:
     """A file that leaves only so much of the disk."""
     filler = folder / "filler"
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
@@ -119,7 +119,7 @@ def _fill(folder: Path, room_bytes: int) -> Iterator[None]:
         filler.unlink()
 
 
-def _mount_small_disk(folder: Path, size_bytes: int) -> None:
+def mount_small_disk(folder: Path, size_bytes: int) -> None:
     """In a mount namespace of this process's own, which ends with it."""
     libc = ctypes.CDLL(None, use_errno=True)
     options = f"size={size_bytes}".encode()

@@ -18,6 +18,7 @@ from instar.config.sections import (
     LARGEST,
     MOST_PROCESSES,
     Batch,
+    DeltaConfig,
     Epsilon,
     Fraction,
     NonNegativeFloat,
@@ -269,6 +270,9 @@ class CheckpointConfig(Section):
     )
     keep_every: PositiveInt | None = Field(
         None, description="checkpoints whose step is a multiple of this are never deleted"
+    )
+    delta: DeltaConfig = Field(
+        default_factory=DeltaConfig, description="the weights of every step, as deltas"
     )
     save_optimizer_state: bool = Field(True, description="save the optimizer's moments")
     save_scheduler_state: bool = Field(

@@ -196,6 +196,26 @@ class Saved(Placed, tag="checkpoint", frozen=True, kw_only=True):
     size_bytes: Count | None = None
 
 
+class Delta(Placed, tag="delta", frozen=True, kw_only=True):
+    """A link of the run's chain of weight deltas is on disk, `checkpoint.delta`."""
+
+    number: Count
+    anchor: bool
+    """It holds all weights, not their changes."""
+    size_bytes: Count
+    seconds: float
+    """From the copy of the weights to the file on disk."""
+    stall_s: float
+    """For which training paused."""
+    density: float | None = None
+    """Share of the weights whose bits changed since the link before, 0 to 1; None for an anchor."""
+    overlap: float | None = None
+    """Weights changed by both this link and the one before, as a share of those changed by either
+    (Jaccard index), 0 to 1; None if one of the two is an anchor."""
+    layers: dict[str, float] = {}
+    """Density of each parameter group: a block, the embeddings, the head."""
+
+
 class Skip(Placed, tag="skip", frozen=True, kw_only=True):
     """A step whose update was skipped on every rank."""
 
@@ -273,6 +293,7 @@ AnyEvent = (
     | NewGradients
     | AnalysisEvent
     | Saved
+    | Delta
     | Skip
     | Layers
     | Wrote
@@ -403,8 +424,9 @@ TRAIN_METRICS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait", 
 
 
 def metrics(event: Event) -> dict[str, float]:
-    """Returns `loss`, `lr`, … of a `train` event, `val/loss`, `val/loss:error`, … of `eval`, and
-    `grad_norm/<group>`, `update_ratio/<group>` of `layers`; empty for other events."""
+    """Returns `loss`, `lr`, … of a `train` event, `val/loss`, `val/loss:error`, … of `eval`,
+    `grad_norm/<group>`, `update_ratio/<group>` of `layers`, and `delta_density`, `delta_overlap`,
+    `delta_bytes`, `delta_density/<group>` of `delta`; empty for other events."""
     if isinstance(event, Train):
         values = ((name, getattr(event, name)) for name in TRAIN_METRICS)
         return {name: value for name, value in values if value is not None} | extra(event)
@@ -418,6 +440,11 @@ def metrics(event: Event) -> dict[str, float]:
     if isinstance(event, Layers):
         norms = {f"grad_norm/{group}": value for group, value in event.grad_norm.items()}
         return norms | {f"update_ratio/{group}": v for group, v in event.update_ratio.items()}
+    if isinstance(event, Delta):
+        optional = {"delta_density": event.density, "delta_overlap": event.overlap}
+        shares = {name: value for name, value in optional.items() if value is not None}
+        by_layer = {f"delta_density/{group}": v for group, v in event.layers.items()}
+        return {"delta_bytes": float(event.size_bytes)} | shares | by_layer
     return {}
 
 

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instar.config.errors import visible
-from instar.record.events import Eval, OperationEvent, Placed, RunFinished, RunStarted, Saved, Train
+from instar.record.events import (
+    Delta,
+    Eval,
+    OperationEvent,
+    Placed,
+    RunFinished,
+    RunStarted,
+    Saved,
+    Train,
+)
 
 _SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _INDENT = " " * 9
@@ -189,6 +198,15 @@ def saved_line(event: Saved) -> str:
     if event.seconds is not None:
         parts.append(duration(event.seconds))
     return "  ".join(parts)
+
+
+def delta_line(event: Delta) -> str:
+    """`  1,000  anchor 20  248MB  1.3s` or `  1,001  delta 21  2.1MB  changed 1.2%  0.4s`."""
+    parts = [f"{_step(event)}  {'anchor' if event.anchor else 'delta'} {event.number:,}"]
+    parts.append(f"{si(event.size_bytes)}B")
+    if event.density is not None:
+        parts.append(f"changed {100 * event.density:.3g}%")
+    return "  ".join([*parts, duration(event.seconds)])
 
 
 def header_line(event: RunStarted, where: Path) -> str:

@@ -77,6 +77,10 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def deltas(self) -> Path:
+        return self.path / "deltas"
+
+    @property
     def control(self) -> Path:
         """The folder of the requests of `instar control`."""
         return self.path / "control"

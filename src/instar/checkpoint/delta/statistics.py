@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,6 @@ from instar.checkpoint.delta.link import LinkFile, read_link
 from instar.checkpoint.delta.state import Outline, block_words, open_state, outline, word_count
 from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.manifest import CheckpointError
-
-Places = dict[tuple[str, int], npt.NDArray[np.int64]]
-"""Indices of the changed elements in each block of each tensor."""
 
 _LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 
@@ -92,61 +89,70 @@ def statistics(folder: Path) -> list[LinkStatistics]:
     return [found for segment in segments(links(folder)) for found in _of_segment(segment)]
 
 
-@dataclass(frozen=True)
-class _Changed:
-    """What a link changes, or nothing."""
-
-    counts: Mapping[str, int] = field(default_factory=dict)
-    places: Places | None = None
-    """None: unknown"""
-
-
 def _of_segment(segment: Segment) -> Iterator[LinkStatistics]:
     entries = outline(open_state(segment.anchor.file))
-    before = _Changed()
+    before: LinkFile | None = None
     for link in segment.links:
-        now = _changed(read_link(link.file), entries)
-        layers: dict[str, list[Share]] = {}
-        for name in entries:
-            layers.setdefault(layer_of(name), []).append(_share(name, entries[name], now, before))
-        shares = {layer: _sum(shares) for layer, shares in layers.items()}
-        whole = _sum(list(shares.values()))
-        yield LinkStatistics(
-            link.number, link.step, link.size_bytes, link.full_bytes, whole, shares
-        )
+        now = read_link(link.file)
+        yield link_statistics(now, entries, before)
         before = now
 
 
-def _changed(file: LinkFile, entries: Outline) -> _Changed:
-    file.check_fits(entries)
-    counts = {name: changes.changed for name, changes in file.footer.tensors.items()}
-    places: Places = {}
-    for name, changes in file.footer.tensors.items():
-        step, words = block_words(entries[name]), word_count(entries[name])
-        for span in changes.spans:
-            if span.gaps is None and file.footer.values == "absolute":
-                return _Changed(counts)
-            difference = file.difference(name, span.block)
-            assert difference is not None
-            try:
-                size = min(step, words - span.block * step)
-                places[name, span.block] = changed_places(difference, size)
-            except EncodingError as error:
-                raise CheckpointError(f"{file.path}: invalid: {name}: {error}") from error
-    return _Changed(counts, places)
+def link_statistics(link: LinkFile, entries: Outline, before: LinkFile | None) -> LinkStatistics:
+    """Returns the statistics of a link.
+
+    Args:
+        entries: all tensors.
+        before: the link before it; None: that is an anchor.
+
+    Raises:
+        CheckpointError: a link is damaged.
+    """
+    link.check_fits(entries)
+    layers: dict[str, list[Share]] = {}
+    for name, entry in entries.items():
+        layers.setdefault(layer_of(name), []).append(_share(name, entry, link, before))
+    shares = {layer: _sum(found) for layer, found in layers.items()}
+    head = link.footer
+    whole = _sum(list(shares.values()))
+    return LinkStatistics(head.number, head.step, link.size_bytes, head.full_bytes, whole, shares)
 
 
-def _share(name: str, entry: TensorEntry, now: _Changed, before: _Changed) -> Share:
-    common: int | None = None
-    if now.places is not None and before.places is not None:
-        common = 0
-        for block in range(-(-word_count(entry) // block_words(entry))):
-            places, last = now.places.get((name, block)), before.places.get((name, block))
-            if places is not None and last is not None:
-                marked = np.zeros(max(places[-1], last[-1]) + 1, np.bool_)
-                marked[last] = True
-                common += int(np.count_nonzero(marked[places]))
-    return Share(now.counts.get(name, 0), entry.elements, common, before.counts.get(name, 0))
+def _share(name: str, entry: TensorEntry, now: LinkFile, before: LinkFile | None) -> Share:
+    if before is None:
+        return Share(_changed(now, name), entry.elements, None, 0)
+    common: int | None = 0
+    # one block of each at a time: the places of dense links take more memory than the tensors
+    for block in range(-(-word_count(entry) // block_words(entry))):
+        places, last = (_places(link, name, entry, block) for link in (now, before))
+        if common is None or places is None or last is None:
+            common = None
+        elif places.size and last.size:
+            marked = np.zeros(max(places[-1], last[-1]) + 1, np.bool_)
+            marked[last] = True
+            common += int(np.count_nonzero(marked[places]))
+    return Share(_changed(now, name), entry.elements, common, _changed(before, name))
+
+
+def _changed(link: LinkFile, name: str) -> int:
+    changes = link.footer.tensors.get(name)
+    return 0 if changes is None else changes.changed
+
+
+def _places(
+    link: LinkFile, name: str, entry: TensorEntry, block: int
+) -> npt.NDArray[np.int64] | None:
+    """Returns the indices of the changed elements of a block; None: unknown."""
+    difference = link.difference(name, block)
+    if difference is None:
+        return np.empty(0, np.int64)
+    if difference.gaps is None and link.footer.values == "absolute":
+        return None
+    step = block_words(entry)
+    try:
+        return changed_places(difference, min(step, word_count(entry) - block * step))
+    except EncodingError as error:
+        raise CheckpointError(f"{link.path}: invalid: {name}: {error}") from error
 
 
 def _sum(shares: Sequence[Share]) -> Share:

@@ -54,6 +54,7 @@ def _has(record: RunRecord, axis: str) -> bool:
 _COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTES = tuple((1024.0**n, f" {unit}iB") for n, unit in ((4, "T"), (3, "G"), (2, "M"), (1, "K")))
 _CLOCK = ((86400.0, " d"), (3600.0, " h"), (60.0, " min"), (1.0, " s"))
+_SECONDS = ("wall_s", "active_s")
 POWERS = ("flops", "lr")
 """axes whose power of ten is part of the label"""
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -87,7 +88,7 @@ def decades(low: float, high: float, count: int) -> list[float]:
 
 def base_of(axis: str, high: float) -> float:
     """Returns the unit of an axis of durations or bytes, e.g. 60 if it ends at some minutes."""
-    scales = {"wall_s": _CLOCK, "active_s": _CLOCK, "memory_bytes": _BYTES}.get(axis, ())
+    scales = _BYTES if axis.endswith("_bytes") else _CLOCK if axis in _SECONDS else ()
     return next((size for size, _ in scales if high >= 2 * size), 1.0)
 
 
@@ -111,10 +112,10 @@ def power_text(place: float) -> str:
 def tick_texts(axis: str, places: Sequence[float]) -> list[str]:
     """Formats places along an axis with one unit: 0, 20M, 40M; 0, 10 min, 20 min; 0.001, 0.01."""
     high = max(map(abs, places), default=0.0)
-    if axis in ("wall_s", "active_s", "memory_bytes"):
+    if axis in _SECONDS or axis.endswith("_bytes"):
         base = base_of(axis, high)
         unit = next((unit for size, unit in (*_CLOCK, *_BYTES) if size == base), " B")
-        unit = " B" if axis == "memory_bytes" and base == 1 else unit
+        unit = " B" if axis.endswith("_bytes") and base == 1 else unit
         return ["0" if place == 0 else f"{place / base:.6g}{unit}" for place in places]
     if axis in POWERS:
         return [f"{place / 10.0 ** power_of(high):.6g}" for place in places]

@@ -158,6 +158,9 @@ _NAMES = {
     "mfu": "share of peak FLOPs (MFU)",
     "data_wait": "share of time waiting for data",
     "memory_bytes": "memory",
+    "delta_density": "share of weights changed",
+    "delta_overlap": "overlap with the changes before",
+    "delta_bytes": "size of a delta",
 }
 _SPLITS = {"val": "validation", "test": "test"}
 

@@ -17,6 +17,7 @@ from msgspec.structs import astuple
 from instar.record.events import (
     TRAIN_METRICS,
     AnyEvent,
+    Delta,
     Eval,
     Event,
     Layers,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Column = npt.NDArray[Any]
-    Measured = Sequence[Train] | Sequence[Eval] | Sequence[Layers]
+    Measured = Sequence[Train] | Sequence[Eval] | Sequence[Layers] | Sequence[Delta]
 
 
 CELLS = 1 << 27
@@ -124,7 +125,7 @@ def present(values: Column) -> Column:
 
 def is_measured(kind: type[Event]) -> bool:
     """Whether events of a kind are rows of a table."""
-    return issubclass(kind, Train | Eval | Layers)
+    return issubclass(kind, Train | Eval | Layers | Delta)
 
 
 def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
@@ -139,6 +140,8 @@ def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
             found.setdefault(f"eval {event.split}", []).append(event)
         elif isinstance(event, Layers):
             found.setdefault("layers", []).append(event)
+        elif isinstance(event, Delta):
+            found.setdefault("deltas", []).append(event)
     return found
 
 

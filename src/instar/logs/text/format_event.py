@@ -9,6 +9,7 @@ from instar.config.budget import parse_budget
 from instar.record.events import (
     Alert,
     AnalysisEvent,
+    Delta,
     Eval,
     Event,
     Failed,
@@ -29,6 +30,7 @@ from instar.record.events import (
 )
 from instar.record.format import (
     TOK,
+    delta_line,
     eval_line,
     finished_lines,
     header_line,
@@ -86,6 +88,8 @@ class EventFormatter:
                 return [f"{_step(event)}  after {event.operation}  gn kept {kept}  new {new}"]
             case Layers():
                 return [f"{_step(event)}  layers  gn {_groups(event.grad_norm)}"]
+            case Delta():
+                return [delta_line(event)]
             case AnalysisEvent() if not event.suggestions:
                 return [f"{_step(event)}  analysis: nothing to suggest"]
         return self.lines(event)

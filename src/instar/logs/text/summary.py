@@ -22,7 +22,7 @@ from instar.record.format import (
 )
 
 _LABEL = 13
-_GROUPS = ("grad_norm/", "update_ratio/")
+_GROUPS = ("grad_norm/", "update_ratio/", "delta_density/")
 """metrics of single layers, omitted from a summary"""
 
 NONE = "-"
@@ -40,7 +40,7 @@ def metric_text(name: str, value: float | None) -> str:
         return scientific(value)
     if name == "tokens_per_s":
         return si(value)
-    if name == "memory_bytes":
+    if name in ("memory_bytes", "delta_bytes"):
         return bytes_text(value)
     if name in ("mfu", "data_wait"):
         return percent(value)

@@ -61,10 +61,14 @@ _TITLES = {
     "mfu": "Model FLOPs utilization",
     "data_wait": "Share of time spent waiting for samples",
     "tokens_per_s": "Throughput, per second",
+    "delta_density": "Share of weights changed since the last delta",
+    "delta_overlap": "Overlap of changed weights with the delta before",
+    "delta_bytes": "Size of a delta",
 }
 _GROUPS = {
     "grad_norm/": "Gradient norm by layer",
     "update_ratio/": "Update ratio by layer",
+    "delta_density/": "Share of weights changed, by layer",
 }
 _DIGITS = re.compile(r"\d+")
 _STYLE = re.compile(r'<link rel="stylesheet" href="/page/([\w.-]+)">\n')

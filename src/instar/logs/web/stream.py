@@ -18,13 +18,13 @@ from starlette.types import Receive, Scope, Send
 from instar.config.errors import ConfigError
 from instar.config.files import open_regular
 from instar.logs.query.tail import Follower, last_lines
-from instar.logs.read.columns import TableBuilder, present, tables_of
+from instar.logs.read.columns import TableBuilder, is_measured, present, tables_of
 from instar.logs.read.lineage import Lineage
 from instar.logs.read.record import RecordedEvent, RunRecord, Series, read
 from instar.logs.web.catalog import Catalog
 from instar.logs.web.curves import curve, marks, printable
 from instar.logs.web.fleets import Fleets
-from instar.record.events import Eval, Event, Layers, Placed, RecordError, RunStarted, Train
+from instar.record.events import Event, Placed, RecordError, RunStarted
 from instar.record.rundir import RunDir
 
 POLL_S = 0.2
@@ -322,8 +322,8 @@ def branches(run: RunDir, events: Iterable[Event]) -> bool:
 
 def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict[str, Any]:
     """Returns one message with the events of a stretch within one segment."""
-    measured = [event for event in events if isinstance(event, Train | Eval | Layers)]
-    others = [RecordedEvent(e) for e in events if not isinstance(e, Train | Eval | Layers)]
+    measured = [event for event in events if is_measured(type(event))]
+    others = [RecordedEvent(event) for event in events if not is_measured(type(event))]
     series = {name: one for part in tables_of(measured).values() for name, one in _series(part)}
     return {
         "points": {

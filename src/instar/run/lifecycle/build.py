@@ -27,6 +27,7 @@ from instar.run.loop.state import RunState
 from instar.run.loop.step import build_stepper
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
+from instar.run.output.deltas import DeltaSaver
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import Saver, SaveResult
 from instar.run.output.text_samples import TextSampler
@@ -80,6 +81,12 @@ def build(
         signal.resumable = signal.resumable or save.path is not None
         logger.saved(save)
 
+    deltas = None
+    if config.checkpoint.delta.every is not None and world.is_main:
+        limit_s = config.parallel.timeout_s
+        deltas = DeltaSaver(
+            config.checkpoint.delta, config.precision, run_dir.deltas, logger.delta, limit_s
+        )
     time_budget = min(seconds, key=lambda b: b.amount, default=None)
     parts = Components(
         config,
@@ -98,6 +105,7 @@ def build(
             limit_s=config.parallel.timeout_s,
             better=config.metrics[config.checkpoint.best_of[0]],
         ),
+        deltas,
         logger,
         log,
         MetricTracker(config),

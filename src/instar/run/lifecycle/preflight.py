@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import BaseModel
@@ -199,6 +200,14 @@ def _epochs(loaded: Loaded) -> list[ConfigProblem]:
 def _check_place(loaded: Loaded, world_size: int) -> None:
     """Raise ConfigError if the config contradicts the number of ranks, or a package is missing."""
     problems = [*rank_checks(loaded.config, world_size), *missing(loaded.config.record)]
+    if loaded.config.checkpoint.delta.every is not None and find_spec("zstandard") is None:
+        problems.append(
+            ConfigProblem(
+                ("checkpoint.delta.every",),
+                "checkpoint.delta needs the library `zstandard`, which is not installed",
+                "install the extra: pip install 'instar[delta]', or leave it out",
+            )
+        )
     if problems:
         raise ConfigError(
             *(

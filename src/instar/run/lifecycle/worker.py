@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import cast
@@ -69,7 +70,8 @@ from instar.run.lifecycle.resume import (
 )
 from instar.run.lifecycle.test_phase import final_test, is_tested
 from instar.run.lifecycle.trial import run_trial
-from instar.run.loop.checkpointing import best_is_now
+from instar.run.loop.checkpointing import best_is_now, finish_deltas
+from instar.run.loop.components import Components
 from instar.run.loop.state import Decision
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
@@ -208,7 +210,7 @@ def _run_rank(
         record.enter_context(_recorded_failure(sink, log))
         trainer = build(prepared, world, signal, sink, console, log, run_dir, initial)
         if recorder is not None:
-            trainer.parts.sync.failing = recorder.failure
+            trainer.parts.sync.failing = partial(_failure, recorder, trainer.parts)
         if world.size > 1:
             _last_trainer.append(trainer)
         stack.enter_context(closing(trainer))
@@ -246,11 +248,16 @@ def _run_rank(
         )
     if decision.failed:
         raise RunFailed(
-            f"{decision.reason}; saved at step {trainer.state.step:,}: make room, then resume with: "
+            f"{decision.reason}; saved at step {trainer.state.step:,}: correct this, then resume with: "
             f"instar resume {run_dir.path}"
         )
     if decision.interrupted:
         raise Interrupted(f"resume with: instar resume {run_dir.path}")
+
+
+def _failure(recorder: Recorder, parts: Components) -> str | None:
+    """Return why rank 0 cannot continue: what the run writes cannot be written; None: it can."""
+    return recorder.failure() or (None if parts.deltas is None else parts.deltas.failure)
 
 
 def _record(recorder: Recorder, run_dir: RunDir, config: RunConfig, console: Console) -> Sink:
@@ -342,6 +349,8 @@ def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
         compile_stages(trainer.state, trainer.parts)
         outcome = trainer.train()
         trainer.save(outcome.decision.reason, must=True)
+        if not outcome.decision.failed:
+            finish_deltas(trainer.state, trainer.parts)
     except BaseException:
         trainer.parts.saver.abandon()
         if trainer.parts.world.size == 1:  # with several ranks, a collective could hang

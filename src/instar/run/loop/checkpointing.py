@@ -8,6 +8,7 @@ from dataclasses import replace
 from instar.checkpoint.manifest import COMPONENTS, Facts
 from instar.config.fields import kept
 from instar.config.schema import CheckpointConfig
+from instar.distributed.agree import raise_on_all_ranks
 from instar.models.module import model_tensors, persistent_buffers
 from instar.record.control import REQUESTED
 from instar.run.loop.components import Components
@@ -106,6 +107,8 @@ def save_if_due(state: RunState, parts: Components) -> RunState:
     A collective.
     """
     parts.saver.poll()
+    if parts.deltas is not None:
+        parts.deltas.save_if_due(state.progress, parts.stepper.bare_model)
     if state.save_checked_at == state.step:
         return state
     config, request = parts.config.checkpoint, parts.sync.save_requested
@@ -122,6 +125,19 @@ def save_if_due(state: RunState, parts: Components) -> RunState:
         # a person is waiting for the save
         save(state, parts, ", ".join(reasons), wait=request is SaveRequest.PERSON)
     return replace(state, save_checked_at=state.step)
+
+
+def finish_deltas(state: RunState, parts: Components) -> None:
+    """Save the last weights as a delta, and wait until all deltas are on disk. A collective.
+
+    Raises:
+        CheckpointError, PeerError: a delta cannot be saved.
+    """
+    if parts.config.checkpoint.delta.every is None:
+        return
+    with raise_on_all_ranks(parts.world, "saving the last delta"):
+        if parts.deltas is not None:
+            parts.deltas.finish(state.progress, parts.stepper.bare_model)
 
 
 def intervals(config: CheckpointConfig) -> list[tuple[Every, str]]:

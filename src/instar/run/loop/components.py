@@ -16,6 +16,7 @@ from instar.run.loop.data_phase import DataPhase, LoaderFactory
 from instar.run.loop.early_stopping import MetricTracker
 from instar.run.loop.step import Stepper
 from instar.run.loop.sync_point import SyncPoint
+from instar.run.output.deltas import DeltaSaver
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import Saver
 from instar.run.output.text_samples import TextSampler
@@ -43,6 +44,8 @@ class Components:
     loaders: LoaderFactory
     sync: SyncPoint
     saver: Saver
+    deltas: DeltaSaver | None
+    """on rank 0, if `checkpoint.delta` is set"""
     logger: RunLogger
     rank_log: RankLog
     tracker: MetricTracker

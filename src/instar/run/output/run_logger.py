@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from instar.checkpoint.delta.writer import Written
 from instar.config.budget import Budget
 from instar.config.origins import in_yaml, redacted_value
 from instar.data.loader import StepBatch
@@ -25,6 +26,7 @@ from instar.models.shape import count_parameters
 from instar.record.console import Console
 from instar.record.events import (
     AnalysisEvent,
+    Delta,
     Eval,
     Layers,
     NewGradients,
@@ -264,6 +266,22 @@ class RunLogger:
         self._write(save.snapshot.progress, event)
         self.sink.sync()
         logger.info("saved %s in %.2f s: %s", save.path.name, save.seconds, event.reason)
+
+    def delta(self, progress: Progress, written: Written) -> None:
+        """Log a link of the chain of deltas; `progress` is that of its weights."""
+        link, found = written.link, written.statistics
+        event = Delta(
+            step=progress.step,
+            number=link.number,
+            anchor=found is None,
+            size_bytes=link.size_bytes,
+            seconds=written.seconds,
+            stall_s=written.stall_s,
+            density=None if found is None else found.whole.density,
+            overlap=None if found is None else found.whole.overlap,
+            layers={} if found is None else {n: s.density for n, s in found.layers.items()},
+        )
+        self._write(progress, event)
 
     def operated(
         self,

@@ -1,0 +1,139 @@
+"""What it costs a training to save the weights of every step as a delta.
+
+    python benchmarks/deltas.py [--quick]
+
+Two trainers of the same config take turns in this process, some steps each: one saves deltas, in
+bf16 and with an anchor every 50 links, the other does not. Their weights and samples are the same.
+The cost is the difference of the two times, with the wait for the last delta. Training has one
+thread, and the writer a core that is idle, as beside a GPU; then training has all cores, and the
+writer takes what it needs from it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from instar.checkpoint.delta.writer import Written
+from instar.run.loop.checkpointing import save_if_due
+from instar.run.loop.state import Progress
+from instar.run.loop.trainer import Trainer
+from pauses import Size, timed, trainer_of
+from report import Case, case, options, parser, publish
+from throughput import gpt
+
+ALL = torch.get_num_threads()
+DELTAS = ("checkpoint.delta.every=1", "checkpoint.delta.dtype=bf16")
+COMMON = ("precision=fp32", "checkpoint.every_minutes=100000", "eval.eval_interval=1000000")
+RL = "optimizer.lr=1e-6"
+"""about the rate of reinforcement learning"""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a size was measured to cost, one figure for each pair of turns."""
+
+    step_s: list[float]
+    """without deltas"""
+    added: list[float]
+    """share of the time without deltas"""
+    stalled: list[float]
+    """share of the time in which training waits for the copy, or for room"""
+    link_s: list[float]
+    density: list[float]
+    size_bytes: list[float]
+
+
+SIZES = (
+    Size("1 M", (*COMMON, *gpt(5, 4, 128, 128, 16)), steps=20, repeats=6),
+    Size("10 M", (*COMMON, *gpt(6, 6, 384, 256, 8)), steps=6, repeats=6),
+    Size("10 M, rate 1e-6", (*COMMON, RL, *gpt(6, 6, 384, 256, 8)), steps=6, repeats=6),
+)
+QUICK = (Size("tiny", (*COMMON, *gpt(1, 1, 16, 16, 2)), steps=2, repeats=1),)
+
+
+def main() -> None:
+    chosen = options(parser(__doc__).parse_args())
+    cases: list[Case] = []
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        for size in QUICK if chosen.quick else SIZES:
+            for threads in dict.fromkeys((1, ALL)):
+                torch.set_num_threads(threads)
+                place = Path(folder) / f"{size.name}-{threads}"
+                place.mkdir()
+                cases += figures(size, measure(size, place, chosen.quick), threads)
+    publish("deltas", cases, chosen, libraries=("zstandard",), threads=ALL)
+
+
+def figures(size: Size, costs: Costs, threads: int) -> list[Case]:
+    spare = threads < ALL
+    name = f"{size.name}, {'a core to spare' if spare else 'all cores train'}"
+    return [
+        case(f"{name}: one step", costs.step_s, "s"),
+        case(f"{name}: one delta, in the background", costs.link_s, "s"),
+        case(f"{name}: share of weights changed", [100 * one for one in costs.density], "%"),
+        case(f"{name}: size of a delta", [one / 1e6 for one in costs.size_bytes], "MB"),
+        case(f"{name}: training stands still", [100 * s for s in costs.stalled], "%", most=2.0),
+        case(
+            f"{name}: training takes longer",
+            [100 * share for share in costs.added],
+            "%",
+            most=2.0 if spare else None,
+        ),
+    ]
+
+
+def measure(size: Size, folder: Path, quick: bool) -> Costs:
+    written: list[Written] = []
+
+    def on_written(_: Progress, one: Written) -> None:
+        written.append(one)
+
+    without = trainer_of(replace(size, name="without"), folder, quick)
+    with_deltas = trainer_of(
+        replace(size, name="with", overrides=(*size.overrides, *DELTAS)), folder, quick
+    )
+    costs = Costs([], [], [], [], [], [])
+    with closing(without), closing(with_deltas):
+        assert with_deltas.parts.deltas is not None
+        with_deltas.parts.deltas.on_written = on_written
+        turn(without, 2)
+        turn(with_deltas, 2)
+        for repeat in range(size.repeats):
+            written.clear()
+            both = {}
+            # whoever comes second in one pair comes first in the next
+            for run in (without, with_deltas)[:: 1 if repeat % 2 else -1]:
+                both[run is with_deltas] = turn(run, size.steps)
+            costs.step_s.append(both[False] / size.steps)
+            costs.added.append(both[True] / both[False] - 1.0)
+            costs.stalled.append(sum(one.stall_s for one in written) / both[False])
+            costs.link_s.append(statistics.median(one.seconds for one in written))
+            found = [one.statistics for one in written if one.statistics is not None]
+            costs.density.append(statistics.mean(each.whole.density for each in found))
+            costs.size_bytes.append(statistics.median(one.link.size_bytes for one in written))
+            print(f"{size.name}: {repeat + 1} of {size.repeats}", file=sys.stderr)
+    return costs
+
+
+def turn(run: Trainer, steps: int) -> float:
+    """Seconds of some steps, and of the wait until their deltas are on disk."""
+
+    def train() -> None:
+        for _ in range(steps):
+            run.state = save_if_due(run.state, run.parts)
+            run.step()
+        if run.parts.deltas is not None:
+            run.parts.deltas.finish(run.state.progress, run.parts.stepper.bare_model)
+
+    return timed(train)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Appends the weights of a training to a chain of deltas, in the background while it trains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+
+from instar.checkpoint.delta.chain import Link, append, links
+from instar.checkpoint.delta.folder import read_index, segment_of
+from instar.checkpoint.delta.link import LinkFile, read_link
+from instar.checkpoint.delta.state import state_hash
+from instar.checkpoint.delta.statistics import LinkStatistics, link_statistics
+from instar.checkpoint.delta.tensors import to_bits, without_aliases
+from instar.checkpoint.manifest import CheckpointError
+from instar.config.errors import InstarError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""dtypes that weights may be rounded to"""
+COPIES = 2
+"""Copies of the weights that a `DeltaWriter` holds at most, beside those of the last link: of the one
+that is being written, and of one that waits."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A link on disk, and what it cost."""
+
+    link: Link
+    seconds: float
+    """from the copy of the weights to the file on disk"""
+    stall_s: float
+    """for which training was blocked"""
+    statistics: LinkStatistics | None
+    """None for an anchor"""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The weights after a step, still on the device."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    copied: torch.cuda.Event | None
+    """recorded after the copies; None on a CPU"""
+    begun: float
+    stall_s: float
+
+
+class DeltaWriter:
+    """Saves the weights of a training as a chain of deltas; one process writes a chain.
+
+    `save` copies the weights and returns; a thread compares, compresses and writes them. It blocks
+    only while `COPIES` copies are not written yet. After a failure nothing more is written: the
+    caller reads `failure` and ends the training.
+
+    The first link is an anchor, unless the chain ends with the same weights at the same step. So a
+    training that resumes from an earlier step leaves the links after it as they are, and never
+    mixes them with its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every: int = 1,
+        anchor_every: int = 50,
+        dtype: torch.dtype | None = None,
+        limit_s: float = 600.0,
+    ) -> None:
+        """
+        Args:
+            every: steps between links.
+            anchor_every: links after which one is an anchor.
+            dtype: floating-point weights wider than this are rounded to it; None: none are.
+            limit_s: longest wait for the disk, in seconds.
+        """
+        self.folder, self.every, self.anchor_every = folder, every, anchor_every
+        self.dtype, self.limit_s = dtype, limit_s
+        self.failure: str | None = None
+        """why nothing is written any more"""
+        self._step: int | None = None
+        """step of the last copy"""
+        self._room = threading.Semaphore(COPIES)
+        self._copies: SimpleQueue[_Copy | threading.Event | None] = SimpleQueue()
+        self._written: SimpleQueue[Written] = SimpleQueue()
+        # only the thread uses these: the weights of the last link, its file if it is no anchor, and
+        # the number of links since the last anchor
+        self._base: Mapping[str, Tensor] | None = None
+        self._last: LinkFile | None = None
+        self._since_anchor = 0
+        self._thread = threading.Thread(target=self._work, daemon=True, name="instar-deltas")
+        self._thread.start()
+
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Whether to save the weights after a step: the first, every n-th, and the last ones."""
+        if step == self._step or self.failure is not None:
+            return False
+        return last or self._step is None or step % self.every == 0
+
+    def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the weights after a step, and save them in the background.
+
+        Args:
+            tensors: by name; they may change after this returns. Tied tensors are saved once.
+        """
+        begun = time.perf_counter()
+        if not self._room.acquire(timeout=self.limit_s):
+            self.failure = self._late()
+            return
+        kept, aliases = without_aliases(tensors, {})
+        copies = {name: _copy(tensor, self.dtype) for name, tensor in kept.items()}
+        copied = None
+        if any(copy.is_cuda for copy in copies.values()):
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._step = step
+        stall_s = time.perf_counter() - begun
+        self._copies.put(_Copy(step, copies, aliases, copied, begun, stall_s))
+
+    def written(self) -> list[Written]:
+        """Return the links that were acknowledged since the last call."""
+        found = []
+        while True:
+            try:
+                found.append(self._written.get_nowait())
+            except Empty:
+                return found
+
+    def flush(self) -> None:
+        """Wait until every link is on disk.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        done = threading.Event()
+        self._copies.put(done)
+        if not done.wait(self.limit_s):
+            self.failure = self._late()
+        if self.failure is not None:
+            raise CheckpointError(self.failure)
+
+    def close(self, limit_s: float = 1.0) -> None:
+        """End the thread; wait at most `limit_s` seconds for links that are not on disk yet."""
+        self._copies.put(None)
+        self._thread.join(limit_s)
+
+    def _late(self) -> str:
+        return (
+            f"no delta was saved within {self.limit_s:g} s; check that the disk of {self.folder} "
+            "responds"
+        )
+
+    def _work(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            if isinstance(copy, threading.Event):
+                copy.set()
+                continue
+            try:
+                if self.failure is None:
+                    self._write(copy)
+            except InstarError as error:
+                self.failure = str(error)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                self.failure = f"cannot save step {copy.step:,} in {self.folder}: {what}"
+            self._room.release()
+
+    def _write(self, copy: _Copy) -> None:
+        tensors = _on_host(copy.tensors, copy.copied)
+        if self._base is None and self._is_last_link(copy.step, tensors):
+            self._base = tensors
+            return
+        anchor = self._since_anchor + 1 >= self.anchor_every
+        link = append(
+            self.folder, copy.step, tensors, self._base, anchor=anchor, aliases=copy.aliases
+        )
+        seconds = time.perf_counter() - copy.begun
+        before, self._base, self._last, statistics = self._last, tensors, None, None
+        self._since_anchor += 1
+        if link.kind == "anchor":
+            self._since_anchor = 0
+        else:
+            self._last = read_link(link.file, check=False)
+            entries = {name: to_bits(tensor).entry for name, tensor in tensors.items()}
+            statistics = link_statistics(self._last, entries, before)
+        self._written.put(Written(link, seconds, copy.stall_s, statistics))
+
+    def _is_last_link(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the chain ends with these weights at this step."""
+        if not self.folder.is_dir() or read_index(self.folder) is None:
+            return False
+        if not (chain := links(self.folder)):
+            return False
+        self._since_anchor = len(segment_of(chain, chain[-1]).links)
+        state = {name: to_bits(tensor) for name, tensor in tensors.items()}
+        return chain[-1].step == step and chain[-1].result_hash == state_hash(state)
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a contiguous copy on the tensor's device, rounded if it is wider than `dtype`."""
+    tensor = tensor.detach()
+    if dtype is None or not tensor.is_floating_point() or tensor.itemsize <= dtype.itemsize:
+        dtype = tensor.dtype
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _on_host(tensors: Mapping[str, Tensor], copied: torch.cuda.Event | None) -> dict[str, Tensor]:
+    """Return the tensors on the CPU; a GPU trains on while they are transferred."""
+    if copied is None:
+        return dict(tensors)
+    device = next(tensor.device for tensor in tensors.values() if tensor.is_cuda)
+    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(beside):
+        beside.wait_event(copied)
+        return {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -1,0 +1,70 @@
+"""Saves the weights of a run as a chain of deltas, on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.nn import Module
+
+from instar.checkpoint.delta.writer import DTYPES, DeltaWriter, Written
+from instar.config.sections import DeltaConfig
+from instar.models.module import model_tensors
+from instar.run.loop.state import Progress
+
+
+class DeltaSaver:
+    """Saves deltas of a model while it trains, and reports each that is on disk."""
+
+    def __init__(
+        self,
+        config: DeltaConfig,
+        precision: str,
+        folder: Path,
+        on_written: Callable[[Progress, Written], None],
+        limit_s: float = 600.0,
+    ) -> None:
+        """
+        Args:
+            precision: of the forward pass: fp32, bf16 or fp16.
+            on_written: called on the calling thread, with the progress at the step of the weights.
+            limit_s: longest wait for the disk, in seconds.
+        """
+        assert config.every is not None
+        dtype = DTYPES[precision if config.dtype == "auto" else config.dtype]
+        self.writer = DeltaWriter(folder, config.every, config.anchor_every, dtype, limit_s)
+        self.on_written = on_written
+        self._progress: dict[int, Progress] = {}
+        """progress at the steps of links that are not reported yet"""
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be saved any more, and the run must end."""
+        return self.writer.failure
+
+    def save_if_due(self, progress: Progress, model: Module, *, last: bool = False) -> None:
+        """Save the weights if they are due, see `DeltaWriter`; report what is on disk by now."""
+        if self.writer.due(progress.step, last=last):
+            self._progress[progress.step] = progress
+            self.writer.save(progress.step, model_tensors(model))
+        self._report()
+
+    def finish(self, progress: Progress, model: Module) -> None:
+        """Save the last weights, and wait until all are on disk.
+
+        Raises:
+            CheckpointError: they cannot be saved.
+        """
+        self.save_if_due(progress, model, last=True)
+        try:
+            self.writer.flush()
+        finally:
+            self._report()
+
+    def close(self) -> None:
+        """End the writer; see `DeltaWriter.close`."""
+        self.writer.close()
+
+    def _report(self) -> None:
+        for written in self.writer.written():
+            self.on_written(self._progress.pop(written.link.step), written)

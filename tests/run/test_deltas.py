@@ -1,0 +1,210 @@
+"""A run's chain of deltas: the weights of its steps, growth, resumes, failures, and two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from live import restore
+from science import place as science_place
+from tiny_run import Place, codes, events, said
+from torch import Tensor
+
+from instar.checkpoint.delta.chain import Link, links, load, verify
+from instar.checkpoint.store import load as load_checkpoint
+from instar.config.errors import ConfigError
+from instar.config.load import load as load_config
+from instar.logs.read.record import read
+from instar.record.events import Delta, read_events
+from instar.record.rundir import RunDir
+from instar.run.lifecycle import preflight
+from instar.run.loop.checkpointing import finish_deltas
+from instar.run.loop.trainer import Trainer
+
+Make = Callable[..., Trainer]
+DELTAS = ("checkpoint.delta.every=2", "checkpoint.delta.anchor_every=3")
+
+
+def trained(run: Trainer) -> Trainer:
+    run.train()
+    run.save("the end", must=True)
+    finish_deltas(run.state, run.parts)
+    return run
+
+
+def folder_of(run: Trainer) -> Path:
+    return run.parts.saver.root / "deltas"
+
+
+def steps(folder: Path) -> list[tuple[int, bool]]:
+    """Of each link its step, and whether it is an anchor."""
+    return [(link.step, link.kind == "anchor") for link in links(folder)]
+
+
+def link_of(folder: Path, step: int) -> Link:
+    return [link for link in links(folder) if link.step == step][-1]
+
+
+def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        tensor.dtype == theirs[name].dtype
+        and tensor.shape == theirs[name].shape
+        and torch.equal(
+            tensor.reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8)
+        )
+        for name, tensor in ours.items()
+    )
+
+
+def saved_weights(root: Path, step: int) -> dict[str, Tensor]:
+    return load_checkpoint(root / "checkpoints" / f"step-{step}").tensors("model")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "stored"),
+    [
+        ("fp32", "auto", torch.float32),
+        ("bf16", "auto", torch.bfloat16),
+        ("fp32", "fp16", torch.float16),
+        ("bf16", "fp32", torch.float32),
+    ],
+)
+def test_a_checkpoint_and_the_delta_of_its_step_hold_the_same_weights(
+    trainer: Make, precision: str, dtype: str, stored: torch.dtype
+) -> None:
+    run = trained(
+        trainer(
+            *DELTAS,
+            f"precision={precision}",
+            f"checkpoint.delta.dtype={dtype}",
+            "checkpoint.every_steps=4",
+            "train.ema=0.9",
+            "model.tied=true",
+        )
+    )
+    folder = folder_of(run)
+    assert steps(folder) == [(0, True), (2, False), (4, False), (6, True), (8, False)]
+    verify(folder)
+    for step in (4, 8):
+        weights = saved_weights(run.parts.saver.root, step)
+        rounded = {name: tensor.to(stored) for name, tensor in weights.items()}
+        assert same_bits(load(folder, link_of(folder, step).number), rounded)
+
+
+def test_deltas_are_recorded_with_their_density_and_are_curves(
+    trainer: Make, tmp_path: Path
+) -> None:
+    trained(trainer("checkpoint.delta.every=1", "checkpoint.delta.dtype=bf16"))
+    found = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Delta)]
+    assert [(event.step, event.number) for event in found] == [(n, n) for n in range(9)]
+    first, second, third = found[:3]
+    assert (first.anchor, first.density, first.layers) == (True, None, {})
+    assert second.density is not None
+    assert 0 < second.density < 1
+    assert second.overlap is None
+    assert third.overlap is not None
+    assert 0 < third.overlap < 1
+    assert {"blocks.0", "blocks.1"} < set(third.layers)
+    assert first.size_bytes > 0
+    assert third.samples == 2 * 8
+    record = read(RunDir(tmp_path))
+    assert record.series("delta_density").step.tolist() == list(range(1, 9))
+    assert record.series("delta_overlap").value[0] == third.overlap
+    assert record.series("delta_density/blocks.0").value[1] == third.layers["blocks.0"]
+
+
+def test_training_is_the_same_with_deltas(
+    trainer: Make, losses: Callable[[str], list[float]]
+) -> None:
+    trained(trainer("checkpoint.delta.every=1", name="with"))
+    trainer(name="without").train()
+    assert losses("with") == losses("without")
+
+
+def test_growth_starts_an_anchor(trainer: Make) -> None:
+    grows = "schedule=[{name: widen_mlp, value: x2, when: {at_step: 3}}]"
+    run = trained(trainer("checkpoint.delta.every=1", grows, "checkpoint.on_growth=true"))
+    folder = folder_of(run)
+    assert steps(folder) == [(n, n in (0, 3)) for n in range(9)]
+    stored = load(folder, link_of(folder, 3).number)
+    assert same_bits(stored, saved_weights(run.parts.saver.root, 3))
+
+
+def test_a_resume_from_an_older_step_leaves_the_links_after_it_and_starts_an_anchor(
+    trainer: Make,
+) -> None:
+    run = trained(trainer("checkpoint.delta.every=1", "checkpoint.every_steps=4"))
+    folder, before = folder_of(run), links(folder_of(run))
+    again = trainer("checkpoint.delta.every=1", "optimizer.lr=3e-3", name="again")
+    again.parts.deltas.writer.folder = folder
+    restore(again, load_checkpoint(run.parts.saver.root / "checkpoints" / "step-4"))
+    trained(again)
+    assert links(folder)[: len(before)] == before
+    assert steps(folder)[9:] == [(n, n == 4) for n in range(4, 9)]
+    assert [link.number for link in links(folder)] == list(range(14))
+    verify(folder)
+    weights = {name: p.detach() for name, p in again.parts.stepper.parameters.items()}
+    assert same_bits(load(folder, links(folder)[-1].number), weights)
+
+
+def test_a_resume_from_the_last_step_goes_on_with_the_same_chain(place: Place) -> None:
+    run_dir = place.path / "run"
+    saving = ("checkpoint.delta.every=2", "train.until=[5it]", "learning_rate.lr_decay_iters=9")
+    children = place.train(run_dir, *saving)
+    assert codes(children) == [0], said(children)
+    children = place.resume(run_dir, "--until", "9it")
+    assert codes(children) == [0], said(children)
+    # the last weights are saved whatever their step
+    expected = [(0, True), *((step, False) for step in (2, 4, 5, 6, 8, 9))]
+    assert steps(run_dir / "deltas") == expected
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return science_place(tmp_path)
+
+
+def test_two_ranks_write_one_chain(place: Place) -> None:
+    run_dir = place.path / "run"
+    children = place.train(
+        run_dir, "checkpoint.delta.every=1", "train.until=[4it]", "task=science:Normed", ranks=2
+    )
+    assert codes(children) == [0, 0], said(children)
+    folder = run_dir / "deltas"
+    assert steps(folder) == [(n, n == 0) for n in range(5)]
+    assert same_bits(load(folder, 4), saved_weights(run_dir, 4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_delta_that_cannot_be_saved_stops_all_ranks_saved(place: Place, ranks: int) -> None:
+    run_dir = place.path / "run"
+    children = place.train(
+        run_dir,
+        "checkpoint.delta.every=1",
+        "train.until=[20it]",
+        ranks=ranks,
+        body="failures:no_deltas_from_step_8",
+    )
+    assert set(codes(children)) == {4}, said(children)
+    assert "cannot save step" in children[0].output()
+    assert f"instar resume {run_dir}" in children[0].output()
+    (run_dir / "deltas").unlink()
+    (run_dir / "deltas.aside").rename(run_dir / "deltas")
+    children = place.resume(run_dir, ranks=ranks)
+    assert set(codes(children)) == {0}, said(children)
+    verify(run_dir / "deltas")
+    assert same_bits(
+        load(run_dir / "deltas", links(run_dir / "deltas")[-1].number), saved_weights(run_dir, 20)
+    )
+    assert [event["step"] for event in events(run_dir, "delta")][-1] == 20
+
+
+def test_a_missing_library_is_reported_before_the_run_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
+    loaded = load_config(None, ["checkpoint.delta.every=1"])
+    with pytest.raises(ConfigError, match=r"checkpoint.delta.*zstandard.*instar\[delta\]"):
+        preflight._check_place(loaded, 1)
