@@ -349,3 +349,39 @@ def test_what_an_older_stream_had_beyond_the_end_is_forgotten(tmp_path: Path) ->
         points.note(0, SeekPoint(offset, 0, offset, 1))
     points.end(0, 55)
     assert points.before(0, 1000).offset == 50
+
+
+def test_a_short_pass_keeps_what_another_process_has_saved_meanwhile(tmp_path: Path) -> None:
+    """A rank without samples in a step reads one of another rank's lane."""
+    far, near = (SeekPoints(tmp_path, "this", spacing=1) for _ in range(2))
+    for points in (near, far):
+        points.begin(0, START)
+        points.note(0, SeekPoint(0, 0, 0, 1))
+    for offset in range(10, 100, 10):
+        far.note(0, SeekPoint(offset, 0, offset, 1))
+    near.note(0, SeekPoint(5, 0, 5, 1))
+    near.save()
+    kept = SeekPoints(tmp_path, "this", spacing=1)
+    assert [kept.before(0, offset).offset for offset in (9, 19, 1000)] == [5, 10, 90]
+
+
+def test_a_pass_to_the_end_forgets_what_the_file_has_beyond_it(tmp_path: Path) -> None:
+    older, newer = (SeekPoints(tmp_path, "this", spacing=1) for _ in range(2))
+    older.begin(0, START)
+    for offset in range(0, 100, 10):
+        older.note(0, SeekPoint(offset, 0, offset, 1))
+    newer.begin(0, START)
+    newer.note(0, SeekPoint(0, 0, 0, 2))
+    newer.note(0, SeekPoint(7, 0, 1, 2))
+    newer.end(0, 8)
+    newer.save()
+    assert SeekPoints(tmp_path, "this", spacing=1).before(0, 1000) == SeekPoint(7, 0, 1, 2)
+
+
+def test_a_worker_saves_its_points_when_the_stream_is_closed(folder: Path) -> None:
+    """All of it is read within a second, of which only the first point is saved at once."""
+    for file in range(FILES):
+        write(folder.parent, file, ["many words " * 10_000])
+    read(stream(folder, lanes=1, workers=1), folder, 0, WHOLE, context=1 << 14)
+    record = json.loads((folder / seek_points.POINTS_FOLDER / "lane-0.json").read_text())
+    assert len(record["points"]) > FILES // 4

@@ -256,6 +256,7 @@ exit_now(run_rank(work))
     launched.process.kill()
     # The ranks hold the pipe of the launcher's stdout: it ends when they have.
     launched.end()
+    assert not [*launched.folder.rglob("instar-*")]
 
 
 STARTING = (
@@ -307,6 +308,8 @@ def test_ranks_that_start_leave_at_once_when_their_launcher_is_killed(
     # whoever adopts them may take its time to reap them
     while any(process_state(pid) != GONE for pid in launched.pids()):
         assert time.monotonic() - killed < 3
+    # a rank that has no handlers yet is ended by the kernel's signal and cleans nothing up
+    assert moment == "imports" or not [*launched.folder.rglob("instar-*")]
 
 
 def test_the_torchrun_line_runs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

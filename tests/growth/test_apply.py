@@ -9,8 +9,16 @@ import torch
 from growing import KEY, operation, random_gpt, values
 from shapes import gpt2, llama
 
+from instar.checkpoint.tensor_file import Outline
 from instar.config.sections import Operation
-from instar.growth.apply import Role, apply, apply_one
+from instar.growth.apply import (
+    GrowthStep,
+    Role,
+    TensorReader,
+    apply,
+    apply_one,
+    grow_parameters,
+)
 from instar.growth.operators import plan
 from instar.models.architecture import Architecture
 from instar.models.lora import Lora
@@ -96,6 +104,34 @@ def test_new_values_do_not_depend_on_the_type() -> None:
     name = "blocks.0.mlp.up.weight"
     one, other = (apply(made, old, Role.PARAMETER, KEY)[name][12:] for old in (exact, low))
     assert torch.equal(one.bfloat16(), other)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        operation("insert_layers", 1, **{"from": "normal"}),
+        operation("set_lora_rank", {"target": "attn", "rank": 2}),
+    ],
+    ids=lambda op: op.name,
+)
+def test_a_new_tensor_has_the_type_of_its_neighbours(op: Operation) -> None:
+    """Those of the same name in other blocks; of an adapter, its matrix."""
+
+    def of(name: str) -> torch.dtype:
+        return (
+            torch.float64 if "norm" in name else torch.bfloat16 if ".attn." in name else torch.half
+        )
+
+    new, made = plan(LLAMA, op)
+    old = {name: tensor.to(of(name)) for name, tensor in values(random_gpt(LLAMA)).items()}
+    grown = apply(made, old, Role.PARAMETER, KEY)
+    assert grown.keys() > old.keys() or op.name == "insert_layers"
+    assert {name: tensor.dtype for name, tensor in grown.items()} == {n: of(n) for n in grown}
+    outlines = {name: Outline(tensor.dtype, tuple(tensor.shape)) for name, tensor in old.items()}
+    steps = [GrowthStep(made, new.parameters(), KEY)]
+    one_by_one = grow_parameters(steps, TensorReader(outlines, old.__getitem__))
+    for name, outline in one_by_one.outlines.items():
+        assert one_by_one.read(name).dtype == outline.dtype == of(name), name
 
 
 def test_new_values_have_the_spread_of_a_new_model() -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from instar.config.user_code import what_happened
 
 RECORD_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_VARIABLE = "INSTAR_LAUNCHER_PID"
+FOLDER_PREFIX = "instar-"
+"""of the launcher's temporary folder, which has a folder `start-N/rank` for each rank's record"""
 NOTHING_STARTED = "stopped before the first step; start again with the same command"
 
 _TRANSPORT_SIGNS = ("gloo", "NCCL", "by peer", "Broken pipe", "Timed out waiting")
@@ -199,6 +202,20 @@ def write_failure(failure: Failure, error: BaseException, environ: Mapping[str, 
     temporary = Path(f"{target}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(record), encoding="utf-8")
     temporary.replace(target)
+
+
+def remove_orphaned(environ: Mapping[str, str]) -> None:
+    """Remove this rank's files of a launcher that was killed; the last rank removes its folder."""
+    record, launcher = environ.get(RECORD_VARIABLE), environ.get(LAUNCHER_VARIABLE)
+    if not record or launcher in (None, str(os.getppid())):
+        return
+    own = Path(record).parent
+    folder = own.parents[1]
+    if folder.name.startswith(FOLDER_PREFIX):
+        shutil.rmtree(own, ignore_errors=True)
+        with suppress(OSError):  # other ranks still have theirs
+            own.parent.rmdir()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_failure(path: Path) -> Failure | None:

@@ -18,6 +18,7 @@ import psutil
 from instar.config import CONFIG_VARIABLE
 from instar.config.errors import ConfigError
 from instar.distributed.failure import (
+    FOLDER_PREFIX,
     LAUNCHER_VARIABLE,
     NOTHING_STARTED,
     STOPPED,
@@ -131,7 +132,7 @@ def run_ranks(
         StopSignal(
             on_repeat=lambda: None, signals=(*STOP_SIGNALS, signal.SIGQUIT), last=last
         ) as stop,
-        tempfile.TemporaryDirectory(prefix="instar-") as work_dir,
+        tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as work_dir,
     ):
         if config:
             config_file = Path(work_dir) / "config.json"

@@ -21,7 +21,12 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from instar.distributed.failure import LAUNCHER_VARIABLE, Interrupted, StoppedUnsaved
+from instar.distributed.failure import (
+    LAUNCHER_VARIABLE,
+    Interrupted,
+    StoppedUnsaved,
+    remove_orphaned,
+)
 from instar.processes.child import die_with_parent
 
 STOP_SIGNALS = (
@@ -162,6 +167,7 @@ def exit_now(code: int) -> NoReturn:
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(0.3)
+    remove_orphaned(os.environ)
     os._exit(code)
 
 

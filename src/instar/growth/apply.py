@@ -34,7 +34,6 @@ from instar.growth.plan import (
     Merged,
     New,
     Old,
-    TensorPlan,
     Truncated,
     check_buffers,
     source_of,
@@ -91,10 +90,11 @@ def apply(
     Raises:
         KeyError: a parameter is missing.
     """
-    like = next(iter(tensors.values()), None)
+    neighbour = _neighbours(tensors)
     made = {}
     for name, tensor_plan in plan.tensors.items():
         if role is Role.PARAMETER or source_of(tensor_plan) in tensors:
+            like = tensors.get(neighbour(name))
             tensor = apply_one(plan, name, tensors.__getitem__, role, key, copies, like)
             if tensor is not None:
                 made[name] = tensor
@@ -370,12 +370,12 @@ class TensorReader:
 def grow_parameters(steps: Iterable[GrowthStep], tensors: TensorReader) -> TensorReader:
     """Returns a reader of the parameters, or of their moving average, after all growth steps."""
     for step in steps:
-        like = torch.empty(0, dtype=next(iter(tensors.outlines.values())).dtype)
+        neighbour = _neighbours(tensors.outlines)
         outlines = {
-            name: Outline(_dtype(step.plan.tensors[name], tensors.outlines, like), entry.shape)
+            name: Outline(tensors.outlines[_source(step.plan, name, neighbour)].dtype, entry.shape)
             for name, entry in step.parameters.items()
         }
-        tensors = TensorReader(outlines, partial(_read_parameter, step, tensors.read, like))
+        tensors = TensorReader(outlines, partial(_read_parameter, step, tensors.read, outlines))
     return tensors
 
 
@@ -390,7 +390,10 @@ def grow_states(steps: Iterable[GrowthStep], tensors: TensorReader) -> TensorRea
     return tensors
 
 
-def _read_parameter(step: GrowthStep, read: Read, like: Tensor, name: str) -> Tensor:
+def _read_parameter(
+    step: GrowthStep, read: Read, outlines: Mapping[str, Outline], name: str
+) -> Tensor:
+    like = torch.empty(0, dtype=outlines[name].dtype)
     made = apply_one(step.plan, name, read, Role.PARAMETER, step.key, like=like)
     assert made is not None
     return made
@@ -400,9 +403,30 @@ def _read_state(step: GrowthStep, read: Read, name: str) -> Tensor:
     return grow_state(step.plan, name, read, step.key, step.mode)
 
 
-def _dtype(made: TensorPlan, outlines: Mapping[str, Outline], like: Tensor) -> torch.dtype:
-    source = made.a if isinstance(made, Truncated) else source_of(made)
-    return like.dtype if source is None else outlines[source].dtype
+def _source(plan: GrowthPlan, name: str, neighbour: Callable[[str], str]) -> str:
+    """Returns the old tensor that has the dtype of a new one."""
+    made = plan.tensors[name]
+    return (made.a if isinstance(made, Truncated) else source_of(made)) or neighbour(name)
+
+
+def _neighbours(names: Iterable[str]) -> Callable[[str], str]:
+    """Returns a function from a wholly new tensor's name to that of the old tensor next to it: its
+    like in another block, the matrix of an adapter, or else one of the same module or block."""
+    old: dict[tuple[str, ...], str] = {}
+    for name in names:
+        parts = _without_numbers(name)
+        for end in range(len(parts) + 1):
+            old.setdefault(parts[:end], name)
+
+    def neighbour(name: str) -> str:
+        parts = _without_numbers(name)
+        return next((old[parts[:n]] for n in range(len(parts), -1, -1) if parts[:n] in old), "")
+
+    return neighbour
+
+
+def _without_numbers(name: str) -> tuple[str, ...]:
+    return tuple(part for part in name.split(".") if not part.isdigit())
 
 
 def _state_outline(step: GrowthStep, name: str, outlines: Mapping[str, Outline]) -> Outline:

@@ -74,11 +74,19 @@ class PointsRecord(msgspec.Struct, frozen=True):
 class _Lane:
     points: list[SeekPoint]
     """ascending"""
+    first: int = 0
+    """offset at which the current pass began"""
     last: int = 0
     """offset of the point that the current pass noted last"""
+    ended: bool = False
+    """Whether the current pass has reached the lane's end."""
     begun: bool = False
     """Whether this process has read the lane's first document."""
     changed: bool = False
+
+    def beyond(self, point: SeekPoint) -> bool:
+        """Whether the current pass has not come to a point."""
+        return not self.ended and point.offset > self.last
 
 
 @dataclass
@@ -114,7 +122,11 @@ class SeekPoints:
 
     def begin(self, lane: int, point: SeekPoint) -> None:
         """Begin a pass over a lane at a point."""
-        self._of(lane).last = point.offset
+        known = self._of(lane)
+        if known.changed:
+            self._write(lane, known)
+        known.first = known.last = point.offset
+        known.ended = False
 
     def note(self, lane: int, point: SeekPoint) -> None:
         """Take up a document of the current pass, unless it is too close to the last point."""
@@ -135,6 +147,7 @@ class SeekPoints:
         known = self._of(lane)
         beyond = bisect_left(known.points, max(length, 1), key=_OFFSET)
         known.changed |= beyond < len(known.points)
+        known.ended = True
         del known.points[beyond:]
 
     def save(self) -> None:
@@ -143,17 +156,27 @@ class SeekPoints:
             sweep(self.folder / POINTS_FOLDER)
         for lane, known in self._lanes.items():
             if known.changed:
-                record = PointsRecord(
-                    POINTS_FORMAT, self.fingerprint, _checksum(known.points), known.points
-                )
-                try:
-                    self._file(lane).parent.mkdir(exist_ok=True)
-                    with atomic_file(self._file(lane), durable=False) as aside:
-                        aside.write_bytes(msgspec.json.encode(record))
-                except OSError as error:
-                    self._warn(f"cannot write {self._file(lane)}: {error.strerror}")
-                known.changed = False
+                self._write(lane, known)
         self._saved = time.monotonic()
+
+    def _write(self, lane: int, known: _Lane) -> None:
+        # another rank may have passed through the lane meanwhile, and this one only through a part
+        if stored := self._load(lane):
+            known.points = [
+                *(point for point in stored if point.offset < known.first),
+                *(p for p in known.points if known.first <= p.offset and not known.beyond(p)),
+                *filter(known.beyond, stored),
+            ]
+        record = PointsRecord(
+            POINTS_FORMAT, self.fingerprint, _checksum(known.points), known.points
+        )
+        try:
+            self._file(lane).parent.mkdir(exist_ok=True)
+            with atomic_file(self._file(lane), durable=False) as aside:
+                aside.write_bytes(msgspec.json.encode(record))
+        except OSError as error:
+            self._warn(f"cannot write {self._file(lane)}: {error.strerror}")
+        known.changed = False
 
     def _of(self, lane: int) -> _Lane:
         if lane not in self._lanes:

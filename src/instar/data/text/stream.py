@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -141,7 +142,7 @@ class TokenLanes:
             )
 
 
-class _TokenSamples:
+class _TokenSamples(ABC):
     """Samples of at most context + 1 successive tokens of a lane."""
 
     kind: str
@@ -174,9 +175,9 @@ class _TokenSamples:
                 "unshuffled: data.order shuffles samples"
             )
 
+    @abstractmethod
     def count_of(self, documents: list[Tokens]) -> int:
         """Return the count of some documents, a separator after the last included."""
-        raise NotImplementedError
 
     def weight_of(self, sample: Tokens) -> float:
         """Return the number of targets."""

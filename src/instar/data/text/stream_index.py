@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +42,7 @@ from instar.data.text.stream_source import (
     no_samples,
 )
 from instar.data.text.tokenizer import load_tokenizer
-from instar.data.workers import Workers
+from instar.data.workers import WorkerLost, Workers
 from instar.record.atomic import replace_file
 
 LANES_FORMAT = "instar-lanes/1"
@@ -49,6 +51,8 @@ SIZES_FILE = "lanes.safetensors"
 
 _KEPT_BYTES = 32 << 20
 _AHEAD_BYTES = 1 << 19
+_SAVING_S = 0.2
+"""Longest wait of a close for workers to save their seek points, in seconds; they may be reading."""
 
 
 class LanesRecord(msgspec.Struct, frozen=True):
@@ -156,9 +160,15 @@ def _lanes(
     if not number:
         return _reader(stream, folder)
     workers = Workers(partial(_worker, data, folder, stream.context), number)
+
+    def close() -> None:
+        with suppress(WorkerLost):  # closed already, or dead
+            wait([workers.call(each, "close") for each in range(number)], _SAVING_S)
+        workers.close()
+
     return HostedLanes(
         lambda lane, begin, count: workers.call(lane % number, "fetch", lane, begin, count),
-        workers.close,
+        close,
         ahead,
     )
 
