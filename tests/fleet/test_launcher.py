@@ -168,9 +168,12 @@ jobs:
     logs = [place.path / f"fleets/stops/logs/stops-{i}/stubborn.log" for i in range(2)]
     place.wait("stops", lambda _: all("up\n" in log.read_text() for log in logs))
     began = time.monotonic()
-    for _ in range(signals):
+    launcher.send_signal(signal.SIGINT)
+    if signals == 2:
+        place.wait(
+            "stops", lambda each: all(phase_of(each, "stubborn", n) == "stopping" for n in (0, 1))
+        )
         launcher.send_signal(signal.SIGINT)
-        time.sleep(0.3)
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, output
     assert time.monotonic() - began < (grace if signals == 1 else 0) + 2 + 1

@@ -107,7 +107,10 @@ jobs:
     assert any(line.endswith("fleet shown: 2 instances, 1 at a time") for line in lines), lines
     assert any("1 running, 1 waiting" in line for line in lines)
     assert any("shown-1 failed: job ended with exit code 1" in line for line in lines), lines
-    assert lines[-2:] == ["1 succeeded, 1 failed", "next: instar fleet resume shown"]
+    assert lines[-2:] == [
+        "shown: failed (1 succeeded, 1 failed)",
+        "next: instar fleet resume shown",
+    ]
 
 
 def test_a_table_that_is_too_long_shows_what_runs() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from fleets import FleetPlace
 
+from instar.fleet.checks import make_plan
 from instar.fleet.engines.slurm import script
 from instar.fleet.load import load_fleet
-from instar.fleet.plan import ANY_MACHINE, make_plan
+from instar.fleet.plan import ANY_MACHINE
 
 FLEET = """\
 name: grpo

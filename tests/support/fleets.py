@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.fleet.launcher import FolderLock
+from instar.fleet.checks import make_plan
+from instar.fleet.folder import FolderLock
 from instar.fleet.load import load_fleet
-from instar.fleet.plan import FleetPlan, Machine, make_plan
+from instar.fleet.plan import FleetPlan, Machine
 from instar.fleet.state import Ended, InstanceChanged, Started, StateLog
 
 SERVER = """\
@@ -88,11 +89,12 @@ class FleetPlace:
         return process.returncode, output
 
     def status(self, name: str) -> dict[str, Any]:
-        from instar.fleet.launcher import status_of
-        from instar.fleet.state import as_json
+        from instar.fleet.folder import launcher_pid
+        from instar.fleet.state import as_json, fold, read_events
 
-        found, pid = status_of(self.path / "fleets" / name)
-        return {**as_json(found), "launcher": pid}
+        folder = self.path / "fleets" / name
+        pid = launcher_pid(folder)  # first: a launcher that has ended has written all
+        return {**as_json(fold(read_events(folder))), "launcher": pid}
 
     def wait(
         self, name: str, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60

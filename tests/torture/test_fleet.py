@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -26,6 +27,7 @@ ACQUISITIONS = figures.times(600, 10_000)
 GPUS = tuple(Gpu(index, str(index), f"pretended-{index}") for index in range(8))
 GRACE_S = 2.0
 
+WORK = "trap 'sleep 0.5; exit 1' TERM; sleep 1 & wait $$!; trap '' TERM; echo ${seed} >> done"
 LISTENER = (
     "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
     "while True: s.accept()[0].close()"
@@ -36,11 +38,10 @@ def place_in(folder: Path) -> FleetPlace:
     return FleetPlace(folder, 25000)
 
 
-def start_pairs(place: FleetPlace, count: int) -> tuple[subprocess.Popen[str], float]:
-    """Start a fleet of services and jobs; return its launcher, and the seconds until all run."""
-    (place.path / "listener.py").write_text(LISTENER)
-    place.write(f"""
-name: many
+def pairs(name: str, count: int, command: list[str]) -> str:
+    """A fleet file: instances of a server and a job that needs it."""
+    return f"""
+name: {name}
 matrix: {{seed: {list(range(count))}}}
 max_parallel: {count}
 services:
@@ -51,10 +52,16 @@ services:
     stop: {{grace: {GRACE_S}s}}
 jobs:
   job:
-    command: [sleep, "600"]
+    command: {json.dumps(command)}
     depends_on: {{server: service_healthy}}
     stop: {{grace: {GRACE_S}s}}
-""")
+"""
+
+
+def start_pairs(place: FleetPlace, count: int) -> tuple[subprocess.Popen[str], float]:
+    """Start a fleet of services and jobs; return its launcher, and the seconds until all run."""
+    (place.path / "listener.py").write_text(LISTENER)
+    place.write(pairs("many", count, ["sleep", "600"]))
     began = time.monotonic()
     launcher = place.start("up", "fleet.yaml")
 
@@ -201,21 +208,7 @@ def test_a_launcher_killed_in_start_up_training_or_shutdown(tmp_path: Path) -> N
             folder.mkdir()
             (folder / "listener.py").write_text("import time; time.sleep(0.4)\n" + LISTENER)
             place = place_in(folder)
-            place.write(f"""
-name: phases
-matrix: {{seed: [0, 1]}}
-services:
-  server:
-    command: [python3, -I, -S, listener.py, "${{ports.tcp}}"]
-    ports: [tcp]
-    healthcheck: {{tcp: true}}
-    stop: {{grace: {GRACE_S}s}}
-jobs:
-  job:
-    command: [sh, -c, "trap 'sleep 0.5; exit 1' TERM; sleep 1 & wait $$!; trap '' TERM; echo ${{seed}} >> done"]
-    depends_on: {{server: service_healthy}}
-    stop: {{grace: {GRACE_S}s}}
-""")
+            place.write(pairs("phases", 2, ["sh", "-c", WORK]))
             launcher = place.start("up", "fleet.yaml")
             when(place, launcher)
             time.sleep(rng.uniform(0.0, 0.3))

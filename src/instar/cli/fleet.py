@@ -261,8 +261,7 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
 def down(name: str, kill: bool) -> int:
     """Stop a running fleet: jobs, then services; return when everything has ended."""
     from instar.fleet.engines import slurm
-    from instar.fleet.folder import find, reopen
-    from instar.fleet.launcher import launcher_pid
+    from instar.fleet.folder import find, launcher_pid, reopen
 
     folder = find(name)
     if slurm.find(folder) is not None:
@@ -342,15 +341,13 @@ def _say(text: str) -> None:
 
 
 def _summarize(started: FleetFolder, code: int) -> None:
-    from instar.fleet.launcher import status_of
-    from instar.fleet.search.best import best_trial
+    from instar.fleet.view.reader import FleetReader
+    from instar.fleet.view.table import title
 
-    found, _ = status_of(started.path)
-    phases = [each.phase for each in found.instances.values()]
-    counts = {phase: phases.count(phase) for phase in dict.fromkeys(phases)}
-    _say(", ".join(f"{count} {phase}" for phase, count in counts.items()))
-    if best := best_trial(started.loaded.spec.search, found):
-        _say(best.text)
+    view = FleetReader(started.path).read(runs=False)
+    _say(title(view))
+    if view.best is not None:
+        _say(view.best.text)
     if code:
         _say(f"next: instar fleet resume {started.path.name}")
 
@@ -367,7 +364,7 @@ def _chosen(only: str | None, count: int) -> tuple[int, ...]:
 
 
 def _running_launcher(folder: Path) -> int:
-    from instar.fleet.launcher import launcher_pid
+    from instar.fleet.folder import launcher_pid
 
     pid = launcher_pid(folder)
     if pid is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from instar.fleet.health import Checker, Unhealthy
 from instar.fleet.nodes import NodeCommand, Nodes, on_all
-from instar.fleet.placement import Gpu, Lock, is_bindable, lock_port
+from instar.fleet.placement import Lease
 from instar.fleet.plan import NODE_VARIABLES, FleetPlan, Instance, argv_of, variables_of
 from instar.fleet.spec import MASTER, Job, Process, Service
 from instar.fleet.state import ProcessChanged, ProcessPhase, StateLog, log_path, now, result_path
@@ -39,34 +39,6 @@ class InstanceFailed(Exception):  # noqa: N818
     def __init__(self, process: str, message: str) -> None:
         super().__init__(message)
         self.process = process
-
-
-@dataclass
-class Lease:
-    """The GPUs and ports of an instance, by process."""
-
-    gpus: dict[str, list[tuple[Gpu, Lock]]]
-    ports: dict[str, dict[str, tuple[int, Lock]]]
-
-    def locks(self, process: str) -> list[Lock]:
-        gpus = [lock for _, lock in self.gpus[process]]
-        return [*gpus, *(lock for _, lock in self.ports[process].values())]
-
-    def close(self) -> None:
-        for process in self.gpus:
-            for lock in self.locks(process):
-                lock.close()
-
-    def variables(self) -> dict[str, Any]:
-        """Return `services.NAME.ports.PORT` and `services.NAME.gpus` of every process."""
-        found: dict[str, Any] = {}
-        for name, ports in self.ports.items():
-            found[f"services.{name}.gpus"] = self.visible_gpus(name)
-            found |= {f"services.{name}.ports.{port}": n for port, (n, _) in ports.items()}
-        return found
-
-    def visible_gpus(self, process: str) -> str:
-        return ",".join(gpu.id for gpu, _ in self.gpus[process])
 
 
 @dataclass(frozen=True)
@@ -352,7 +324,7 @@ class InstanceRunner:
 
     def _start(self, name: str, process: Process) -> RunningProcess:
         self.attempts[name] = attempt = self.attempts.get(name, 0) + 1
-        self._renew_ports(name)
+        self.lease.renew_ports(name, self.holder)
         around, run = self.around, self.instance.run_name
         variables = self._variables(name)
         argv = argv_of(name, process, variables, around.configs.get(name, ""))
@@ -393,13 +365,6 @@ class InstanceRunner:
             peak_bytes=end.peak_bytes,
             reason=running.error,
         )
-
-    def _renew_ports(self, name: str) -> None:
-        """Replace ports that a program outside the fleet has taken."""
-        for port, (number, lock) in self.lease.ports[name].items():
-            if not is_bindable(number):
-                self.lease.ports[name][port] = lock_port(number + 1, self.holder)
-                lock.close()
 
     def _on_nodes(self, name: str, process: Process, file: Path) -> list[str]:
         """Return the command that starts a job on each of its nodes."""

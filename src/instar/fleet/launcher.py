@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import heapq
 import os
 import resource
@@ -18,13 +17,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from instar.config.errors import ConfigError, InstarError, printable
-from instar.config.files import own_regular, read_regular
+from instar.config.errors import InstarError, printable
 from instar.distributed.failure import Interrupted
 from instar.distributed.placement import usable_cores
-from instar.fleet.instance import InstanceFailed, InstanceRunner, Lease, Surroundings
+from instar.fleet.instance import InstanceFailed, InstanceRunner, Surroundings
 from instar.fleet.nodes import Nodes
-from instar.fleet.placement import Gpu, Taken, holder_text, lock_gpus, lock_port
+from instar.fleet.placement import Gpu, Taken, holder_text, take
 from instar.fleet.plan import FleetPlan, Instance, Machine
 from instar.fleet.state import (
     DONE,
@@ -37,11 +35,9 @@ from instar.fleet.state import (
     Started,
     StateLog,
     boot_id,
-    fold,
     log_path,
     now,
     part_name,
-    read_events,
     read_result,
     result_path,
 )
@@ -50,9 +46,6 @@ from instar.processes.spawner import Spawner
 if TYPE_CHECKING:
     from instar.fleet.search.trials import Trials
 
-LOCK_FILE = "lock"
-TREES_FILE = "trees"
-_WAIT_S = 0.05
 CONTROL = "control"
 LAST_LINES = 15
 _TAIL_BYTES = 1 << 14
@@ -72,84 +65,6 @@ def this_machine(gpus: Sequence[Gpu]) -> Machine:
     return Machine(len(gpus), usable_cores(), psutil.virtual_memory().total)
 
 
-class FolderBusy(ConfigError):  # noqa: N818
-    """Another launcher works in this folder."""
-
-
-class FolderLock:
-    """The right to write a fleet's state and to start its processes; it ends with this process.
-
-    Processes that an earlier, killed launcher has started are waited for: each holds a share of
-    `trees` until it has ended and its result is written.
-
-    Raises:
-        FolderBusy: another launcher has it, or such processes do not end in `patience_s` seconds.
-    """
-
-    def __init__(self, folder: Path, patience_s: float, part: int | None = None) -> None:
-        """`part`: the instance, if this host runs only that one; it has locks of its own."""
-        self._descriptor = own_regular(folder / part_name(LOCK_FILE, part))
-        deadline = time.monotonic() + patience_s
-        # the host of a part may have lost touch with its engine, and is then ending
-        if not _locked(self._descriptor, 0.0 if part is None else deadline):
-            os.close(self._descriptor)
-            pid = launcher_pid(folder, part)
-            raise FolderBusy.one(
-                f"this fleet is running (launcher {pid or 'unknown'})",
-                where=str(folder),
-                hint=f"see `instar fleet status {folder.name}`",
-            )
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-        self.trees = own_regular(folder / part_name(TREES_FILE, part))
-        """descriptor that every process tree of the fleet inherits"""
-        if not _locked(self.trees, deadline):
-            self.close()
-            raise FolderBusy.one(
-                "processes of an earlier launcher do not end",
-                where=str(folder),
-                hint="`instar fleet reap` kills them",
-            )
-        fcntl.flock(self.trees, fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-        os.close(self.trees)
-
-
-def _locked(descriptor: int, deadline: float) -> bool:
-    """Lock a file, if others let go of it in time."""
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_WAIT_S)
-
-
-def launcher_pid(folder: Path, part: int | None = None) -> int | None:
-    """Return the process id of the launcher that works in a folder, or on one of its parts; None if
-    none does."""
-    path = folder / part_name(LOCK_FILE, part)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None
-        except OSError:
-            pass
-    finally:
-        os.close(descriptor)
-    with suppress(OSError, ValueError):
-        return int(read_regular(path, 64).split()[0])
-    return None
-
-
 @dataclass
 class Launcher:
     """Runs the instances of a plan.
@@ -165,7 +80,6 @@ class Launcher:
     configs: Mapping[str, str]
     config_keys: tuple[str, ...]
     say: Callable[[str], None]
-    on_change: Callable[[], None] = lambda: None
     wait_for_gpus: bool = False
     """wait for GPUs that other launchers hold, instead of failing"""
     part: int | None = None
@@ -277,7 +191,7 @@ class Launcher:
             return True
         holder = holder_text(self.plan.spec.name, instance.run_name)
         try:
-            lease = self._lease(place, holder)
+            lease = take(self.plan.slot(place), self.gpus, holder)
         except Taken as error:
             heapq.heappush(places, place)
             if self.wait_for_gpus:
@@ -330,22 +244,6 @@ class Launcher:
         self._write(instance, "running")
         return True
 
-    def _lease(self, place: int, holder: str) -> Lease:
-        slot = self.plan.slot(place)
-        lease = Lease({name: [] for name in slot.gpus}, {name: {} for name in slot.ports})
-        try:
-            for name, wanted in slot.gpus.items():
-                # positions among the GPUs that this fleet may use
-                first = [self.gpus[number].index for number in wanted]
-                lease.gpus[name] = lock_gpus(self.gpus, len(wanted), first, holder)
-            for name, ports in slot.ports.items():
-                for port, number in ports.items():
-                    lease.ports[name][port] = lock_port(number, holder)
-        except BaseException:
-            lease.close()
-            raise
-        return lease
-
     async def _pause(self, role: str) -> None:
         gap_s = getattr(self.plan.spec.stagger, role)
         if not gap_s:
@@ -374,7 +272,6 @@ class Launcher:
         host = "" if self.part is None else socket.gethostname()
         event = InstanceChanged(now(), instance.index, phase, reason, process, host)
         self._log.write(event, durable=phase in ENDED)
-        self.on_change()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self.requested:
@@ -444,7 +341,12 @@ def failure_text(folder: Path, instance: Instance, reason: str, process: str) ->
     """Yield why an instance failed, and the last lines of the process at fault."""
     yield f"{instance.run_name} failed: {reason}"
     if process:
-        yield from last_lines(log_path(folder, instance.run_name, process))
+        path = log_path(folder, instance.run_name, process)
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
+            yield f"  last lines of {path}:"
+            yield from (f"    {printable(line)}" for line in lines)
 
 
 def completed_jobs(
@@ -458,15 +360,6 @@ def completed_jobs(
             if end is not None and end.status == 0 and not end.stopped:
                 done.add(name)
     return frozenset(done)
-
-
-def last_lines(path: Path) -> Iterator[str]:
-    """Yield the last lines of a log, indented."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
-        yield f"  last lines of {path}:"
-        yield from (f"    {printable(line)}" for line in lines)
 
 
 def is_full(folder: Path) -> bool:
@@ -484,9 +377,3 @@ def _raise_file_limit() -> None:
     if soft != hard:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def status_of(folder: Path) -> tuple[FleetStatus, int | None]:
-    """Return a fleet's state, and its launcher's process id if it is running."""
-    pid = launcher_pid(folder)
-    return fold(read_events(folder)), pid

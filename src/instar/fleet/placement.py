@@ -17,8 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from instar.config.errors import ConfigError, InstarError, printable
+from instar.fleet.plan import Slot
 
 LOCKS_VARIABLE = "INSTAR_LOCK_DIR"
 _HOLDER_BYTES = 512
@@ -269,3 +271,59 @@ def close_all(locks: Iterable[Lock]) -> None:
     """Close this process's share of locks."""
     for lock in locks:
         lock.close()
+
+
+@dataclass
+class Lease:
+    """The GPUs and ports of an instance, by process."""
+
+    gpus: dict[str, list[tuple[Gpu, Lock]]]
+    ports: dict[str, dict[str, tuple[int, Lock]]]
+
+    def locks(self, process: str) -> list[Lock]:
+        gpus = [lock for _, lock in self.gpus[process]]
+        return [*gpus, *(lock for _, lock in self.ports[process].values())]
+
+    def close(self) -> None:
+        close_all(lock for process in self.gpus for lock in self.locks(process))
+
+    def variables(self) -> dict[str, Any]:
+        """Return `services.NAME.ports.PORT` and `services.NAME.gpus` of every process."""
+        found: dict[str, Any] = {}
+        for name, ports in self.ports.items():
+            found[f"services.{name}.gpus"] = self.visible_gpus(name)
+            found |= {f"services.{name}.ports.{port}": n for port, (n, _) in ports.items()}
+        return found
+
+    def visible_gpus(self, process: str) -> str:
+        return ",".join(gpu.id for gpu, _ in self.gpus[process])
+
+    def renew_ports(self, process: str, holder: str) -> None:
+        """Replace ports that a program outside the fleet has taken."""
+        for port, (number, lock) in self.ports[process].items():
+            if not is_bindable(number):
+                self.ports[process][port] = lock_port(number + 1, holder)
+                lock.close()
+
+
+def take(slot: Slot, gpus: Sequence[Gpu], holder: str) -> Lease:
+    """Acquire the GPUs and ports of a slot, or others in their place.
+
+    Args:
+        gpus: those that this fleet may use.
+
+    Raises:
+        Taken: others hold too many of them.
+    """
+    lease = Lease({name: [] for name in slot.gpus}, {name: {} for name in slot.ports})
+    try:
+        for name, wanted in slot.gpus.items():
+            first = [gpus[number].index for number in wanted]  # the slot has positions in `gpus`
+            lease.gpus[name] = lock_gpus(gpus, len(wanted), first, holder)
+        for name, ports in slot.ports.items():
+            for port, number in ports.items():
+                lease.ports[name][port] = lock_port(number, holder)
+    except BaseException:
+        lease.close()
+        raise
+    return lease

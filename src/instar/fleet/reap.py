@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from instar.fleet.folder import launcher_pid
 from instar.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE, PART_VARIABLE
-from instar.fleet.launcher import launcher_pid
 
 
 @dataclass(frozen=True)

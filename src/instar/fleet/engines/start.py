@@ -9,8 +9,7 @@ from typing import Any
 
 from instar.fleet.engines import local, ray, slurm
 from instar.fleet.engines.work import left, patience_s
-from instar.fleet.folder import FleetFolder
-from instar.fleet.launcher import FolderLock
+from instar.fleet.folder import FleetFolder, FolderLock
 from instar.fleet.plan import FleetPlan
 from instar.fleet.spec import FleetSpec
 from instar.fleet.state import FLEETS

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from instar.fleet.checks import make_plan
 from instar.fleet.folder import FleetFolder
 from instar.fleet.launcher import Launcher, this_machine
 from instar.fleet.load import LoadedFleet
 from instar.fleet.placement import Gpu, find_gpus
-from instar.fleet.plan import ANY_MACHINE, FleetPlan, Instance, make_plan
+from instar.fleet.plan import ANY_MACHINE, FleetPlan, Instance
 from instar.fleet.state import STATE_FILE, FleetEvent, FleetStatus, fold, read_events
 
 _EARLIER_S = 10.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instar.config.errors import visible
-from instar.fleet.launcher import launcher_pid
+from instar.fleet.folder import launcher_pid
 from instar.logs.query.tail import LineFollower, last_lines
 
 POLL_S = 0.2

@@ -11,8 +11,7 @@ from pathlib import Path
 from instar.config.errors import ConfigError, InstarError
 from instar.fleet.engines import slurm
 from instar.fleet.engines.remote import HostStatus
-from instar.fleet.folder import describe
-from instar.fleet.launcher import launcher_pid
+from instar.fleet.folder import describe, launcher_pid
 from instar.fleet.plan import Instance, instances_of
 from instar.fleet.spec import Search
 from instar.fleet.state import FleetStatus, fold, read_events
