@@ -48,6 +48,8 @@ RECIPE = (
     "learning_rate.min_lr_ratio=0.0",
     "eval.eval_interval=1000000",
     "record.log_interval=1000",
+    "record.sample_tokens=0",
+    "record.report=false",
     "checkpoint.every_minutes=null",
     "device=cpu",
 )
