@@ -19,7 +19,7 @@ help:
 	@echo "make test-vllm  fleets with a real vLLM server on this CPU (3 GB download)"
 	@echo "make lint      format, lint, types, import rules"
 	@echo "make bench     benchmarks; results in benchmarks/results"
-	@echo "make torture   long fault trials, properties with all examples; results in benchmarks/results"
+	@echo "make torture   long fault trials, random trials with all examples; results in benchmarks/results"
 	@echo "make docs      check that every snippet in README and docs runs"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -103,7 +103,7 @@ slurm:
 
 torture: $(STAMP) slurm
 	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest tests/torture -s --timeout 7200
-	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest -m "hypothesis and not gpu" -n 2 \
+	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest -m "(hypothesis or repeated) and not gpu" -n 2 \
 	  tests --ignore tests/torture --timeout 7200
 
 docs: $(STAMP) browser

@@ -4,6 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from figures import times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,11 +58,12 @@ def test_blocks_are_read_whole_within_a_window(order: BlockShuffled, epoch: int)
     assert run == 0
 
 
+@pytest.mark.repeated
 @pytest.mark.parametrize(
     ("n", "block", "window"), [(12, 2, 6), (16, 1, 16), (15, 5, 5), (18, 3, 7)]
 )
 def test_every_sample_is_equally_likely_at_every_position(n: int, block: int, window: int) -> None:
-    draws = 1000
+    draws = times(300, 1000)
     order = BlockShuffled(n, 7, block, window)
     drawn = np.stack([epoch_of(order, epoch) for epoch in range(draws)])
     counts = np.stack([np.bincount(drawn[:, position], minlength=n) for position in range(n)])

@@ -4,6 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from figures import times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,9 +71,10 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
             assert np.count_nonzero(one == other) <= 8
 
 
+@pytest.mark.repeated
 @pytest.mark.parametrize("n", [3, 5, 16, 100])
 def test_every_sample_is_equally_likely_at_every_position(n: int) -> None:
-    draws = 4000
+    draws = times(1000, 4000)
     orders = np.stack([epoch_of(Shuffled(n, seed=7), epoch) for epoch in range(draws)])
     counts = np.stack([np.bincount(orders[:, position], minlength=n) for position in range(n)])
     chi_square = float(((counts - draws / n) ** 2 / (draws / n)).sum())

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from feeds import Numbers
+from figures import times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import same
@@ -20,7 +21,7 @@ from instar.data.split import HELD_OUT, SampleSet, Subset, check_division, divid
 from instar.data.workers import WorkerSource
 
 MakeFile = Callable[..., str]
-CONFIGURATIONS = 1000
+CONFIGURATIONS = times(250, 1000)
 
 
 @pytest.fixture
@@ -48,6 +49,7 @@ def size_of_any_kind(
     return file("".join(f"{number}\n" for number in pool[:count])), pool[count:]
 
 
+@pytest.mark.repeated
 def test_no_sample_that_is_held_out_is_ever_trained_on(tmp_path: Path) -> None:
     """In random configurations, whatever the number of ranks and the size of batches."""
     rng = np.random.default_rng(20250115)

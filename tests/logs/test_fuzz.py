@@ -1,4 +1,4 @@
-"""Ten thousand damaged records: each is read, or refused as what it is; nothing else is raised."""
+"""Damaged records, ten thousand in `make torture`: each is read, or refused as what it is; nothing else is raised."""
 
 import random
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from figures import times
 
 from instar.logs.query.tail import Follower
 from instar.logs.read.record import AXES, RunRecord, read
@@ -29,7 +30,7 @@ from instar.record.events import (
 )
 from instar.record.rundir import RunDir
 
-FILES = 10_000
+FILES = times(2_000, 10_000)
 SHARES = 4
 PLACE = {"samples": 20, "tokens": 2560, "epoch": 0.25, "flops": 1e9, "wall_s": 3.5, "active_s": 3.0}
 
@@ -122,6 +123,7 @@ def read_or_refused(run: RunDir) -> RunRecord | RecordError:
         return error
 
 
+@pytest.mark.repeated
 @pytest.mark.parametrize("share", range(SHARES))
 def test_damaged_records_are_read_or_refused(share: int, tmp_path: Path) -> None:
     draw = random.Random(share)

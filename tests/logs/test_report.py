@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from browser import Watched, chromium, watched
+from figures import times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opened import drawn, walked
@@ -319,7 +320,9 @@ ODD = st.sampled_from(["NaN", "Infinity", "-Infinity", -1, 0, 1e308, "", "x", {}
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=times(10, 60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(st.tuples(st.integers(0, 79), st.integers(0, 30), ODD), min_size=1, max_size=4))
 def test_odd_values_are_shown_or_refused(told: RunDir, shown: Shown, changes: list[Any]) -> None:

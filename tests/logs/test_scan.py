@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from figures import times
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from records import lines
@@ -262,10 +263,11 @@ def test_every_odd_value_in_every_field_is_read_as_line_by_line(tmp_path: Path) 
                 check(found, one_by_one(text))
 
 
+@pytest.mark.repeated
 def test_bytes_of_a_real_record_changed_at_random_are_read_as_line_by_line(tmp_path: Path) -> None:
     whole = b"".join(lines(60, 3, evals=6, rewinds=2))
     draw = random.Random(5)
-    for _ in range(300):
+    for _ in range(times(100, 300)):
         text = bytearray(whole)
         for _ in range(draw.choice((1, 5, 50))):
             text[draw.randrange(len(text))] = draw.choice(b'0123456789.-eE+,:{}[]"\n \0')

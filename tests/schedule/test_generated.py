@@ -22,7 +22,7 @@ from instar.schedule.forecast import Forecast, checked_forecast
 from instar.schedule.operations import names
 from instar.schedule.render import render
 
-EXAMPLES = figures.times(400, 10_000)
+EXAMPLES = figures.times(150, 10_000)
 
 NUMBERS = (
     st.integers(-3, 300)

@@ -22,7 +22,7 @@ from tiny_run import (
     weights_of_undisturbed,
 )
 
-RUNS = figures.times(5, 50)
+RUNS = figures.times(2, 50)
 WAIT_S = 10.0
 ALONE_S = WAIT_S + 5.0
 LONGEST_S = 0.08

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import times
 from tracked import INFINITE_STEP, NAN_STEP, TOOLS, loss, process, read_back, read_when, written
 
-STEPS = 10_000
+STEPS = times(2_500, 10_000)
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def curve(found: dict[str, Any]) -> dict[int, float]:
     return dict(found["points"])
 
 
+@pytest.mark.repeated
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_whole_run_is_read_back(folder: Path, tool: str) -> None:
     written(tool, folder, 0, STEPS)
