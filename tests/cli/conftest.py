@@ -18,6 +18,7 @@ model: {n_layer: 2, n_head: 2, n_embd: 32, context: 16}
 data: {source: squares.txt, path: tokens, tokenizer: char}
 train: {until: 8it, batch_size: 4}
 learning_rate: {warmup_iters: 2}
+record: {sample_tokens: 4, report: false}
 """
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]

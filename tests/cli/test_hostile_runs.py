@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from dashboards import asking, served
+from forks import forks
 from terminal import environment, on_terminal
 from typed import typed
 from written_runs import written
@@ -93,8 +94,9 @@ def test_what_would_act_on_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
         ["checkpoint", "verify", theirs],
         ["logs", "summary", ESCAPES],
     ]
+    shown = on_terminal(tmp_path, lines, environment(), forks().python, 200)
     seen = 0
-    for argv, said in zip(lines, on_terminal(tmp_path, lines, environment(), 200), strict=True):
+    for argv, said in zip(lines, shown, strict=True):
         colourless = re.sub(r"\x1b\[[0-9;]*m", "", said.out)
         acting = re.findall(
             r"[^\n\r\t -~\xa0-\u061b\u061d-\u200d\u2010-\u2027\u2030-\uffff]", colourless

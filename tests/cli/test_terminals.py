@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+from forks import forks
 from terminal import HANG_UP, Shown, environment, into_pipes, on_terminal, run_on_terminal
 
 from instar.cli.main import instar
@@ -26,7 +27,7 @@ data: {source: squares.txt, path: tokens, tokenizer: char}
 train: {until: 8it, batch_size: 4}
 learning_rate: {warmup_iters: 2}
 eval: {eval_interval: 4}
-record: {log_interval: 1}
+record: {log_interval: 1, sample_tokens: 4, report: false}
 """
 OPERATIONS = "- {name: widen_mlp, value: 160, max_wait_iters: 4}\n"
 
@@ -89,7 +90,7 @@ FAILING = {
     "resume tiny-kmn42 --from 77": 3,
 }
 
-TRAINING = "train run.yaml --schedule ops.yaml --set record.out_dir=more --set record.report=false"
+TRAINING = "train run.yaml --schedule ops.yaml --set record.out_dir=more"
 
 
 def _commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -129,7 +130,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["train", "run.yaml", "--set", "record.run_dir=runs/tiny-kmn42"],
         ["train", "run.yaml", "--set", "record.run_dir=runs/tiny-pqr73", "--set", "seed=3"],
     ]
-    for shown in into_pipes(folder, trained, environment()):
+    for shown in into_pipes(folder, trained, environment(), forks().python):
         assert shown.code == 0, shown.text
     return folder
 
@@ -152,10 +153,12 @@ def _seen(place: Path, kind: str) -> dict[str, Shown]:
     if (place, kind) not in _SEEN:
         columns, changes = KINDS[kind]
         env, lines = environment(**changes), list(map(shlex.split, LINES))
+        # an interpreter finds the encoding of its streams where it starts, which forked ones do not
+        python = sys.executable if "LC_ALL" in changes else forks().python
         if columns is None:
-            shown = into_pipes(place, lines, env)
+            shown = into_pipes(place, lines, env, python)
         else:
-            shown = on_terminal(place, lines, env, columns)
+            shown = on_terminal(place, lines, env, python, columns)
         _SEEN[place, kind] = dict(zip(LINES, shown, strict=True))
     return _SEEN[place, kind]
 
@@ -250,9 +253,14 @@ def test_a_run_leaves_the_terminal_as_it_was(place: Path) -> None:
         assert re.split("[\r\n]", _CSI.sub("", text))[-1] == ""
 
 
-def shell(place: Path, line: str) -> subprocess.CompletedProcess[str]:
+INSTALLED = f'"{sys.executable}" -m instar.cli.main'
+
+
+def shell(
+    place: Path, line: str, instar: str | Path = INSTALLED
+) -> subprocess.CompletedProcess[str]:
     """A line of bash in which `instar` is the command."""
-    start = f'instar() {{ "{sys.executable}" -m instar.cli.main "$@"; }}; {line}'
+    start = f'instar() {{ {instar} "$@"; }}; {line}'
     return subprocess.run(
         ["bash", "-c", start], cwd=place, env=environment(), capture_output=True, text=True,
         check=False, timeout=120,
@@ -291,7 +299,9 @@ def test_closed_streams_change_nothing(place: Path, line: str, closed: str) -> N
 @pytest.mark.parametrize("how", ["<&- >&- 2>&-", "</dev/null >/dev/full 2>/dev/full"])
 def test_a_run_needs_nobody_who_listens(place: Path, tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
-    done = shell(place, f"instar train run.yaml --set record.run_dir={run} {how}")
+    # a process that is forked for another takes over its streams, which must be there for it
+    instar = INSTALLED if "-" in how else forks().command
+    done = shell(place, f"instar train run.yaml --set record.run_dir={run} {how}", instar)
     assert done.returncode == 0
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-8"
 
@@ -305,7 +315,7 @@ def test_ctrl_c_on_a_terminal_stops_a_run_that_can_go_on(place: Path, tmp_path: 
             return b"\x03"
         return b""
 
-    argv = [sys.executable, "-m", "instar.cli.main", "train", "run.yaml", "--until", "100000it"]
+    argv = [forks().command, "train", "run.yaml", "--until", "100000it"]
     argv += ["--set", f"record.run_dir={tmp_path / 'run'}"]
     code, seen = run_on_terminal(argv, place, environment(), 80, press)
     assert code == 75, seen
@@ -317,7 +327,7 @@ def test_ctrl_c_on_a_terminal_stops_a_run_that_can_go_on(place: Path, tmp_path: 
 def test_a_terminal_that_is_closed_stops_a_run_that_can_go_on(
     place: Path, tmp_path: Path, ranks: int
 ) -> None:
-    argv = [sys.executable, "-m", "instar.cli.main", "train", "run.yaml", "--until", "100000it"]
+    argv = [forks().command, "train", "run.yaml", "--until", "100000it"]
     argv += ["--set", f"record.run_dir={tmp_path / 'run'}", "--nproc", str(ranks)]
     code, seen = run_on_terminal(
         argv, place, environment(), 80, lambda seen: HANG_UP if "tok/s" in seen else b""

@@ -128,7 +128,7 @@ def test_ranks_that_are_launched_test_alike(run: Place) -> None:
     argv = ["test", "run", "--nproc", "2", "--set", "test.predictions=false"]
     paths = str(Path(science.__file__).parent), os.environ.get("PYTHONPATH", "")
     where = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    child = run.forks.start(INSTAR, argv, place=run.path, environment=where)
+    child = run.forks.start(INSTAR, argv, place=run.path, environment=where, launches=True)
     assert child.finish() == 0, child.output()
     assert result(run_dir) == alone | {"confusion": {}, "predictions": 0}
     assert files(run_dir) == before

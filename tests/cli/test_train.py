@@ -22,7 +22,7 @@ Instar = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_a_run_leaves_everything_it_should(instar: Instar, place: Path) -> None:
-    instar("train", "tiny.yaml", "--set", "record.run_dir=run")
+    instar("train", "tiny.yaml", "--set", "record.run_dir=run", "--set", "record.report=true")
     run = place / "run"
     names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert names == {

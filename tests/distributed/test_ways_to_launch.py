@@ -1,6 +1,7 @@
 """Every way in which people start ranks trains the same run, bit for bit; real processes, real gloo.
 
-One test of each way starts everything anew: `instar train`, torchrun, and a script that spawns.
+One test starts everything anew, under torchrun. `instar train` is in tests/torture/test_sigterm.py, and
+a script that spawns new interpreters in docs/launching.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import spawned
 from forks import INSTAR, Child, Forks, children_as_ranks
 
 from instar.api import launch, train
@@ -29,6 +29,7 @@ model: {n_layer: 2, n_head: 2, n_embd: 32, context: 16}
 data: {source: squares.txt, path: tokens, tokenizer: char}
 train: {until: 8it, batch_size: 6}
 learning_rate: {warmup_iters: 2}
+record: {sample_tokens: 4, report: false}
 parallel: {world_size: 2}
 """
 LAUNCHED = """\
@@ -189,8 +190,10 @@ def test_a_script_that_trains_in_a_loop_makes_a_run_of_each(
     assert first[0] != second[0]
 
 
-def test_a_script_that_spawns_trains_the_same(place: Path, expected: Expected) -> None:
-    end(start(place, spawned.__file__, free_port(), "record.run_dir=spawned"))
+def test_a_script_that_spawns_trains_the_same(
+    place: Path, forks: Forks, expected: Expected
+) -> None:
+    end_well([forks.start("spawned:forked", free_port(), ["record.run_dir=spawned"], place=place)])
     assert outcome(place / "spawned") == expected(2)
     assert_all_said_who_they_are(place / "spawned", 2)
 
@@ -207,9 +210,8 @@ def test_ranks_do_not_read_again_what_their_launcher_has_read(
 
 
 def test_two_launches_at_once_do_not_meet(place: Path, forks: Forks, expected: Expected) -> None:
-    typed = start(
-        place, "-m", "instar.cli.main", "train", "tiny.yaml", "--set", "record.run_dir=typed"
-    )
+    words = ["train", "tiny.yaml", "--set", "record.run_dir=typed"]
+    typed = start(place, *words, python=forks.command)
     called = start(place, "launched.py", "record.run_dir=called", python=forks.python)
     assert "same as: torchrun --nproc_per_node=2 -m instar.train tiny.yaml" in end(typed)
     assert "/called\n" in end(called)

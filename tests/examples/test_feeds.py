@@ -21,6 +21,7 @@ COMMAND = re.compile(r"instar train examples/feeds/(\w+)\.yaml(?: --nproc (\d))?
 
 SHORT = ["train.until=3it", "learning_rate.warmup_iters=1", "learning_rate.lr_decay_iters=9"]
 SHORT += ["eval.eval_interval=3", "eval.eval_iters=2", "record.log_interval=1"]
+SHORT += ["record.sample_tokens=4", "record.report=false"]
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,12 @@ import hashlib
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from fleets import FleetPlace
+from forks import Forks
 from tiny_run import TEXT
 
 RUN = """\
@@ -17,7 +20,7 @@ data: {source: squares.txt, path: tokens, tokenizer: char, seed: 1}
 train: {until: 12it, batch_size: 4}
 eval: {eval_interval: 4, eval_iters: 1}
 checkpoint: {every_steps: 4}
-record: {log_interval: 1, report: false}
+record: {log_interval: 1, sample_tokens: 0, report: false}
 """
 FLEET = """\
 name: seeds
@@ -30,10 +33,13 @@ jobs:
 """
 
 
-def _prepared(place: FleetPlace) -> None:
+@pytest.fixture
+def place(place: FleetPlace, forks: Forks) -> FleetPlace:
+    """With `run.yaml` and `fleet.yaml` in it."""
     (place.path / "squares.txt").write_text(TEXT)
     (place.path / "run.yaml").write_text(RUN)
     place.write(FLEET)
+    return replace(place, python=forks.python)
 
 
 def _weights(run: Path) -> str:
@@ -45,7 +51,6 @@ def test_a_killed_fleet_goes_on_and_the_same_seed_gives_the_same_weights(
     place: FleetPlace,
 ) -> None:
     """The launcher is killed while the second run trains; the first is not run again."""
-    _prepared(place)
     code, output = place.run("up", "fleet.yaml", "--only", "0")
     assert code == 0, output
     launcher = place.start("resume", "seeds")
@@ -73,7 +78,6 @@ def test_a_killed_fleet_goes_on_and_the_same_seed_gives_the_same_weights(
 
 
 def test_a_quick_test_has_folders_of_its_own(place: FleetPlace) -> None:
-    _prepared(place)
     code, output = place.run("up", "fleet.yaml", "--only", "0", "--max-steps", "2")
     assert code == 0, output
     events = (place.path / "runs/test_s42a/events.jsonl").read_text()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fleets import FleetPlace, planned, refused
+from forks import Forks
 from tiny_run import TEXT
 
 from instar.config.errors import ConfigError
@@ -319,7 +320,7 @@ model: {n_layer: 1, n_head: 2, n_embd: 16, context: 16}
 data: {source: squares.txt, path: tokens, tokenizer: char}
 train: {until: 300it, batch_size: 4}
 eval: {eval_interval: 10, eval_iters: 1}
-record: {log_interval: 50, report: false}
+record: {log_interval: 50, sample_tokens: 0, report: false}
 """
 RATES = """\
 name: rates
@@ -362,8 +363,8 @@ def test_mistakes_of_the_runs_are_found_all_at_once(
     assert "did you mean 'val/loss'" in refused(tmp_path, metric)
 
 
-@pytest.mark.timeout(400)  # three starts of torch
-def test_runs_are_pruned_and_can_be_resumed(place: FleetPlace) -> None:
+def test_runs_are_pruned_and_can_be_resumed(place: FleetPlace, forks: Forks) -> None:
+    place = replace(place, python=forks.python)
     (place.path / "squares.txt").write_text(TEXT)
     (place.path / "run.yaml").write_text(RUN)
     place.write(RATES)

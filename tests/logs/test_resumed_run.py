@@ -32,6 +32,7 @@ SETTINGS = (
         "record.layers_every=5",
         "record.sample_every=7",
         "record.sample_tokens=8",
+        "record.report=true",
         "model.dropout=0",
     ),
 )

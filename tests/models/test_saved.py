@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
+from forks import Forks
 from safetensors.torch import load_file
 
 from instar.checkpoint.listing import latest
@@ -34,12 +34,12 @@ exit_now(launch(sys.argv[1:], 2, module="ddp_saver"))
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run whose model was under DDP on two ranks."""
     root = tmp_path_factory.mktemp("run")
     path = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     subprocess.run(
-        [sys.executable, "-c", TWO_RANKS, str(root), json.dumps(ARCH.to_dict())],
+        [forks.python, "-c", TWO_RANKS, str(root), json.dumps(ARCH.to_dict())],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
         timeout=120,
         check=True,

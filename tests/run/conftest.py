@@ -36,6 +36,8 @@ TINY = [
     "train.gradient_accumulation_steps=2",
     "learning_rate.warmup_iters=2",
     "record.log_interval=1",
+    "record.sample_tokens=4",
+    "record.report=false",
     "eval.eval_interval=1000",
 ]
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from forks import Forks
+from forks import Forks, children_as_ranks
 from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said
 
 from instar.record.rundir import RunDir
 
+REPORT = "record.report=true"
 DIVERGING = "train.max_skipped_steps=2"
 NAN = "failures:last_rank_has_nan_for_good"
-
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture
@@ -32,7 +28,7 @@ def place(tmp_path: Path, forks: Forks) -> Place:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_fails_says_why_and_leaves_a_report(place: Place, ranks: int) -> None:
     run_dir = place.path / "failed"
-    children = place.train(run_dir, DIVERGING, ranks=ranks, body=NAN)
+    children = place.train(run_dir, DIVERGING, REPORT, ranks=ranks, body=NAN)
     assert codes(children) == [4] * ranks, said(children)
     (failed,) = events(run_dir, "failed")
     assert "the gradient was not finite for 2 steps in a row" in failed["message"]
@@ -43,7 +39,7 @@ def test_a_run_that_fails_says_why_and_leaves_a_report(place: Place, ranks: int)
 
 def test_a_run_that_ends_well_says_nothing_of_failure(place: Place) -> None:
     run_dir = place.path / "well"
-    children = place.train(run_dir)
+    children = place.train(run_dir, REPORT)
     assert codes(children) == [0], said(children)
     assert events(run_dir, "failed") == []
     assert [event["step"] for event in events(run_dir, "sample")] == [24]
@@ -52,7 +48,7 @@ def test_a_run_that_ends_well_says_nothing_of_failure(place: Place) -> None:
 
 def test_no_report_where_none_is_wanted(place: Place) -> None:
     run_dir = place.path / "plain"
-    children = place.train(run_dir, "record.report=false", "record.sample_tokens=0")
+    children = place.train(run_dir, "record.sample_tokens=0")
     assert codes(children) == [0], said(children)
     assert not RunDir(run_dir).report.exists()
     assert events(run_dir, "sample") == []
@@ -137,28 +133,15 @@ def test_a_run_leaves_nothing_half_deleted(place: Place) -> None:
     assert list(folder.glob(".*")) == []
 
 
-AGAIN = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from failures import trains_again_and_again
-trains_again_and_again(5, sys.argv[2:])
-"""
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_script_that_trains_again_and_again_keeps_nothing(place: Place, ranks: int) -> None:
-    script = place.path / "again.py"
-    script.write_text(AGAIN)
-    settings = ["record.report=false", "train.until=4it"]
+    settings = ["train.until=4it"]
     settings += ["reproducible=elastic", "parallel.elastic.threads=1"] if ranks == 1 else []
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *torchrun[: 4 * (ranks > 1)], script, SUPPORT, *settings],
-        cwd=place.path, capture_output=True, text=True, check=False, timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    left = [json.loads(text) for text in re.findall(r"left ({.*?})", done.stdout)]
+    body = "failures:trains_again_and_again"
+    children = children_as_ranks(place.forks, ranks, body, 5, settings, place=place.path)
+    assert codes(children) == [0] * ranks, said(children)
+    told = [re.findall(r"left ({.*?})", child.output()) for child in children]
+    left = [json.loads(text) for one_time in zip(*told, strict=True) for text in one_time]
     assert len(left) == 5 * ranks
     assert all(each["flags"] for each in left)
     assert {each["trainers"] for each in left} == {

@@ -53,12 +53,24 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 """
 
 
+OF_RUNS = """\
+import sys, types
+from instar.cli.main import entry
+from instar.fleet import plan
+plan.sys = types.SimpleNamespace(executable=sys.argv.pop(1))
+entry()
+"""
+"""`instar`, whose first argument is the Python of a fleet's Instar runs"""
+
+
 @dataclass(frozen=True)
 class FleetPlace:
     """A working directory with a folder of locks of its own."""
 
     path: Path
     first_port: int
+    python: Path | None = None
+    """of Instar runs, e.g. `forks.python`, which spares them the seconds in which they import torch"""
 
     def env(self) -> dict[str, str]:
         own = {"INSTAR_LOCK_DIR": str(self.path / "locks"), "OMP_NUM_THREADS": "1"}
@@ -73,8 +85,9 @@ class FleetPlace:
 
     def start(self, *words: object) -> subprocess.Popen[str]:
         """`instar fleet WORDS` in a process of its own."""
+        instar = ["-c", OF_RUNS, str(self.python)] if self.python else ["-m", "instar.cli.main"]
         return subprocess.Popen(
-            [sys.executable, "-m", "instar.cli.main", "fleet", *map(str, words)],
+            [sys.executable, *instar, "fleet", *map(str, words)],
             cwd=self.path,
             env=self.env(),
             stdout=subprocess.PIPE,

@@ -60,7 +60,7 @@ eval: {eval_epochs: 1, batch_size: 4}
 early_stopping: {rules: [{metric: loss, patience: 3}]}
 checkpoint: {on_best: true, best_of: [loss, accuracy]}
 test: {at_end: true}
-record: {log_interval: 1}
+record: {log_interval: 1, report: false}
 """
 """A run that learns its samples by heart and gives up; each epoch ends with a partial batch."""
 
@@ -77,7 +77,7 @@ data: {source: "science:graphs", val: 13, test: 11}
 train: {until: 3ep, batch_size: 8}
 learning_rate: {warmup_iters: 2}
 eval: {batch_size: 4}
-record: {log_interval: 1}
+record: {log_interval: 1, report: false}
 """
 
 

@@ -1,13 +1,9 @@
-"""A user's script whose two ranks are processes of torch.multiprocessing.
-
-Run as a program, `spawned.py PORT KEY=VALUE …`, it calls `spawn`; `forked` is the same without the
-seconds in which new interpreters import torch.
-"""
+"""A user's script whose two ranks are processes of torch.multiprocessing: forked, without the seconds
+in which new interpreters import torch."""
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -34,7 +30,3 @@ def spoil(sample: dict[str, Any], generator: object) -> dict[str, Any]:
     if os.environ["RANK"] == "1":
         raise ValueError("boom")
     return sample
-
-
-if __name__ == "__main__":
-    mp.spawn(work, args=(2, int(sys.argv[1]), sys.argv[2:]), nprocs=2)

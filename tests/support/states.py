@@ -24,7 +24,7 @@ optimizer: {{lr: 0.03, weight_decay: 0.0}}
 learning_rate: {{shape: constant, warmup_iters: 2}}
 eval: {{eval_interval: 4, batch_size: 4}}
 test: {{at_end: true, weights: last}}
-record: {{log_interval: 1}}
+record: {{log_interval: 1, report: false}}
 """
 
 

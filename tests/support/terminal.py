@@ -44,9 +44,11 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "LANG": "C.UTF-8"} | changes
 
 
-def into_pipes(place: Path, lines: Sequence[Sequence[str]], env: Mapping[str, str]) -> list[Shown]:
+def into_pipes(
+    place: Path, lines: Sequence[Sequence[str]], env: Mapping[str, str], python: str | Path
+) -> list[Shown]:
     done = subprocess.run(
-        _shell(place, lines), cwd=place, env=env, capture_output=True, timeout=LIMIT_S, check=True,
+        _shell(place, lines, python), cwd=place, env=env, capture_output=True, timeout=LIMIT_S, check=True,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     out, err = (_SAID.findall(stream.decode()) for stream in (done.stdout, done.stderr))
@@ -57,9 +59,13 @@ def into_pipes(place: Path, lines: Sequence[Sequence[str]], env: Mapping[str, st
 
 
 def on_terminal(
-    place: Path, lines: Sequence[Sequence[str]], env: Mapping[str, str], columns: int
+    place: Path,
+    lines: Sequence[Sequence[str]],
+    env: Mapping[str, str],
+    python: str | Path,
+    columns: int,
 ) -> list[Shown]:
-    code, said = run_on_terminal(_shell(place, lines), place, env, columns)
+    code, said = run_on_terminal(_shell(place, lines, python), place, env, columns)
     found = _SAID.findall(said)
     assert (code, len(found)) == (0, len(lines)), said
     return [Shown(int(code), out.replace("\r\n", "\n")) for _, out, code in found]
@@ -102,10 +108,10 @@ def run_on_terminal(
     return code, seen.decode()
 
 
-def _shell(place: Path, lines: Sequence[Sequence[str]]) -> list[str | Path]:
+def _shell(place: Path, lines: Sequence[Sequence[str]], python: str | Path) -> list[str | Path]:
     typed = place / "typed.json"
     typed.write_text(json.dumps([list(line) for line in lines]))
-    return [sys.executable, __file__, typed]
+    return [python, __file__, typed]
 
 
 def _type(lines: Sequence[Sequence[str]]) -> None:

@@ -103,7 +103,6 @@ def test_a_disk_full_for_three_seconds_costs_no_line_of_the_record(place: Place)
     small, copy = place.path / "small", place.path / "copy"
     small.mkdir()
     argv = ["train", "run.yaml", "--set", f"record.run_dir={small / 'run'}"]
-    argv += ["--set", "record.report=false"]
     body = "failures:full_from_step_8_to_20"
     child = place.forks.start(body, argv, str(small), str(copy), place=place.path)
     assert child.finish() == 0, child.output()

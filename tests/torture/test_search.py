@@ -11,6 +11,7 @@ from typing import Any
 import figures
 import pytest
 from fleets import FleetPlace
+from forks import Forks
 from tiny_run import TEXT, events
 
 RATES = figures.times(3, 16)
@@ -25,7 +26,7 @@ data: {{source: squares.txt, path: tokens, tokenizer: char}}
 train: {{until: {STEPS}it, batch_size: 8}}
 eval: {{eval_interval: {EVERY}, eval_iters: 4}}
 checkpoint: {{keep_last: 1}}
-record: {{log_interval: {EVERY}, report: false}}
+record: {{log_interval: {EVERY}, sample_tokens: 0, report: false}}
 """
 SEARCH = f"""\
 search:
@@ -36,8 +37,10 @@ search:
 
 
 @pytest.mark.timeout(7000)
-def test_a_search_comes_close_to_the_full_grid_for_a_part_of_its_cost(tmp_path: Path) -> None:
-    place = FleetPlace(tmp_path, 25000)
+def test_a_search_comes_close_to_the_full_grid_for_a_part_of_its_cost(
+    tmp_path: Path, forks: Forks
+) -> None:
+    place = FleetPlace(tmp_path, 25000, forks.python)
     (tmp_path / "squares.txt").write_text(TEXT)
     (tmp_path / "run.yaml").write_text(RUN)
     grid = [10 ** (-5 + 5 * i / (RATES - 1)) for i in range(RATES)]
