@@ -69,13 +69,17 @@ Given = dict[str, str]
 """the underived values of a run's config, by dotted key"""
 
 
-def names(runs: Sequence[RunDir], without: Collection[str] = ()) -> list[str]:
+def names(
+    runs: Sequence[RunDir],
+    without: Collection[str] = (),
+    values: Sequence[Given] | None = None,
+) -> list[str]:
     """Returns a unique label per run: its name; else name and differing keys, as `demo seed=2`, other
-    than those in `without`; else the folder's name."""
+    than those in `without`; else the folder's name. `values`: `given_values` of the runs, if known."""
     short = [printable(run.name) for run in runs]
     if len(set(short)) == len(runs):
         return short
-    given = given_values(runs)
+    given = values or given_values(runs)
     keys = [key for key in differing(given) if key not in without]
     if 0 < len(keys) <= _MOST_KEYS:
         labels = [_label(name, values, keys) for name, values in zip(short, given, strict=True)]
@@ -98,6 +102,7 @@ def grouped(
     by: By,
     given: Mapping[RunDir, str] | None = None,
     label: Callable[[Sequence[RunDir]], list[str]] | None = None,
+    values: Sequence[Given] | None = None,
 ) -> dict[str, list[int]]:
     """Returns the indices of the runs of each group by the group's unique name, in the order of first
     runs.
@@ -108,31 +113,37 @@ def grouped(
             a group of its own.
         given: names of the groups of some runs, whatever `by`; an empty one names none.
         label: names the other groups, given their first runs; default `names`.
+        values: `given_values` of the runs, if known.
     """
     groups: dict[str, list[int]] = {}
     others: dict[object, list[int]] = {}
     left = [n for n, run in enumerate(runs) if not (given or {}).get(run)]
-    keys = dict(zip(left, _keys([runs[n] for n in left], by), strict=True))
+    values = values or (given_values(runs) if by == "seed" and left else None)
+    keys = {n: _key(n, runs[n], by, values[n] if values else {}) for n in left}
     for n, run in enumerate(runs):
         if n in keys:
             others.setdefault(keys[n], []).append(n)
         else:
             groups.setdefault((given or {})[run], []).append(n)
-    firsts = [runs[group[0]] for group in others.values()]
-    found = label(firsts) if label else names(firsts, ("seed",) if by == "seed" else ())
+    numbers = [group[0] for group in others.values()]
+    firsts = [runs[n] for n in numbers]
+    if label:
+        found = label(firsts)
+    else:
+        ignored = ("seed",) if by == "seed" else ()
+        found = names(firsts, ignored, [values[n] for n in numbers] if values else None)
     for name, group in zip(found, others.values(), strict=True):
         groups[str(runs[group[0]].path) if name in groups else name] = group
     return dict(sorted(groups.items(), key=lambda each: each[1][0]))
 
 
-def _keys(runs: Sequence[RunDir], by: By) -> list[object]:
-    """Returns a key per run that is equal for the runs of a group."""
+def _key(number: int, run: RunDir, by: By, values: Given) -> object:
+    """Returns what is equal for the runs of a group."""
     if by == "run":
-        return list(range(len(runs)))
+        return number
     if by == "name":
-        return [run.name for run in runs]
-    by_run = [values | {"seed": ""} if values else {} for values in given_values(runs)]
-    return [frozenset(values.items()) or run.path for run, values in zip(runs, by_run, strict=True)]
+        return run.name
+    return frozenset((values | {"seed": ""}).items()) if values else run.path
 
 
 def notes_on_data(groups: Mapping[str, Sequence[RunDir]]) -> list[str]:

@@ -135,14 +135,15 @@ def chart_groups(
             the same one, else "runs".
     """
     keys, every = list(runs), list(runs.values())
-    seeds = [values.get("seed") for values in given_values(every)]
+    values = given_values(every)
+    seeds = [each.get("seed") for each in values]
     return [
         {
             "name": printable(name),
             "runs": [keys[n] for n in group],
             "of": "seeds" if len({seeds[n] for n in group} - {None}) == len(group) else "runs",
         }
-        for name, group in grouped(every, by, given).items()
+        for name, group in grouped(every, by, given, values=values).items()
     ]
 
 

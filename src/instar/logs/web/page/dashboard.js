@@ -120,8 +120,9 @@ class App {
     const metrics = this.view?.metrics || state.list("metrics");
     const loading = this.runs.show(this.selection.keys, metrics);
     this.#soon();
+    this.#group().catch(() => this.#settle("load", () => this.#load()));
     try {
-      await Promise.all([loading, this.#group()]);
+      await loading;
     } catch {
       this.#settle("load", () => this.#load());
       return;
