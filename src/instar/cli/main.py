@@ -37,6 +37,10 @@ COMMANDS = {
         "instar.cli.checkpoint:checkpoint",
         "List, inspect, verify, compare and convert checkpoints.",
     ),
+    "delta": (
+        "instar.cli.delta:delta",
+        "Save weights as what changed, and rebuild them bit for bit.",
+    ),
     "schedule": ("instar.cli.config:schedule", "Check schedules before a run."),
     "data": ("instar.cli.data:data", "Prepare and inspect training data."),
     "config": ("instar.cli.config:config", "Show, validate and compare configs."),

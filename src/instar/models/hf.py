@@ -451,9 +451,18 @@ def _problems_of_head(
     return []
 
 
-def export_folder(checkpoint: Checkpoint, folder: Path, *, averaged: bool = False) -> Architecture:
+def export_folder(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    averaged: bool = False,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Architecture:
     """Writes the model of a checkpoint, or the moving average of its weights, as a folder that
     `from_pretrained` loads. The folder is published atomically.
+
+    Args:
+        weights: other weights of the same model, e.g. those of another step.
 
     Raises:
         CheckpointError: transformers has no such model, or there is no average.
@@ -473,7 +482,7 @@ def export_folder(checkpoint: Checkpoint, folder: Path, *, averaged: bool = Fals
     run = path.absolute().parent.parent
     tokenizer = load_tokenizer(run) if (run / TOKENIZER_FILE).is_file() else None
     config = to_config(arch, end_id=tokenizer.end_id if tokenizer else None)
-    tensors = to_tensors(arch, checkpoint.tensors(component))
+    tensors = to_tensors(arch, checkpoint.tensors(component) if weights is None else weights)
     with atomic_dir(folder) as temporary:
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         atomic.adopt_file(temporary / WEIGHTS)

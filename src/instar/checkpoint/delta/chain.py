@@ -16,7 +16,6 @@ from instar.checkpoint.delta.folder import (
     Index,
     Kind,
     Link,
-    Segment,
     files,
     find,
     link_path,
@@ -24,16 +23,14 @@ from instar.checkpoint.delta.folder import (
     locked,
     read,
     read_index,
-    segment_of,
-    segments,
     to_link,
     write_anchor,
     write_index,
 )
-from instar.checkpoint.delta.link import Footer, Head, LinkWriter, Values, read_link
+from instar.checkpoint.delta.link import Footer, Head, LinkWriter, Values
 from instar.checkpoint.delta.pair import compare, head_of
-from instar.checkpoint.delta.replay import Replay
-from instar.checkpoint.delta.state import State, open_state, outline, state_hash
+from instar.checkpoint.delta.replay import checkout, replay_to, verify
+from instar.checkpoint.delta.state import State, outline, state_hash
 from instar.checkpoint.delta.tensors import empty, to_bits, without_aliases
 from instar.checkpoint.manifest import CheckpointError
 from instar.record import atomic
@@ -169,7 +166,7 @@ def load(folder: Path, number: int | None = None) -> dict[str, Tensor]:
     Raises:
         CheckpointError: there is no such state, or a file that leads to it is damaged.
     """
-    end, replay = _replay(folder, number)
+    end, replay = replay_to(folder, number)
     found = {}
     for name, entry in replay.outline.items():
         found[name] = empty(entry)
@@ -180,56 +177,3 @@ def load(folder: Path, number: int | None = None) -> dict[str, Tensor]:
             at += block.size
     replay.check()
     return found | {alias: found[name] for alias, name in end.aliases.items()}
-
-
-def checkout(folder: Path, number: int | None, target: Path) -> Link:
-    """Writes a state into a safetensors file; by default the last state.
-
-    Tied tensors are in it once, as in the files of transformers.
-
-    Raises:
-        CheckpointError: there is no such state, a file that leads to it is damaged, or the target
-            cannot be written.
-    """
-    end, replay = _replay(folder, number)
-    replay.write(target)
-    return end
-
-
-def _replay(folder: Path, number: int | None) -> tuple[Link, Replay]:
-    chain = links(folder)
-    segment = segment_of(chain, find(chain, number))
-    return segment.end, replay_of(segment)
-
-
-def replay_of(segment: Segment, *, every: bool = False) -> Replay:
-    """Opens the files of a segment.
-
-    Raises:
-        CheckpointError: a link is damaged.
-    """
-    return Replay(
-        open_state(segment.anchor.file),
-        [read_link(link.file) for link in segment.links],
-        str(segment.anchor.file),
-        expected=segment.anchor.result_hash,
-        every=every,
-    )
-
-
-def verify(folder: Path) -> list[Link]:
-    """Reads every byte of a chain, rebuilds every state, and compares all hashes.
-
-    Raises:
-        CheckpointError: a line for every file that is missing, damaged or from elsewhere.
-    """
-    chain = links(folder)
-    problems = []
-    for segment in segments(chain):
-        try:
-            replay_of(segment, every=True).run()
-        except CheckpointError as error:
-            problems.append(str(error))
-    if problems:
-        raise CheckpointError("\n".join(problems))
-    return chain

@@ -169,21 +169,23 @@ def read(path: Path) -> Link:
     Raises:
         CheckpointError: it is missing, damaged, or holds another number than its name says.
     """
-    changed = 0
-    head: Head
-    if path.name.endswith(SUFFIX):
-        kind: Kind = "anchor"
-        head = _read_anchor(path)
-        changed, size_bytes = head.elements, path.stat().st_size
-    else:
-        kind = "delta"
-        file = read_link(path, check=False)
-        head, size_bytes = file.footer, file.size_bytes
-        changed = file.footer.changed
-    link = to_link(path, kind, head, size_bytes, changed)
-    if path != link_path(path.parent, kind, link.number):
+    link = read_any(path)
+    if path != link_path(path.parent, link.kind, link.number):
         raise CheckpointError(f"{path}: this is number {link.number} of a chain, renamed")
     return link
+
+
+def read_any(path: Path) -> Link:
+    """Returns an anchor or a link by its head, whatever its name.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or neither of them.
+    """
+    if path.suffix == SUFFIX:
+        head = _read_anchor(path)
+        return to_link(path, "anchor", head, path.stat().st_size, head.elements)
+    file = read_link(path, check=False)
+    return to_link(path, "delta", file.footer, file.size_bytes, file.footer.changed)
 
 
 def to_link(path: Path, kind: Kind, head: Head, size_bytes: int, changed: int) -> Link:

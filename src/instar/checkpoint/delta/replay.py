@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from instar.checkpoint.delta.encoding import Words
-from instar.checkpoint.delta.link import LinkFile
+from instar.checkpoint.delta.folder import Link, Segment, find, links, segment_of, segments
+from instar.checkpoint.delta.link import LinkFile, read_link
 from instar.checkpoint.delta.state import (
     State,
     StateHash,
     file_header,
+    open_state,
     outline,
     write_state,
 )
@@ -97,3 +99,61 @@ class Replay:
                 self.check()
         except OSError as error:
             raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
+
+
+def checkout(folder: Path, number: int | None, target: Path) -> Link:
+    """Writes a state into a safetensors file; by default the last state.
+
+    Tied tensors are in it once, as in the files of transformers.
+
+    Raises:
+        CheckpointError: there is no such state, a file that leads to it is damaged, or the target
+            cannot be written.
+    """
+    end, replay = replay_to(folder, number)
+    replay.write(target)
+    return end
+
+
+def replay_to(folder: Path, number: int | None) -> tuple[Link, Replay]:
+    """Opens the files that lead to a state; by default to the last.
+
+    Raises:
+        CheckpointError: there is no such state, or a link is damaged.
+    """
+    chain = links(folder)
+    segment = segment_of(chain, find(chain, number))
+    return segment.end, replay_of(segment)
+
+
+def replay_of(segment: Segment, *, every: bool = False) -> Replay:
+    """Opens the files of a segment.
+
+    Raises:
+        CheckpointError: a link is damaged.
+    """
+    return Replay(
+        open_state(segment.anchor.file),
+        [read_link(link.file) for link in segment.links],
+        str(segment.anchor.file),
+        expected=segment.anchor.result_hash,
+        every=every,
+    )
+
+
+def verify(folder: Path) -> list[Link]:
+    """Reads every byte of a chain, rebuilds every state, and compares all hashes.
+
+    Raises:
+        CheckpointError: a line for every file that is missing, damaged or from elsewhere.
+    """
+    chain = links(folder)
+    problems = []
+    for segment in segments(chain):
+        try:
+            replay_of(segment, every=True).run()
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return chain

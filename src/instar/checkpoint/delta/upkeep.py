@@ -1,0 +1,130 @@
+"""Making a chain smaller: links squashed into one, and old states removed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from instar.checkpoint.delta.encoding import encode
+from instar.checkpoint.delta.folder import (
+    Index,
+    Link,
+    Segment,
+    files,
+    find,
+    links,
+    locked,
+    read,
+    read_index,
+    segment_of,
+    write_index,
+)
+from instar.checkpoint.delta.link import Head, LinkWriter, Values, coding, read_link
+from instar.checkpoint.delta.replay import replay_of
+from instar.checkpoint.manifest import CheckpointError
+from instar.record import atomic
+
+
+def squash(folder: Path, first: int, last: int) -> Link:
+    """Replaces the links `first` to `last` by one with the same result, and returns it.
+
+    The states between them are given up; all others, and the numbers, stay. After a crash the chain
+    has the links or their replacement.
+
+    Raises:
+        CheckpointError: a link is missing or damaged, an anchor is among them, or the disk is full.
+    """
+    try:
+        with locked(folder):
+            return _squash(folder, first, last)
+    except OSError as error:
+        raise CheckpointError(f"cannot squash {folder}: {error.strerror}") from error
+
+
+def _squash(folder: Path, first: int, last: int) -> Link:
+    chain = links(folder)
+    begin, end = find(chain, first), find(chain, last)
+    segment = segment_of(chain, end)
+    if begin not in segment.links:
+        raise CheckpointError(
+            f"{folder}: {first} to {last} cannot be squashed: only links after the anchor "
+            f"{segment.anchor.number} lead to {last}"
+        )
+    at = segment.links.index(begin)
+    squashed = [read_link(link.file) for link in segment.links[at:]]
+    absolute = all(file.footer.values == "absolute" for file in squashed)
+    values: Values = "absolute" if absolute else "steps"
+    before = replay_of(Segment(segment.anchor, segment.links[:at]))
+    after = replay_of(segment)
+    head = squashed[-1].footer
+    with atomic.atomic_file(end.file) as temporary, temporary.open("wb") as file:
+        writer = LinkWriter(file, after.outline, values)
+        for name, entry in after.outline.items():
+            blocks = zip(before.blocks(name), after.blocks(name), strict=True)
+            for number, (old, new) in enumerate(blocks):
+                if (delta := encode(old, new, coding(entry.dtype, values))) is not None:
+                    writer.add(name, number, delta)
+        before.check()
+        after.check()
+        fields = {name: getattr(head, name) for name in Head.__struct_fields__}
+        whole = Head(**fields | {"first": begin.first, "base": begin.base_hash})
+        footer = writer.finish(whole)
+        size_bytes = temporary.stat().st_size
+    for link in segment.links[at:-1]:
+        atomic.remove_tree(link.file)
+    return replace(
+        end,
+        first=begin.first,
+        base_hash=begin.base_hash,
+        size_bytes=size_bytes,
+        changed=footer.changed,
+    )
+
+
+def gc(folder: Path, number: int | None = None) -> list[Path]:
+    """Removes what is not needed for the states from `number` on; returns the removed files.
+
+    Those before the last anchor at or before `number` are removed; without a number only what crashes
+    left behind.
+
+    Raises:
+        CheckpointError: there is no such state, or a file of the chain is missing or damaged.
+    """
+    try:
+        with locked(folder):
+            atomic.sweep(folder)
+            chain = links(folder)
+            index = read_index(folder)
+            if index is not None and number is not None:
+                begin = segment_of(chain, find(chain, number)).anchor.number
+                write_index(folder, msgspec.structs.replace(index, first=begin))
+                chain = [link for link in chain if link.number >= begin]
+            kept = {link.file for link in chain}
+            removed = [path for path in files(folder).values() if path not in kept]
+            for path in removed:
+                path.unlink()
+    except OSError as error:
+        raise CheckpointError(f"cannot clean {folder}: {error.strerror}") from error
+    return removed
+
+
+def rebuild_index(folder: Path) -> list[Link]:
+    """Writes a damaged or missing index anew from the files there are, and returns their chain.
+
+    What was removed from its end is not noticed any more.
+
+    Raises:
+        CheckpointError: there is no chain, or a file is missing or damaged.
+    """
+    try:
+        with locked(folder):
+            found = [read(path) for path in files(folder).values()]
+            anchors = [link.number for link in found if link.kind == "anchor"]
+            if not anchors:
+                raise CheckpointError(f"{folder}: there is no anchor of a chain here")
+            write_index(folder, Index(anchors[0], found[-1].number, found[-1].result_hash))
+    except OSError as error:
+        raise CheckpointError(f"cannot write in {folder}: {error.strerror}") from error
+    return links(folder)

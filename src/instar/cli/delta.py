@@ -1,0 +1,360 @@
+"""`instar delta`: differences of weights, and chains of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from instar.cli.options import CommandGroup, NewFolder, json_option
+from instar.cli.output import print_json, print_named, print_table
+
+if TYPE_CHECKING:
+    from instar.checkpoint.delta.folder import Link
+    from instar.checkpoint.delta.statistics import LinkStatistics
+
+FOLDER = "deltas"
+"""Name of the folder of a run's chain."""
+
+path_type = click.Path(path_type=Path)
+chain_argument = click.argument("where", metavar="CHAIN|RUN")
+link_option = click.option(
+    "--link", "number", type=click.IntRange(0), help="Its number; default: the last."
+)
+step_option = click.option("--step", type=click.IntRange(0), help="Its training step instead.")
+
+
+@click.group(cls=CommandGroup)
+def delta() -> None:
+    """Save weights as what changed since an earlier state, and rebuild them bit for bit.
+
+    A CHAIN is a folder of anchors (whole states) and links (changes); of a RUN, its folder deltas.
+    """
+
+
+@delta.command()
+@click.argument("base", type=path_type)
+@click.argument("new", type=path_type)
+@click.argument("target", type=path_type, metavar="LINK")
+@click.option(
+    "--values",
+    type=click.Choice(["steps", "absolute"]),
+    default="steps",
+    show_default=True,
+    help="absolute: new values, which may be applied twice; larger.",
+)
+def create(base: Path, new: Path, target: Path, values: Any) -> None:
+    """Write what changed from BASE to NEW into the new file LINK.
+
+    BASE and NEW are safetensors files, or folders that transformers saved.
+    """
+    from instar.checkpoint.delta.pair import create as create_link
+    from instar.record.format import bytes_text
+
+    _check_new(target)
+    footer = create_link(base, new, target, values)
+    size = target.stat().st_size
+    click.echo(
+        f"{target}: {bytes_text(size)}, {footer.full_bytes / size:,.1f}x smaller; "
+        f"{_percent(footer.changed, footer.elements)} of {footer.elements:,} elements changed"
+    )
+
+
+@delta.command()
+@click.argument("base", type=path_type)
+@click.argument("link", type=path_type)
+@click.argument("target", type=path_type, metavar="NEW")
+def apply(base: Path, link: Path, target: Path) -> None:
+    """Write the state that LINK makes of BASE into the new safetensors file NEW."""
+    from instar.checkpoint.delta.pair import apply as apply_link
+
+    _check_new(target)
+    apply_link(base, link, target)
+    click.echo(str(target))
+
+
+@delta.command()
+@click.argument("where", metavar="CHAIN|RUN|LINK")
+@json_option
+def verify(where: str, as_json: bool) -> None:
+    """Read every byte of a chain, rebuild every state and compare its hash; of a LINK, its checksum.
+
+    The exit code is 3 if a file is missing, damaged or from elsewhere.
+    """
+    if Path(where).is_file():
+        from instar.checkpoint.delta.link import read_link
+
+        read_link(Path(where))
+        _say(as_json, {"path": where, "whole": True}, f"{where}: whole")
+        return
+    from instar.checkpoint.delta.replay import verify as verify_chain
+
+    folder = chain_at(where)
+    chain = verify_chain(folder)
+    facts = {"path": str(folder), "whole": True, "first": chain[0].number, "last": chain[-1].number}
+    _say(
+        as_json,
+        facts,
+        f"{folder}: {len(chain):,} states, {chain[0].number} to {chain[-1].number}, are whole",
+    )
+
+
+@delta.command()
+@click.argument("path", metavar="LINK", type=path_type)
+@click.option("--tensors", is_flag=True, help="List the changed tensors.")
+@json_option
+def info(path: Path, tensors: bool, as_json: bool) -> None:
+    """Print what a link, or an anchor of a chain, holds."""
+    from instar.checkpoint.delta.folder import read_any
+    from instar.checkpoint.delta.link import read_link
+
+    link = read_any(path)
+    file = read_link(path, check=False) if link.kind == "delta" else None
+    changes = file.footer.tensors if file else {}
+    facts = _facts(link) | ({"values": file.footer.values} if file else {})
+    if as_json:
+        rows = {
+            name: {"dtype": c.dtype, "shape": c.shape, "changed": c.changed}
+            for name, c in changes.items()
+        }
+        print_json(facts | ({"tensors": rows} if tensors else {}))
+        return
+    print_named(((name.replace("_", " "), _text(value)) for name, value in facts.items()), 14)
+    if tensors:
+        click.echo()
+        cells = [
+            [name, c.dtype, " × ".join(map(str, c.shape)), f"{c.changed:,}"]
+            for name, c in changes.items()
+        ]
+        print_table(["tensor", "type", "shape", "changed"], cells, right=["changed"])
+
+
+@delta.command()
+@chain_argument
+@click.option(
+    "--stats", is_flag=True, help="Read all links: density and overlap, also of each layer."
+)
+@json_option
+def log(where: str, stats: bool, as_json: bool) -> None:
+    """List the states of a chain: step, size, and how many elements changed.
+
+    Density is the share of changed elements; overlap is the Jaccard index of the elements that
+    changed and those that changed in the step before.
+    """
+    from instar.checkpoint.delta.folder import links
+
+    folder = chain_at(where)
+    chain = links(folder)
+    found: dict[int, LinkStatistics] = {}
+    if stats:
+        from instar.checkpoint.delta.statistics import statistics
+
+        found = {each.number: each for each in statistics(folder)}
+    if as_json:
+        print_json(
+            [
+                _facts(link) | (found[link.number].to_dict() if link.number in found else {})
+                for link in chain
+            ]
+        )
+        return
+    headers = ["link", "step", "kind", "size", "smaller", "density"]
+    rows = [_row(link) for link in chain]
+    if stats:
+        headers.append("overlap")
+        rows = [
+            [*row, _share(found[link.number].whole.overlap if link.number in found else None)]
+            for row, link in zip(rows, chain, strict=True)
+        ]
+    print_table(headers, rows, right=[name for name in headers if name != "kind"])
+    if stats:
+        _print_layers(list(found.values()))
+
+
+@delta.command()
+@chain_argument
+@click.argument("target", type=path_type, metavar="NEW")
+@link_option
+@step_option
+def checkout(where: str, target: Path, number: int | None, step: int | None) -> None:
+    """Write a state of a chain into the new safetensors file NEW; by default the last."""
+    from instar.checkpoint.delta.replay import checkout as write_state
+
+    _check_new(target)
+    folder = chain_at(where)
+    write_state(folder, _number(folder, number, step), target)
+    click.echo(str(target))
+
+
+@delta.command()
+@chain_argument
+@click.argument("first", type=click.IntRange(0))
+@click.argument("last", type=click.IntRange(0))
+def squash(where: str, first: int, last: int) -> None:
+    """Replace the links FIRST to LAST by one; the states between them are given up."""
+    from instar.checkpoint.delta.upkeep import squash as squash_links
+    from instar.record.format import bytes_text
+
+    link = squash_links(chain_at(where), first, last)
+    click.echo(f"{link.file}: {bytes_text(link.size_bytes)}, from {link.first} to {link.number}")
+
+
+@delta.command()
+@chain_argument
+@click.option(
+    "--keep-from",
+    "number",
+    type=click.IntRange(0),
+    help="Remove the states before the last anchor at or before this number.",
+)
+@click.option(
+    "--rebuild-index", is_flag=True, help="First write a damaged or missing index.json anew."
+)
+def gc(where: str, number: int | None, rebuild_index: bool) -> None:
+    """Remove old states of a chain, and what crashes left behind."""
+    from instar.checkpoint.delta import upkeep
+
+    folder = chain_at(where)
+    if rebuild_index:
+        upkeep.rebuild_index(folder)
+    removed = upkeep.gc(folder, number)
+    click.echo(f"{folder}: removed {len(removed):,} file{'' if len(removed) == 1 else 's'}")
+
+
+@delta.command()
+@chain_argument
+@click.argument("folder", type=NewFolder())
+@click.option(
+    "--like",
+    required=True,
+    metavar="MODEL|CHECKPOINT|RUN",
+    help="Whose config and tokenizer: a folder of transformers, or a run.",
+)
+@link_option
+@step_option
+def export(where: str, folder: Path, like: str, number: int | None, step: int | None) -> None:
+    """Write a state of a chain as the new folder FOLDER, which transformers loads."""
+    chain = chain_at(where)
+    number = _number(chain, number, step)
+    if (Path(like) / "config.json").is_file():
+        from instar.checkpoint.delta.export import export as export_like
+
+        export_like(chain, number, Path(like), folder)
+    else:
+        from instar.checkpoint.delta.chain import load
+        from instar.checkpoint.store import load as load_checkpoint
+        from instar.cli.checkpoint import checkpoint_at
+        from instar.models.hf import export_folder
+
+        export_folder(load_checkpoint(checkpoint_at(like)), folder, weights=load(chain, number))
+    click.echo(str(folder))
+
+
+def chain_at(text: str) -> Path:
+    """Return the folder of the chain that `text` names: itself, or that of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from instar.checkpoint.delta.folder import files
+    from instar.checkpoint.manifest import CheckpointError
+    from instar.config.errors import ConfigError
+    from instar.record.rundir import find_run
+
+    path = Path(text)
+    if files(path):
+        return path
+    try:
+        path = path if (path / FOLDER).is_dir() else find_run(text).path
+    except ConfigError as error:
+        raise CheckpointError(f"{text}: neither a chain of delta checkpoints nor a run") from error
+    if not (path / FOLDER).is_dir():
+        raise CheckpointError(
+            f"{path}: this run has no delta checkpoints; set checkpoint.delta to save some"
+        )
+    return path / FOLDER
+
+
+def _number(folder: Path, number: int | None, step: int | None) -> int:
+    from instar.checkpoint.delta.folder import find, links
+
+    if number is not None and step is not None:
+        raise click.UsageError("Give --link or --step, not both.")
+    return find(links(folder), number, step).number
+
+
+def _check_new(target: Path) -> None:
+    from instar.record.atomic import WriteError
+
+    if target.exists():
+        raise WriteError(f"{target} exists; choose a new file")
+
+
+def _facts(link: Link) -> dict[str, Any]:
+    return {
+        "file": str(link.file),
+        "kind": link.kind,
+        "number": link.number,
+        "first": link.first,
+        "step": link.step,
+        "size_bytes": link.size_bytes,
+        "full_bytes": link.full_bytes,
+        "elements": link.elements,
+        "changed": link.changed,
+        "base": link.base_hash,
+        "result": link.result_hash,
+        "aliases": dict(link.aliases),
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{alias} = {name}" for alias, name in value.items()) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value) or "none"
+
+
+def _row(link: Link) -> list[str]:
+    from instar.record.format import bytes_text
+
+    span = f"{link.number:,}" if link.first == link.number else f"{link.first:,}-{link.number:,}"
+    cells = [span, f"{link.step:,}", link.kind, bytes_text(link.size_bytes)]
+    if link.kind == "anchor":
+        return [*cells, "", ""]
+    density = link.changed / link.elements if link.elements else 0.0
+    return [*cells, f"{link.full_bytes / link.size_bytes:,.1f}x", _share(density)]
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
+
+
+def _print_layers(found: Sequence[LinkStatistics]) -> None:
+    """Print the mean density and overlap of each layer."""
+    layers: dict[str, list[Any]] = {}
+    for each in found:
+        for name, share in each.layers.items():
+            layers.setdefault(name, []).append(share)
+    if layers:
+        click.echo()
+    rows = []
+    for name, shares in layers.items():
+        overlaps = [share.overlap for share in shares if share.overlap is not None]
+        density = sum(share.density for share in shares) / len(shares)
+        overlap = sum(overlaps) / len(overlaps) if overlaps else None
+        rows.append([name, f"{shares[0].elements:,}", _share(density), _share(overlap)])
+    if rows:
+        headers = ["layer", "elements", "density", "overlap"]
+        print_table(headers, rows, right=headers[1:])
+
+
+def _percent(part: int, whole: int) -> str:
+    return _share(part / whole if whole else 0.0)
+
+
+def _say(as_json: bool, facts: dict[str, Any], text: str) -> None:
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo(text)
