@@ -45,6 +45,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
         ("growth", "compute of: grown, copies without first moments"),
         ("logs", "one log call"),
+        ("delta_size", "applying a delta, 1 % changed"),
         ("moments", "loss moved by growing, the most"),
     ],
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import resource
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from instar.checkpoint.delta.chain import append
+from instar.checkpoint.delta.chain import append, links, load, verify
+from instar.checkpoint.manifest import CheckpointError
 
 State = dict[str, Tensor]
 
@@ -57,3 +62,54 @@ def same(a: State, b: State) -> bool:
         )
         for name in a
     )
+
+
+SIZE = 1 << 16
+"""elements of the weights that a child saves"""
+
+
+def weights(step: int, size: int = SIZE) -> State:
+    """Weights that say of which step they are; few differ from those of the step before."""
+    tensor = torch.ones(size, dtype=torch.bfloat16)
+    tensor.view(torch.int16)[step % 97 :: 97] += step
+    return {"weight": tensor, "step": torch.tensor(step)}
+
+
+def save_for_ever(folder: str, acknowledged: str) -> None:
+    """Resume a chain and save step after step; each goes into the file `acknowledged` once saved.
+
+    Every second process takes up the last state; the others begin with an anchor.
+    """
+    chain = Path(folder)
+    with Path(acknowledged).open("ab", buffering=0) as file:
+        last = links(chain)[-1].step
+        base = load(chain) if os.getpid() % 2 else None
+        for step in itertools.count(last + 1):
+            state = weights(step)
+            append(chain, step, state, base)
+            base = state
+            file.write(b"%d\n" % step)
+
+
+def save_with_too_little_room(folder: str, room_bytes: int) -> int:
+    """Save a link where no file may grow beyond `room_bytes`, then again without the limit.
+
+    Prints the error as JSON.
+    """
+    chain = Path(folder)
+    step = links(chain)[-1].step
+    told = ""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = load(chain)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
+    try:
+        append(chain, step + 1, weights(step + 1), before)
+    except CheckpointError as error:
+        told = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    after_it = [link.step for link in verify(chain)]
+    if told:
+        append(chain, step + 1, weights(step + 1), before)
+    print(json.dumps({"told": told, "last": after_it[-1], "then": verify(chain)[-1].step}))
+    return 0

@@ -131,7 +131,7 @@ def read_index(folder: Path) -> Index | None:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     try:
         index = msgspec.json.decode(raw, type=Index)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
     if raw != _encode_index(index):
         raise CheckpointError(f"{path}: content has changed: its checksum does not match")

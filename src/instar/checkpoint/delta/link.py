@@ -182,22 +182,17 @@ class LinkFile:
         gaps = None if span.gaps is None else tuple(planes[:count])
         return BlockDelta(span.changed, gaps, tuple(planes[count:]))
 
-    def apply(self, name: str, block: int, words: Words) -> Words:
-        """Returns a block of a tensor after this link; `words` itself if it does not change it.
+    def apply(self, name: str, difference: BlockDelta, words: Words) -> None:
+        """Applies the difference of a block of a tensor in place.
 
         Raises:
             CheckpointError: the difference does not fit the block.
         """
-        difference = self.difference(name, block)
-        if difference is None:
-            return words
-        changed = words.copy()
         footer = self.footer
         try:
-            apply(difference, changed, coding(footer.tensors[name].dtype, footer.values))
+            apply(difference, words, coding(footer.tensors[name].dtype, footer.values))
         except EncodingError as error:
             raise CheckpointError(f"{self.path}: invalid: {name}: {error}") from error
-        return changed
 
     def check_fits(self, base: Outline) -> None:
         """Checks that the differences are of tensors of a base.

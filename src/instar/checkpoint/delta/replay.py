@@ -56,8 +56,11 @@ class Replay:
         hashes = {id(link): digest for link, digest in self._hashes}
         for number, words in enumerate(self._base[name].blocks()):
             self._base_hash.update(name, words)
+            mapped = words  # read-only
             for link in self._links:
-                words = link.apply(name, number, words)
+                if (difference := link.difference(name, number)) is not None:
+                    words = words.copy() if words is mapped else words
+                    link.apply(name, difference, words)
                 if id(link) in hashes:
                     hashes[id(link)].update(name, words)
             yield words

@@ -75,7 +75,7 @@ def open_state(path: Path) -> dict[str, Bits]:
         return _open_file(path / f"model{SUFFIX}")
     try:
         names = msgspec.json.decode(read_regular(index), type=_Index).weight_map
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{index}: {error}") from error
     found: dict[str, Bits] = {}
     for name in sorted(set(names.values())):
