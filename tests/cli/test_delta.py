@@ -157,6 +157,14 @@ def test_a_chain_is_checked_out_squashed_and_cleaned(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("place")
+def test_a_run_stands_for_its_chain(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    assert "neither a chain" in refused(capsys, "log", "run")
+    Path("deltas").rename("run/deltas")
+    assert "anchor" in said(capsys, "log", "run")
+
+
+@pytest.mark.usefixtures("place")
 def test_a_damaged_chain_ends_in_3(capsys: pytest.CaptureFixture[str]) -> None:
     Path("deltas/link-6.delta").unlink()
     assert "number 6 is missing" in refused(capsys, "verify", "deltas")

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from instar.checkpoint.delta.folder import Link
     from instar.checkpoint.delta.statistics import LinkStatistics
 
-FOLDER = "deltas"
-"""Name of the folder of a run's chain."""
-
 path_type = click.Path(path_type=Path)
 chain_argument = click.argument("where", metavar="CHAIN|RUN")
 link_option = click.option(
@@ -261,20 +258,20 @@ def chain_at(text: str) -> Path:
     from instar.checkpoint.delta.folder import files
     from instar.checkpoint.manifest import CheckpointError
     from instar.config.errors import ConfigError
-    from instar.record.rundir import find_run
+    from instar.record.rundir import RunDir, find_run
 
     path = Path(text)
     if files(path):
         return path
     try:
-        path = path if (path / FOLDER).is_dir() else find_run(text).path
+        run = RunDir(path) if RunDir(path).deltas.is_dir() else find_run(text)
     except ConfigError as error:
         raise CheckpointError(f"{text}: neither a chain of delta checkpoints nor a run") from error
-    if not (path / FOLDER).is_dir():
+    if not run.deltas.is_dir():
         raise CheckpointError(
-            f"{path}: this run has no delta checkpoints; set checkpoint.delta to save some"
+            f"{run.path}: this run has no deltas; set checkpoint.delta.every to save some"
         )
-    return path / FOLDER
+    return run.deltas
 
 
 def _number(folder: Path, number: int | None, step: int | None) -> int:
