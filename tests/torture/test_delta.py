@@ -28,7 +28,7 @@ from instar.models.gpt import GPT
 
 KILLS = figures.times(5, 200)
 LINKS = figures.times(20, 1000)
-FLIPS = figures.times(100, 20_000)
+FLIPS = figures.times(100, 5_000)
 FULL_DISKS = figures.times(3, 100)
 LARGE = figures.times(1 << 22, (1 << 31) + (1 << 20))
 
