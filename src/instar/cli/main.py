@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -74,9 +74,14 @@ def instar() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; print errors on stderr."""
+    return run_command(lambda: _run_with_trust(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run_command(run: Callable[[], int]) -> int:
+    """Run a command and return its exit code; print errors on stderr."""
     set_encoding()
     try:
-        code = _run_with_trust(list(sys.argv[1:] if argv is None else argv))
+        code = run()
         if sys.stdout is not None:
             sys.stdout.flush()
         return code

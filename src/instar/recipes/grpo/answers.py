@@ -1,0 +1,225 @@
+r"""Final answers of mathematical texts: found, brought into a normal form, and compared exactly.
+
+The forms are those of GSM8K (`#### 1,234`) and of MATH (`\boxed{\frac{1}{2}}`): numbers with thousands
+separators, units and percent signs, fractions, roots, intervals, tuples, sets and lists. Numbers are
+compared exactly: rational ones as fractions, others with 50 digits, so that `3.14` is not `\pi`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from instar.recipes.grpo.numbers import NotANumber, Number, evaluate
+
+MOST_CHARACTERS = 400
+"""an answer that is longer is compared as text"""
+
+_MARKED = re.compile(r"####[ \t]*([^\n]*)")
+_STATED = re.compile(
+    r"(?:final |correct )?answer(?: is|:| =)[ \t:]*(.+?)(?:\.?[ \t]*(?:\n|$)|\.[ \t])",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"[-−+]?(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?:\\?%)?")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+
+
+def final_answer(text: str) -> str | None:
+    r"""Return the answer that a text gives at its end, or None.
+
+    The first of these that occurs, and of several the last: `\boxed{…}`, `#### …`, "the answer is …", a
+    number.
+    """
+    if (boxed := _boxed(text)) is not None:
+        return boxed
+    for pattern in (_MARKED, _STATED):
+        if found := [match[1].strip() for match in pattern.finditer(text)]:
+            return found[-1] or None
+    numbers = _NUMBER.findall(text)
+    return numbers[-1].rstrip(",") if numbers else None
+
+
+def is_correct(completion: str, expected: str) -> bool:
+    """Whether the final answer of a completion equals `expected`, itself an answer or a solution."""
+    given = final_answer(completion)
+    return given is not None and same_answer(given, final_answer_of_solution(expected))
+
+
+def final_answer_of_solution(solution: str) -> str:
+    r"""Return the answer that a reference solution marks by `\boxed` or `####`, or all of it."""
+    marked = _MARKED.findall(solution)
+    boxed = _boxed(solution)
+    return boxed if boxed is not None else marked[-1].strip() if marked else solution.strip()
+
+
+def same_answer(given: str, expected: str) -> bool:
+    """Whether two answers are equal. Commas separate thousands, or else the items of a list."""
+    texts = _plain(given), _plain(expected)
+    if texts[0] == texts[1]:
+        return bool(texts[0])
+    if max(map(len, texts)) > MOST_CHARACTERS:
+        return False
+    joined = (_THOUSANDS.sub("", texts[0]), _THOUSANDS.sub("", texts[1]))
+    return _same(joined[0], joined[1]) or (texts != joined and _same(texts[0], texts[1]))
+
+
+def _boxed(text: str) -> str | None:
+    """Return the content of the last box, whose braces are balanced, or None."""
+    for match in reversed([*_BOX.finditer(text)]):
+        rest = text[match.end() :]
+        if not rest.startswith("{"):
+            return rest.split("$")[0].split()[0] if rest.split("$")[0].split() else None
+        depth = 0
+        for at, char in enumerate(rest):
+            depth += (char == "{") - (char == "}")
+            if depth == 0:
+                return rest[1:at].strip()
+    return None
+
+
+_REPLACED = [
+    (re.compile(pattern), by)
+    for pattern, by in (
+        (r"−|–", "-"),
+        (r"\\(?:text|mbox|textbf|textit|mathrm|mathbf|textrm)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\[dtc]frac", r"\\frac"),
+        (r"\\left|\\right|\\displaystyle|\\[bB]igg?[lr]?(?![a-z])", ""),
+        (r"\\[()\[\]]|\\?\$|€|£", ""),
+        (r",\\!\s*", ","),
+        (r"\\[!,;:]|~|\\(?:quad|qquad)(?![a-z])|\\ |(?<=\d)\{,\}(?=\d)", " "),
+        (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree(?:s)?(?![a-z])", " degrees "),
+        (r"\\%", "%"),
+        (r"\\(?:lbrace|\{)", "⦃"),
+        (r"\\(?:rbrace|\})", "⦄"),
+        (r"∪", r"\\cup "),
+        (r"∞", r"\\infty "),
+        (r"π", r"\\pi "),
+        (r"√", r"\\sqrt"),
+        (r"×", r"\\times "),
+        (r"±", r"\\pm "),
+        (r"\\(?:emptyset|varnothing)(?![a-z])|∅", "⦃⦄"),
+    )
+]
+_DIGIT_GROUPS = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?![\d])")
+_ASSIGNED = re.compile(r"^[A-Za-z](?:_\{?\w+\}?|\([a-z]\))?\s*(?:=|\\in(?![a-z])|∈)\s*")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_SPACES = re.compile(r"\s+")
+
+
+def _plain(text: str) -> str:
+    """Return a text without markup that has no meaning."""
+    for pattern, by in _REPLACED:
+        text = pattern.sub(by, text)
+    text = _SPACES.sub(" ", text).strip(" ,;:").rstrip(". ")
+    text = _DIGIT_GROUPS.sub(lambda match: match[0].replace(" ", ""), text)
+    return _ASSIGNED.sub("", text)
+
+
+def _same(given: str, expected: str) -> bool:
+    """Compare two texts in one reading of their commas."""
+    return _value(given) == _value(expected) or _same_quantity(given, expected)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Several values: an interval or tuple with its brackets, or a set or list without order."""
+
+    brackets: str
+    items: tuple[object, ...]
+
+
+def _value(text: str) -> object:
+    """Return a value whose equality is that of answers."""
+    parts = [*_split(text, r"\cup")]
+    if len(parts) > 1:
+        return _Group("∪", _unordered(parts))
+    text = parts[0]
+    if text[:1] in tuple("([⦃") and text[-1:] in tuple(")]⦄") and _closes_at(text) == len(text) - 1:
+        items = [*_split(text[1:-1], ",")]
+        if text[0] == "⦃":
+            return _Group("", _unordered(items))
+        if len(items) > 1:
+            return _Group(text[0] + text[-1], tuple(map(_value, items)))
+        inner = text[1:-1].strip()
+        return _value(inner) if text[0] == "(" and text[-1] == ")" and inner else text
+    items = [*_split(re.sub(r"\s+(?:and|or)\s+", ",", text), ",")]
+    if len(items) > 1:
+        return _Group("", _unordered(items))
+    if r"\pm" in text:
+        return _Group("", _unordered([text.replace(r"\pm", sign) for sign in "+-"]))
+    try:
+        return evaluate(text)
+    except NotANumber:
+        return _as_text(text)
+
+
+def _unordered(texts: list[str]) -> tuple[object, ...]:
+    counted = Counter(map(_value, texts))
+    return (frozenset(counted.items()),)
+
+
+def _split(text: str, separator: str) -> Iterator[str]:
+    """Yield the parts of a text between separators that no bracket encloses."""
+    depth = begin = 0
+    for at, char in enumerate(text):
+        depth += (char in "([{⦃") - (char in ")]}⦄")
+        if depth == 0 and text.startswith(separator, at) and at >= begin:
+            yield text[begin:at].strip()
+            begin = at + len(separator)
+    yield text[begin:].strip()
+
+
+def _closes_at(text: str) -> int:
+    """Return where the first bracket is closed, by a bracket of any kind."""
+    depth = 0
+    for at, char in enumerate(text):
+        depth += (char in "([{⦃") - (char in ")]}⦄")
+        if depth == 0:
+            return at
+    return -1
+
+
+def _as_text(text: str) -> str:
+    """Return the form in which texts are compared: without spaces and braces around one character."""
+    if re.fullmatch(r"[A-Za-z]+(?: [A-Za-z]+)*", text):
+        return text.lower().replace(" ", "")
+    return re.sub(r"\{(\w)\}", r"\1", text.replace(" ", ""))
+
+
+_WITH_UNIT = re.compile(
+    r"(?P<number>.*[\d.)}])(?:\s+|\s*(?=degrees|%))(?P<unit>[^\d+*/=^\\(){}]+(?:\^\{?\d\}?)?)"
+)
+
+
+def _same_quantity(given: str, expected: str) -> bool:
+    """Compare numbers of which one or both have a unit. A missing unit is that of the other.
+
+    50% is 50, as data sets leave the sign out, and 0.5 beside a number without a sign.
+    """
+    one, two = _quantity(given), _quantity(expected)
+    if one is None or two is None or not (one[1] or two[1]):
+        return False
+    (number, unit), (other, other_unit) = one, two
+    if unit and other_unit:
+        return unit == other_unit and number == other
+    percent = number if unit == "%" else other if other_unit == "%" else None
+    return number == other or (
+        percent is not None and _is_hundredth(other if unit == "%" else number, percent)
+    )
+
+
+def _quantity(text: str) -> tuple[Number, str] | None:
+    match = _WITH_UNIT.fullmatch(text)
+    try:
+        if match is None:
+            return evaluate(text), ""
+        unit = match["unit"].strip().lower().replace(" ", "")
+        return evaluate(match["number"]), unit.rstrip("s") or unit
+    except NotANumber:
+        return None
+
+
+def _is_hundredth(number: Number, percent: Number) -> bool:
+    return number == percent / 100

@@ -1,0 +1,100 @@
+"""What a GRPO run does between the steps of TRL's trainer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from instar.distributed.signals import StopSignal
+from instar.recipes.grpo.checkpoints import save_rest
+from instar.recipes.grpo.evaluate import Evaluation
+from instar.recipes.grpo.options import Options
+from instar.recipes.grpo.record import RunRecord
+
+logger = logging.getLogger("instar.grpo")
+
+
+class RunCallback(TrainerCallback):
+    """Records steps, evaluates, completes checkpoints, and stops when a signal asks for it."""
+
+    def __init__(
+        self,
+        options: Options,
+        record: RunRecord,
+        evaluate: Callable[[int], Evaluation],
+        stop: StopSignal,
+    ) -> None:
+        """`evaluate`: evaluates the weights after a step."""
+        self._options, self._record = options, record
+        self._evaluate, self._stop = evaluate, stop
+        self.trainer: Any = None
+        """Set once the trainer is made, which needs its callbacks before."""
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        if state.global_step == 0:
+            self._evaluated(0)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        if self._stop.requested:
+            control.should_save = control.should_training_stop = True
+
+    def on_log(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        step = state.global_step
+        self._record.trained(step, logs)
+        logger.info(
+            "%6d  reward %.3f  loss %+.4f  |g| %.2e  length %.1f  %.2f s",
+            step,
+            logs.get("reward") or 0.0,
+            logs["loss"],
+            logs.get("grad_norm") or 0.0,
+            logs.get("completions/mean_length") or 0.0,
+            logs.get("step_time") or 0.0,
+        )
+        if step % self._options.eval_every == 0 or step == state.max_steps:
+            self._evaluated(step)
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        record = self._record
+        save_rest(checkpoint, self.trainer, self._options, record.active_s, record.began)
+        record.saved(state.global_step, checkpoint, self._stop.requested or "interval")
+        self._stop.resumable = True
+
+    def _evaluated(self, step: int) -> None:
+        began = time.perf_counter()
+        found = self._evaluate(step)
+        self._record.evaluated(step, found, time.perf_counter() - began)
+        reached = "  ".join(f"pass@{k} {value:.3f}" for k, value in found.pass_at.items())
+        logger.info("%6d  %s  val loss %.4f", step, reached, found.loss)

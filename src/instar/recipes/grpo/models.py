@@ -1,0 +1,118 @@
+"""The model and the tokenizer that a name stands for, and completions sampled from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from instar.config.errors import ConfigError
+from instar.recipes.grpo.data import load_questions, texts
+from instar.recipes.grpo.tiny import TINY, make_tiny
+
+Ids = list[int]
+_ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+def load_model(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, Any]:
+    """Return a causal language model and its tokenizer.
+
+    Args:
+        model: `tiny`, a folder, or a name on the hub.
+        dataset: what the tokenizer of `tiny` is trained on.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    import torch
+
+    kind = getattr(torch, dtype)
+    if model == TINY:
+        made, tokenizer = make_tiny(texts(load_questions(dataset)))
+        return made.to(kind), tokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=kind)
+    except (OSError, ValueError) as error:
+        raise ConfigError.one(
+            f"{model} cannot be loaded: {str(error).splitlines()[0][:300]}",
+            where="--model",
+            hint=f"write {TINY}, a folder, or a name on the Hugging Face hub",
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return loaded, tokenizer
+
+
+def sample(
+    model: Any, pad_id: int, prompts: Sequence[Ids], n: int, sampling: Sampling, seed: int
+) -> list[Ids]:
+    """Draw n completions of each prompt, in the order of the prompts.
+
+    They are a function of the arguments alone: the process's generators are left as they are.
+
+    Returns:
+        len(prompts) · n lists of ids, each up to and including the first end-of-text.
+    """
+    import torch
+
+    devices = [model.device] if model.device.type == "cuda" else []
+    found: list[Ids] = []
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=devices), torch.inference_mode():
+            torch.manual_seed(seed)
+            at_once = max(1, _ROWS_AT_ONCE // n)
+            for begin in range(0, len(prompts), at_once):
+                found += _sample(model, pad_id, prompts[begin : begin + at_once], n, sampling)
+    finally:
+        model.train(was_training)
+    return found
+
+
+def _sample(
+    model: Any, pad_id: int, prompts: Sequence[Ids], n: int, sampling: Sampling
+) -> list[Ids]:
+    import torch
+    from transformers import GenerationConfig
+
+    longest = max(map(len, prompts))
+    rows = [[pad_id] * (longest - len(ids)) + list(ids) for ids in prompts for _ in range(n)]
+    kept = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts for _ in range(n)]
+    ends = end_ids(model)
+    drawn = model.generate(
+        input_ids=torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(kept, device=model.device),
+        generation_config=GenerationConfig(
+            do_sample=True,
+            max_new_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=0,
+            eos_token_id=ends,
+            pad_token_id=pad_id,
+        ),
+    )
+    return [_up_to_end(row, ends) for row in drawn[:, longest:].tolist()]
+
+
+def end_ids(model: Any) -> Ids:
+    """Return the ids that end a text."""
+    ends = model.generation_config.eos_token_id
+    return [ends] if isinstance(ends, int) else list(ends or [])
+
+
+def _up_to_end(ids: Ids, ends: Sequence[int]) -> Ids:
+    return next((ids[: at + 1] for at, each in enumerate(ids) if each in ends), ids)

@@ -1,0 +1,199 @@
+"""`python -m instar.recipes.grpo.serve`: an OpenAI-style server that takes new weights while it runs.
+
+For machines without a GPU, where vLLM cannot exchange weights. Of vLLM's protocol it speaks what a
+trainer needs: prompts as token ids, n completions of each, a seed, and ids in the answer.
+
+GET  /health
+GET  /v1/models        the model's name, the dtype of its weights, and which weights it has
+POST /v1/completions   `weights` names those that are expected: status 409 if it has others
+PUT  /weights          safetensors with all parameters; the answer names them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import msgspec
+
+from instar.cli.main import run_command
+from instar.recipes.grpo.models import Ids, Sampling, load_model, sample
+from instar.recipes.grpo.options import check_installed
+from instar.recipes.grpo.weights import INITIAL, Unfit, put_weights, size_bytes
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+_MOST_COMPLETIONS = 4096
+_HEADER_BYTES = 1 << 20
+
+
+class _Completions(msgspec.Struct):
+    """The body of a request; other fields of OpenAI's protocol are ignored."""
+
+    prompt: str | list[str | int | Ids]
+    model: str | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=_MOST_COMPLETIONS)] = 1
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    temperature: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    weights: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Completions)
+
+
+class Service:
+    """A model that completes and is replaced, one request at a time."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, seed: int = 0) -> None:
+        """`seed`: of requests that have none; each gets the next."""
+        self._name, self._model, self._tokenizer = name, model, tokenizer
+        self._next_seed = seed
+        self._weights = INITIAL
+        self._lock = asyncio.Lock()
+
+    def app(self) -> Starlette:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/weights", self._put_weights, methods=["PUT"]),
+            ]
+        )
+
+    async def _health(self, _: Request) -> Response:
+        return _answer({"status": "ok"})
+
+    async def _models(self, _: Request) -> Response:
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        listed = {"id": self._name, "object": "model", "dtype": dtype, "weights": self._weights}
+        return _answer({"object": "list", "data": [listed]})
+
+    async def _completions(self, request: Request) -> Response:
+        try:
+            asked = _decoder.decode(await request.body())
+            prompts = self._ids(asked)
+        except (msgspec.MsgspecError, ValueError) as error:
+            return _answer({"error": str(error)}, 400)
+        if asked.model not in (None, self._name):
+            return _answer({"error": f"this server has {self._name}, not {asked.model}"}, 404)
+        async with self._lock:
+            if asked.weights not in (None, self._weights):
+                return _answer({"error": "other weights", "weights": self._weights}, 409)
+            seed, self._next_seed = self._next_seed, self._next_seed + 1
+            sampling = Sampling(asked.max_tokens, asked.temperature, asked.top_p)
+            pad_id = self._tokenizer.pad_token_id
+            drawn = await asyncio.to_thread(
+                sample,
+                self._model,
+                pad_id,
+                prompts,
+                asked.n,
+                sampling,
+                seed if asked.seed is None else asked.seed,
+            )
+        choices = [
+            self._choice(index, prompts[index // asked.n], ids, asked.max_tokens)
+            for index, ids in enumerate(drawn)
+        ]
+        used = [sum(map(len, prompts)), sum(map(len, drawn))]
+        usage = dict(zip(("prompt_tokens", "completion_tokens"), used, strict=True))
+        return _answer(
+            {
+                "object": "text_completion",
+                "model": self._name,
+                "choices": choices,
+                "usage": {**usage, "total_tokens": sum(used)},
+            }
+        )
+
+    async def _put_weights(self, request: Request) -> Response:
+        limit = size_bytes(self._model) + _HEADER_BYTES
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                return _answer({"error": f"more than {limit:,} bytes"}, 413)
+        async with self._lock:
+            try:
+                self._weights = await asyncio.to_thread(put_weights, self._model, bytes(body))
+            except Unfit as error:
+                return _answer({"error": str(error)}, 422)
+        return _answer({"weights": self._weights})
+
+    def _ids(self, asked: _Completions) -> list[Ids]:
+        """Return the prompts as ids; raises ValueError."""
+        ids = [each for each in asked.prompt if isinstance(each, int)]
+        given: Sequence[Any] = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
+        if ids and len(ids) < len(given):
+            raise ValueError("prompts are texts or lists of ids")
+        given = [ids] if ids else given
+        prompts = [self._tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in given]
+        most = self._model.config.max_position_embeddings
+        known = self._model.config.vocab_size
+        if not prompts or not all(prompts):
+            raise ValueError("a prompt is empty")
+        if len(prompts) * asked.n > _MOST_COMPLETIONS:
+            raise ValueError(f"more than {_MOST_COMPLETIONS} completions")
+        if max(map(len, prompts)) + asked.max_tokens > most:
+            raise ValueError(f"a prompt and max_tokens are more than the model's {most} tokens")
+        if any(not 0 <= each < known for ids in prompts for each in ids):
+            raise ValueError(f"ids are below {known}")
+        return prompts
+
+    def _choice(self, index: int, prompt: Ids, ids: Ids, most: int) -> dict[str, Any]:
+        ended = bool(ids) and ids[-1] == self._tokenizer.eos_token_id
+        return {
+            "index": index,
+            "text": self._tokenizer.decode(ids, skip_special_tokens=True),
+            "finish_reason": "stop" if ended or len(ids) < most else "length",
+            "logprobs": None,
+            "prompt_token_ids": prompt,
+            "token_ids": ids,
+        }
+
+
+def _answer(content: Any, status: int = 200) -> Response:
+    from starlette.responses import Response
+
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+@click.command(help="Serve a model whose weights a GRPO trainer replaces.")
+@click.option(
+    "--model", default="tiny", show_default=True, help="tiny, a folder, or a name on the hub"
+)
+@click.option(
+    "--dataset", default="arithmetic", show_default=True, help="trains the tokenizer of tiny"
+)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="of requests without one"
+)
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True
+)
+def serve(model: str, dataset: str, host: str, port: int, seed: int, dtype: str) -> int:
+    """Run the server until it is stopped."""
+    check_installed("transformers", "starlette", "uvicorn")
+    import uvicorn
+
+    service = Service(model, *load_model(model, dataset, dtype), seed)
+    uvicorn.run(service.app(), host=host, port=port, log_level="warning")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: int(serve.main(standalone_mode=False) or 0)))

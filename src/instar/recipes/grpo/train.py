@@ -1,0 +1,317 @@
+"""Trains a model with GRPO: TRL's trainer, with Instar's order of questions, samplers and record."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from instar.config.errors import InstarError
+from instar.data.order import Shuffled
+from instar.distributed.failure import Interrupted, StoppedUnsaved, exit_code_of
+from instar.distributed.signals import StopSignal
+from instar.recipes.grpo.answers import final_answer_of_solution, is_correct
+from instar.recipes.grpo.checkpoints import (
+    Resume,
+    find_checkpoint,
+    read_marker,
+    restore_rest,
+    step_of,
+)
+from instar.recipes.grpo.data import Question, Questions, load_questions
+from instar.recipes.grpo.evaluate import Evaluation, evaluate, reference_loss
+from instar.recipes.grpo.models import Ids, Sampling, load_model
+from instar.recipes.grpo.options import Options, check_options
+from instar.recipes.grpo.record import RunRecord
+from instar.recipes.grpo.samplers import (
+    LocalSampler,
+    Sampler,
+    Server,
+    ServerSampler,
+    VllmSampler,
+    find_server,
+    sampling_seed,
+)
+from instar.record.recorder import Recorder
+from instar.record.rundir import RunDir, hold
+
+logger = logging.getLogger("instar.grpo")
+_EXPECTED_WARNINGS = (
+    "You are using 'rollout_func'",  # TRL: it may change
+    r"`\w*gradient_checkpointing\w*` is deprecated",  # TRL calls it so, transformers renamed it
+)
+
+
+def train(options: Options, resume: Resume | None = None) -> None:
+    """Train from the beginning or from a checkpoint, until `max_steps` or a stop signal.
+
+    Raises:
+        ConfigError: an option, the data set, the server or the checkpoint is not usable; before
+            torch is imported where possible.
+        Interrupted: a signal stopped the run, which can be resumed.
+        StoppedUnsaved: a signal stopped it before the first checkpoint.
+        ServerLost: the server does not answer any more.
+    """
+    check_options(options)
+    questions = load_questions(options.dataset)
+    checkpoint = find_checkpoint(options, resume)
+    server = None
+    if options.generation != "local":
+        server = find_server(options.generation, options.vllm_port, options.model)
+    if checkpoint is not None and step_of(checkpoint) >= options.max_steps:
+        print(f"{options.output_dir}: finished at step {step_of(checkpoint)}")
+        return
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    run = RunDir(options.output_dir)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignal(last=True))
+        stop.resumable = checkpoint is not None
+        stack.enter_context(hold(run))
+        stack.enter_context(_logging(options.log_dir / "train.log"))
+        stack.enter_context(warnings.catch_warnings())
+        for message in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message)
+        recorder = stack.enter_context(Recorder(run.events, warn=logger.warning))
+        started = _Run(options, questions, server, checkpoint, recorder, stop)
+        stack.callback(started.close)
+        started.train()
+
+
+class _Run:
+    """One start of a run."""
+
+    def __init__(
+        self,
+        options: Options,
+        questions: Questions,
+        server: Server | None,
+        checkpoint: Path | None,
+        recorder: Recorder,
+        stop: StopSignal,
+    ) -> None:
+        self._options, self._checkpoint, self._stop = options, checkpoint, stop
+        marker = {} if checkpoint is None else read_marker(checkpoint)
+        self._record = RunRecord(
+            recorder,
+            options,
+            len(questions.train),
+            began=float(marker.get("began", time.time())),
+            active_s=float(marker.get("active_s", 0.0)),
+        )
+        seed_everything(options.seed)
+        self._model, self._tokenizer = load_model(options.model, options.dataset)
+        self._questions = questions
+        self._held_out = questions.test[: options.eval_prompts]
+        self._trainer = self._make_trainer(server)
+        self._sampler = self._make_sampler(server)
+
+    def train(self) -> None:
+        trainer, record = self._trainer, self._record
+        start = 0 if self._checkpoint is None else step_of(self._checkpoint)
+        record.started(start, self._checkpoint, self._model, str(trainer.accelerator.device))
+        if self._checkpoint is not None:
+            restore_rest(self._checkpoint, trainer, self._options)
+        try:
+            trainer.train(resume_from_checkpoint=self._checkpoint and str(self._checkpoint))
+        except Exception as error:
+            if not self._stop.requested:
+                record.failed(trainer.state.global_step, str(error), exit_code_of(error))
+                raise
+        step = trainer.state.global_step
+        if step >= self._options.max_steps:
+            record.stopped(step, f"reached {step}it", resumable=True)
+            return
+        record.stopped(step, str(self._stop.requested), resumable=self._stop.resumable)
+        if self._stop.resumable:
+            raise Interrupted(f"{self._stop.requested} at step {step}; continue with --resume")
+        raise StoppedUnsaved(f"{self._stop.requested} before the first checkpoint")
+
+    def close(self) -> None:
+        """Close the connection to a server."""
+        if isinstance(self._sampler, ServerSampler):
+            self._sampler.close()
+
+    def _make_trainer(self, server: Server | None) -> Any:
+        from datasets import Dataset
+        from transformers import PrinterCallback
+        from trl import GRPOTrainer
+
+        from instar.recipes.grpo.callbacks import RunCallback
+
+        rows = {
+            "prompt": [self._prompt(each) for each in self._ordered()],
+            "solution": [final_answer_of_solution(each.answer) for each in self._ordered()],
+        }
+        callback = RunCallback(self._options, self._record, self._evaluate, self._stop)
+        trainer = GRPOTrainer(
+            model=self._model,
+            reward_funcs=exact_answer,
+            args=_arguments(self._options, server),
+            train_dataset=Dataset.from_dict(rows),
+            processing_class=self._tokenizer,
+            callbacks=[callback],
+            rollout_func=self._rollout,
+        )
+        trainer.remove_callback(PrinterCallback)
+        callback.trainer = trainer
+        return trainer
+
+    def _make_sampler(self, server: Server | None) -> Sampler:
+        options = self._options
+        sampling = Sampling(options.max_tokens, options.temperature, options.top_p)
+        if server is None:
+            return LocalSampler(self._model, self._tokenizer.pad_token_id, sampling)
+        if options.generation == "vllm":
+            return VllmSampler(self._trainer)
+        wait = options.server_timeout
+        return ServerSampler(self._model, server, sampling, wait, self._stop.wait)
+
+    def _ordered(self) -> Iterator[Question]:
+        """Yield the questions of all steps: one long epoch, a function of the seed alone."""
+        options, questions = self._options, self._questions.train
+        count = -(-options.max_steps // options.num_iterations) * options.prompts
+        order = Shuffled(len(questions), options.seed)
+        for epoch in range(-(-count // len(questions))):
+            stop = min(len(questions), count - epoch * len(questions))
+            yield from (questions[i] for i in order.indices(epoch, 0, stop))
+
+    def _prompt(self, question: Question) -> str:
+        if self._tokenizer.chat_template is None:
+            return question.question
+        text = "\n\n".join(filter(None, [question.question, self._questions.instruction]))
+        messages = [{"role": "user", "content": text}]
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def _ids(self, texts: Sequence[str]) -> list[Ids]:
+        special = self._tokenizer.chat_template is None
+        ids: list[Ids] = self._tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+        return ids
+
+    def _rollout(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        """Draw the completions of one step; TRL repeats each prompt as often as it wants some."""
+        n, step = self._options.generations, trainer.state.global_step
+        ids = self._ids(prompts[::n])
+        seed = sampling_seed(self._options.seed, "train", step)
+        drawn = self._sampler.draw(ids, n, seed, step)
+        return {
+            "prompt_ids": [each for each in ids for _ in range(n)],
+            "completion_ids": drawn.ids,
+            "logprobs": drawn.log_probs,
+        }
+
+    def _evaluate(self, step: int) -> Evaluation:
+        options, tokenizer = self._options, self._tokenizer
+        prompts = self._ids([self._prompt(each) for each in self._held_out])
+        pass_at, errors = evaluate(
+            self._held_out,
+            prompts,
+            self._sampler,
+            partial(tokenizer.decode, skip_special_tokens=True),
+            samples=options.eval_samples,
+            ks=sorted({1, options.pass_k}),
+            seed=sampling_seed(options.seed, "evaluate", step),
+            step=step,
+        )
+        texts = [each.answer + tokenizer.eos_token for each in self._held_out]
+        solutions = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        loss, tokens = reference_loss(self._model, tokenizer.pad_token_id, prompts, solutions)
+        return Evaluation(pass_at, errors, loss, tokens)
+
+
+def exact_answer(completions: list[str], solution: list[str], **_: Any) -> list[float]:
+    """The reward: 1 for a completion whose final answer is exactly that of the solution, else 0."""
+    return [float(is_correct(*pair)) for pair in zip(completions, solution, strict=True)]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy, and torch on all devices."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.cuda.manual_seed_all(seed)
+
+
+def _arguments(options: Options, server: Server | None) -> Any:
+    import torch
+    from trl import GRPOConfig
+
+    cuda = torch.cuda.is_available()
+    if options.wandb:
+        os.environ.setdefault("WANDB_RUN_ID", options.wandb_name)
+        os.environ.setdefault("WANDB_RESUME", "allow")
+        os.environ.setdefault("WANDB_TAGS", f"seed{options.seed}")
+        os.environ.setdefault("WANDB_DIR", str(options.log_dir))
+    return GRPOConfig(
+        output_dir=str(options.output_dir),
+        run_name=options.wandb_name,
+        report_to=["wandb"] if options.wandb else [],
+        seed=options.seed,
+        data_seed=options.seed,
+        shuffle_dataset=False,  # the rows are in order
+        max_steps=options.max_steps,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=options.accumulation,
+        num_generations=options.generations,
+        num_iterations=options.num_iterations,
+        max_completion_length=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        learning_rate=options.lr,
+        lr_scheduler_type="constant",  # a resumed run may be longer
+        beta=options.beta,
+        logging_steps=1,
+        save_steps=options.save_every,
+        save_total_limit=2,
+        use_cpu=not cuda,
+        bf16=cuda,
+        activation_checkpointing=cuda,
+        dataloader_pin_memory=cuda,
+        disable_tqdm=True,
+        use_vllm=options.generation == "vllm",
+        vllm_mode="server",
+        vllm_server_base_url=None if server is None else server.address,
+        vllm_group_port=options.vllm_group_port,
+        generation_kwargs={},
+    )
+
+
+@contextmanager
+def _logging(path: Path) -> Iterator[None]:
+    """Show the run's lines, and write them into a file."""
+    from transformers.utils.logging import disable_progress_bar
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()
+    shown = logging.StreamHandler(sys.stdout)
+    shown.addFilter(lambda line: line.levelno < logging.ERROR)  # the command prints errors
+    handlers: list[logging.Handler] = [shown, logging.FileHandler(path)]
+    logger.setLevel(logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    except InstarError as error:
+        logger.error("%s", error)
+        raise
+    except Exception:
+        logger.exception("failed")
+        raise
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,64 @@
+"""The parameters of a model as safetensors, named by their hash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+INITIAL = "initial"
+"""the weights of a server to which none were sent"""
+
+
+class Unfit(ValueError):  # noqa: N818
+    """Weights are not those of this model."""
+
+
+def get_weights(model: Any, dtype: str) -> bytes:
+    """Return all parameters, converted to a dtype."""
+    import torch
+    from safetensors.torch import save
+
+    kind = getattr(torch, dtype)
+    return save(
+        {name: p.detach().to("cpu", kind).contiguous() for name, p in model.named_parameters()}
+    )
+
+
+def put_weights(model: Any, content: bytes) -> str:
+    """Set all parameters, or none; return the name of the weights.
+
+    Raises:
+        Unfit: a name, shape or dtype differs.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        given = load(content)
+    except SafetensorError as error:
+        raise Unfit(f"not safetensors: {error}") from error
+    own = dict(model.named_parameters())
+    if different := sorted(own.keys() ^ given.keys()):
+        raise Unfit(f"{different[0]} is {'missing' if different[0] in own else 'unknown'}")
+    for name, parameter in own.items():
+        if (form := _form(given[name])) != _form(parameter):
+            raise Unfit(f"{name} is {form}, not {_form(parameter)}")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(given[name])
+    return name_of_weights(content)
+
+
+def name_of_weights(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def size_bytes(model: Any) -> int:
+    """Return the size of all parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _form(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,234 @@
+"""GRPO on the tiny model, in this process: reproducible, resumable, recorded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from instar.cli.main import main as instar
+from instar.config.errors import ConfigError
+from instar.recipes.grpo.data import load_questions
+from instar.recipes.grpo.evaluate import pass_at_k
+from instar.recipes.grpo.options import Options
+from instar.recipes.grpo.train import train
+from instar.record.events import Eval, Event, RunFinished, RunStarted, Saved, Train, read_events
+
+STEPS = 6
+NAME = "trl_arithmetic_seed42"
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def options(**changes: Any) -> Options:
+    tiny = {"max_steps": STEPS, "micro_batch": 64, "max_tokens": 3, "lr": 1e-3, "save_every": 3}
+    quick = {"eval_every": 3, "eval_prompts": 5, "eval_samples": 4, "delta_every": 0}
+    return Options(**{**tiny, **quick, **changes})
+
+
+def train_in(folder: Path, resume: Any = None, **changes: Any) -> Options:
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        told = options(**changes)
+        train(told, resume)
+    return told
+
+
+def weights(folder: Path, step: int = STEPS, name: str = NAME) -> Weights:
+    return load_file(folder / f"outputs/{name}/checkpoint-{step}/model.safetensors")
+
+
+def events(folder: Path, name: str = NAME) -> list[Event]:
+    return [*read_events(folder / "outputs" / name / "events.jsonl")]
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run from start to end."""
+    folder = tmp_path_factory.mktemp("whole")
+    train_in(folder)
+    return folder
+
+
+def measured(folder: Path, name: str = NAME) -> list[tuple[int, float, dict[str, float]]]:
+    """What the steps and evaluations of a run measured, without times."""
+    return [
+        (each.step, each.loss, each.extra)
+        for each in events(folder, name)
+        if isinstance(each, Train | Eval)
+    ]
+
+
+def test_a_seed_gives_the_same_weights_and_measurements_every_time(
+    whole: Path, tmp_path: Path
+) -> None:
+    train_in(tmp_path)
+    assert same(weights(whole), weights(tmp_path))
+    assert measured(whole) == measured(tmp_path)
+
+
+def test_another_seed_gives_other_questions_and_samples(whole: Path, tmp_path: Path) -> None:
+    train_in(tmp_path, seed=1337, max_steps=3)
+    name = "trl_arithmetic_seed1337"
+    assert not same(weights(whole, 3), weights(tmp_path, 3, name))
+    assert measured(whole)[:2] != measured(tmp_path, name)[:2]
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_a_resumed_run_equals_one_without_interruption(
+    whole: Path, tmp_path: Path, num_iterations: int
+) -> None:
+    """With two iterations it is interrupted between two steps on the same completions."""
+    uninterrupted = whole
+    if num_iterations > 1:
+        uninterrupted = tmp_path / "uninterrupted"
+        train_in(uninterrupted, num_iterations=num_iterations)
+    cut = tmp_path / "cut"
+    train_in(cut, max_steps=3, num_iterations=num_iterations)
+    train_in(cut, "latest", num_iterations=num_iterations)
+    assert same(weights(uninterrupted), weights(cut))
+
+
+def test_the_record_is_that_of_a_run(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = events(whole)
+    started, *_, finished = found
+    assert isinstance(started, RunStarted)
+    assert started.launch["seed"] == 42
+    assert isinstance(finished, RunFinished)
+    assert finished.step == STEPS
+    assert finished.samples == 8 * STEPS
+    assert finished.epoch == pytest.approx(8 * STEPS / 25)
+    assert [each.step for each in found if isinstance(each, Train)] == [*range(1, STEPS + 1)]
+    assert [each.step for each in found if isinstance(each, Eval)] == [0, 3, 6]
+    assert [each.step for each in found if isinstance(each, Saved)] == [3, 6]
+    last = [each for each in found if isinstance(each, Eval)][-1]
+    assert last.extra.keys() == last.errors.keys() == {"pass@1", "pass@4"}
+    assert last.eval_tokens > 0
+    assert (whole / "logs" / NAME / "train.log").read_text().count("reward") == STEPS
+
+    monkeypatch.chdir(whole)
+    run = f"outputs/{NAME}"
+    assert instar(["logs", "summary", run]) == 0
+    assert "pass@1" in capsys.readouterr().out
+    assert instar(["logs", "list", "outputs"]) in (0, 2)
+    assert instar(["report", run, "-o", "report.html"]) == 0
+    assert "reward" in Path("report.html").read_text()
+
+
+def test_a_finished_run_is_left_as_it_is(whole: Path) -> None:
+    before = events(whole)
+    train_in(whole, "auto")
+    assert events(whole) == before
+
+
+def test_a_run_is_not_overwritten_or_resumed_with_other_options(whole: Path) -> None:
+    for resume, changes, says in (
+        (None, {}, "holds a run"),
+        ("latest", {"lr": 0.5, "max_steps": 9}, "--lr: .*trained with 0.001, not 0.5"),
+        ("latest", {"run_suffix": "new"}, "has no checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            train_in(whole, resume, **changes)
+
+
+def test_names_are_those_of_the_instance() -> None:
+    told = Options(
+        dataset="gsm8k", model="Qwen/Qwen2.5-1.5B-Instruct", run_suffix="instance0_seed42"
+    )
+    assert told.output_dir == Path("outputs/trl_gsm8k_instance0_seed42")
+    assert told.delta_dir == Path("checkpoints/deltas_gsm8k_instance0_seed42")
+    assert told.log_dir == Path("logs/trl_gsm8k_instance0_seed42")
+    assert told.wandb_name == "trl_gsm8k_grpo_qwen2.5-1.5b-instruct_instance0_seed42"
+
+
+@pytest.mark.parametrize(
+    ("n", "correct", "k"), [(8, 3, 1), (8, 3, 4), (8, 0, 4), (8, 6, 4), (4, 4, 4)]
+)
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(n: int, correct: int, k: int) -> None:
+    from itertools import combinations
+
+    draws = [*combinations([True] * correct + [False] * (n - correct), k)]
+    assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_files_in_both_shapes_are_read(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(20)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert [len(part) for part in _parts(tmp_path / "q.jsonl")] == [18, 2]
+    rows = [{"problem": f"{i}?", "solution": f"\\boxed{{{i}}}", "level": i} for i in range(3)]
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
+    assert [len(part) for part in _parts(tmp_path)] == [3, 3]
+
+
+def _parts(path: Path) -> tuple[Any, Any]:
+    questions = load_questions(str(path))
+    return questions.train, questions.test
+
+
+BAD = """\
+import sys
+from instar.cli.main import run_command
+from instar.recipes.grpo.__main__ import main
+
+for words, says in {cases!r}:
+    code = run_command(lambda: main.main(words.split(), standalone_mode=False) or 0)
+    assert code == 2, (words, code)
+    print(says, flush=True, file=sys.stderr)
+assert "torch" not in sys.modules
+"""
+
+
+def test_bad_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "columns.jsonl").write_text('{"q": "1", "a": "2"}\n' * 2)
+    (tmp_path / "torn.jsonl").write_text('{"question": "1", "ans')
+    (tmp_path / "one.jsonl").write_text('{"question": "1", "answer": "1"}\n')
+    cases = [
+        ("--dataset gsm9k", "there is no data set 'gsm9k'"),
+        ("--dataset columns.jsonl", "columns q, a"),
+        ("--dataset torn.jsonl", "torn.jsonl:1: not a JSON object"),
+        ("--dataset one.jsonl", "one for training and one for evaluation"),
+        ("--dataset .", "has no train.jsonl or train.parquet"),
+        ("--prompts 3 --generations 3", "multiple of --micro-batch"),
+        ("--pass-k 99", "pass@99 needs as many samples"),
+        ("--run-suffix ../x", "leave out slashes"),
+        ("--generation vllm", "not installed: vllm"),
+        ("--generation server --vllm-port 1", "no server answers at http://127.0.0.1:1"),
+        ("--resume", "has no checkpoint"),
+        ("--seed -1", "--seed"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", BAD.format(cases=cases)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stderr
+    for _, says in cases:
+        assert said.count(says) >= 2, (says, said)
+    assert not (tmp_path / "outputs").exists()
