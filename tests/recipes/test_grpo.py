@@ -12,13 +12,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from instar.checkpoint.delta.chain import load
+from instar.checkpoint.delta.folder import links
 from instar.cli.main import main as instar
 from instar.config.errors import ConfigError
 from instar.recipes.grpo.data import load_questions
 from instar.recipes.grpo.evaluate import pass_at_k
 from instar.recipes.grpo.options import Options
 from instar.recipes.grpo.train import train
-from instar.record.events import Eval, Event, RunFinished, RunStarted, Saved, Train, read_events
+from instar.record.events import (
+    Delta,
+    Eval,
+    Event,
+    RunFinished,
+    RunStarted,
+    Saved,
+    Train,
+    read_events,
+)
 
 STEPS = 6
 NAME = "trl_arithmetic_seed42"
@@ -105,6 +116,18 @@ def test_a_resumed_run_equals_one_without_interruption(
     train_in(cut, max_steps=3, num_iterations=num_iterations)
     train_in(cut, "latest", num_iterations=num_iterations)
     assert same(weights(uninterrupted), weights(cut))
+
+
+def test_every_step_is_a_delta_of_bf16_weights(tmp_path: Path) -> None:
+    train_in(tmp_path, delta_every=1, max_steps=3)
+    train_in(tmp_path, "latest", delta_every=1)
+    chain = tmp_path / "checkpoints/deltas_arithmetic_seed42"
+    assert [link.step for link in links(chain)] == [*range(STEPS + 1)]
+    last, saved = load(chain), weights(tmp_path)
+    assert all(torch.equal(last[name], saved[name].bfloat16()) for name in saved)
+    recorded = [each for each in events(tmp_path) if isinstance(each, Delta)]
+    assert [each.step for each in recorded] == [*range(STEPS + 1)]
+    assert all(each.density is None or 0 < each.density <= 1 for each in recorded)
 
 
 def test_the_record_is_that_of_a_run(

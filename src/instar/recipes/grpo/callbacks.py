@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from instar.checkpoint.delta.callback import DeltaCallback
 from instar.distributed.signals import StopSignal
 from instar.recipes.grpo.checkpoints import save_rest
 from instar.recipes.grpo.evaluate import Evaluation
@@ -28,9 +29,14 @@ class RunCallback(TrainerCallback):
         record: RunRecord,
         evaluate: Callable[[int], Evaluation],
         stop: StopSignal,
+        deltas: DeltaCallback | None = None,
     ) -> None:
-        """`evaluate`: evaluates the weights after a step."""
-        self._options, self._record = options, record
+        """
+        Args:
+            evaluate: evaluates the weights after a step.
+            deltas: called after this, and reported here.
+        """
+        self._options, self._record, self._deltas = options, record, deltas
         self._evaluate, self._stop = evaluate, stop
         self.trainer: Any = None
         """Set once the trainer is made, which needs its callbacks before."""
@@ -54,6 +60,16 @@ class RunCallback(TrainerCallback):
     ) -> None:
         if self._stop.requested:
             control.should_save = control.should_training_stop = True
+        self._report_deltas()
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        self._report_deltas(last=True)
 
     def on_log(
         self,
@@ -91,6 +107,15 @@ class RunCallback(TrainerCallback):
         save_rest(checkpoint, self.trainer, self._options, record.active_s, record.began)
         record.saved(state.global_step, checkpoint, self._stop.requested or "interval")
         self._stop.resumable = True
+
+    def _report_deltas(self, *, last: bool = False) -> None:
+        """Record the deltas that are on disk; of the last ones, wait until they are."""
+        if self._deltas is None or (writer := self._deltas.writer) is None:
+            return
+        if last:
+            writer.flush()
+        for written in writer.written():
+            self._record.wrote_delta(written)
 
     def _evaluated(self, step: int) -> None:
         began = time.perf_counter()

@@ -6,13 +6,16 @@ import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instar.recipes.grpo.evaluate import Evaluation
 from instar.recipes.grpo.options import Options
-from instar.record.events import Eval, Failed, RunFinished, RunStarted, Saved, Stop, Train
+from instar.record.events import Delta, Eval, Failed, RunFinished, RunStarted, Saved, Stop, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, this_process
+
+if TYPE_CHECKING:
+    from instar.checkpoint.delta.writer import Written
 
 _LEFT_OUT = frozenset(["loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"])
 
@@ -92,6 +95,22 @@ class RunRecord:
 
     def saved(self, step: int, checkpoint: Path, reason: str) -> None:
         self._recorder.write(Saved(path=str(checkpoint), reason=reason, **self._place(step)))
+
+    def wrote_delta(self, written: Written) -> None:
+        link, found = written.link, written.statistics
+        self._recorder.write(
+            Delta(
+                number=link.number,
+                anchor=found is None,
+                size_bytes=link.size_bytes,
+                seconds=written.seconds,
+                stall_s=written.stall_s,
+                density=None if found is None else found.whole.density,
+                overlap=None if found is None else found.whole.overlap,
+                layers={} if found is None else {n: s.density for n, s in found.layers.items()},
+                **self._place(link.step),
+            )
+        )
 
     def stopped(self, step: int, reason: str, *, resumable: bool) -> None:
         self._recorder.write(Stop(reason=reason, resumable=resumable, **self._place(step)))

@@ -150,14 +150,20 @@ class _Run:
             "prompt": [self._prompt(each) for each in self._ordered()],
             "solution": [final_answer_of_solution(each.answer) for each in self._ordered()],
         }
-        callback = RunCallback(self._options, self._record, self._evaluate, self._stop)
+        options = self._options
+        deltas: list[Any] = []
+        if options.delta_every:
+            from instar.checkpoint.delta.callback import DeltaCallback
+
+            deltas = [DeltaCallback(options.delta_dir, options.delta_every, dtype="bf16")]
+        callback = RunCallback(options, self._record, self._evaluate, self._stop, *deltas)
         trainer = GRPOTrainer(
             model=self._model,
             reward_funcs=exact_answer,
-            args=_arguments(self._options, server),
+            args=_arguments(options, server),
             train_dataset=Dataset.from_dict(rows),
             processing_class=self._tokenizer,
-            callbacks=[callback],
+            callbacks=[callback, *deltas],
             rollout_func=self._rollout,
         )
         trainer.remove_callback(PrinterCallback)
