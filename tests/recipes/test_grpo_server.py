@@ -16,7 +16,7 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.recipes.grpo.models import Sampling, load_model, sample
-from instar.recipes.grpo.samplers import Server, ServerLost, ServerSampler, find_server
+from instar.recipes.grpo.samplers import CompletionServer, ServerLost, ServerSampler, find_server
 from instar.recipes.grpo.weights import get_weights
 
 PROMPT = {"prompt": "1+2=", "max_tokens": 2}
@@ -67,7 +67,7 @@ def trained() -> Any:
 
 @contextmanager
 def sampler_of(address: str, model: Any, patience_s: float = 60.0) -> Iterator[ServerSampler]:
-    server = Server(address, "tiny", "float32")
+    server = CompletionServer(address, "tiny", "float32")
     sampling = Sampling(max_tokens=5)
     with closing(ServerSampler(model, server, sampling, patience_s, lambda _: False)) as sampler:
         yield sampler
@@ -108,7 +108,9 @@ def test_a_server_that_is_gone_is_named(trained: Any) -> None:
 
 
 def test_a_server_is_found_by_its_model_and_its_protocol(address: str) -> None:
-    assert find_server("server", port_of(address), "tiny") == Server(address, "tiny", "float32")
+    assert find_server("server", port_of(address), "tiny") == CompletionServer(
+        address, "tiny", "float32"
+    )
     with pytest.raises(ConfigError, match="has tiny, not other"):
         find_server("server", port_of(address), "other")
     with pytest.raises(ConfigError, match="no server answers"):

@@ -13,9 +13,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from instar.checkpoint.delta.callback import DeltaCallback
 from instar.distributed.signals import StopSignal
 from instar.recipes.grpo.checkpoints import save_rest
-from instar.recipes.grpo.evaluate import Evaluation
+from instar.recipes.grpo.evaluate import PassRates
 from instar.recipes.grpo.options import Options
-from instar.recipes.grpo.record import RunRecord
+from instar.recipes.grpo.record import GrpoRecord
 
 logger = logging.getLogger("instar.grpo")
 
@@ -26,8 +26,8 @@ class RunCallback(TrainerCallback):
     def __init__(
         self,
         options: Options,
-        record: RunRecord,
-        evaluate: Callable[[int], Evaluation],
+        record: GrpoRecord,
+        evaluate: Callable[[int], PassRates],
         stop: StopSignal,
         deltas: DeltaCallback | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ _ROWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PassRates:
     """The result of one evaluation."""
 
     pass_at: dict[int, float]

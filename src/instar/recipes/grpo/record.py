@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instar.recipes.grpo.evaluate import Evaluation
+from instar.recipes.grpo.evaluate import PassRates
 from instar.recipes.grpo.options import Options
 from instar.record.events import Delta, Eval, Failed, RunFinished, RunStarted, Saved, Stop, Train
 from instar.record.recorder import Recorder
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LEFT_OUT = frozenset(["loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"])
 
 
-class RunRecord:
+class GrpoRecord:
     """Writes the events of one start of a run."""
 
     def __init__(
@@ -75,7 +75,7 @@ class RunRecord:
             )
         )
 
-    def evaluated(self, step: int, found: Evaluation, seconds: float) -> None:
+    def evaluated(self, step: int, found: PassRates, seconds: float) -> None:
         value = found.pass_at[1]
         best = self._best is None or value > self._best[0]
         if best:

@@ -63,7 +63,7 @@ class ServerSampler:
     def __init__(
         self,
         model: Any,
-        server: Server,
+        server: CompletionServer,
         sampling: Sampling,
         patience_s: float,
         pause: Callable[[float], bool],
@@ -140,7 +140,7 @@ class VllmSampler:
 
 
 @dataclass(frozen=True)
-class Server:
+class CompletionServer:
     """A server that was found to serve the model."""
 
     address: str
@@ -148,7 +148,7 @@ class Server:
     dtype: str
 
 
-def find_server(generation: str, port: int, model: str) -> Server:
+def find_server(generation: str, port: int, model: str) -> CompletionServer:
     """Return the server at a port of this machine.
 
     Raises:
@@ -170,7 +170,7 @@ def find_server(generation: str, port: int, model: str) -> Server:
             where="--generation server",
             hint=f"start python -m instar.recipes.grpo.serve --port {port}; for vLLM: --generation vllm",
         )
-    return Server(address, model, str(dtype))
+    return CompletionServer(address, model, str(dtype))
 
 
 def _listed(generation: str, address: str) -> list[dict[str, Any]]:

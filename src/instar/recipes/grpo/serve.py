@@ -49,7 +49,7 @@ class _Completions(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Completions)
 
 
-class Service:
+class ModelService:
     """A model that completes and is replaced, one request at a time."""
 
     def __init__(self, name: str, model: Any, tokenizer: Any, seed: int = 0) -> None:
@@ -190,7 +190,7 @@ def serve(model: str, dataset: str, host: str, port: int, seed: int, dtype: str)
     check_installed("transformers", "starlette", "uvicorn")
     import uvicorn
 
-    service = Service(model, *load_model(model, dataset, dtype), seed)
+    service = ModelService(model, *load_model(model, dataset, dtype), seed)
     uvicorn.run(service.app(), host=host, port=port, log_level="warning")
     return 0
 

@@ -27,14 +27,14 @@ from instar.recipes.grpo.checkpoints import (
     step_of,
 )
 from instar.recipes.grpo.data import Question, Questions, load_questions
-from instar.recipes.grpo.evaluate import Evaluation, evaluate, reference_loss
+from instar.recipes.grpo.evaluate import PassRates, evaluate, reference_loss
 from instar.recipes.grpo.models import Ids, Sampling, load_model
 from instar.recipes.grpo.options import Options, check_options
-from instar.recipes.grpo.record import RunRecord
+from instar.recipes.grpo.record import GrpoRecord
 from instar.recipes.grpo.samplers import (
+    CompletionServer,
     LocalSampler,
     Sampler,
-    Server,
     ServerSampler,
     VllmSampler,
     find_server,
@@ -92,14 +92,14 @@ class _Run:
         self,
         options: Options,
         questions: Questions,
-        server: Server | None,
+        server: CompletionServer | None,
         checkpoint: Path | None,
         recorder: Recorder,
         stop: StopSignal,
     ) -> None:
         self._options, self._checkpoint, self._stop = options, checkpoint, stop
         marker = {} if checkpoint is None else read_marker(checkpoint)
-        self._record = RunRecord(
+        self._record = GrpoRecord(
             recorder,
             options,
             len(questions.train),
@@ -139,7 +139,7 @@ class _Run:
         if isinstance(self._sampler, ServerSampler):
             self._sampler.close()
 
-    def _make_trainer(self, server: Server | None) -> Any:
+    def _make_trainer(self, server: CompletionServer | None) -> Any:
         from datasets import Dataset
         from transformers import PrinterCallback
         from trl import GRPOTrainer
@@ -170,7 +170,7 @@ class _Run:
         callback.trainer = trainer
         return trainer
 
-    def _make_sampler(self, server: Server | None) -> Sampler:
+    def _make_sampler(self, server: CompletionServer | None) -> Sampler:
         options = self._options
         sampling = Sampling(options.max_tokens, options.temperature, options.top_p)
         if server is None:
@@ -217,7 +217,7 @@ class _Run:
             "logprobs": drawn.log_probs,
         }
 
-    def _evaluate(self, step: int) -> Evaluation:
+    def _evaluate(self, step: int) -> PassRates:
         options, tokenizer = self._options, self._tokenizer
         prompts = self._ids([self._prompt(each) for each in self._held_out])
         pass_at, errors = evaluate(
@@ -233,7 +233,7 @@ class _Run:
         texts = [each.answer + tokenizer.eos_token for each in self._held_out]
         solutions = tokenizer(texts, add_special_tokens=False)["input_ids"]
         loss, tokens = reference_loss(self._model, tokenizer.pad_token_id, prompts, solutions)
-        return Evaluation(pass_at, errors, loss, tokens)
+        return PassRates(pass_at, errors, loss, tokens)
 
 
 def exact_answer(completions: list[str], solution: list[str], **_: Any) -> list[float]:
@@ -252,7 +252,7 @@ def seed_everything(seed: int) -> None:
     torch.cuda.manual_seed_all(seed)
 
 
-def _arguments(options: Options, server: Server | None) -> Any:
+def _arguments(options: Options, server: CompletionServer | None) -> Any:
     import torch
     from trl import GRPOConfig
 
