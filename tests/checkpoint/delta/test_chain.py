@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,11 +91,22 @@ def test_a_base_that_is_not_the_last_state_is_refused(chain: Path) -> None:
     verify(chain)
 
 
-def test_another_writer_is_excluded(chain: Path) -> None:
+def test_another_writer_is_excluded(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = first()
     append(chain, 0, state, None)
+    monkeypatch.setattr(folders, "LOCK_LIMIT_S", 0)
     with folders.locked(chain), pytest.raises(CheckpointError, match="another process"):
         append(chain, 1, state, state)
+
+
+def test_another_writer_is_waited_for(chain: Path) -> None:
+    state = first()
+    append(chain, 0, state, None)
+    with ThreadPoolExecutor(1) as threads:
+        with folders.locked(chain):
+            saved = threads.submit(append, chain, 1, state, state)
+            assert [link.number for link in links(chain)] == [0]
+        assert saved.result().number == 1
 
 
 @pytest.mark.parametrize("failing", ["rename", "sync_folder", "write_synced"])

@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ HEAD = "instar"
 CHECKSUM = "xxh3_128"
 """Key of the checksum of the header in the metadata of an anchor."""
 _NAME = re.compile(rf"(?:anchor-(\d{{1,15}})\{SUFFIX}|link-(\d{{1,15}})\.delta)", re.ASCII)
+LOCK_LIMIT_S = 120.0
+_POLL_S = 0.05
 _UNKNOWN = "0" * 32
 """Stands for the checksum while it is computed."""
 
@@ -98,17 +101,24 @@ class Segment:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Excludes other writers of a chain while the block runs.
+    """Excludes other writers of a chain while the block runs; waits for one, e.g. a `gc`.
 
     Raises:
-        CheckpointError: another process or thread writes.
+        CheckpointError: it still writes after `LOCK_LIMIT_S`.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    deadline = time.monotonic() + LOCK_LIMIT_S
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(f"{folder}: another process is writing this chain") from error
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"{folder}: another process is writing this chain"
+                    ) from error
+                time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)
