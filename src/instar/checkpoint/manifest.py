@@ -225,8 +225,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def encode_json(value: Mapping[str, Any]) -> bytes:
     """Encodes deterministic JSON, with integers of any size and non-finite numbers as words."""
-    text = json.dumps(to_words(value), indent=2, ensure_ascii=False, allow_nan=False)
-    return text.encode() + b"\n"
+    text = json.dumps(to_words(value), ensure_ascii=False, allow_nan=False)
+    # the same bytes as with json's own `indent`, which is written in Python: a quarter of the time
+    return msgspec.json.format(text.encode(), indent=2) + b"\n"
 
 
 def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
