@@ -138,10 +138,12 @@ def _find(source: str) -> list[Path]:
     return files
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield files below a folder in a fixed order, without hidden files and byte code."""
+def _walk(folder: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield files below a folder in a fixed order, without hidden files, byte code and what is in
+    folders named `without`."""
+    without |= {"__pycache__"}
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(n for n in folders if not n.startswith(".") and n != "__pycache__")
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in without)
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
@@ -149,8 +151,8 @@ def _stdlib() -> list[_Format]:
     root = Path(sysconfig.get_path("stdlib"))
     return [
         _TextFile(file, decodable_only=True)
-        for file in _walk(root)
-        if file.suffix == ".py" and not _NOT_OURS.intersection(file.relative_to(root).parts)
+        for file in _walk(root, _NOT_OURS)
+        if file.suffix == ".py"
     ]
 
 
