@@ -43,15 +43,15 @@ browser:
 	    && $(SUDO) apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; } \
 	  || { echo "the tests of pages need Chromium: apt-get install chromium" >&2; exit 1; }
 
-# Ranks, servers and browsers with time limits, two files at a time, those that take longest first
-# (tests/conftest.py). Tests that fail are run once more, alone, and both outcomes are printed. What
-# fails twice fails. (1: all tests ran, some failed.) Modules are compiled beforehand: hundreds of
-# processes would each do it where PYTHONDONTWRITEBYTECODE is set.
+# Ranks, servers and browsers with time limits: three files at a time, for many wait, and those that
+# take longest first (tests/conftest.py). Tests that fail are run once more, alone, and both outcomes
+# are printed. What fails twice fails. (1: all tests ran, some failed.) Modules are compiled
+# beforehand: hundreds of processes would each do it where PYTHONDONTWRITEBYTECODE is set.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm"
 
 test: $(STAMP) browser
 	$(BIN)/python -m compileall -q src tests benchmarks
-	$(PYTEST) -n 2 --dist loadfile tests \
+	$(PYTEST) -n 3 --dist loadfile tests \
 	  || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests; }
 
 test-gpu: $(STAMP)

@@ -34,7 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ALONE = ("tests/docs/test_snippets.py", "tests/benchmarks/test_quick.py")
 """files whose tests share nothing and take long"""
-FIRST = (*ALONE, "tests/torture/", "tests/run/", "tests/distributed/", "tests/cli/")
+FIRST = (*ALONE, "tests/fleet/", "tests/torture/", "tests/run/", "tests/distributed/", "tests/cli/")
 
 CACHES = tempfile.mkdtemp(prefix="instar-tests-")
 # read when `datasets` is imported, which may be while tests are collected

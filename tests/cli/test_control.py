@@ -4,51 +4,47 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import science
-from started import INSTALLED, Started, start_instar
+from forks import INSTAR, Child, Forks
 from tiny_run import codes, events, said
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def under_way(place: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+def under_way(place: Path, forks: Forks) -> Child:
     """A run that would go on for hours, and has made its first steps."""
-    monkeypatch.chdir(place)
-    sets = ("--set", "record.log_interval=5", "--until", "10Mit")
-    started = start_instar("tiny.yaml", *sets, run_dir=place / "run", command=INSTALLED)
-    started.wait_for(r"^\s*5\b")
+    sets = ("--set", "record.log_interval=5", "--set", f"record.run_dir={place / 'run'}")
+    started = forks.start(INSTAR, ["train", "tiny.yaml", *sets, "--until", "10Mit"], place=place)
+    assert started.wait_for(r"^\s*5\b"), started.output()
     return started
 
 
-def test_a_run_is_asked_to_save_and_to_stop(
-    under_way: Started, instar: Instar, place: Path
-) -> None:
+def test_a_run_is_asked_to_save_and_to_stop(under_way: Child, instar: Instar, place: Path) -> None:
     status = json.loads(instar("control", "run", "status", "--json").stdout)
-    assert (status["state"], status["process"]) == ("running", under_way.process.pid)
+    assert (status["state"], status["process"]) == ("running", under_way.pid)
     saved = instar("control", "run", "save").stdout
     step = re.fullmatch(r"saved: (step-\d+)\n", saved)
     assert step
     manifest = json.loads((place / "run" / "checkpoints" / step[1] / "manifest.json").read_text())
     assert manifest["reason"] == "asked for"
     assert instar("control", "run", "stop").stdout.startswith("stopped: step-")
-    said = under_way.finish(code=75)
-    assert said.splitlines()[-1].endswith(f"instar resume {place / 'run'}")
+    assert under_way.finish() == 75, under_way.output()
+    assert under_way.output().splitlines()[-1].endswith(f"instar resume {place / 'run'}")
     assert "stopped (instar control stop)" in instar("control", "run", "status").stdout
 
 
-def test_two_runs_in_one_folder_are_refused(
-    under_way: Started, instar: Instar, place: Path
-) -> None:
+def test_two_runs_in_one_folder_are_refused(under_way: Child, instar: Instar, place: Path) -> None:
     said = instar("resume", "run", code=3).stderr
-    assert f"process {under_way.process.pid} is training there" in said
-    under_way.interrupt()
-    under_way.finish(code=75)
+    assert f"process {under_way.pid} is training there" in said
+    under_way.signal(signal.SIGINT)
+    assert under_way.finish() == 75, under_way.output()
     assert (place / "run" / "events.jsonl").read_text().count('"run_started"') == 1
 
 

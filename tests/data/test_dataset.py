@@ -48,8 +48,16 @@ def test_every_way_brings_the_same_global_batches(folder: Path, kind: str, tmp_p
         )
 
 
-@pytest.mark.parametrize("kind", ["rows of text", "a shuffled stream", "transformed"])
-@pytest.mark.parametrize("way", [Way(2, workers=1), Way(2, "dispatched", workers=3)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("rows of text", Way(2, workers=1)),
+        ("a shuffled stream", Way(2, workers=1)),
+        ("a shuffled stream", Way(2, "dispatched", workers=3)),
+        ("transformed", Way(2, workers=1)),
+    ],
+    ids=str,
+)
 def test_workers_change_nothing(folder: Path, kind: str, way: Way, tmp_path: Path) -> None:
     data = config(folder, kind, path=str(tmp_path / "data"))
     alone = taken(data, Way(way.ranks, way.strategy), 12)

@@ -1,4 +1,4 @@
-"""One schedule on one, two and four ranks: the same changes at the same steps, and one curve."""
+"""One schedule on one and on three ranks: the same changes at the same steps, and one curve."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def cfg(config: Callable[..., Loaded], tmp_path: Path) -> Path:
 
 def test_any_number_of_ranks_changes_alike(cfg: Path, tmp_path: Path) -> None:
     curves = {}
-    for ranks in (1, 2, 4):
+    for ranks in (1, 3):
         run_dir = tmp_path / f"w{ranks}"
         run_ranks(ranks, tmp_path, "train", cfg, "--set", f"record.run_dir={run_dir}")
         events = list(read_events(run_dir / "events.jsonl"))
@@ -79,9 +79,8 @@ def test_any_number_of_ranks_changes_alike(cfg: Path, tmp_path: Path) -> None:
         )
     train, validation = curves[1]
     assert len(train) == 32
-    for ranks in (2, 4):
-        assert curves[ranks][0] == pytest.approx(train, rel=1e-4)
-        assert curves[ranks][1] == pytest.approx(validation, rel=1e-4)
+    assert curves[3][0] == pytest.approx(train, rel=1e-4)
+    assert curves[3][1] == pytest.approx(validation, rel=1e-4)
 
 
 def test_a_run_goes_on_with_other_ranks_after_it_grew(cfg: Path, tmp_path: Path) -> None:
