@@ -2,16 +2,14 @@
 
     python benchmarks/deltas.py [--quick]
 
-Two trainers of the same config take turns in this process, some steps each: one saves deltas, in
-bf16 and with an anchor every 50 links, the other does not. Their weights and samples are the same.
-The cost is the difference of the two times, with the wait for the last delta. Training has one
-thread, and the writer a core that is idle, as beside a GPU; then training has all cores, and the
-writer takes what it needs from it.
+Two trainers of the same config make steps in turn in this process: one saves deltas, in bf16 and
+with an anchor every 50 links, the other does not. Their weights and samples are the same.
+The cost is the difference of the two times. First training has one thread, and the writer a core
+that is idle, as beside a GPU; then training has all cores, and the writer takes time from it.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 from contextlib import closing
@@ -51,11 +49,11 @@ class Costs:
 
 
 SIZES = (
-    Size("1 M", (*COMMON, *gpt(5, 4, 128, 128, 16)), steps=20, repeats=6),
-    Size("10 M", (*COMMON, *gpt(6, 6, 384, 256, 8)), steps=6, repeats=6),
-    Size("10 M, rate 1e-6", (*COMMON, RL, *gpt(6, 6, 384, 256, 8)), steps=6, repeats=6),
+    Size("1 M", (*COMMON, *gpt(5, 4, 128, 128, 16)), steps=1, repeats=40),
+    Size("10 M", (*COMMON, *gpt(6, 6, 384, 256, 4)), steps=1, repeats=20),
+    Size("10 M, rate 1e-6", (*COMMON, RL, *gpt(6, 6, 384, 256, 4)), steps=1, repeats=20),
 )
-QUICK = (Size("tiny", (*COMMON, *gpt(1, 1, 16, 16, 2)), steps=2, repeats=1),)
+QUICK = (Size("tiny", (*COMMON, *gpt(1, 1, 16, 16, 2)), steps=1, repeats=2),)
 
 
 def main() -> None:
@@ -103,36 +101,38 @@ def measure(size: Size, folder: Path, quick: bool) -> Costs:
     with closing(without), closing(with_deltas):
         assert with_deltas.parts.deltas is not None
         with_deltas.parts.deltas.on_written = on_written
-        turn(without, 2)
-        turn(with_deltas, 2)
+        for run in (without, with_deltas, with_deltas):
+            turn(run)
         for repeat in range(size.repeats):
             written.clear()
-            both = {}
+            seconds = {}
             # whoever comes second in one pair comes first in the next
             for run in (without, with_deltas)[:: 1 if repeat % 2 else -1]:
-                both[run is with_deltas] = turn(run, size.steps)
-            costs.step_s.append(both[False] / size.steps)
-            costs.added.append(both[True] / both[False] - 1.0)
-            costs.stalled.append(sum(one.stall_s for one in written) / both[False])
-            costs.link_s.append(statistics.median(one.seconds for one in written))
-            found = [one.statistics for one in written if one.statistics is not None]
-            costs.density.append(statistics.mean(each.whole.density for each in found))
-            costs.size_bytes.append(statistics.median(one.link.size_bytes for one in written))
-            print(f"{size.name}: {repeat + 1} of {size.repeats}", file=sys.stderr)
+                seconds[run is with_deltas] = turn(run)
+            (one,) = written
+            costs.step_s.append(seconds[False])
+            costs.added.append(seconds[True] / seconds[False] - 1.0)
+            costs.stalled.append(one.stall_s / seconds[False])
+            costs.link_s.append(one.seconds)
+            costs.size_bytes.append(one.link.size_bytes)
+            if one.statistics is not None:
+                costs.density.append(one.statistics.whole.density)
+        print(f"{size.name}: {size.repeats} pairs", file=sys.stderr)
     return costs
 
 
-def turn(run: Trainer, steps: int) -> float:
-    """Seconds of some steps, and of the wait until their deltas are on disk."""
+def turn(run: Trainer) -> float:
+    """Seconds of a step, beside which the weights before it are saved."""
 
     def train() -> None:
-        for _ in range(steps):
-            run.state = save_if_due(run.state, run.parts)
-            run.step()
-        if run.parts.deltas is not None:
-            run.parts.deltas.finish(run.state.progress, run.parts.stepper.bare_model)
+        run.state = save_if_due(run.state, run.parts)
+        run.step()
 
-    return timed(train)
+    seconds = timed(train)
+    if run.parts.deltas is not None:
+        run.parts.deltas.writer.flush()
+        run.parts.deltas.report()
+    return seconds
 
 
 if __name__ == "__main__":

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from instar.checkpoint.delta.chain import find, links
+from instar.checkpoint.delta.chain import load as load_link
+from instar.checkpoint.store import load
+
 pytestmark = pytest.mark.gpu
 
 Losses = Callable[..., list[float]]
@@ -91,6 +95,18 @@ def test_a_gpu_that_is_not_there_is_refused(losses: Losses, tmp_path: Path) -> N
     )
     assert done.returncode == 2
     assert "cuda:99 does not exist" in done.stderr
+
+
+def test_deltas_hold_the_weights_of_the_checkpoints_of_their_steps(
+    losses: Losses, tmp_path: Path
+) -> None:
+    saving = ("checkpoint.every_steps=10", "checkpoint.delta.every=1")
+    assert losses("saved", "device=cuda", *saving) == losses("plain", "device=cuda")
+    folder = tmp_path / "saved" / "deltas"
+    for step in (10, 20, 30):
+        saved = load(tmp_path / "saved" / "checkpoints" / f"step-{step}").tensors("model")
+        stored = load_link(folder, find(links(folder), step=step).number)
+        assert all(torch.equal(stored[name], weight) for name, weight in saved.items())
 
 
 def test_a_model_grows_on_a_gpu_as_on_a_cpu(losses: Losses) -> None:

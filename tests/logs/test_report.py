@@ -26,7 +26,7 @@ from instar.logs.query import final_test
 from instar.logs.query.config import config_lines, config_values, derived_keys
 from instar.logs.read.record import read
 from instar.logs.web.report import inlined, panels, report_html, write_report
-from instar.record.events import Event, Layers, OperationEvent, RecordError, Warn, Wrote
+from instar.record.events import Delta, Event, Layers, OperationEvent, RecordError, Warn, Wrote
 from instar.record.rundir import RunDir
 
 HOSTILE = (
@@ -284,6 +284,17 @@ def test_layers_are_one_panel_in_their_order(tmp_path: Path) -> None:
         "blocks.10",
         "head",
     ]
+
+
+def test_deltas_are_panels_and_their_layers_one(tmp_path: Path) -> None:
+    lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 3)]
+    size = {"size_bytes": 9, "seconds": 0.1, "stall_s": 0.0}
+    lines.append((Delta(number=0, anchor=True, **size, **place(1)), 1))
+    shares = {"density": 0.5, "overlap": 0.25, "layers": {"blocks.0": 1.0, "blocks.1": 0.0}}
+    lines.append((Delta(number=1, anchor=False, **size, **shares, **place(2)), 1))
+    found = {panel.metrics for panel in panels([read(write(tmp_path / "run", lines))])}
+    by_layer = ("delta_density/blocks.0", "delta_density/blocks.1")
+    assert {("delta_density",), ("delta_overlap",), ("delta_bytes",), by_layer} < found
 
 
 def test_the_latest_sample_is_open_and_its_blanks_are_kept(

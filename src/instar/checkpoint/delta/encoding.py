@@ -88,27 +88,33 @@ def apply(difference: BlockDelta, words: Words, coding: Coding) -> None:
         new = _from_planes(difference.values, words.size, words.dtype)
         words[...] = new if coding.absolute else _stepped(words, new, coding)
         return
-    places = changed_places(difference, words.size)
+    places = _places(difference.gaps, difference.changed, words.size)
     values = _from_planes(difference.values, places.size, words.dtype)
     words[places] = values if coding.absolute else _stepped(words[places], values, coding)
 
 
-def changed_places(difference: BlockDelta, size: int) -> npt.NDArray[np.int64]:
-    """Returns the indices of the changed words of a block of `size` words, in ascending order.
+def changed_mask(difference: BlockDelta, size: int) -> npt.NDArray[np.bool_]:
+    """Returns whether each word of a block of `size` words is changed.
 
-    Those of a dense difference of new words are unknown: all are returned.
+    Those of a dense difference of new words are unknown.
 
     Raises:
         EncodingError: the difference is not one of a block of this size.
     """
-    if difference.changed > size:
-        raise EncodingError(f"{difference.changed:,} changes in a block of {size:,}")
-    if difference.gaps is None:
-        steps = _from_planes(difference.values, size, np.dtype(np.uint64))
-        return np.flatnonzero(steps) if difference.changed < size else np.arange(size)
-    gaps = _from_planes(difference.gaps, difference.changed, np.dtype(np.uint32))
-    places = np.cumsum(gaps, dtype=np.int64)
-    places += np.arange(gaps.size)
+    mask = np.zeros(size, np.bool_)
+    if difference.gaps is not None:
+        mask[_places(difference.gaps, difference.changed, size)] = True
+    for plane in difference.values if difference.gaps is None else ():
+        mask |= np.frombuffer(decompress(plane, size), np.uint8) != 0
+    return mask
+
+
+def _places(gaps: Sequence[bytes], changed: int, size: int) -> npt.NDArray[np.int64]:
+    """Returns the indices of the changed words of a block of `size` words, in ascending order."""
+    if changed > size:
+        raise EncodingError(f"{changed:,} changes in a block of {size:,}")
+    places = np.cumsum(_from_planes(gaps, changed, np.dtype(np.uint32)), dtype=np.int64)
+    places += np.arange(places.size)
     if places.size and places[-1] >= size:
         raise EncodingError(f"a change at {places[-1]:,} in a block of {size:,}")
     return places

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from instar.checkpoint.delta.encoding import EncodingError, changed_places
+from instar.checkpoint.delta.encoding import EncodingError, changed_mask
 from instar.checkpoint.delta.folder import Segment, links, segments
 from instar.checkpoint.delta.link import LinkFile, read_link
 from instar.checkpoint.delta.state import Outline, block_words, open_state, outline, word_count
@@ -122,15 +122,13 @@ def _share(name: str, entry: TensorEntry, now: LinkFile, before: LinkFile | None
     if before is None:
         return Share(_changed(now, name), entry.elements, None, 0)
     common: int | None = 0
-    # one block of each at a time: the places of dense links take more memory than the tensors
+    # one block of each at a time: the masks of a whole tensor may take as much memory as itself
     for block in range(-(-word_count(entry) // block_words(entry))):
-        places, last = (_places(link, name, entry, block) for link in (now, before))
-        if common is None or places is None or last is None:
+        mask, last = (_mask(link, name, entry, block) for link in (now, before))
+        if common is None or mask is None or last is None:
             common = None
-        elif places.size and last.size:
-            marked = np.zeros(max(places[-1], last[-1]) + 1, np.bool_)
-            marked[last] = True
-            common += int(np.count_nonzero(marked[places]))
+        else:
+            common += int(np.count_nonzero(mask & last))
     return Share(_changed(now, name), entry.elements, common, _changed(before, name))
 
 
@@ -139,18 +137,19 @@ def _changed(link: LinkFile, name: str) -> int:
     return 0 if changes is None else changes.changed
 
 
-def _places(
+def _mask(
     link: LinkFile, name: str, entry: TensorEntry, block: int
-) -> npt.NDArray[np.int64] | None:
-    """Returns the indices of the changed elements of a block; None: unknown."""
+) -> npt.NDArray[np.bool_] | None:
+    """Returns whether each element of a block is changed; None: unknown."""
+    step = block_words(entry)
+    size = min(step, word_count(entry) - block * step)
     difference = link.difference(name, block)
     if difference is None:
-        return np.empty(0, np.int64)
+        return np.zeros(size, np.bool_)
     if difference.gaps is None and link.footer.values == "absolute":
         return None
-    step = block_words(entry)
     try:
-        return changed_places(difference, min(step, word_count(entry) - block * step))
+        return changed_mask(difference, size)
     except EncodingError as error:
         raise CheckpointError(f"{link.path}: invalid: {name}: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -305,7 +305,12 @@ _NO_DATE: dict[str, dict[str, None]] = {
 
 
 def picture(chart: Chart, kind: Literal["png", "svg", "pdf"]) -> bytes:
-    """Returns the chart as the content of a file.
+    """Returns the chart as the content of a file; raises as `rendered` does."""
+    return rendered(lambda: draw(chart), kind)
+
+
+def rendered(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]) -> bytes:
+    """Returns the figure that `make` draws, in the style of all plots, as the content of a file.
 
     Raises:
         ConfigError: matplotlib is not installed; names the extra.
@@ -320,7 +325,7 @@ def picture(chart: Chart, kind: Literal["png", "svg", "pdf"]) -> bytes:
     file = io.BytesIO()
     with rc_context(RC), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in another script
-        draw(chart).savefig(file, format=kind, dpi=160, metadata=_NO_DATE[kind])
+        make().savefig(file, format=kind, dpi=160, metadata=_NO_DATE[kind])
     return file.getvalue()
 
 

@@ -47,7 +47,7 @@ class DeltaSaver:
         if self.writer.due(progress.step, last=last):
             self._progress[progress.step] = progress
             self.writer.save(progress.step, model_tensors(model))
-        self._report()
+        self.report()
 
     def finish(self, progress: Progress, model: Module) -> None:
         """Save the last weights, and wait until all are on disk.
@@ -59,12 +59,13 @@ class DeltaSaver:
         try:
             self.writer.flush()
         finally:
-            self._report()
+            self.report()
 
     def close(self) -> None:
         """End the writer; see `DeltaWriter.close`."""
         self.writer.close()
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Report the deltas that were saved since the last report."""
         for written in self.writer.written():
             self.on_written(self._progress.pop(written.link.step), written)
