@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.data.arrays import CostedSource, InMemorySource
+from instar.data.arrays import InMemorySource
 from instar.data.loader import LocalReader, ReadRequest, StepKey, balanced
 from instar.data.order import make_order
+from instar.data.source import CostedSource
 
 COSTS = st.lists(st.integers(0, 10_000), max_size=80)
 

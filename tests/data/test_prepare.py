@@ -17,8 +17,9 @@ from instar.config.language import DataConfig
 from instar.data.split import divide
 from instar.data.text import prepare as preparing
 from instar.data.text.prepare import default_path, prepare
-from instar.data.text.shards import TokenDataset, open_dataset, verify_tokens
+from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.tokenizer import load_tokenizer, train_bpe, train_char
+from instar.data.text.verify import verify_tokens
 
 
 def ensure_dataset(data: DataConfig, seed: int) -> TokenDataset:

@@ -16,7 +16,6 @@ from splits import split_of
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.columns import Ragged
-from instar.data.order import LaneOrder
 from instar.data.source import IGNORED, TokenWindows
 from instar.data.text.prepare import prepare
 from instar.data.text.seek_points import START, SeekPoint, SeekPoints
@@ -24,7 +23,7 @@ from instar.data.text.shards import open_dataset
 from instar.data.text.stream import DocumentStream, Note, PackedStream, StreamChanged, TokenLanes
 from instar.data.text.stream_items import Items
 from instar.data.text.stream_reader import Chunk, HostedLanes, LaneReader, StreamUnfit
-from instar.data.text.stream_source import LaneSamples, OpenStreamSource, StreamSource
+from instar.data.text.stream_source import LaneOrder, LaneSamples, OpenStreamSource, StreamSource
 from instar.data.text.tokenizer import END, ByteTokenizer, load_tokenizer, train_bpe
 
 Lengths = tuple[int, ...]

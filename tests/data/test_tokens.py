@@ -21,10 +21,9 @@ from instar.data.text.shards import (
     ShardWriter,
     TokenizerRecord,
     open_dataset,
-    verify_changed,
-    verify_tokens,
     write_record,
 )
+from instar.data.text.verify import verify_changed, verify_tokens
 from instar.record.atomic import atomic_dir
 
 

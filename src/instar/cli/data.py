@@ -117,7 +117,7 @@ _TEXTS = frozenset(
 @json_option
 def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
     """Print the contents of the data set in the folder PATH, and check that it is whole."""
-    from instar.data.text.shards import verify_tokens
+    from instar.data.text.verify import verify_tokens
 
     dataset, tokenizer = _open(path)
     if verify:

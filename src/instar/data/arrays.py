@@ -1,4 +1,4 @@
-"""Samples in memory and in array stores (zarr); weights and costs of samples."""
+"""Samples in memory and in array stores (zarr)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.data.columns import NUMBERS, Columns, Ragged, leaves, pick
 from instar.data.order import Int64Array
-from instar.data.source import Source, check_indices, close
+from instar.data.source import check_indices
 from instar.record.atomic import atomic_dir, sync_file, sync_folder
 
 if TYPE_CHECKING:
@@ -61,46 +61,6 @@ class InMemorySource:
 
     def weights(self, indices: Int64Array) -> float:
         return float(indices.size)
-
-
-@dataclass(frozen=True, eq=False)
-class _AnnotatedSource:
-    """A source with one known int64 value per sample."""
-
-    source: Source
-    each: Int64Array
-    """The value of each sample, int64 [samples]."""
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
-        """See `Source`."""
-        return self.source.read(indices, epoch)
-
-    def weights(self, indices: Int64Array) -> float:
-        return self.source.weights(indices)
-
-    def close(self) -> None:
-        close(self.source)
-
-
-class WeightedSource(_AnnotatedSource):
-    """A source with a loss weight per sample."""
-
-    def weights(self, indices: Int64Array) -> float:
-        return float(self.each[indices].sum())
-
-
-class CostedSource(_AnnotatedSource):
-    """A source with a cost per sample: the work that it takes, in any unit."""
-
-    def costs(self, indices: Int64Array) -> Int64Array:
-        return self.each[indices]
 
 
 ARRAYS_FORMAT = "instar-arrays/1"

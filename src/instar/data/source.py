@@ -1,4 +1,4 @@
-"""Sources, which read samples by index: token windows, documents, and mixtures of sources."""
+"""Sources, which read samples by index: token windows, documents, mixtures; weights and costs."""
 
 from __future__ import annotations
 
@@ -196,6 +196,46 @@ class DocumentSamples:
                 tokens = np.concatenate([tokens, self._last[: size - tokens.size]])
             inputs[row, : size - 1], targets[row, : size - 1] = tokens[:-1], tokens[1:]
         return {"inputs": inputs, "targets": targets}
+
+
+@dataclass(frozen=True, eq=False)
+class _AnnotatedSource:
+    """A source with one known int64 value per sample."""
+
+    source: Source
+    each: Int64Array
+    """The value of each sample, int64 [samples]."""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """See `Source`."""
+        return self.source.read(indices, epoch)
+
+    def weights(self, indices: Int64Array) -> float:
+        return self.source.weights(indices)
+
+    def close(self) -> None:
+        close(self.source)
+
+
+class WeightedSource(_AnnotatedSource):
+    """A source with a loss weight per sample."""
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(self.each[indices].sum())
+
+
+class CostedSource(_AnnotatedSource):
+    """A source with a cost per sample: the work that it takes, in any unit."""
+
+    def costs(self, indices: Int64Array) -> Int64Array:
+        return self.each[indices]
 
 
 PERIOD = 1024

@@ -16,10 +16,9 @@ from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
 from instar.config.language import DataConfig
 from instar.config.schema import SamplesConfig, Size
-from instar.data.arrays import CostedSource
 from instar.data.columns import Columns
 from instar.data.order import Int64Array, Order, Shuffled, key_bytes, order_of
-from instar.data.source import Source, check_indices, close
+from instar.data.source import CostedSource, Source, check_indices, close
 from instar.data.user_source import transformed
 from instar.data.workers import WorkerSource
 

@@ -17,10 +17,10 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.config.sections import Section
 from instar.config.user_code import load_named, what_happened
-from instar.data.arrays import Arrays, InMemorySource, WeightedSource, holds_arrays, open_arrays
+from instar.data.arrays import Arrays, InMemorySource, holds_arrays, open_arrays
 from instar.data.columns import Columns
 from instar.data.order import Int64Array
-from instar.data.source import Source
+from instar.data.source import Source, WeightedSource
 from instar.data.split import SampleSet
 from instar.data.user_source import as_source
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph

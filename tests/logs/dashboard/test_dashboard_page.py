@@ -14,7 +14,7 @@ from dashboards import dashboard, make_run, served, started, train
 from opened import PANEL, drawn, expect_points, opened, picture, walked
 from playwright.sync_api import Browser, expect
 
-from instar.logs.web.assets import PLACES
+from instar.logs.web import PLACES
 from instar.record.events import Alert, Eval, Saved
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, hold

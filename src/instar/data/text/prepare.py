@@ -43,7 +43,6 @@ from instar.data.text.rows import (
 )
 from instar.data.text.shards import (
     DATASET_FILE,
-    ProgressText,
     Shard,
     ShardWriter,
     TokenDataset,
@@ -64,6 +63,7 @@ from instar.data.text.tokenizer import (
     train_bpe,
     train_char,
 )
+from instar.data.text.verify import ProgressText
 from instar.record.atomic import atomic_dir
 
 _PATHS = ("source", "val_source", "tokenizer")

@@ -9,13 +9,9 @@ truncated during reading would cause a SIGBUS instead of an exception.
 from __future__ import annotations
 
 import os
-import shlex
-import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +22,11 @@ import safetensors.numpy
 import xxhash
 from numpy.typing import NDArray
 
-from instar.config.errors import ConfigError, ConfigProblem, near_path
-from instar.config.files import cache_home, open_regular, read_regular
+from instar.config.errors import ConfigError, near_path
+from instar.config.files import open_regular, read_regular
 from instar.data.order import Int64Array
 from instar.data.source import TokenArray
-from instar.record.atomic import atomic_file, replace_file, write_synced
+from instar.record.atomic import replace_file, write_synced
 
 SHARD_FORMAT = "instar-tokens/1"
 SHARD_TOKENS = 1 << 25
@@ -382,127 +378,6 @@ def open_dataset(path: str | Path) -> TokenDataset:
         fingerprint=record.fingerprint,
         shards=record.splits,
     )
-
-
-def verify_tokens(dataset: TokenDataset) -> None:
-    """Read every token. Raises ConfigError with each shard that differs from what was written."""
-    found = [_damage(dataset, shard, tokens) for shard, tokens in _shards(dataset)]
-    if problems := [problem for problem in found if problem is not None]:
-        raise ConfigError(*problems)
-
-
-def verify_changed(folder: str | Path, say: Callable[[str], None] = lambda _: None) -> None:
-    """Verify the shards that have changed since their last verification.
-
-    Results are cached in the user's cache folder, by each file's size, time and inode.
-
-    Raises:
-        ConfigError: with each shard that differs from what was written.
-    """
-    dataset = open_dataset(folder)
-    kept = _kept_in(dataset.path)
-    verified = _verified(kept)
-    stamps = {shard.file: _stamp(dataset.path, shard) for shard, _ in _shards(dataset, read=False)}
-    changed = {file for file, stamp in stamps.items() if verified.get(file) != stamp}
-    if not changed:
-        return
-    problems: list[ConfigProblem] = []
-    total, done = sum(stamps[file][0] for file in changed), 0
-    progress = ProgressText(say)
-    for shard, tokens in _shards(dataset, only=changed):
-        problem = _damage(dataset, shard, tokens)
-        if problem is None:
-            verified[shard.file] = stamps[shard.file]
-        else:
-            problems.append(problem)
-        done += stamps[shard.file][0]
-        progress.at(f"verifying {dataset.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
-    if kept is not None:
-        known = {file: verified[file] for file in stamps if file in verified}
-        # on failure the shards are verified again next time
-        with suppress(OSError), atomic_file(kept, durable=False) as aside:
-            aside.write_bytes(msgspec.json.encode(known))
-    if problems:
-        raise ConfigError(*problems)
-
-
-Stamp = tuple[int, int, int, str]
-"""A shard's size in bytes, mtime in ns and inode, and the fingerprint of its tokens."""
-_QUIET_S, _TELL_EVERY_S = 2.0, 10.0
-
-
-class ProgressText:
-    """Reports the progress of a long task: after two seconds, then every ten."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._told = time.monotonic() + _QUIET_S - _TELL_EVERY_S
-
-    def at(self, text: str) -> None:
-        if time.monotonic() - self._told > _TELL_EVERY_S:
-            self._told = time.monotonic()
-            self._say(text)
-
-
-def _shards(
-    dataset: TokenDataset, only: Collection[str] | None = None, *, read: bool = True
-) -> Iterator[tuple[Shard, TokenArray]]:
-    """Yield the shards and their tokens, one at a time; without `read`, tokens are empty."""
-    for name, split in dataset.splits.items():
-        bounds = pairwise(split.offsets.tolist())
-        for shard, (begin, end) in zip(dataset.shards[name], bounds, strict=True):
-            if only is None or shard.file in only:
-                yield shard, split.read(begin, end if read else begin)
-
-
-def _damage(dataset: TokenDataset, shard: Shard, tokens: TokenArray) -> ConfigProblem | None:
-    """Return the damage of a shard's tokens, if any."""
-    file = str(dataset.path / shard.file)
-    found = xxhash.xxh3_128_hexdigest(tokens.data)
-    if found != shard.fingerprint:
-        return ConfigProblem(
-            (),
-            f"the tokens are not those that were written: fingerprint {found}, "
-            f"recorded {shard.fingerprint}",
-            f"prepare the data set again: {_again(dataset)}",
-            place=file,
-        )
-    if int(tokens.max()) >= dataset.vocab_size:
-        return ConfigProblem(
-            (),
-            f"token {int(tokens.max())} is not in the vocabulary of {dataset.vocab_size}",
-            place=file,
-        )
-    return None
-
-
-def _again(dataset: TokenDataset) -> str:
-    """Return the command that creates the data set again."""
-    facts = ("documents", "bytes", "file_bytes", "python", "resolved")
-    given = {k: v for k, v in dataset.source.items() if v is not None and k not in facts}
-    given = {"path": str(dataset.path)} | given
-    sets = (f"--set {shlex.quote(f'data.{key}={value}')}" for key, value in given.items())
-    return f"rm -r {shlex.quote(str(dataset.path))} && instar data prepare {' '.join(sets)}"
-
-
-def _stamp(folder: Path, shard: Shard) -> Stamp:
-    status = (folder / shard.file).stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino, shard.fingerprint
-
-
-def _kept_in(folder: Path) -> Path | None:
-    home = cache_home("shards")
-    name = xxhash.xxh3_128_hexdigest(os.fsencode(folder.resolve()))
-    return None if home is None else home / f"{name}.json"
-
-
-def _verified(kept: Path | None) -> dict[str, Stamp]:
-    if kept is None:
-        return {}
-    try:
-        return msgspec.json.decode(read_regular(kept), type=dict[str, Stamp])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return {}
 
 
 def splits_fingerprint(dataset: TokenDataset, splits: Mapping[str, tuple[Shard, ...]]) -> str:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.config.language import DataConfig
-from instar.data.order import LaneOrder
 from instar.data.text.seek_points import SeekPoints
 from instar.data.text.stream import (
     DocumentLane,
@@ -35,6 +34,7 @@ from instar.data.text.stream import (
 from instar.data.text.stream_items import open_items
 from instar.data.text.stream_reader import HostedLanes, LaneReader, Lanes
 from instar.data.text.stream_source import (
+    LaneOrder,
     LaneSamples,
     LaneWeights,
     OpenStreamSource,

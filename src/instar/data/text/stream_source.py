@@ -1,7 +1,9 @@
-"""Stream sources: samples of a stream by number, read forward, with a cache of recent ones."""
+"""Stream sources: samples of a stream by number, read forward, with a cache of recent ones; and the
+order of samples in lanes, whose ends may be unknown."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,7 +12,7 @@ import numpy as np
 
 from instar.config.errors import ConfigError
 from instar.data.columns import Columns
-from instar.data.order import UNKNOWN, Int64Array, LaneOrder
+from instar.data.order import UNKNOWN, Int64Array, Shuffled, check
 from instar.data.text.stream import SampleStream, StreamChanged
 from instar.data.text.stream_reader import Lanes, StreamUnfit
 
@@ -137,6 +139,149 @@ class LaneWeights(Protocol):
     def total(self, numbers: Int64Array) -> float:
         """Return the sum of the weights of some samples."""
         ...
+
+
+class LaneOrder:
+    """Round robin over the lanes that have not ended; sample j of lane k has the id j · L + k.
+
+    L is the number of lanes. Within a lane, samples are shuffled in windows of `window` successive
+    ones, differently in each epoch. The length of a lane may be unknown until it is set by `end`;
+    `indices` is defined up to position `certain`.
+    """
+
+    def __init__(self, lengths: Sequence[int | None], seed: int = 0, window: int = 1) -> None:
+        """
+        Args:
+            lengths: the number of samples of each lane, None if unknown.
+        """
+        self.lanes, self.seed, self.window = len(lengths), seed, window
+        self.explorer: Callable[[int, int], object] = lambda _start, _stop: None
+        """Set by the source, which reports the ends of lanes that it reaches."""
+        self.ends = {lane: length for lane, length in enumerate(lengths) if length is not None}
+        """The number of samples of each lane whose end is known."""
+        self.certain = 0
+        self._lay_out()
+        self.seen([0] * self.lanes)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """UNKNOWN until every lane has ended, then exact for every epoch."""
+        return int(self._lengths.sum()) if len(self.ends) == self.lanes else UNKNOWN
+
+    def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
+        """Return the samples at positions start … stop-1 of an epoch, int64 [stop - start].
+
+        Raises:
+            IndexError: the positions are not within the epoch, or not determined yet.
+        """
+        check(self, epoch, start, stop)
+        if stop > self.certain:
+            raise IndexError(
+                f"position {stop - 1} is not determined yet, only those before {self.certain}"
+            )
+        lanes, numbers = self._places(start, stop)
+        if self.window > 1:
+            for lane in np.unique(lanes).tolist():
+                rows = np.flatnonzero(lanes == lane)
+                begin = int(numbers[rows[0]])
+                numbers[rows] = self._shuffled(epoch, lane, begin, begin + rows.size)
+        ids: Int64Array = numbers * self.lanes + lanes
+        return ids
+
+    def lane_of(self, epoch: int, start: int, stop: int) -> Int64Array:  # noqa: ARG002
+        """Return the lanes of the samples at positions start … stop-1, int64 [stop - start]."""
+        return self._places(start, stop)[0]
+
+    def explore(self, start: int, stop: int) -> None:
+        """Make the source read ahead until the samples at positions start … stop-1 are determined,
+        and whether more follow."""
+        self.explorer(start, stop)
+
+    def end(self, lane: int, length: int) -> None:
+        """Set the number of samples of a lane."""
+        self.ends[lane] = length
+        self._lay_out()
+
+    def wanted(self, stop: int) -> dict[int, int]:
+        """Return how many samples of each unended lane must be read to determine all positions
+        before `stop`: whole windows, because a window that is cut short by the lane's end is
+        shuffled differently."""
+        if len(self.ends) == self.lanes:
+            return {}
+        last, number = self.turn(stop - 1)
+        return {
+            lane: -(-(number + (lane <= last)) // self.window) * self.window
+            for lane in range(self.lanes)
+            if lane not in self.ends
+        }
+
+    def turn(self, position: int) -> tuple[int, int]:
+        """Return the lane at a position and the sample's number within it, as far as is known."""
+        lanes, numbers = self._places(position, position + 1)
+        return int(lanes[0]), int(numbers[0])
+
+    def seen(self, counts: Sequence[int]) -> int:
+        """Return the position up to which the samples read of each lane determine the order."""
+        unknown = [
+            (counts[lane] // self.window * self.window, lane)
+            for lane in range(self.lanes)
+            if lane not in self.ends
+        ]
+        if unknown:
+            number, lane = min(unknown)
+            rounds_before = int(np.minimum(self._lengths, number).sum())
+            within_round = int(np.count_nonzero(self._lengths[:lane] > number))
+            self.certain = max(self.certain, rounds_before + within_round)
+        else:
+            self.certain = self.samples_per_epoch
+        return self.certain
+
+    def _lay_out(self) -> None:
+        """Find the stretches of rounds in which the same lanes alternate, between two ends of
+        lanes: the first round and first position of each stretch, and finally the end of the
+        epoch."""
+        endless = UNKNOWN // self.lanes // self.window * self.window
+        lengths = [self.ends.get(lane, endless) for lane in range(self.lanes)]
+        self._lengths = np.array(lengths, dtype=np.int64)
+        ends = np.unique(self._lengths)
+        self._rounds: Int64Array = np.concatenate([[0], ends]).astype(np.int64) if ends[0] else ends
+        running = [np.count_nonzero(self._lengths > round_) for round_ in self._rounds[:-1]]
+        sizes = np.diff(self._rounds) * np.array(running, dtype=np.int64)
+        self._firsts: Int64Array = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+    def _places(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """Return the lane and the number within it, before shuffling, of some positions."""
+        lanes = np.empty(stop - start, dtype=np.int64)
+        numbers = np.empty_like(lanes)
+        rounds, firsts = self._rounds, self._firsts
+        stretch, at = int(np.searchsorted(firsts, start, side="right")) - 1, start
+        while at < stop:
+            end = min(stop, int(firsts[stretch + 1]))
+            running = np.flatnonzero(self._lengths > rounds[stretch])
+            turns = np.arange(at - firsts[stretch], end - firsts[stretch])
+            round_, turn = np.divmod(turns, running.size)
+            lanes[at - start : end - start] = running[turn]
+            numbers[at - start : end - start] = rounds[stretch] + round_
+            stretch, at = stretch + 1, end
+        return lanes, numbers
+
+    def _shuffled(self, epoch: int, lane: int, begin: int, end: int) -> Int64Array:
+        """Return the samples of a lane at its turns begin … end-1."""
+        numbers = np.empty(end - begin, dtype=np.int64)
+        for window in range(begin // self.window, (end - 1) // self.window + 1):
+            first = window * self.window
+            size = min(self.window, int(self._lengths[lane]) - first)
+            low, high = max(begin, first), min(end, first + size)
+            permuted = Shuffled(size, _window_seed(self.seed, lane, window))
+            numbers[low - begin : high - begin] = first + permuted.indices(
+                epoch, low - first, high - first
+            )
+        return numbers
+
+
+def _window_seed(seed: int, lane: int, window: int) -> int:
+    digest = hashlib.shake_256(f"instar/lanes/{seed}/{lane}/{window}".encode()).digest(16)
+    return int.from_bytes(digest, "little")
 
 
 class _LaneSource:

@@ -38,7 +38,7 @@ MAX_BYTES = 1 << 25
 
 @dataclass
 class FleetCatalog:
-    """The fleets in the folder `fleets` beside a folder of runs; see `instar.logs.web.fleets`.
+    """The fleets in the folder `fleets` beside a folder of runs; see `instar.logs.web.catalog`.
 
     Symbolic links are not followed.
     """

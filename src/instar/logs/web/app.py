@@ -23,10 +23,9 @@ from instar.logs.query.state import run_status
 from instar.logs.query.summary import summarize, to_json
 from instar.logs.read.record import AXES, RecordedEvent, RunRecord, read
 from instar.logs.read.summary_cache import cached_summary
-from instar.logs.web.assets import PLACES
-from instar.logs.web.catalog import Catalog
+from instar.logs.web import PLACES
+from instar.logs.web.catalog import Catalog, MakeFleets
 from instar.logs.web.curves import POINTS, Curves, chart_groups, marks, printable
-from instar.logs.web.fleets import MakeFleets
 from instar.logs.web.sections import PARTS, comparison, sections
 from instar.logs.web.stream import MAX_RUNS, EventStream, log_after, stream
 from instar.record.events import Event, to_words

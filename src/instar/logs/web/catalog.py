@@ -1,4 +1,5 @@
-"""Lists the runs of a folder and their states, updated from the sizes and times of files."""
+"""Lists the runs of a folder and their states, updated from the sizes and times of files; and what
+the dashboard asks of fleets, which are a layer above it."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from instar.record.rundir import RunDir, lock_owner
 
@@ -192,3 +193,23 @@ def _has_no_symlinks(run: RunDir) -> bool:
     """Whether no file of a run is a symbolic link."""
     paths = (run.events, run.config, run.logs, run.lock, run.checkpoints)
     return not any(path.is_symlink() for path in paths)
+
+
+class Fleets(Protocol):
+    """The fleets of a dashboard, as JSON-ready data."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return name, state and number of instances of each fleet."""
+
+    def view(self, name: str) -> dict[str, Any] | None:
+        """Return a fleet's instances; None if there is no fleet of this name."""
+
+    def groups(self, keys: Collection[str]) -> Mapping[str, str]:
+        """Return the names of the groups of those runs that belong to a fleet."""
+
+    def log(self, name: str, log: str) -> Path | None:
+        """Return the file of one of a fleet's logs, "INSTANCE/PROCESS"; None if there is none."""
+
+
+MakeFleets = Callable[[Path, Callable[[], Mapping[str, RunDir]]], Fleets]
+"""given the dashboard's folder, and a function that returns its runs by key"""

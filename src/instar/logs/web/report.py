@@ -25,7 +25,7 @@ from instar.logs.query.groups import names
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, read
 from instar.logs.text.summary import page as summary_lines
-from instar.logs.web.assets import PLACES
+from instar.logs.web import PLACES
 from instar.logs.web.curves import chart_data, chart_groups, chart_series, printable, shortened
 from instar.logs.web.sections import MAX_ROWS, PARTS, comparison, folder_name, sections
 from instar.record.atomic import replace_file

@@ -21,9 +21,8 @@ from instar.logs.query.tail import Follower, last_lines
 from instar.logs.read.columns import TableBuilder, is_measured, present, tables_of
 from instar.logs.read.lineage import Lineage
 from instar.logs.read.record import RecordedEvent, RunRecord, Series, read
-from instar.logs.web.catalog import Catalog
+from instar.logs.web.catalog import Catalog, Fleets
 from instar.logs.web.curves import curve, marks, printable
-from instar.logs.web.fleets import Fleets
 from instar.record.events import Event, Placed, RecordError, RunStarted
 from instar.record.rundir import RunDir
 
