@@ -49,9 +49,9 @@ class Costs:
 
 
 SIZES = (
-    Size("1 M", (*COMMON, *gpt(5, 4, 128, 128, 16)), steps=1, repeats=40),
-    Size("10 M", (*COMMON, *gpt(6, 6, 384, 256, 4)), steps=1, repeats=20),
-    Size("10 M, rate 1e-6", (*COMMON, RL, *gpt(6, 6, 384, 256, 4)), steps=1, repeats=20),
+    Size("1 M", (*COMMON, *gpt(5, 4, 128, 128, 16)), steps=1, repeats=24),
+    Size("10 M", (*COMMON, *gpt(6, 6, 384, 256, 4)), steps=1, repeats=12),
+    Size("10 M, rate 1e-6", (*COMMON, RL, *gpt(6, 6, 384, 256, 4)), steps=1, repeats=12),
 )
 QUICK = (Size("tiny", (*COMMON, *gpt(1, 1, 16, 16, 2)), steps=1, repeats=2),)
 

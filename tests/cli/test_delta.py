@@ -130,6 +130,8 @@ def test_log_lists_states_and_with_stats_their_layers(capsys: pytest.CaptureFixt
     text = said(capsys, "log", "deltas", "--stats")
     assert "overlap" in text
     assert "layer.0" in text
+    assert said(capsys, "log", "deltas", "--plot", "deltas.svg") == text
+    assert "layer.0" in Path("deltas.svg").read_text()
 
 
 @pytest.mark.usefixtures("place")

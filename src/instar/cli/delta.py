@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
@@ -133,8 +133,11 @@ def info(path: Path, tensors: bool, as_json: bool) -> None:
 @click.option(
     "--stats", is_flag=True, help="Read all links: density and overlap, also of each layer."
 )
+@click.option(
+    "--plot", "picture", metavar="FILE", type=path_type, help="Draw --stats: .png, .svg or .pdf."
+)
 @json_option
-def log(where: str, stats: bool, as_json: bool) -> None:
+def log(where: str, stats: bool, picture: Path | None, as_json: bool) -> None:
     """List the states of a chain: step, size, and how many elements changed.
 
     Density is the share of changed elements; overlap is the Jaccard index of the elements that
@@ -145,10 +148,12 @@ def log(where: str, stats: bool, as_json: bool) -> None:
     folder = chain_at(where)
     chain = links(folder)
     found: dict[int, LinkStatistics] = {}
-    if stats:
+    if stats or picture is not None:
         from instar.checkpoint.delta.statistics import statistics
 
         found = {each.number: each for each in statistics(folder)}
+    if picture is not None:
+        _draw(list(found.values()), str(folder), picture)
     if as_json:
         print_json(
             [
@@ -159,14 +164,14 @@ def log(where: str, stats: bool, as_json: bool) -> None:
         return
     headers = ["link", "step", "kind", "size", "smaller", "density"]
     rows = [_row(link) for link in chain]
-    if stats:
+    if found:
         headers.append("overlap")
         rows = [
             [*row, _share(found[link.number].whole.overlap if link.number in found else None)]
             for row, link in zip(rows, chain, strict=True)
         ]
     print_table(headers, rows, right=[name for name in headers if name != "kind"])
-    if stats:
+    if found:
         _print_layers(list(found.values()))
 
 
@@ -272,6 +277,26 @@ def chain_at(text: str) -> Path:
             f"{run.path}: this run has no deltas; set checkpoint.delta.every to save some"
         )
     return run.deltas
+
+
+def _draw(found: Sequence[LinkStatistics], title: str, picture: Path) -> None:
+    """Write a plot of the statistics.
+
+    Raises:
+        ConfigError: the file is of another kind or cannot be written.
+    """
+    from instar.config.errors import ConfigError
+    from instar.logs.plot.deltas import deltas_picture
+    from instar.record.atomic import replace_file
+
+    kind = picture.suffix.removeprefix(".")
+    if kind not in ("png", "svg", "pdf"):
+        raise ConfigError.one(f"unknown kind of picture: {picture}", "--plot", ".png, .svg, .pdf")
+    content = deltas_picture(found, title, cast(Literal["png", "svg", "pdf"], kind))
+    try:
+        replace_file(picture, content)
+    except OSError as error:
+        raise ConfigError.one(f"cannot write {picture}: {error.strerror}", "--plot") from error
 
 
 def _number(folder: Path, number: int | None, step: int | None) -> int:
