@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "list": ("instar.cli.logs:list_", "List runs, the latest last."),
     "summary": ("instar.cli.logs:summary", "Summarize runs: best and last values, time, state."),
-    "plot": ("instar.cli.plot:plot", "Plot curves of one run or several."),
+    "plot": ("instar.cli.pages:plot", "Plot curves of one run or several."),
     "compare": ("instar.cli.logs:compare", "Compare runs at equal steps, tokens, FLOPs or time."),
     "tail": ("instar.cli.logs:tail", "Show the last events of a run, and follow it."),
     "events": ("instar.cli.export:events", "Print the events of runs, by kind or step."),
