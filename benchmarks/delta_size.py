@@ -39,7 +39,7 @@ DENSITY = 0.01
 def main() -> None:
     chosen = options(parser(__doc__).parse_args())
     torch.set_num_threads(1)
-    shape, warm_up, steps = ((4, 192), 200, 200) if not chosen.quick else ((1, 32), 2, 3)
+    shape, warm_up, steps = ((4, 192), 100, 100) if not chosen.quick else ((1, 32), 2, 3)
     size_mib, repeats = (256, 5) if not chosen.quick else (4, 1)
     cases = [each for rate in RATES for each in sizes(rate, shape, warm_up, steps)]
     publish("delta_size", [*cases, *speeds(size_mib, repeats)], chosen, libraries=["zstandard"])
