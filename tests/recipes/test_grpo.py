@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ from instar.record.events import (
     RunFinished,
     RunStarted,
     Saved,
+    Stop,
     Train,
     read_events,
 )
@@ -116,6 +119,36 @@ def test_a_resumed_run_equals_one_without_interruption(
     train_in(cut, max_steps=3, num_iterations=num_iterations)
     train_in(cut, "latest", num_iterations=num_iterations)
     assert same(weights(uninterrupted), weights(cut))
+
+
+def test_a_stop_signal_saves_and_the_resumed_run_equals_one_without_it(
+    whole: Path, tmp_path: Path
+) -> None:
+    """With the command line, and W&B offline."""
+    words = (
+        "--micro-batch 64 --max-tokens 3 --lr 1e-3 --eval-every 3 --eval-prompts 5 --eval-samples 4"
+    )
+    words += f" --max-steps {STEPS} --save-every 100 --delta-every 0 --wandb"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "instar.recipes.grpo", *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.split()[:2] == ["2", "reward"]:
+                process.send_signal(signal.SIGTERM)
+    assert process.returncode == 75
+    (tracked,) = (tmp_path / "logs" / NAME / "wandb").glob("offline-run-*")
+    assert tracked.name.endswith("-trl_arithmetic_grpo_tiny_seed42")
+    (stopped,) = (each for each in events(tmp_path) if isinstance(each, Stop))
+    assert (stopped.reason, stopped.resumable) == ("SIGTERM", True)
+    assert stopped.step < STEPS
+    train_in(tmp_path, "latest", save_every=100)
+    assert same(weights(whole), weights(tmp_path))
 
 
 def test_every_step_is_a_delta_of_bf16_weights(tmp_path: Path) -> None:

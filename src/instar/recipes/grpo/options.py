@@ -19,7 +19,6 @@ MAY_CHANGE = frozenset(
         "vllm_port",
         "vllm_group_port",
         "server_timeout",
-        "micro_batch",
         "eval_every",
         "eval_prompts",
         "eval_samples",
