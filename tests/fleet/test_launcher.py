@@ -66,6 +66,18 @@ jobs:
     assert place.run("resume", "pairs")[0] == 0
 
 
+def test_python_in_a_command_is_that_of_the_launcher(
+    place: FleetPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)  # as where no environment is activated
+    place.write("""
+name: unactivated
+jobs: {task: {command: [python, -c, import instar]}}
+""")
+    code, output = place.run("up", "fleet.yaml")
+    assert code == 0, output
+
+
 def test_a_server_that_dies_is_noticed_and_restarted_with_its_job(place: FleetPlace) -> None:
     place.write(f"""
 name: dies

@@ -74,8 +74,7 @@ class FleetPlace:
 
     def env(self) -> dict[str, str]:
         own = {"INSTAR_LOCK_DIR": str(self.path / "locks"), "OMP_NUM_THREADS": "1"}
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return {**os.environ, **own, "PATH": path}
+        return {**os.environ, **own}
 
     def write(self, text: str, name: str = "fleet.yaml") -> Path:
         (self.path / "server.py").write_text(SERVER)

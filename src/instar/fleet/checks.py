@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 from instar.config.document import KeyPath, dotted
 from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.fleet.load import LoadedFleet, resolve_beside
+from instar.fleet.nodes import program_path
 from instar.fleet.plan import (
     NODE_VARIABLES,
     FleetPlan,
@@ -114,7 +116,7 @@ def _command_problems(
         loaded.spec.engine == "local"  # hosts elsewhere may have others
         and "$" not in words[0]
         and process.cwd is None
-        and which(words[0]) is None
+        and which(words[0], path=program_path(os.environ)) is None
     ):
         yield loaded.problem(
             path, f"there is no command '{words[0]}'", "install it, or give its path"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.fleet.health import Checker, Unhealthy
-from instar.fleet.nodes import NodeCommand, Nodes, on_all
+from instar.fleet.nodes import NodeCommand, Nodes, on_all, program_path
 from instar.fleet.placement import Lease
 from instar.fleet.plan import NODE_VARIABLES, FleetPlan, Instance, argv_of, variables_of
 from instar.fleet.spec import MASTER, Job, Process, Service
@@ -398,7 +398,7 @@ class InstanceRunner:
 
     def _env(self, name: str, process: Process) -> dict[str, str]:
         threads = str(process.resources.cpus or self.around.threads)
-        env = {"OMP_NUM_THREADS": threads, **os.environ}
+        env = {"OMP_NUM_THREADS": threads, **os.environ, "PATH": program_path(os.environ)}
         if not self.around.plan.uses_gpus:
             env.pop("CUDA_VISIBLE_DEVICES", None)
         return env | self._own_env(name, process)

@@ -63,11 +63,19 @@ def on_all(nodes: Nodes, commands: Sequence[NodeCommand], file: Path) -> list[st
     return [*nodes.launcher(len(commands)), *here]
 
 
+def program_path(environ: Mapping[str, str]) -> str:
+    """Return PATH with the folder of this interpreter in front.
+
+    `python` in a command then has what the launcher has, though its environment is not activated.
+    """
+    return os.pathsep.join((str(Path(sys.executable).parent), environ.get("PATH", os.defpath)))
+
+
 def main() -> None:
     """Become the command of this node."""
     rank = int(os.environ.get(NODE_VARIABLE) or os.environ["SLURM_NODEID"])
     command = NodeCommand(**json.loads(Path(sys.argv[1]).read_bytes())[rank])
-    env = {**os.environ, **command.env}
+    env = {**os.environ, "PATH": program_path(os.environ), **command.env}
     if not Path(env.get("TMPDIR", "/")).is_dir():  # that of the first node
         del env["TMPDIR"]
     if rank and command.gpus:
