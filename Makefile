@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --constraint constraints.txt --editable
+CORE := $(VENV)/.installed-core
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 LOWEST := .venv-lowest
@@ -12,7 +14,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 .PHONY: help demo browser slurm test test-gpu test-lowest test-vllm lint format bench torture docs clean
 
 help:
-	@echo "make demo      train a small GPT on the Python standard library's source, then sample"
+	@echo "make demo      install the core, train a small GPT that grows, then sample from it"
 	@echo "make test      all tests that need no GPU"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-lowest  what depends on torch's version, with the lowest one allowed (5 GB download)"
@@ -22,19 +24,25 @@ help:
 	@echo "make torture   long fault trials, random trials with all examples; results in benchmarks/results"
 	@echo "make docs      check that every snippet in README and docs runs"
 
-$(STAMP): pyproject.toml constraints.txt
+# The core alone trains, samples and reports. What tests need comes on top of it, into the same place.
+$(CORE): pyproject.toml constraints.txt
+	@echo "installing Instar, PyTorch and what they need into $(VENV): a minute or two, most of it PyTorch"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PIP) .
+	@touch $@
+
+$(STAMP): $(CORE)
+	@echo "installing everything that tests need into $(VENV): 2 GB, some minutes"
+	$(PIP) ".[dev]"
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	$(PIP) ".[bench]"
 	@touch $@
 
-demo: $(STAMP)
-	$(BIN)/instar train examples/gpt/demo.yaml
-	$(BIN)/instar sample latest --prompt "def "
+demo: $(CORE)
+	$(BIN)/instar demo
+	@echo "type  source $(VENV)/bin/activate  once, and the shell finds  instar"
 
 # What the tests of pages click through.
 browser:

@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,8 @@ from instar.cli.main import main
 from instar.config import STARTERS, names_in
 from instar.config.load import load
 from instar.schedule.checks import load_checked
+from instar.schedule.forecast import checked_forecast
+from instar.tasks.task import spec_class
 
 Captured = pytest.CaptureFixture[str]
 
@@ -60,3 +63,33 @@ def test_what_cannot_be_written_ends_in_2(
     assert main(["init", *args]) == 2
     assert said in capsys.readouterr().err
     assert list(here.iterdir()) == []
+
+
+def test_the_demo_trains_samples_and_names_the_next_commands(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotext", None)
+    small = ["data.max_bytes=60000", "data.vocab_size=300", "model.n_embd=16", "model.n_mlp=16"]
+    small += ["train.batch_size=4", "train.until=4it", "eval.eval_interval=2", "eval.eval_iters=1"]
+    assert main(["demo", *(word for text in small for word in ("--set", text))]) == 0
+    written, said = capfd.readouterr()
+    (run,) = here.glob("runs/demo-*")
+    assert f'instar sample runs/{run.name} --prompt "def "' in said
+    assert written.startswith("def ")
+    next_commands = said.split("\nnext:\n")[1].splitlines()
+    assert [line.split("#")[0].strip() for line in next_commands] == [
+        "instar logs plot",
+        "instar report -o run.html",
+        "instar dashboard",
+        "instar init",
+    ]
+    assert next_commands[0].endswith("first: pip install 'instar[plot]'")
+
+
+def test_the_demo_grows_twice_at_the_latest_before_its_end() -> None:
+    loaded = load_checked(str(STARTERS / "demo.yaml"))
+    stages = checked_forecast(loaded, spec_class("language").assume(loaded, print), 1).stages
+    assert [stage.parameters.total for stage in stages] == sorted(
+        stage.parameters.total for stage in stages
+    )
+    assert len({stage.parameters.total for stage in stages}) == 3

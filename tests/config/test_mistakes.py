@@ -91,7 +91,6 @@ BROKEN = [
     # keys that do not fit each other
     ("model:\n  n_embd: 130\n", "2:11", "n_embd (130) must be divisible by model.n_head (4)", ""),
     ("model:\n  n_head: 3\n", "2:11", "n_embd (128) must be divisible by model.n_head (3)", ""),
-    ("train:\n  until: 10min\n", "2:10", "learning_rate.lr_decay_iters is needed", "shape constant"),
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import torch
 from instar.config.language import ModelConfig
 from instar.models.architecture import resolve
 from instar.models.gpt import GPT, generate
+from instar.models.module import SMALL_FLOPS, enough_threads
 
 ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, positions="rope"), 20)
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -122,3 +123,14 @@ def test_logits_that_are_not_finite_are_told(model: GPT) -> None:
 def test_the_coldest_temperature_takes_the_most_likely(model: GPT) -> None:
     cold = generate(model, PROMPT, 6, temperature=1e-300, generator=seeded(0))
     assert torch.equal(cold, generate(model, PROMPT, 6, temperature=0))
+
+
+def test_a_small_model_computes_with_one_thread_and_leaves_the_others(model: GPT) -> None:
+    torch.set_num_threads(2)
+    used = set[int]()
+    model.register_forward_hook(lambda *_: used.add(torch.get_num_threads()))
+    generate(model, PROMPT, 2)
+    assert used == {1}
+    assert torch.get_num_threads() == 2
+    with enough_threads(SMALL_FLOPS):
+        assert torch.get_num_threads() == 2

@@ -139,6 +139,13 @@ def test_constant_stays_at_the_peak() -> None:
     assert learning_rate(course, 10**9) == 1.0
 
 
+@pytest.mark.parametrize("shape", ["cosine", "linear", "wsd"])
+def test_without_a_last_step_the_rate_stays_at_the_peak(shape: str) -> None:
+    course = settings(lr_shape=shape, lr_decay_iters=None)
+    assert learning_rate(course, 0) < course.lr
+    assert {learning_rate(course, step) for step in (10, 110, 10**6)} == {course.lr}
+
+
 def test_without_warm_up_the_first_step_is_at_the_peak() -> None:
     assert learning_rate(settings(warmup_iters=0), 0) == 1.0
 

@@ -1,4 +1,4 @@
-"""The commands `instar init`, `instar config` and `instar schedule`."""
+"""The commands `instar init`, `instar demo`, `instar config` and `instar schedule`."""
 
 from __future__ import annotations
 
@@ -64,6 +64,41 @@ def init(kind: str, path: str | None, chosen: tuple[str, ...], force: bool) -> N
         message = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError.one(f"cannot be written: {message}", path) from None
     click.echo(f"wrote {path}   next: instar train {path}", err=True)
+
+
+_NEXT = (
+    ("instar logs plot", "the loss curve, with each growth marked", "plotext", "plot"),
+    ("instar report -o run.html", "all of it on one page", None, ""),
+    ("instar dashboard", "runs in a browser, while they train", "uvicorn", "dashboard"),
+    ("instar init", "a config of your own to start from, every key explained", None, ""),
+)
+"""What `instar demo` suggests: command, meaning, and the package and the extra that it needs."""
+
+
+@click.command()
+@set_option
+def demo(overrides: tuple[str, ...]) -> None:
+    """Train a small GPT that grows while it learns, and let it write.
+
+    It learns from the Python standard library's source code, in about a minute on two cores, and
+    needs no download. The run is kept in the folder `runs`, its data in `data`.
+    """
+    from importlib.util import find_spec
+
+    from instar.api import train
+    from instar.cli.train import sample
+
+    click.echo("training a GPT that grows twice, on Python's standard library:", err=True)
+    run = train(STARTERS / "demo.yaml", overrides)
+    prompt = "def "
+    command = f'instar sample {shlex.quote(str(run))} --prompt "{prompt}"'
+    click.echo(f"\nsampling from it:  {command}\n", err=True)
+    click.get_current_context().invoke(sample, run=str(run), prompt=prompt)
+    click.echo("\nnext:", err=True)
+    for line, meaning, package, extra in _NEXT:
+        missing = package is not None and find_spec(package) is None
+        needs = f"; first: pip install 'instar[{extra}]'" if missing else ""
+        click.echo(f"  {line:<27}# {meaning}{needs}", err=True)
 
 
 def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:

@@ -23,6 +23,7 @@ from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
 
 COMMANDS = {
     "init": ("instar.cli.config:init", "Write a commented config to start from."),
+    "demo": ("instar.cli.config:demo", "Train a small GPT that grows, and let it write."),
     "train": ("instar.cli.train:train", "Train a model, on one process or many."),
     "resume": ("instar.cli.train:resume", "Resume a run that was stopped."),
     "test": ("instar.cli.train:test", "Test a run's best checkpoint on the test split."),
@@ -65,7 +66,7 @@ READER_GONE = 141
     cls=LazyGroup,
     table=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="A first run:  instar init gpt  then  instar train gpt.yaml",
+    epilog="A first run:  instar demo, or  instar init gpt  then  instar train gpt.yaml",
 )
 @click.version_option(__version__, message="instar %(version)s")
 def instar() -> None:

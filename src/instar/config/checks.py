@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from instar.config.budget import Budget, parse_budget
+from instar.config.budget import parse_budget
 from instar.config.errors import ConfigProblem, nearest
 from instar.config.schema import RunConfig
 
@@ -74,10 +74,9 @@ def _virtual_ranks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
 
 def _schedule(config: RunConfig) -> list[ConfigProblem]:
     schedule, found = config.learning_rate, []
-    budgets: list[Budget] = []
     for index, text in enumerate(config.train.until):
         try:
-            budgets.append(parse_budget(text))
+            parse_budget(text)
         except ValueError as error:
             key = f"train.until[{index}]"
             found.append(ConfigProblem((key, "train.until"), f"{key}: {error}"))
@@ -99,18 +98,7 @@ def _schedule(config: RunConfig) -> list[ConfigProblem]:
     if not schedule.has_end:
         return found
     end = schedule.lr_decay_iters
-    if end is None:
-        if budgets and not found and all(budget.kind in ("seconds", "loss") for budget in budgets):
-            found.append(
-                ConfigProblem(
-                    ("learning_rate.lr_decay_iters", "train.until", "learning_rate.shape"),
-                    f"learning_rate.lr_decay_iters is needed: a {schedule.shape} schedule needs its "
-                    f"last step, and train.until has only {', '.join(map(str, budgets))}",
-                    "set it, add a budget such as 2000it, or choose shape constant",
-                )
-            )
-        return found
-    if schedule.warmup_iters >= end:
+    if end is not None and schedule.warmup_iters >= end:
         found.append(
             ConfigProblem(
                 ("learning_rate.warmup_iters", "learning_rate.lr_decay_iters"),

@@ -27,8 +27,8 @@ from instar.checkpoint.store import load
 from instar.models.architecture import Architecture, MaskedAxis, materializes_scores
 from instar.models.lora import Lora, adapter_of
 from instar.models.loss import at_least_float32, each_cross_entropy, head_cross_entropy
-from instar.models.module import evaluating
-from instar.models.shape import ArchitectureError, Parameter
+from instar.models.module import enough_threads, evaluating
+from instar.models.shape import ArchitectureError, Parameter, count_parameters
 
 
 class GPT(nn.Module):
@@ -547,7 +547,9 @@ def generate(
         raise ValueError(f"temperature must be 0 or more, not {temperature:g}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be 1 or more, not {top_k}")
-    with evaluating(model):
+    longest = min(tokens_BT.shape[-1] + n_new, model.arch.context)
+    flops = 2.0 * count_parameters(model.arch).total * tokens_BT.shape[0] * longest
+    with evaluating(model), enough_threads(flops):
         for _ in range(n_new):
             logits_BV = model(tokens_BT[:, -model.arch.context :])[:, -1].float()
             if not logits_BV.isfinite().all():

@@ -11,6 +11,27 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+SMALL_FLOPS = 1e9
+"""A forward pass below this takes one core a few hundredths of a second."""
+
+
+@contextmanager
+def enough_threads(flops: float) -> Iterator[None]:
+    """Context manager that computes with one thread if forward passes are small.
+
+    Threads wait for each other after every operation. That costs little on an idle machine, but
+    milliseconds where another process has the core, and a small pass has little to gain.
+
+    Args:
+        flops: of one forward pass.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if flops < SMALL_FLOPS else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
 
 def persistent_buffers(model: Module) -> dict[str, Tensor]:
     """Returns the buffers of `state_dict()` by name, each tensor once.

@@ -108,7 +108,7 @@ def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
             tokens(when.at_tokens)
         except ValueError as error:
             yield f"{key}.at_tokens", f"is not a number of tokens: {error}", ""
-    if when.at_fraction is not None and not _has_end(config):
+    if when.at_fraction is not None and not has_end(config):
         hint = "add a budget such as 2000it to train.until, or use at_step"
         yield f"{key}.at_fraction", "needs a budget of steps, tokens, samples or epochs", hint
     for name in ("any", "all"):
@@ -120,7 +120,8 @@ def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
             yield from _when(each, f"{key}.{name}[{index}]", config)
 
 
-def _has_end(config: RunConfig) -> bool:
+def has_end(config: RunConfig) -> bool:
+    """Whether a budget of the run is counted in steps, tokens, samples or epochs."""
     try:
         return any(parse_budget(text).kind in _COUNTED for text in config.train.until)
     except ValueError:

@@ -26,7 +26,7 @@ class Settings:
     lr_shape: Literal["cosine", "linear", "wsd", "step", "exponential", "constant"]
     warmup_iters: int
     lr_decay_iters: int | None
-    """Steps from `lr_start` to the end of the decay; None only if the schedule has no end."""
+    """Steps from `lr_start` to the end of the decay; None: it does not decay."""
     decay_fraction: float
     decay_every: int | None
     """Steps after which the rate is multiplied by gamma; None only if the schedule does not."""
@@ -132,7 +132,7 @@ def learning_rate(settings: Settings, step: int) -> float:
     - *exponential*: `gamma` to the power of (n - w) / `decay_every`, at least m.
     - *constant*: 1.
 
-    From step e on, the first three stay at m; the others do not use e.
+    From step e on, the first three stay at m, and without e they stay at 1; the others do not use e.
 
     Rewarming multiplies this by a factor that rises from 0 to 1 over `rewarm_iters` steps, while
     the schedule continues (arXiv 2308.04014, which begins at 0 or the lowest rate; here 0).

@@ -24,6 +24,7 @@ from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
 from instar.record.system import host_bytes
 from instar.record.trackers.configured import missing
+from instar.schedule.checks import has_end
 from instar.schedule.forecast import Forecast, checked_forecast
 from instar.schedule.operations import CHANGES_LENGTH
 from instar.schedule.triggers import evaluates_at_start
@@ -40,6 +41,17 @@ class Prepared:
     forecast: Forecast
     derived: Mapping[str, object]
     """derived values by dotted key"""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the run does other than its config suggests."""
+        schedule, until = self.config.learning_rate, ", ".join(self.config.train.until)
+        if not schedule.has_end or schedule.lr_decay_iters is not None:
+            return []
+        return [
+            f"learning_rate.shape {schedule.shape} does not decay, because {until} has no last step; "
+            "set learning_rate.lr_decay_iters to the step at which the decay is to end"
+        ]
 
 
 def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) -> None:
@@ -114,6 +126,7 @@ def preflight(
         and checked.steps is None
         and schedule.lr_decay_iters is None
         and schedule.has_end
+        and has_end(config)
     ):
         raise ConfigError(
             loaded.problem(

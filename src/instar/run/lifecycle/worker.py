@@ -187,7 +187,7 @@ def _run_rank(
         compare_inputs(prepared, world)
         world.at("trying one micro-batch")
         with raise_on_all_ranks(world, "trying one micro-batch"):
-            trial_warnings = [] if resume else run_trial(prepared, world)
+            start_warnings = [] if resume else [*prepared.warnings, *run_trial(prepared, world)]
         if SyncPoint(world, signal).sync():
             raise stopped_before_start(resumable=signal.resumable)
         run_dir = resume.run if resume else _agree_on_run_dir(prepared, loaded, world, launch_key)
@@ -225,7 +225,7 @@ def _run_rank(
             _begin_line(trainer, start, run_dir)
         event = _started(trainer, prepared, run_dir, start, resumed)
         trainer.parts.logger.opened(event, run_dir.path, only_test=only_test)
-        for warning in trial_warnings:
+        for warning in start_warnings:
             trainer.parts.logger.warn(warning, trainer.state.step)
         if trainer.parts.logger.peak is not None and (slow := trainer.parts.logger.peak.warning):
             trainer.parts.logger.warn(slow, trainer.state.step)
@@ -364,7 +364,7 @@ def _end_complete_run(trainer: Trainer, run_dir: RunDir, reason: str) -> Decisio
     """End a resumed run that is complete: save nothing, and run the final test only if missing."""
     trainer.parts.logger.console.say(
         f"{reason}: nothing is left to train, and nothing was saved or set; to continue, set a later "
-        f"end: instar resume {run_dir.path} --until BUDGET"
+        f"end, e.g.: instar resume {run_dir.path} --until {2 * max(1, trainer.state.step)}it"
     )
     missing = False
     if trainer.parts.config.test.at_end:
