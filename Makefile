@@ -22,7 +22,7 @@ help:
 	@echo "make lint      format, lint, types, import rules"
 	@echo "make bench     benchmarks; results in benchmarks/results"
 	@echo "make torture   long fault trials, random trials with all examples; results in benchmarks/results"
-	@echo "make docs      check that every snippet in README and docs runs"
+	@echo "make docs      the documentation as a site in build/site; every snippet of it is run"
 
 # The core alone trains, samples and reports. What tests need comes on top of it, into the same place.
 $(CORE): pyproject.toml constraints.txt
@@ -115,6 +115,7 @@ torture: $(STAMP) slurm
 	  tests --ignore tests/torture --timeout 7200
 
 docs: $(STAMP) browser
+	$(BIN)/python docs/sphinx/build.py build/site
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
 
 clean:

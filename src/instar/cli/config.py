@@ -25,6 +25,7 @@ from instar.config import PRESETS, STARTERS, names_in
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
+    from instar.config.schema import RunConfig
 
 
 _REST = """
@@ -198,18 +199,9 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
 
     --json prints the JSON Schema of a config file, which editors use to complete and check.
     """
-    from instar.config.document import dotted
     from instar.config.errors import ConfigError, nearest
-    from instar.config.fields import (
-        default,
-        editor_schema,
-        keys,
-        root_of,
-        schedule_keys,
-        sections,
-    )
-    from instar.config.origins import in_yaml
-    from instar.config.suggestions import expected, suggest_key
+    from instar.config.fields import editor_schema, keys, root_of, sections
+    from instar.config.suggestions import suggest_key
 
     name, root = section or "", root_of(task)
     names = list(filter(None, sections(root)))
@@ -219,7 +211,18 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
         raise ConfigError.one(f"unknown section or key '{name}'", hint=hint)
     if as_json:
         print_json(editor_schema(root, name))
-        return
+    else:
+        print_table(("key", "type", "default", "meaning"), schema_rows(root, name))
+
+
+def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, str, str]]:
+    """Return key, type, default and meaning of every key of a config class, or of those of the
+    section or key `name`."""
+    from instar.config.document import dotted
+    from instar.config.fields import default, keys, schedule_keys
+    from instar.config.origins import in_yaml
+    from instar.config.suggestions import expected
+
     rows = [
         (
             key,
@@ -240,7 +243,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
             )
             for path, field in schedule_keys().items()
         ]
-    print_table(("key", "type", "default", "meaning"), rows)
+    return rows
 
 
 @config.command()

@@ -1,0 +1,106 @@
+"""Builds the documentation as a static site, without network: `python docs/sphinx/build.py FOLDER`.
+
+The pages are the README, which becomes the home page, and the Markdown files of docs, examples and
+benchmarks, in the places that they have in the repository, so that their links hold here and there.
+Two reference pages are generated. Every warning is an error, e.g. a broken link.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import reference
+from sphinx.cmd.build import build_main
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("docs", "examples", "benchmarks", "configs", "src", "tests")
+"""Folders of pages, and of what pages refer to."""
+LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
+
+NAVIGATION = {
+    "First steps": ["docs/coming-from"],
+    "Train": ["docs/training", "docs/checkpoints", "docs/launching", "docs/grpo"],
+    "Your data": ["docs/data", "examples/feeds/README"],
+    "Your model": ["docs/custom-task", "docs/graph-networks", "examples/causal_sets/README"],
+    "Grow": ["docs/schedule", "docs/growth", "docs/growth-study"],
+    "Analyze runs": ["docs/logs", "docs/dashboard"],
+    "Many runs": ["docs/fleet", "docs/delta"],
+    "Reliability": ["docs/reliability", "docs/security"],
+    "Reference": ["docs/reference/commands", "docs/reference/config"],
+    "Development": [
+        "docs/architecture",
+        "docs/decisions/README",
+        "docs/benchmarks",
+        "benchmarks/README",
+        "docs/journal",
+        "CHANGELOG",
+    ],
+}
+"""Pages by caption, in the order of reading. Pages that are missing here come last."""
+DECISION = "docs/decisions/0"
+
+
+def build(out: Path) -> int:
+    """Build the site in the folder `out`, which is replaced; return the exit code."""
+    shutil.rmtree(out, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        gather(Path(folder))
+        options = ["-W", "--keep-going", "-q", "-b", "html", "-c", str(Path(__file__).parent)]
+        doctrees = str(Path(folder) / ".doctrees")
+        return build_main([*options, "-d", doctrees, folder, str(out)])
+
+
+def gather(pages: Path) -> None:
+    """Copy the pages and what they refer to, and write the generated pages."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, pages / name, ignore=ignored)
+    shutil.copy(ROOT / "CHANGELOG.md", pages)
+    shutil.copy(ROOT / "README.md", pages / "index.md")
+    generated = pages / "docs" / "reference"
+    generated.mkdir()
+    (generated / "commands.md").write_text(reference.commands(), "utf-8")
+    (generated / "config.md").write_text(reference.config(), "utf-8")
+    found = sorted(page for page in pages.rglob("*.md") if "results" not in page.parts)
+    for page in found:
+        text = LINK.sub(lambda link: _target(page, link[0]), page.read_text("utf-8"))  # noqa: B023
+        page.write_text(text, "utf-8")
+    names = [page.relative_to(pages).with_suffix("").as_posix() for page in found]
+    with (pages / "index.md").open("a", encoding="utf-8") as home:
+        home.write(_contents(set(names) - {"index"}))
+    decisions = pages / "docs" / "decisions" / "README.md"
+    with decisions.open("a", encoding="utf-8") as listing:
+        listing.write(_tree([name for name in names if DECISION in name]))
+
+
+def _target(page: Path, link: str) -> str:
+    """A folder is its README, and the README of the repository is the home page."""
+    path = page.parent / link
+    if path.is_dir():
+        path /= "README.md"
+    if not path.exists() and path.with_name("index.md").exists():
+        path = path.with_name("index.md")
+    return os.path.relpath(path, page.parent)
+
+
+def _contents(names: set[str]) -> str:
+    listed = {name for each in NAVIGATION.values() for name in each}
+    rest = sorted(name for name in names - listed if DECISION not in name)
+    trees = NAVIGATION | ({"More": rest} if rest else {})
+    return "".join(
+        _tree(each, f":hidden:\n:titlesonly:\n:caption: {name}") for name, each in trees.items()
+    )
+
+
+def _tree(names: list[str], options: str = "") -> str:
+    entries = "\n".join(f"/{name}" for name in names)
+    return f"\n```{{toctree}}\n{options}\n\n{entries}\n```\n"
+
+
+if __name__ == "__main__":
+    sys.exit(build(Path(sys.argv[1])))
