@@ -39,7 +39,8 @@ DENSITY = 0.01
 def main() -> None:
     chosen = options(parser(__doc__).parse_args())
     torch.set_num_threads(1)
-    shape, warm_up, steps = ((4, 192), 100, 100) if not chosen.quick else ((1, 32), 2, 3)
+    # matrices of 262,144 elements and more: in small ones, headers and tables count
+    shape, warm_up, steps = ((2, 512), 100, 50) if not chosen.quick else ((1, 32), 2, 3)
     size_mib, repeats = (256, 5) if not chosen.quick else (4, 1)
     cases = [each for rate in RATES for each in sizes(rate, shape, warm_up, steps)]
     publish("delta_size", [*cases, *speeds(size_mib, repeats)], chosen, libraries=["zstandard"])
