@@ -50,13 +50,13 @@ def train(
     share_cores(os.environ)
     with environment(_variables(rank, world_size, port)), StopSignal() as signal:
         from instar.run.lifecycle.build import as_before
+        from instar.run.lifecycle.load import load_config
         from instar.run.lifecycle.worker import run
-        from instar.schedule.checks import load_checked
 
         with as_before():
             if rank is not None:
                 _share_threads()
-            loaded = load_checked(None if config is None else os.fspath(config), overrides)
+            loaded = load_config(None if config is None else os.fspath(config), overrides)
             with RankLog(placement(os.environ).rank) as log:
                 run(loaded, log, signal)
     assert log.path is not None
@@ -89,10 +89,10 @@ def launch(
     """
     from instar.distributed.launch import run_ranks, say
     from instar.distributed.placement import resolve_ranks
-    from instar.schedule.checks import load_checked
+    from instar.run.lifecycle.load import load_config
 
     path = [] if config is None else [os.fspath(config)]
-    loaded = load_checked(path[0] if path else None, overrides)
+    loaded = load_config(path[0] if path else None, overrides)
     place = placement(os.environ)
     if place.is_set:
         raise ConfigError.one(
@@ -132,14 +132,18 @@ def make_ready(
     """Prepare the data and raise all errors that can be found before any rank is started."""
     from instar.run.lifecycle.preflight import check_memory, preflight, prepare_data
     from instar.run.lifecycle.resume import automatic, choose, continuation
+    from instar.run.lifecycle.start import starting_weights
 
     going_on = resume or automatic(loaded.config)
+    checkpoint = None
     if going_on is not None:
         checkpoint, _ = choose(going_on, check=ranks > 1)
         loaded = continuation(going_on, loaded, checkpoint).loaded
     prepare_data(loaded, ranks, say)
     prepared = preflight(loaded, ranks, new=going_on is None)
     check_memory(loaded, prepared.forecast, loaded.config.device)
+    if checkpoint is None:
+        starting_weights(loaded, prepared.spec)
 
 
 def _variables(rank: int | None, world_size: int | None, port: int | None) -> dict[str, str]:

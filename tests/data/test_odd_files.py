@@ -18,7 +18,7 @@ from instar.data.text.corpus import open_corpus
 from instar.data.text.prepare import prepare
 from instar.data.text.shards import open_dataset
 from instar.data.text.tokenizer import load_tokenizer, named_tokenizer
-from instar.models.hf import import_folder
+from instar.models.hf.folder import import_folder
 
 SOON_S = 10.0
 

@@ -21,6 +21,7 @@ from instar.data.text.tokenizer import (
     load_tokenizer,
     named_tokenizer,
     separator_of,
+    token_bytes,
     train_bpe,
     train_char,
 )
@@ -38,6 +39,22 @@ def test_training_text_comes_back(tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids.tolist()) == text
         assert ids.max() < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda one: one.kind)
+def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer) -> None:
+    sizes = token_bytes(tokenizer)
+    assert sizes is not None
+    for text in TEXTS[:2]:
+        assert sizes[tokenizer.encode(text)].sum() == len(text.encode())
+    if tokenizer.end_id is not None:
+        assert sizes[tokenizer.end_id] == 0
+
+
+def test_the_bytes_of_other_tokenizers_are_unknown() -> None:
+    pieces = tokenizers.Tokenizer(tokenizers.models.Unigram([("▁a", -1.0), ("b", -2.0)]))
+    pieces.decoder = tokenizers.decoders.Metaspace()
+    assert token_bytes(BPETokenizer(pieces.to_str())) is None
 
 
 @settings(deadline=None)

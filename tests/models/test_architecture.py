@@ -1,10 +1,11 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from instar.config.language import ModelConfig
-from instar.models.architecture import MOST, Architecture, flops_per_token, resolve
+from instar.models.architecture import MOST, Architecture, flops_per_token, resolve, section_of
 from instar.models.shape import ArchitectureError, axis_size, count_parameters, layer_of
 
 LLAMA = ModelConfig(
@@ -24,6 +25,17 @@ def test_what_a_config_leaves_out_is_derived() -> None:
 def test_swiglu_has_two_thirds_of_the_width_to_a_multiple_of_32() -> None:
     assert resolve(ModelConfig(n_embd=384, activation="swiglu"), 100).n_mlp == 1024
     assert resolve(ModelConfig(n_embd=128, activation="swiglu"), 100).n_mlp == 352
+
+
+@pytest.mark.parametrize("model", [LLAMA, ModelConfig(n_embd=96, n_head=6, qk_norm=True)])
+def test_a_grown_shape_is_described_by_a_section(model: ModelConfig) -> None:
+    arch = resolve(model, vocab_size=100)
+    grown = replace(arch, n_embd=160, n_head=10, n_kv_head=5, norm_eps=0.25, head_dim=48)
+    for shape in (arch, grown):
+        expected = shape if shape.qk_norm else replace(shape, qk_norm_eps=shape.norm_eps)
+        assert resolve(section_of(shape), 7) == expected
+    with pytest.raises(ArchitectureError, match=r"norm_eps: must be .*, got 2\.0"):
+        section_of(replace(arch, norm_eps=2.0))
 
 
 def test_what_a_config_says_stands() -> None:

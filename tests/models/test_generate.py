@@ -2,11 +2,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from instar.config.language import ModelConfig
+from instar.data.text.tokenizer import ByteTokenizer, train_bpe
 from instar.models.architecture import resolve
-from instar.models.gpt import GPT, generate
+from instar.models.gpt import GPT
 from instar.models.module import SMALL_FLOPS, enough_threads
+from instar.models.sampling import TextStream, continuations, filtered, generate
 
 ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, positions="rope"), 20)
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -98,6 +106,7 @@ def test_dropout_is_off_and_the_mode_comes_back() -> None:
     [
         ({"temperature": -1.0}, "temperature must be 0 or more, not -1"),
         ({"top_k": 0}, "top_k must be 1 or more, not 0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0"),
     ],
 )
 def test_senseless_settings_are_refused(
@@ -134,3 +143,61 @@ def test_a_small_model_computes_with_one_thread_and_leaves_the_others(model: GPT
     assert torch.get_num_threads() == 2
     with enough_threads(SMALL_FLOPS):
         assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 7, 90])
+@pytest.mark.parametrize("top_p", [None, 1e-9, 0.3, 0.95, 1.0])
+def test_the_same_tokens_are_left_as_in_transformers(
+    top_k: int | None, top_p: float | None
+) -> None:
+    logits = torch.randn(50, 90, generator=seeded(0)) * 4
+    logits[:, 7:30] = logits[:, :23]  # as likely as others
+    theirs = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    theirs += [TopKLogitsWarper(top_k)] if top_k else []
+    theirs += [TopPLogitsWarper(top_p)] if top_p else []
+    expected = theirs(torch.empty(50, 1, dtype=torch.long), logits)
+    assert torch.equal(filtered(logits / 0.7, top_k, top_p), expected)
+
+
+def test_a_sample_does_not_depend_on_the_others(model: GPT) -> None:
+    tokenizer = train_bpe(["abc"], 257)
+    with torch.no_grad():
+        model.token_embedding.weight /= 15
+
+    def texts(samples: int) -> list[str]:
+        found = [""] * samples
+        for number, piece in continuations(model, tokenizer, [1, 2], 20, samples, seed=5):
+            found[number] += piece
+        return found
+
+    three = texts(3)
+    assert len(set(three)) == 3
+    assert texts(2) == three[:2]
+
+
+TEXT = "Größe 2 × “3” 🙂 and so on"
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [ByteTokenizer(), train_bpe([TEXT], 262)], ids=["byte", "bpe"]
+)
+def test_text_comes_in_whole_characters(tokenizer: ByteTokenizer) -> None:
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(int(token)) for token in tokenizer.encode(TEXT)]
+    assert pieces.count("") >= len(TEXT.encode()) - len(TEXT) - 5  # waits for the rest
+    assert "".join(pieces) == TEXT
+    assert stream.add(0xF0) == ""
+    assert stream.end() != ""  # half a character that is never completed
+
+
+@pytest.mark.parametrize(
+    "stops", [("so",), ("“3", "so"), ("never", "s"), ("and so on and on",), ()]
+)
+def test_text_ends_before_the_first_stop(stops: tuple[str, ...]) -> None:
+    tokenizer = ByteTokenizer()
+    stream = TextStream(tokenizer, stops)
+    given = "".join(stream.add(int(token)) for token in tokenizer.encode(TEXT))
+    ends = [TEXT.find(stop) for stop in stops if stop in TEXT]
+    assert stream.ended == bool(ends)
+    assert given + stream.end() == TEXT[: min(ends, default=None)]
+    assert not any(stop in given for stop in stops)

@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.models.architecture import Architecture, Mask
-from instar.models.hf import from_config, style_of, to_config
+from instar.models.hf.config import from_config, style_of, to_config
 from instar.models.lora import Lora
 
 GPT2 = gpt2(norm_eps=1e-3)

@@ -14,7 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.models.architecture import Architecture
-from instar.models.hf import from_tensors, to_config, to_tensors
+from instar.models.hf.config import to_config
+from instar.models.hf.tensors import from_tensors, to_tensors
 
 GPT2 = gpt2(n_head=3, n_embd=12, n_mlp=20, context=8)
 LLAMA = llama(n_embd=16, context=8)

@@ -62,6 +62,10 @@ def test_the_loss_is_the_mean_over_all_tokens(trainer: Make) -> None:
     found = measure(run, batch_size=5)
     assert found.weight == len(tokens) - 1
     assert found.loss == pytest.approx(total / (len(tokens) - 1), rel=1e-6)
+    assert found.values()["perplexity"] == math.exp(found.loss)
+    # each character of the text is a byte
+    assert found.values()["bits_per_byte"] == pytest.approx(found.loss / math.log(2), rel=1e-9)
+    assert found.metrics["bits_per_byte"].weight == len(tokens) - 1
 
 
 @pytest.mark.parametrize("limit", [None, 37])

@@ -154,8 +154,9 @@ def test_superfluous_checkpoints_go(trainer: Make) -> None:
 def test_what_was_measured_and_what_is_better_stand_in_the_manifest(trainer: Make) -> None:
     run = trained(trainer("checkpoint.every_steps=3", "eval.eval_interval=6"))
     third, sixth = (load(path).manifest for path in checkpoints(run.parts.saver.root))
-    assert (third.metrics, third.better) == ({}, {"loss": "min"})
-    assert sixth.metrics == {"loss": sixth.loss}
+    assert (third.metrics, third.better) == ({}, {"loss": "min", "bits_per_byte": "min"})
+    assert sixth.metrics.keys() == {"loss", "bits_per_byte", "perplexity"}
+    assert sixth.metrics["loss"] == sixth.loss
     assert (run.parts.saver.keep.metric, run.parts.saver.keep.better) == ("loss", "min")
     # as it does after a resume
     again = trainer(name="again")

@@ -256,6 +256,10 @@ class Tallied:
         del model
         return {name: Tally(*batch[name].unbind(1)) for name in self.metrics}
 
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        del metrics
+        return {}
+
 
 def tallied(samples: int, seed: int = 0) -> Columns:
     """Values and weights; a third weighs nothing, and what it says of itself is no number."""

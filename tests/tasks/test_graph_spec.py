@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 
 from instar.config.errors import ConfigError
+from instar.config.fields import values
+from instar.config.graph import GraphConfig, GraphModelConfig
 from instar.config.load import Loaded, load
 from instar.data.arrays import write_arrays
 from instar.data.columns import Columns, Ragged
+from instar.models.graph_shape import GraphShape, resolve_graph
 from instar.tasks.graph_spec import GraphSpec
 
 SIZES = np.array([3, 4, 5, 6] * 10)
@@ -112,3 +116,11 @@ def test_nothing_of_it_needs_torch(stored: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_grown_shape_is_described_by_a_section() -> None:
+    config = GraphConfig(model=GraphModelConfig(layer="gin", pooling=("sum",), dropout=0.1))
+    begun = resolve_graph(config.model, features=5)
+    grown = GraphShape.from_dict({**begun.to_dict(), "width": 48, "mlp": 100, "layers": 4})
+    section = GraphSpec.section(values(config), grown.to_dict())
+    assert resolve_graph(GraphModelConfig.model_validate_json(json.dumps(section)), 5) == grown

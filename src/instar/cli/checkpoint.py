@@ -216,7 +216,8 @@ def export(where: str, folder: Path, _to: str, ema: bool) -> None:
 
     path = checkpoint_at(where)
 
-    from instar.models.hf import CLASSES, export_folder, style_of
+    from instar.models.hf.config import CLASSES, style_of
+    from instar.models.hf.folder import export_folder
 
     with _with_advice(path):
         found = load(path)
@@ -231,7 +232,7 @@ def export(where: str, folder: Path, _to: str, ema: bool) -> None:
 @click.option("--to", "run_dir", type=NewFolder(), required=True, help="The new run's folder.")
 def import_(folder: Path, run_dir: Path) -> None:
     """Create a run from the folder FOLDER, in which transformers saved a GPT-2 or a Llama."""
-    from instar.models.hf import import_folder
+    from instar.models.hf.folder import import_folder
 
     with _checkpoint_errors():
         path = import_folder(folder, run_dir)

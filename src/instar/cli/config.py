@@ -295,11 +295,11 @@ def _load(cfg: str | None, overrides: Sequence[str] = ()) -> Loaded:
     another user, is only read: the class of its task is not imported."""
     from instar.config.user_code import is_trusted
     from instar.record.rundir import RunDir
-    from instar.schedule.checks import load_checked
+    from instar.run.lifecycle.load import load_config
 
     run = None if cfg is None else RunDir(Path(cfg).parent)
     of_run = run is not None and run.config == Path(cfg or "") and run.holds_parts()
-    return load_checked(cfg, overrides, import_task=is_trusted() or not of_run)
+    return load_config(cfg, overrides, import_task=is_trusted() or not of_run)
 
 
 def _short_type(words: str) -> str:
@@ -336,12 +336,12 @@ def check(
     Every mistake is listed with its line, exit code 2. No data are prepared: until they are,
     epochs are unknown.
     """
-    from instar.schedule.checks import load_checked
+    from instar.run.lifecycle.load import load_config
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render
     from instar.tasks.task import spec_class
 
-    loaded = load_checked(cfg, (*overrides, schedule_option(file)))
+    loaded = load_config(cfg, (*overrides, schedule_option(file)))
     spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
     forecast = checked_forecast(loaded, spec, nproc)
     if as_json:

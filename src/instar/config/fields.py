@@ -23,7 +23,14 @@ from pydantic_core import to_jsonable_python
 from instar.config.document import KeyPath
 from instar.config.errors import ConfigError, nearest
 from instar.config.schema import Direction, RunConfig, SamplesConfig
-from instar.config.sections import PlainSection, PlateauTrigger, ScheduledOperation, Section, When
+from instar.config.sections import (
+    PlainSection,
+    PlateauTrigger,
+    ScheduledOperation,
+    Section,
+    When,
+    with_from,
+)
 from instar.config.user_code import load_named
 
 FORMER = frozenset({"compile_ahead"})
@@ -101,6 +108,7 @@ def root_of(task: str) -> type[RunConfig]:
             raise _task_error(
                 f"{task}: {name} must be a subclass of {base.__module__}.{base.__name__}"
             )
+    model = with_from(model)
     fields: Mapping[str, Any] = {
         "task": (str, Field(task, description="what is trained")),
         "model": (model, Field(default_factory=model, description="the model's shape")),

@@ -23,6 +23,7 @@ from instar.config.sections import (
     Heads,
     Layers,
     MLPWidth,
+    ModelSection,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -87,7 +88,7 @@ class HeadConfig(Section):
         return self.classes or 1
 
 
-class GraphModelConfig(Section):
+class GraphModelConfig(ModelSection):
     """The shape of the graph network, from encoder to heads."""
 
     layer: Layer = Field(

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from instar.config.errors import ConfigProblem
-from instar.config.schema import NAME, FeedConfig, Name, RunConfig
+from instar.config.schema import NAME, Direction, FeedConfig, Name, RunConfig
 from instar.config.sections import (
     Context,
     Epsilon,
@@ -17,6 +17,7 @@ from instar.config.sections import (
     Heads,
     Layers,
     MLPWidth,
+    ModelSection,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -24,8 +25,11 @@ from instar.config.sections import (
     Width,
 )
 
+BITS_PER_BYTE = "bits_per_byte"
+"""The metric that does not depend on the tokenizer; only where the bytes of each token are known."""
 
-class ModelConfig(Section):
+
+class ModelConfig(ModelSection):
     """The shape of the GPT. What is left out is derived when the run starts."""
 
     n_layer: Layers = Field(4, description="number of blocks")
@@ -34,6 +38,9 @@ class ModelConfig(Section):
         None, description="key and value heads; fewer than n_head is grouped-query attention"
     )
     n_embd: Width = Field(128, description="width of the residual stream")
+    head_dim: Width | None = Field(
+        None, description="channels per head; default n_embd / n_head, which must then be whole"
+    )
     n_mlp: MLPWidth | None = Field(
         None,
         description="MLP width; default 4 × n_embd, or 8/3 × n_embd to a multiple of 32 (swiglu)",
@@ -50,6 +57,7 @@ class ModelConfig(Section):
     bias: bool = Field(True, description="biases in linear layers and LayerNorm")
     tied: bool = Field(True, description="output head shares the token table")
     qk_norm: bool = Field(False, description="RMS-normalise queries and keys")
+    qk_norm_eps: Epsilon | None = Field(None, description="ε of qk_norm; default: norm_eps")
     rope_base: PositiveFloat = Field(10000.0, description="RoPE base θ")
     norm_eps: Epsilon = Field(1e-5, description="ε of the normalisations")
     dropout: Fraction = Field(0.0, description="dropout probability")
@@ -137,7 +145,12 @@ class LanguageConfig(RunConfig):
     data: DataConfig = Field(default_factory=DataConfig, description="samples and their order")
 
     def conflicts(self) -> list[ConfigProblem]:
-        return [*shape_checks(self.model), *data_checks(self.data)]
+        of_weights = self.starts_from is not None  # whose shape is not a matter of this config
+        return [*([] if of_weights else shape_checks(self.model)), *data_checks(self.data)]
+
+    @property
+    def metrics(self) -> dict[str, Direction]:
+        return {"loss": "min", BITS_PER_BYTE: "min"}
 
     def rank_conflicts(self, world_size: int) -> list[ConfigProblem]:
         return data_rank_checks(self.data, world_size)
@@ -158,7 +171,15 @@ def shape_checks(model: ModelConfig) -> list[ConfigProblem]:
     """Return sizes that are not divisible as required."""
     found = []
     heads, width = model.n_head, model.n_embd
-    if width % heads:
+    if model.head_dim is not None:
+        if model.positions == "rope" and model.head_dim % 2:
+            found.append(
+                ConfigProblem(
+                    ("model.head_dim", "model.positions"),
+                    f"rope turns pairs of channels: model.head_dim must be even, got {model.head_dim}",
+                )
+            )
+    elif width % heads:
         multiple = max(heads, round(width / heads) * heads)
         found.append(
             ConfigProblem(

@@ -44,8 +44,9 @@ from instar.config.fields import (
     values,
 )
 from instar.config.files import read_regular
-from instar.config.origins import DEFAULT, resolved
+from instar.config.origins import DEFAULT, resolved, yaml_of
 from instar.config.schema import RunConfig
+from instar.config.sections import FROM
 from instar.config.user_code import check_trusted
 
 START = "`instar init gpt` writes a config to start from"
@@ -53,8 +54,12 @@ PRESET = "preset "
 SCHEDULE = "schedule"
 SET = "--set"
 """The origin of a value given on the command line."""
+WEIGHTS = "from "
+"""The origin of a value that comes with the weights of `model.from`, with their path."""
 
 Check = Callable[[RunConfig], Iterable[ConfigProblem]]
+Brought = tuple[Mapping[str, Any], str, Sequence[ConfigProblem]]
+"""Values of dotted keys that come with weights, their origin, and conflicts with given values."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ def load(
     checks: Sequence[Check] = (cross_checks,),
     *,
     import_task: bool = True,
+    weights: Callable[[Mapping[str, Any]], Brought] | None = None,
 ) -> Loaded:
     """Load a config file (None: none) with `--set` texts such as "model.n_head=8" applied.
 
@@ -116,6 +122,8 @@ def load(
         checks: find keys that conflict with each other.
         import_task: whether to import the class that a task `module:class` names, which runs its
             code; False keeps its sections as plain data. Pass False to only read a run.
+        weights: returns what comes with `model.from`, for the given values by dotted key; None: the
+            config is only read, or its run has weights already.
 
     Raises:
         ConfigError: with all problems of all layers.
@@ -137,11 +145,17 @@ def load(
         preset = findings.add(*parse(text, f"{PRESET}{name}"))
         layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
     layer |= given
+    conflicts: Sequence[ConfigProblem] = ()
+    if weights is not None and ("model", FROM) in given:
+        brought, origin, conflicts = weights({dotted(p): each.value for p, each in given.items()})
+        made = findings.add(*parse(yaml_of(brought), origin))
+        layer |= _entries(root, made, findings, origin) if brought and made else {}
     _open_schedule(layer, findings)
     config = _validated(root, layer, findings)
     places = _places(layer)
     if config is not None and (path is None or file is not None):
-        _compare((problem for check in checks for problem in check(config)), places, findings)
+        found = (problem for check in checks for problem in check(config))
+        _compare((*conflicts, *found), places, findings)
     if findings.problems or config is None:
         raise findings.error()
     origins = dict.fromkeys(values(config), DEFAULT)
@@ -411,7 +425,7 @@ def _compare(
     for problem in problems:
         if findings.doubtful.isdisjoint(problem.keys):
             written = [place for key in problem.keys if (place := _place(places, key))]
-            place = min(written, key=_is_preset, default=SourceLocation(DEFAULT))
+            place = min(written, key=_is_made, default=SourceLocation(DEFAULT))
             findings.note(place, problem.message, problem.hint, problem.keys[0])
 
 
@@ -425,9 +439,9 @@ def _places(layer: Mapping[KeyPath, _Entry]) -> dict[str, SourceLocation]:
             start = next((each for each in starts if (id(document), each) in within), None)
             if start is not None:
                 entry = within[id(document), start]
-                preset = entry.origin.startswith(PRESET)
+                made = entry.origin.startswith((PRESET, WEIGHTS))
                 name = dotted((*entry.path, *path[len(start) :]))
-                found[name] = SourceLocation(entry.origin) if preset else place
+                found[name] = SourceLocation(entry.origin) if made else place
     return found
 
 
@@ -438,5 +452,5 @@ def _place(places: Mapping[str, SourceLocation], key: str) -> SourceLocation | N
     return places.get(key)
 
 
-def _is_preset(place: SourceLocation) -> bool:
-    return place.source.startswith(PRESET)
+def _is_made(place: SourceLocation) -> bool:
+    return place.source.startswith((PRESET, WEIGHTS))

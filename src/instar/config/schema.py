@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, Strict, create_model
 from instar.config.budget import meant_number
 from instar.config.errors import ConfigProblem
 from instar.config.sections import (
+    FROM,
     LARGEST,
     MOST_PROCESSES,
     Batch,
@@ -226,8 +227,8 @@ class EvalConfig(Section):
     )
     at_start: bool | None = Field(
         None,
-        description="also evaluate before the first step; default: where the schedule has an "
-        "operation with trigger_loss",
+        description="also evaluate before the first step; default: with model.from, and where the "
+        "schedule has an operation with trigger_loss",
     )
 
 
@@ -401,6 +402,12 @@ class RunConfig(Section):
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig, description="ranks and their communication"
     )
+
+    @property
+    def starts_from(self) -> str | None:
+        """The weights to start from, `model.from`; None: random ones."""
+        named: str | None = getattr(self.model, FROM, None)
+        return named
 
     @property
     def metrics(self) -> Mapping[str, Direction]:

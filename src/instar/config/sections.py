@@ -7,7 +7,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     Strict,
+    create_model,
     model_serializer,
 )
 
@@ -50,6 +51,36 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+FROM = "from"
+S = TypeVar("S", bound=Section)
+
+
+def with_from(section: type[S]) -> type[S]:
+    """Return a `model` section that also has the key `from`, which is no name in Python."""
+    about = Field(
+        None,
+        description="weights to start from: a run's (of its best checkpoint, else of its latest), a "
+        "checkpoint's folder, or a Hugging Face folder with a GPT-2 or Llama; the shape and the "
+        "tokenizer come with them; default: random",
+    )
+    made: type[S] = create_model(
+        section.__name__,
+        __base__=section,
+        __doc__=section.__doc__,
+        __module__=section.__module__,
+        **{FROM: (str | None, about)},  # type: ignore[call-overload]
+    )
+    return made
+
+
+if TYPE_CHECKING:
+
+    class ModelSection(Section):
+        """A `model` section with the key `from`."""
+else:
+    ModelSection = with_from(Section)
 
 
 class PlainSection(Section):

@@ -18,7 +18,9 @@ ALIASES: Mapping[str, str] = {
     "device": "accelerator",
     "precision": "dtype fp16 bf16 amp autocast mixed_precision torch_dtype",
     "compile": "torch_compile use_compile",
-    "resume": "resume_from_checkpoint init_from",
+    "resume": "resume_from_checkpoint",
+    "model.from": "init_from pretrained from_pretrained model_name_or_path base_model "
+    "model.name model.path model.pretrained",
     "model.context": "block_size max_seq_len seq_len seq_length sequence_length n_ctx n_positions "
     "max_length context_length max_position_embeddings",
     "model.n_embd": "d_model hidden_size hidden_dim embed_dim dim",

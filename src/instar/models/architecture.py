@@ -20,8 +20,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, get_args
 
-from instar.config.language import ModelConfig
+from pydantic import ValidationError
+
+from instar.config.errors import ConfigProblem
+from instar.config.language import LanguageConfig, ModelConfig
 from instar.config.sections import (
+    FROM,
     MOST_CONTEXT,
     MOST_HEADS,
     MOST_LAYERS,
@@ -29,6 +33,7 @@ from instar.config.sections import (
     MOST_VOCABULARY,
     MOST_WIDTH,
 )
+from instar.config.suggestions import wrong_value
 from instar.models import lora as adapters
 from instar.models.lora import Lora
 from instar.models.shape import (
@@ -249,7 +254,7 @@ def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
     Raises:
         ArchitectureError: lists every problem.
     """
-    problems = []
+    problems: list[ConfigProblem] = []
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         problems.append(
             problem(
@@ -258,7 +263,7 @@ def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
                 "leave it out to take the tokenizer's size",
             )
         )
-    if model.n_embd % model.n_head:
+    if model.head_dim is None and model.n_embd % model.n_head:
         problems.append(
             problem(
                 "n_embd",
@@ -270,12 +275,12 @@ def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
     n_mlp = model.n_mlp
     if n_mlp is None and model.activation == "swiglu":
         n_mlp = math.ceil(8 * model.n_embd / (3 * 32)) * 32
-    values = model.model_dump() | {
+    values = model.model_dump(exclude={FROM}) | {
         "n_kv_head": model.n_kv_head or model.n_head,
-        "head_dim": max(1, model.n_embd // model.n_head),
+        "head_dim": model.head_dim or max(1, model.n_embd // model.n_head),
         "n_mlp": n_mlp or 4 * model.n_embd,
         "vocab_size": model.vocab_size or vocab_size,
-        "qk_norm_eps": model.norm_eps,
+        "qk_norm_eps": model.qk_norm_eps or model.norm_eps,
     }
     try:
         architecture = Architecture.from_dict(values)
@@ -284,6 +289,29 @@ def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
     if problems:
         raise ArchitectureError(*problems)
     return architecture
+
+
+def section_of(arch: Architecture) -> ModelConfig:
+    """Returns the config section that `resolve`s to an architecture without adapters and masks.
+
+    Raises:
+        ArchitectureError: no run could have this shape.
+    """
+    values = {field: v for field, v in arch.to_dict().items() if field in ModelConfig.model_fields}
+    if arch.head_dim * arch.n_head == arch.n_embd:
+        del values["head_dim"]
+    if not arch.qk_norm or arch.qk_norm_eps == arch.norm_eps:
+        del values["qk_norm_eps"]
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        problems = []
+        for each in error.errors(include_url=False):
+            path = ("model", *each["loc"])
+            message, hint = wrong_value(LanguageConfig, path, each["input"], each["type"], "")
+            field = str(each["loc"][0])
+            problems.append(problem(field, message.removeprefix(f"model.{field} "), hint))
+        raise ArchitectureError(*problems) from None
 
 
 def _table(arch: Architecture) -> dict[str, Parameter]:

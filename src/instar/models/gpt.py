@@ -1,8 +1,8 @@
 """A GPT decoder, from GPT-2 to Llama style; all options are independent of each other.
 
 The file follows the forward pass: the model, its blocks, attention, RoPE, the MLP, norms, linear
-maps and embeddings with their low-rank adapters; then initial values, loading from a checkpoint,
-and sampling. Shapes are in `instar.models.architecture`.
+maps and embeddings with their low-rank adapters; then initial values, and loading from a checkpoint.
+Shapes are in `instar.models.architecture`.
 
 Suffixes of tensor names are their dimensions: B samples, T tokens, D embed, M mlp, V vocab, H query
 heads, K key and value heads, C channels of a head, N flattened leading dimensions.
@@ -27,8 +27,7 @@ from instar.checkpoint.store import load
 from instar.models.architecture import Architecture, MaskedAxis, materializes_scores
 from instar.models.lora import Lora, adapter_of
 from instar.models.loss import at_least_float32, each_cross_entropy, head_cross_entropy
-from instar.models.module import enough_threads, evaluating
-from instar.models.shape import ArchitectureError, Parameter, count_parameters
+from instar.models.shape import ArchitectureError, Parameter
 
 
 class GPT(nn.Module):
@@ -509,66 +508,3 @@ def load_gpt(path: Path, device: str = "cpu") -> GPT:
         )
     model.set_step(checkpoint.manifest.step)
     return model.eval()
-
-
-_MIN_TEMPERATURE = 1e-6
-"""Lower temperatures count as 0: logits divided by them would overflow."""
-
-
-@torch.no_grad()
-def generate(
-    model: GPT,
-    tokens_BT: Tensor,
-    n_new: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    vocab_size: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Returns `tokens_BT` followed by `n_new` tokens, each sampled given the last `context` tokens.
-
-    The modes of the model are restored afterwards.
-
-    Args:
-        tokens_BT: prompts, B ≥ 1, T ≥ 1.
-        temperature: 0 takes the most likely token.
-        top_k: sample among the k most likely tokens only.
-        vocab_size: sample ids below it only; a table may have more rows than the tokenizer.
-        generator: its device draws the numbers; with one on the CPU all devices sample alike.
-
-    Raises:
-        ValueError: an argument is out of range.
-        FloatingPointError: the logits are not finite.
-    """
-    if tokens_BT.shape[-1] < 1:
-        raise ValueError("a prompt needs at least one token")
-    if temperature < 0:
-        raise ValueError(f"temperature must be 0 or more, not {temperature:g}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be 1 or more, not {top_k}")
-    longest = min(tokens_BT.shape[-1] + n_new, model.arch.context)
-    flops = 2.0 * count_parameters(model.arch).total * tokens_BT.shape[0] * longest
-    with evaluating(model), enough_threads(flops):
-        for _ in range(n_new):
-            logits_BV = model(tokens_BT[:, -model.arch.context :])[:, -1].float()
-            if not logits_BV.isfinite().all():
-                raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
-            logits_BV = logits_BV[:, :vocab_size]
-            next_B1 = _sample(logits_BV, temperature, top_k, generator)
-            tokens_BT = torch.cat((tokens_BT, next_B1), 1)
-    return tokens_BT
-
-
-def _sample(
-    logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
-    if temperature < _MIN_TEMPERATURE:
-        return logits_BV.argmax(-1, keepdim=True)
-    if top_k is not None and top_k < logits_BV.shape[-1]:
-        least_B1 = logits_BV.topk(top_k).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
-    probabilities_BV = F.softmax(logits_BV / temperature, -1)
-    if generator is not None:
-        probabilities_BV = probabilities_BV.to(generator.device)
-    return torch.multinomial(probabilities_BV, 1, generator=generator).to(logits_BV.device)

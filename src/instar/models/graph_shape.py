@@ -182,6 +182,20 @@ def resolve_graph(model: GraphModelConfig, features: int, graph_features: int = 
     )
 
 
+def sizes_of(shape: GraphShape) -> dict[str, Any]:
+    """Returns the keys of `GraphModelConfig` that growth changes, for a shape."""
+    of_heads = {"n_head": shape.heads} if shape.layer == "gat" else {}
+    return {
+        "n_layer": shape.layers,
+        "width": shape.width,
+        "n_mlp": shape.mlp,
+        "n_readout": shape.readout,
+        **of_heads,
+        "norm_eps": shape.norm_eps,
+        "dropout": shape.dropout,
+    }
+
+
 def flops_per_graph(shape: GraphShape, nodes: float, edges: float) -> float:
     """Returns floating-point operations per graph of a forward and backward pass, for matrix
     products and sums over neighbors.

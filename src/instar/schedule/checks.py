@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from instar.config.budget import parse_budget
 from instar.config.checks import cross_checks
 from instar.config.errors import ConfigProblem, nearest
-from instar.config.load import SCHEDULE, Loaded, load
+from instar.config.load import SCHEDULE, Brought, Loaded, load
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
 from instar.schedule.operations import OperationError, check, names
@@ -18,14 +19,19 @@ _COUNTED = ("steps", "tokens", "samples", "epochs")
 
 
 def load_checked(
-    path: str | None, overrides: Sequence[str] = (), *, import_task: bool = True
+    path: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    import_task: bool = True,
+    weights: Callable[[Mapping[str, Any]], Brought] | None = None,
 ) -> Loaded:
     """Load a config with `config.load.load` and also check its schedule.
 
     Raises:
         ConfigError: with all problems of both.
     """
-    return load(path, overrides, (cross_checks, mistakes), import_task=import_task)
+    checks = (cross_checks, mistakes)
+    return load(path, overrides, checks, import_task=import_task, weights=weights)
 
 
 def mistakes(config: RunConfig) -> Iterator[ConfigProblem]:

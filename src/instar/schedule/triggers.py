@@ -270,11 +270,13 @@ def _entry(number: int, given: ScheduledOperation) -> Entry:
 
 
 def evaluates_at_start(config: RunConfig) -> bool:
-    """Whether to evaluate before the first step: `eval.at_start`; by default if the schedule has
-    entries with `trigger_loss`, which count this evaluation."""
+    """Whether to evaluate before the first step: `eval.at_start`; by default if the model
+    starts from other weights, or the schedule has entries with `trigger_loss`, which count this
+    evaluation."""
     if config.eval.at_start is not None:
         return config.eval.at_start
-    return any(given.trigger_loss is not None for given in config.schedule)
+    triggers = (given.trigger_loss is not None for given in config.schedule)
+    return config.starts_from is not None or any(triggers)
 
 
 def operation(given: ScheduledOperation) -> Operation:

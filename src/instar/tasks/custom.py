@@ -256,12 +256,19 @@ def _instance(config: RunConfig) -> tuple[CustomTask[Any, Any], Growable | None]
         raise _wrong(f"{name} lacks {', '.join(missing)}", "docs/custom-task.md has an example")
     assert isinstance(config.data, SamplesConfig)
     with _telling(f"{name} cannot be made"):
-        own: CustomTask[Any, Any] = found(config.model, config.data, config.data_seed)
+        own: CustomTask[Any, Any] = found(_section(found, config), config.data, config.data_seed)
     with _telling(f"{name}.shape() failed"):
         shape = own.shape()
     if shape is not None:
         _check_shape(f"{name}.shape()", shape)
     return own, shape
+
+
+def _section(task: type[CustomTask[Any, Any]], config: RunConfig) -> Section:
+    """Return the section `model` as the user's class, without the key `from`."""
+    given = config.model.model_fields_set
+    values = {name: getattr(config.model, name) for name in task.Model.model_fields}
+    return task.Model.model_construct(given & values.keys(), **values)
 
 
 def _split(own: CustomTask[Any, Any], config: RunConfig) -> SampleSet:

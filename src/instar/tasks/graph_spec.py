@@ -23,7 +23,7 @@ from instar.data.order import Int64Array
 from instar.data.source import Source, WeightedSource
 from instar.data.split import SampleSet
 from instar.data.user_source import as_source
-from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
+from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph, sizes_of
 from instar.models.shape import ArchitectureError
 from instar.tasks.graph_survey import GraphSurvey, ragged, survey_graphs
 from instar.tasks.task import SampleSetSpec, SavedModel, Say, split_samples
@@ -111,6 +111,10 @@ class GraphSpec(SampleSetSpec):
         survey = survey_graphs(source, {"val": everything["train"]}, config.model)
         shape = resolve_graph(config.model, survey.features, survey.graph_features)
         return cls(config, shape, SampleSet(source, everything, config.data), survey)
+
+    @classmethod
+    def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
+        return super().section(config, architecture) | sizes_of(GraphShape.from_dict(architecture))
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:

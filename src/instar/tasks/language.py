@@ -5,20 +5,28 @@ Importing the module does not import torch; building a model does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from instar.config.errors import ConfigError
-from instar.config.language import LanguageConfig
+from instar.config.language import BITS_PER_BYTE, LanguageConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.order import Order
 from instar.data.source import IGNORED, Source, windows_of
 from instar.data.text import dataset as data
 from instar.data.text.dataset import DataSet
-from instar.data.text.tokenizer import TOKENIZER_FILE, Tokenizer, named_tokenizer
+from instar.data.text.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    load_tokenizer,
+    named_tokenizer,
+    token_bytes,
+)
 from instar.models.architecture import (
     NONE_FROZEN,
     Architecture,
@@ -26,13 +34,16 @@ from instar.models.architecture import (
     flops_per_token,
     memory_estimate,
     resolve,
+    section_of,
 )
 from instar.models.shape import ArchitectureError
 from instar.record.system import has_bf16_units
 from instar.tasks.task import Batch, SavedModel, Say, Tally, Task, TaskSpec
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from instar.models.gpt import GPT
 
@@ -67,6 +78,15 @@ class LanguageSpec(TaskSpec):
         config = _text(loaded.config)
         dataset = data.open_data(config.data, config.data_seed, world_size)
         made = cls(config, resolved(loaded, dataset.vocab_size), dataset.train_tokens, dataset)
+        if made.token_bytes is None and (key := _asks_for_bytes(config)):
+            raise ConfigError(
+                loaded.problem(
+                    key,
+                    f"{key}: {BITS_PER_BYTE} is not known of this tokenizer: how many bytes of text a "
+                    "token stands for is known of byte, char and byte-level BPE",
+                    "use loss",
+                )
+            )
         context = made.architecture.context
         dataset.held_out("val", context)
         samples = dataset.train_samples(context)
@@ -97,10 +117,27 @@ class LanguageSpec(TaskSpec):
         return cls(config, resolved(loaded, vocabulary), lambda _: None)
 
     @classmethod
+    def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
+        """See `TaskSpec`. Adapters do not count: they are merged into their weights."""
+        del config
+        shape = Architecture.from_dict(architecture)
+        if (mask := shape.mask) is not None:
+            raise ValueError(
+                f"new {mask.axis} of this model are still masked: start from a checkpoint of step "
+                f"{mask.end:,} or later"
+            )
+        return section_of(replace(shape, lora=())).model_dump(mode="json")
+
+    @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
         model = _text(config).model
         begun = resolve(model, model.vocab_size or architecture["vocab_size"])
         return SavedModel(begun, Architecture.from_dict(architecture).to_dict(), _module)
+
+    @cached_property
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """Bytes of text of each token; None if unknown, or if the data are not prepared."""
+        return None if self.dataset is None else token_bytes(load_tokenizer(self.dataset.path))
 
     @property
     def opened(self) -> DataSet:
@@ -187,6 +224,15 @@ class LanguageSpec(TaskSpec):
         return [("shape", shape), ("style", [", ".join(style)]), ("adapters", adapters)]
 
 
+def _asks_for_bytes(config: LanguageConfig) -> str:
+    """Return a key that names the metric bits_per_byte, or an empty string."""
+    rules = enumerate(config.early_stopping.rules)
+    asked = {f"early_stopping.rules[{number}].metric": rule.metric for number, rule in rules}
+    asked |= {f"checkpoint.best_of[{n}]": name for n, name in enumerate(config.checkpoint.best_of)}
+    asked["learning_rate.plateau.metric"] = config.learning_rate.plateau.metric
+    return next((key for key, metric in asked.items() if metric == BITS_PER_BYTE), "")
+
+
 def _module(shape: Architecture) -> GPT:
     from instar.models.gpt import GPT
 
@@ -202,8 +248,9 @@ def resolved(loaded: Loaded, vocab_size: int) -> Architecture:
     try:
         return resolve(_text(loaded.config).model, vocab_size)
     except ArchitectureError as error:
+        hint = "data.tokenizer must be that of the weights" if loaded.config.starts_from else ""
         raise ConfigError(
-            *(loaded.problem(m.keys[0], m.message, m.hint) for m in error.problems)
+            *(loaded.problem(m.keys[0], m.message, hint or m.hint) for m in error.problems)
         ) from None
 
 
@@ -230,8 +277,14 @@ UNIT_TOKENS = 2048
 class LanguageTask(Task):
     """`Task` of a GPT on text. A sample is a window or document, its weight its target tokens."""
 
+    spec: LanguageSpec
     config: LanguageConfig
     architecture: Architecture
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        known = self.spec.token_bytes is not None
+        return tuple(name for name in self.config.metrics if known or name != BITS_PER_BYTE)
 
     @property
     def cluster(self) -> int:
@@ -259,9 +312,24 @@ class LanguageTask(Task):
         return loss
 
     def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
-        """Return the loss in nats per token."""
-        losses: torch.Tensor = model(batch["inputs"], batch["targets"], each=True)
-        return {"loss": Tally(losses, (batch["targets"] != IGNORED).sum(1))}
+        """Return the loss in nats per token and, if the bytes of tokens are known, in bits per byte:
+        Σ nats / (ln 2 · Σ bytes), both sums over all targets."""
+        import torch
+
+        targets = batch["targets"]
+        losses: torch.Tensor = model(batch["inputs"], targets, each=True)
+        counted = targets != IGNORED
+        tallies = {"loss": Tally(losses, counted.sum(1))}
+        if (known := self.spec.token_bytes) is not None:
+            table = torch.from_numpy(known).to(targets.device)
+            sizes = torch.where(counted, table[targets.clamp(min=0).long()], 0).sum(1)
+            tallies[BITS_PER_BYTE] = Tally(losses / math.log(2), sizes)
+        return tallies
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the perplexity, exp(loss), per token of this tokenizer."""
+        loss = metrics["loss"]
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         logits: torch.Tensor = model(batch["inputs"])
@@ -273,7 +341,7 @@ class LanguageTask(Task):
         """See `GeneratesText`."""
         import torch
 
-        from instar.models.gpt import generate
+        from instar.models.sampling import generate
 
         device = next(model.parameters()).device
         start = torch.tensor([tokenizer.encode(prompt).tolist()], device=device)

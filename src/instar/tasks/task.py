@@ -109,6 +109,23 @@ class TaskSpec(ABC):
         return cls.open(loaded, world_size)
 
     @classmethod
+    def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of the section `model` that describe the model of a checkpoint.
+
+        Default: those of its run's config, from which operations may have led away.
+
+        Args:
+            config: the run's initial config, by dotted key; may be empty.
+            architecture: from the checkpoint's manifest.
+
+        Raises:
+            KeyError, TypeError, ValueError: not an architecture of this task, or not one that a run
+                could begin with.
+        """
+        del architecture
+        return {k.removeprefix("model."): v for k, v in config.items() if k.startswith("model.")}
+
+    @classmethod
     @abstractmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
         """Describe the model of a checkpoint, without opening the data.
@@ -342,6 +359,10 @@ class Task(ABC):
     @abstractmethod
     def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
         """Return every metric of the batch by name, including `loss`. Called without gradients."""
+
+    def derived(self, metrics: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002
+        """Return further numbers that follow from the means of all metrics, by name."""
+        return {}
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Columns:  # noqa: ARG002
         """Return the columns that a test saves: targets and predictions per sample, or nothing."""

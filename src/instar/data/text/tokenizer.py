@@ -146,9 +146,15 @@ class BPETokenizer:
         self._model.no_padding()
 
     @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, added tokens included."""
+        found: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
+        return found
+
+    @cached_property
     def vocab_size(self) -> int:
         """The largest id + 1: ids may have gaps."""
-        return max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self.vocabulary.values(), default=-1) + 1
 
     @property
     def fingerprint(self) -> str:
@@ -186,6 +192,28 @@ def separator_of(tokenizer: Tokenizer) -> TokenIds:
     """Return the tokens between two documents: the end-of-document token, or those of a newline."""
     end = tokenizer.end_id
     return tokenizer.encode(SEPARATOR) if end is None else np.array([end], dtype=np.uint32)
+
+
+def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
+    """Return how many bytes of UTF-8 text each token stands for, [vocab_size]; None if unknown.
+
+    They are known of bytes, of characters (one that the tokenizer does not know counts as 1), and
+    of byte-level BPE, whose special tokens such as the end of a document stand for none.
+    """
+    if isinstance(tokenizer, CharTokenizer):
+        return np.array([*(len(c.encode()) for c in tokenizer.characters), 1], dtype=np.int64)
+    if not isinstance(tokenizer, BPETokenizer):
+        return np.ones(tokenizer.vocab_size, dtype=np.int64)
+    saved = json.loads(tokenizer.to_json())
+    if (saved.get("decoder") or {}).get("type") != "ByteLevel" or saved["model"]["type"] != "BPE":
+        return None
+    added = {each["content"]: each for each in saved.get("added_tokens", ())}
+    found = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    for token, number in tokenizer.vocabulary.items():
+        # in byte-level BPE, each character of a token is a byte; added tokens are literal text
+        size = len(token) if token not in added else len(token.encode())
+        found[number] = 0 if added.get(token, {}).get("special") else size
+    return found
 
 
 def in_pieces(texts: Iterable[str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from instar.record.rundir import RunDir
 from instar.record.system import PeakFlops
 from instar.run.lifecycle.inputs import resolve_precision
 from instar.run.lifecycle.preflight import Prepared
+from instar.run.lifecycle.weights import LoadWeights
 from instar.run.loop.components import Components
 from instar.run.loop.data_phase import LoaderFactory
 from instar.run.loop.early_stopping import MetricTracker
@@ -47,11 +48,13 @@ def build(
     log: RankLog,
     run_dir: RunDir,
     began: State | None = None,
+    load_weights: LoadWeights | None = None,
 ) -> Trainer:
     """Build the trainer of a run at step 0; the caller must close it. A collective.
 
     Args:
         began: settings and architecture at the run's step 0, if the config has changed since.
+        load_weights: on rank 0, loads the weights that the run starts from; None: initial values.
     """
     config = resolve_precision(prepared, world).config
     elastic = config.parallel.elastic if config.reproducible == "elastic" else None
@@ -63,7 +66,10 @@ def build(
     first = config if began is None else began.config
     initial = initial_state(first, task.architecture, task.spec.facts)
     with raise_on_all_ranks(world, "building the model"):
-        bare = task.build().to(world.device)
+        bare = task.build()
+        # the other ranks receive them
+        warnings = [] if load_weights is None else load_weights(bare)
+        bare = bare.to(world.device)
     stepper = build_stepper(config, world, task, bare, initial.settings.frozen)
     budgets = [parse_budget(text) for text in config.train.until]
     seconds = [budget for budget in budgets if budget.kind == "seconds"]
@@ -112,6 +118,8 @@ def build(
         TextSampler(config.record, run_dir.path, world),
         WeightAnalyzer(config.record.analyze_every if world.is_main else None),
     )
+    for warning in warnings:
+        logger.warn(warning, 0)
     phase = parts.loaders.first(task, initial.settings.context)
     parts.read(phase)
     return Trainer(parts, RunState(initial, phase))

@@ -56,6 +56,8 @@ resumed from, for restarted ranks."""
 SET = "--set"
 """origin of a value from the command line"""
 
+STARTS_FROM = "model.from"
+
 DERIVES = "learning_rate.lr_decay_iters"
 """The only key that is derived from the budget if the config leaves it open."""
 
@@ -245,6 +247,8 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
         where = checkpoint.path if checkpoint is not None else resume.run.path
         raise CheckpointError(f"{where}: its history cannot be read: {error}") from error
     held, now = values(in_force), values(loaded.config)
+    if STARTS_FROM in held and (loaded.origins.get(STARTS_FROM) != SET or not resume.by_person):
+        now[STARTS_FROM] = held[STARTS_FROM]  # the run has weights, whatever became of those
     changed: dict[str, tuple[Any, Any]] = {}
     for key, value in now.items():
         if is_launch_only(key):

@@ -68,8 +68,10 @@ from instar.run.lifecycle.resume import (
     choose,
     continuation,
 )
+from instar.run.lifecycle.start import starting_weights
 from instar.run.lifecycle.test_phase import final_test, is_tested
 from instar.run.lifecycle.trial import run_trial
+from instar.run.lifecycle.weights import LoadWeights, open_weights
 from instar.run.loop.checkpointing import best_is_now, finish_deltas
 from instar.run.loop.components import Components
 from instar.run.loop.state import Decision
@@ -180,6 +182,15 @@ def _run_rank(
             if resumed is not None:
                 resumed = resumed.resolved(prepared.config, derived)
                 initial = _initial_state(resumed, prepared, world)
+            # a run that has saved has its own
+            weights = starting_weights(loaded, prepared.spec) if start is None else None
+        load_weights: LoadWeights | None = None
+        if weights is not None:
+            world.at("reading the starting weights")
+            with raise_on_all_ranks(world, "reading the starting weights"):
+                if world.is_main:
+                    console.say(f"starting from {weights.about}")
+                    load_weights = open_weights(weights, prepared.spec.architecture)
         # a run in a folder that `resume: auto` names can always be resumed
         is_resumed = start is not None
         signal.resumable = is_resumed or loaded.config.resume == "auto"
@@ -208,7 +219,8 @@ def _run_rank(
                 sink = _record(recorder, run_dir, prepared.config, console)
         record.enter_context(closing(sink))
         record.enter_context(_recorded_failure(sink, log))
-        trainer = build(prepared, world, signal, sink, console, log, run_dir, initial)
+        trainer = build(prepared, world, signal, sink, console, log, run_dir, initial, load_weights)
+        del load_weights  # it holds them
         if recorder is not None:
             trainer.parts.sync.failing = partial(_failure, recorder, trainer.parts)
         if world.size > 1:

@@ -183,6 +183,9 @@ def evaluate(
     metrics = {
         name: _metric({part: sums[f"{name} {part}"] for part in columns[name]}) for name in names
     }
+    weight = metrics["loss"].weight
+    for name, value in task.derived({n: m.value for n, m in metrics.items()}).items():
+        metrics[name] = Metric(value, None, weight)
     return Evaluation(metrics, len(indices), time.perf_counter() - started)
 
 

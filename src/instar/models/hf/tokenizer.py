@@ -1,0 +1,63 @@
+"""Tokenizers of Instar in the format of the tokenizers library, and back; torch-free."""
+
+from __future__ import annotations
+
+import json
+
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Fast
+
+from instar.data.text.tokenizer import (
+    UNKNOWN,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+)
+
+
+def to_fast(tokenizer: Tokenizer) -> str:
+    """Returns the equivalent tokenizer in the JSON of the tokenizers library."""
+    if isinstance(tokenizer, ByteTokenizer):
+        fast = Fast(models.BPE({_letter(byte): byte for byte in range(256)}, []))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+    elif isinstance(tokenizer, CharTokenizer):
+        names = [*tokenizer.characters, UNKNOWN]
+        ids = {name: number for number, name in enumerate(names)}
+        fast = Fast(models.WordLevel(ids, unk_token=UNKNOWN))
+        fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        fast.decoder = decoders.Fuse()
+    else:
+        return tokenizer.to_json()
+    return str(fast.to_str())
+
+
+def from_fast(tokenizer: Tokenizer) -> Tokenizer:
+    """Inverse of `to_fast`; a tokenizer that `to_fast` did not write is returned as it is."""
+    text = tokenizer.to_json()
+    if not isinstance(tokenizer, BPETokenizer):
+        return tokenizer
+    if text == to_fast(ByteTokenizer()):
+        return ByteTokenizer()
+    if (vocabulary := json.loads(text)["model"]).get("type") == "WordLevel":
+        names = sorted(vocabulary["vocab"], key=vocabulary["vocab"].__getitem__)
+        chars = CharTokenizer("".join(names[:-1]))
+        return chars if text == to_fast(chars) else tokenizer
+    return tokenizer
+
+
+def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers have the same tokens with the same ids, whatever wrote their files."""
+    one, other = from_fast(one), from_fast(other)
+    if isinstance(one, BPETokenizer) and isinstance(other, BPETokenizer):
+        return one.vocabulary == other.vocabulary
+    return one == other
+
+
+def _letter(byte: int) -> str:
+    """Returns the character of a byte in byte-level tokenizers, as in GPT-2: itself if it is
+    printable, else one from code point 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [each for each in range(256) if each not in visible]
+    return chr(byte if byte in visible else 256 + hidden.index(byte))

@@ -1,0 +1,278 @@
+"""Starting weights: what `model.from` names, and the config that comes with it. No torch.
+
+The weights of a run, of a checkpoint or of a Hugging Face folder bring the keys of the section
+`model`, and of a language model its tokenizer. A new run writes them into its own config, with the
+path of the checkpoint; from its first save on it does not need the weights any more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instar.checkpoint.listing import BEST, latest, pointed_at, pointers, resolve
+from instar.checkpoint.manifest import MANIFEST, CheckpointError, encode_json, read_manifest
+from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.fields import LANGUAGE, kept
+from instar.config.load import WEIGHTS, Brought, Loaded
+from instar.config.origins import DEFAULT
+from instar.config.sections import FROM
+from instar.data.text.tokenizer import (
+    TOKENIZER_FILE,
+    TRAINED,
+    Tokenizer,
+    load_tokenizer,
+    named_tokenizer,
+)
+from instar.models.hf.config import CONFIG, TITLES, from_config, read_config
+from instar.models.hf.tokenizer import from_fast, same_vocabulary
+from instar.record.rundir import RunDir, find_run
+from instar.run.lifecycle.resume import STARTS_FROM, began_with
+from instar.tasks.language import LanguageSpec
+from instar.tasks.task import TaskSpec, spec_class
+
+KEY = STARTS_FROM
+TOKENIZER = "data.tokenizer"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model on disk that a run can start from."""
+
+    path: Path
+    """a checkpoint's folder, or a Hugging Face folder"""
+    task: str
+    architecture: Mapping[str, Any]
+    """its shape, as JSON values"""
+    config: Mapping[str, Any]
+    """the initial config of its run by dotted key; empty if there is none"""
+    about: str
+    """what it is, in words"""
+    is_hf: bool = False
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """Where its tokenizer is, if it has one."""
+        path = self.path if len(self.path.parts) > 2 else self.path.absolute()
+        return (self.path if self.is_hf else path.parent.parent) / TOKENIZER_FILE
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return its tokenizer; None if it has none. Raises ConfigError if it cannot be read."""
+        return load_tokenizer(self.tokenizer_file.parent) if self.tokenizer_file.exists() else None
+
+    def section(self) -> dict[str, Any]:
+        """Return the keys of the section `model` that describe it.
+
+        Raises:
+            CheckpointError: a run of this task cannot begin with this model.
+        """
+        try:
+            found = spec_class(self.task).section(self.config, self.architecture)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: no run can start from it: {error}") from error
+        return {key: value for key, value in found.items() if key != FROM}
+
+
+def find(text: str) -> Weights:
+    """Return what `model.from` names.
+
+    Raises:
+        ConfigError: there is no such run or folder.
+        CheckpointError: the run has no checkpoint, or what is there cannot be read.
+    """
+    path = Path(text)
+    if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
+        config = read_config(path)
+        shape = from_config(config).to_dict()
+        return Weights(path, LANGUAGE, shape, {}, f"{TITLES[config['model_type']]} of {path}", True)
+    path = _checkpoint(path)
+    manifest = read_manifest(path)
+    run = RunDir(path.absolute().parent.parent)
+    config = dict(manifest.config)
+    if not config and run.config.is_file():
+        config = kept(began_with(run, manifest))
+    about = f"step {manifest.step:,} of {run.path.name}"
+    task = str(config.get("task", LANGUAGE))
+    return Weights(path, task, manifest.architecture, config, about)
+
+
+def _checkpoint(path: Path) -> Path:
+    """Return a checkpoint's folder, of a run its best or else its latest."""
+    if path.is_file() and path.name in pointers(path.parent.parent):
+        return pointed_at(path.parent.parent, path.name) or latest(path.parent.parent)
+    if (path / MANIFEST).is_file() or path.parent.name == "checkpoints":
+        return resolve(str(path))
+    if not (root := path).joinpath("checkpoints").is_dir():
+        if path.is_dir() and not RunDir(path).holds_run():
+            raise ConfigError.one(
+                f"{path} has no {CONFIG} of a Hugging Face model, no {MANIFEST} of a checkpoint and "
+                "no run.yaml of a run"
+            )
+        try:
+            root = find_run(str(path)).path
+        except ConfigError as error:
+            why = error.problems[0]
+            download = "a model on the hub is downloaded with: hf download NAME --local-dir FOLDER"
+            hint = why.hint if why.hint.startswith(("did", "say")) else download
+            raise ConfigError.one(
+                f"{why.message}, and no folder {str(path)!r}", hint=hint
+            ) from None
+    return pointed_at(root, BEST) or latest(root)
+
+
+def brought(given: Mapping[str, Any]) -> Brought:
+    """Return the config that comes with the weights of `model.from`, for the given values."""
+    text, folder = given[KEY], given.get("record.run_dir")
+    resumed = given.get("resume") == "auto" and isinstance(folder, str)
+    if not isinstance(text, str) or (resumed and RunDir(Path(str(folder))).holds_run()):
+        return {}, "", ()
+    task = given.get("task", LANGUAGE)
+    try:
+        weights = find(text)
+        if weights.task != task:
+            raise ConfigError.one(f"{weights.about} is of task {weights.task}, not of {task}")
+        section = _prefixed(weights.section())
+        source = weights.tokenizer() if task == LANGUAGE else None
+    except CheckpointError as error:
+        return {}, "", (ConfigProblem((KEY,), f"{KEY}: {error}"),)
+    except ConfigError as error:
+        return {}, "", [_problem(KEY, each) for each in error.problems]
+    conflicts = [*_conflicts(given, section, weights)]
+    found = {} if text == str(weights.path) else {KEY: str(weights.path)}
+    found |= {key: value for key, value in section.items() if given.get(key) is None}
+    if task == LANGUAGE:
+        conflicts += _tokenizer_conflicts(given, source, section["model.vocab_size"], weights)
+        if source is not None and TOKENIZER not in given:
+            is_byte = from_fast(source).kind == "byte"
+            found[TOKENIZER] = "byte" if is_byte else str(weights.tokenizer_file)
+    return found, f"{WEIGHTS}{weights.path}", conflicts
+
+
+def _problem(key: str, found: ConfigProblem) -> ConfigProblem:
+    where = f"{found.where}: " if found.where else ""
+    return ConfigProblem((key,), f"{key}: {where}{found.message}", found.hint)
+
+
+def _is_free(key: str, given: Mapping[str, Any], section: Mapping[str, Any]) -> bool:
+    """Whether a given value of a key replaces that of the weights."""
+    value = given.get(key)
+    if key == "model.context" and isinstance(value, int):
+        return value <= int(section[key]) or section["model.positions"] == "rope"
+    return key == "model.dropout" and value is not None
+
+
+def _conflicts(
+    given: Mapping[str, Any], section: Mapping[str, Any], weights: Weights
+) -> Iterator[ConfigProblem]:
+    for key, value in given.items():
+        if not key.startswith("model.") or key == KEY or value is None:
+            continue
+        if isinstance(value, list | dict):  # may leave out defaults; see `starting_weights`
+            continue
+        has = section.get(key, value)
+        if value != has and not _is_free(key, given, section):
+            yield ConfigProblem(
+                (key, KEY),
+                f"{key} is {value!r}, but {weights.about} has {has!r}",
+                "leave it out: the shape comes with the weights",
+            )
+
+
+def _tokenizer_conflicts(
+    given: Mapping[str, Any], source: Tokenizer | None, rows: int, weights: Weights
+) -> Iterator[ConfigProblem]:
+    """Yield why the text would become other tokens than those of the weights. A tokenizer that is
+    trained on the data is compared when they are prepared, see `starting_weights`."""
+    named = given.get(TOKENIZER)
+    if source is None:
+        if named is None:
+            yield ConfigProblem(
+                (KEY,),
+                f"{KEY}: {weights.path} has no {TOKENIZER_FILE}",
+                f"say in {TOKENIZER} which tokenizer the model has learned",
+            )
+        return
+    if source.vocab_size > rows:
+        yield ConfigProblem(
+            (KEY,),
+            f"{KEY}: {weights.tokenizer_file} has {source.vocab_size:,} tokens, and the model's table "
+            f"{rows:,} rows",
+        )
+    if not isinstance(named, str) or named in TRAINED[1:]:
+        return
+    with suppress(ConfigError):  # reported when the data are prepared
+        other = named_tokenizer(named)
+        if other is not None and not same_vocabulary(source, other):
+            yield _other_tokenizer(named, weights)
+
+
+def _other_tokenizer(named: str, weights: Weights) -> ConfigProblem:
+    return ConfigProblem(
+        (TOKENIZER, KEY),
+        f"{TOKENIZER} {named} has another vocabulary than {weights.about}",
+        "leave it out: the tokenizer comes with the weights",
+    )
+
+
+def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
+    """Return the weights that a new run starts from; None for random ones.
+
+    Args:
+        spec: with the data opened or assumed.
+
+    Raises:
+        ConfigError: they do not fit the model or the data.
+        CheckpointError: they cannot be read.
+    """
+    text = loaded.config.starts_from
+    if text is None:
+        return None
+    try:
+        weights = find(text)
+    except ConfigError as error:
+        found = (_problem(KEY, each) for each in error.problems)
+        raise ConfigError(*(_located(loaded, each) for each in found)) from None
+    problems = [
+        _located(
+            loaded,
+            ConfigProblem(
+                (f"model.{key}", KEY), f"{KEY}: {weights.about} has {key} {was!r}, this run {now!r}"
+            ),
+        )
+        for key, was, now in _differences(weights, spec)
+    ]
+    if isinstance(spec, LanguageSpec) and spec.dataset is not None:
+        source, named = weights.tokenizer(), spec.config.data.tokenizer
+        own = load_tokenizer(spec.dataset.path) if named in TRAINED[1:] else None
+        if source is not None and own is not None and not same_vocabulary(source, own):
+            problems.append(_located(loaded, _other_tokenizer(named, weights)))
+    if problems:
+        raise ConfigError(*problems)
+    return weights
+
+
+def _differences(weights: Weights, spec: TaskSpec) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what differs between a model and that of a new run: key, the model's, the run's."""
+    now = json.loads(encode_json(spec.architecture.to_dict()))
+    was: Mapping[str, Any] = weights.architecture
+    if weights.task == LANGUAGE:  # in which adapters are merged, and the context may be shorter
+        was, now = weights.section(), spec.section({}, now)
+        if _is_free("model.context", {"model.context": now["context"]}, _prefixed(was)):
+            was = {**was, "context": now["context"]}
+    for key in {**was, **now}:
+        if key not in ("dropout", FROM) and was.get(key) != now.get(key):
+            yield key, was.get(key), now.get(key)
+
+
+def _prefixed(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"model.{key}": value for key, value in section.items()}
+
+
+def _located(loaded: Loaded, problem: ConfigProblem) -> ConfigProblem:
+    """Return the problem at the first of its keys that was given."""
+    given = [key for key in problem.keys if loaded.origins.get(key, DEFAULT) != DEFAULT]
+    return loaded.problem(next(iter(given), KEY), problem.message, problem.hint)
