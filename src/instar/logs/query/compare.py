@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-COMPARED = ("val/loss", "loss")
+COMPARED = ("val/loss", "val/bits_per_byte", "loss")
 """default metrics, as far as a run has them"""
 
 
