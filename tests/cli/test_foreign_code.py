@@ -38,6 +38,9 @@ SHADOWS = ("notes", "torch", "numpy", "rich", "matplotlib", "yaml", "site", "sit
 
 READING = {
     "logs list": ["."],
+    "logs tag": ["a", "--add", "seen"],
+    "logs note": ["a", "-m", "seen"],
+    "logs archive": ["a", "--undo"],
     "logs summary": ["a"],
     "logs plot": ["a", "b", "--output", "plot.svg"],
     "logs compare": ["a", "b"],

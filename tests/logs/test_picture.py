@@ -13,12 +13,16 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from records import make_runs
+from scenes import SCENES
 
 from instar.config.errors import ConfigError
+from instar.logs.plot.chart import short_names
 from instar.logs.plot.compose import ChartRequest, compose
-from instar.logs.plot.figure import RC, draw, picture
+from instar.logs.plot.figure import draw, picture
+from instar.logs.plot.style import RC
 from instar.logs.read.record import RunRecord, read
 from instar.record.events import OperationEvent, RunStarted
+from instar.record.rundir import runs_in
 
 
 @pytest.fixture
@@ -51,6 +55,7 @@ def test_a_figure_has_its_curves_its_names_and_its_marks(record):
         "validation loss",
         "learning rate",
         "best, 2.1",
+        "growth",
         "checkpoint",
     ]
     assert "widen_mlp 192→352" in texts(figure)
@@ -150,7 +155,42 @@ def test_what_was_superseded_is_faint(tmp_path):
     faint = [line for line in figure.axes[0].lines if line.get_alpha() == 0.3]
     assert [line.get_xdata().tolist() for line in faint] == [list(range(20, 31))]
     assert "superseded" in [t.get_text() for t in figure.axes[0].get_legend().get_texts()]
-    assert "resumed at step 20" in texts(figure)
+    assert "resume" in texts(figure)
+
+
+def test_the_legend_is_below_its_curves_with_short_names(tmp_path):
+    SCENES["eight"](tmp_path)
+    records = [read(run) for run in runs_in(tmp_path)][:6]
+    figure = drawn(records, panels=(("loss", "val/loss"), ("grad_norm", "lr")), lr=True)
+
+    for axes in (figure.axes[0], figure.axes[1]):
+        box = axes.get_legend().get_window_extent()
+        assert box.y1 <= axes.bbox.y0
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.x1
+        assert box.y0 >= 0
+    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert "lr2e-3-seed1" in shown
+    assert {"growth", "settings change"} <= set(shown)
+    shades = {text.get_color() for text in figure.axes[0].texts if "mlp" in text.get_text()}
+    assert len(shades) == len(records)
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["run-a", "run-b"], ["a", "b"]),
+        (["lr1e-3-x", "lr1e-4-x"], ["lr1e-3-x", "lr1e-4-x"]),
+        (["demo", "demo-2"], ["demo", "demo-2"]),
+        (["alone-in-the-world"], ["alone-in-the-world"]),
+        (["same", "same"], ["same", "same"]),
+        ([], []),
+        (["a" * 50 + "1", "b" * 50], ["a" * 19 + "…" + "a" * 19 + "1", "b" * 19 + "…" + "b" * 20]),
+        ((["a" * 30 + "x" + "a" * 30, "a" * 30 + "y" + "a" * 30],) * 2),
+    ],
+)
+def test_names_are_shortened_until_they_would_be_equal(names, short):
+    assert short_names(names) == short
 
 
 def test_a_single_point_is_seen(tmp_path):

@@ -1,4 +1,4 @@
-"""The commands `instar logs list`, `summary`, `compare` and `tail`."""
+"""The commands `instar logs list`, `tag`, `note`, `archive`, `summary`, `compare` and `tail`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "list": ("instar.cli.logs:list_", "List runs, the latest last."),
+    "tag": ("instar.cli.logs:tag", "Tag runs, to find them again in lists and pages."),
+    "note": ("instar.cli.logs:note", "Write a note on runs, shown in lists and pages."),
+    "archive": ("instar.cli.logs:archive", "Leave runs out of lists; nothing is deleted."),
     "summary": ("instar.cli.logs:summary", "Summarize runs: best and last values, time, state."),
     "plot": ("instar.cli.pages:plot", "Plot curves of one run or several."),
     "compare": ("instar.cli.logs:compare", "Compare runs at equal steps, tokens, FLOPs or time."),
@@ -57,8 +60,8 @@ def logs() -> None:
 
 HEADERS = ("id", "name", "state", "step", "tokens", "loss", "best val", "at", "time", "started")
 NUMBERS = ("step", "tokens", "loss", "best val", "at", "time")
-OPTIONAL = ("at", "tokens", "started", "time", "name", "best val", "loss")
-"""Columns that are omitted on a narrow terminal, in this order."""
+OPTIONAL = ("at", "tokens", "started", "time", "name", "tags", "best val", "loss")
+"""Columns that are omitted on a narrow terminal, in this order; `tags` is there if a run has some."""
 
 
 @click.command("list")
@@ -69,12 +72,16 @@ OPTIONAL = ("at", "tokens", "started", "time", "name", "best val", "loss")
     help="Only runs in this state: running, finished, stopped or crashed.",
 )
 @click.option("--name", metavar="NAME", help="Only runs of this name or pattern, e.g. `grow-*`.")
+@click.option("--tag", metavar="TAG", help="Only runs with this tag.")
+@click.option("--archived", is_flag=True, help="Also archived runs.")
 @click.option("-n", "last", type=click.IntRange(min=1), metavar="N", help="Only the last N runs.")
 @output_options("text", "json", "md")
 def list_(
     folders: tuple[str, ...],
     state: str | None,
     name: str | None,
+    tag: str | None,
+    archived: bool,
     last: int | None,
     form: str,
     as_json: bool,
@@ -87,7 +94,8 @@ def list_(
     """
     from instar.logs.query.runs import faults, list_runs, runs_of, to_json
 
-    rows = list_runs(runs_of(folders, OUT_DIR), state=state, name=name, last=last)
+    runs = runs_of(folders, OUT_DIR)
+    rows = list_runs(runs, state=state, name=name, tag=tag, archived=archived, last=last)
     if as_json or form == "json":
         deliver(as_text([to_json(row) for row in rows]), output, open_it=open_it)
     elif form == "text" and output is None and not open_it:
@@ -100,7 +108,8 @@ def list_(
 
 def _print_rows(rows: list[Row]) -> None:
     if rows:
-        print_table(HEADERS, [_row_cells(row) for row in rows], right=NUMBERS, optional=OPTIONAL)
+        headers, cells = _table(rows)
+        print_table(headers, cells, right=NUMBERS, optional=OPTIONAL)
     else:
         click.echo("no runs", err=True)
 
@@ -109,12 +118,21 @@ def _rows_as_text(rows: list[Row], form: str) -> str:
     from instar.logs.text.summary import markdown_table
     from instar.logs.text.tables import aligned
 
-    cells = [_row_cells(row) for row in rows]
-    right = [HEADERS.index(header) for header in NUMBERS]
+    headers, cells = _table(rows)
+    right = [headers.index(header) for header in NUMBERS]
     table = (
-        markdown_table(HEADERS, cells, right) if form == "md" else aligned((HEADERS, *cells), right)
+        markdown_table(headers, cells, right) if form == "md" else aligned((headers, *cells), right)
     )
     return "\n".join(table)
+
+
+def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return headers and cells of a list of runs."""
+    cells = [_row_cells(row) for row in rows]
+    if not any(row.labels.tags for row in rows):
+        return HEADERS, cells
+    tagged = [(*each, " ".join(row.labels.tags)) for each, row in zip(cells, rows, strict=True)]
+    return (*HEADERS, "tags"), tagged
 
 
 def _row_cells(row: Row) -> tuple[str, ...]:
@@ -134,6 +152,53 @@ def _row_cells(row: Row) -> tuple[str, ...]:
         NONE if row.time_s is None else duration(row.time_s),
         date(summary.started or 0.0)[:-3] or NONE,
     )
+
+
+@click.command()
+@runs_argument
+@click.option("-a", "--add", multiple=True, metavar="TAG", help="Add this tag.")
+@click.option("-r", "--remove", multiple=True, metavar="TAG", help="Remove this tag.")
+def tag(runs: tuple[str, ...], add: tuple[str, ...], remove: tuple[str, ...]) -> None:
+    """Add or remove tags of each RUN, then print them. They are kept in .instar/labels.json."""
+
+    from instar.logs.query.labels import RunLabels, change_labels, labels_of
+
+    def tagged(labels: RunLabels) -> RunLabels:
+        tags = dict.fromkeys((*labels.tags, *add))
+        return RunLabels(tuple(t for t in tags if t not in remove), labels.note, labels.archived)
+
+    found = chosen(runs)
+    if add or remove:
+        change_labels(found, tagged)
+    for run, labels in zip(found, labels_of(found), strict=True):
+        click.echo(f"{run.path}: {', '.join(labels.tags) or 'no tags'}")
+
+
+@click.command()
+@runs_argument
+@click.option("-m", "--message", metavar="TEXT", help="The note; an empty one removes it.")
+def note(runs: tuple[str, ...], message: str | None) -> None:
+    """Set the note of each RUN, then print it."""
+    from instar.logs.query.labels import RunLabels, change_labels, labels_of
+
+    found = chosen(runs)
+    if message is not None:
+        change_labels(found, lambda labels: RunLabels(labels.tags, message, labels.archived))
+    for run, labels in zip(found, labels_of(found), strict=True):
+        click.echo(f"{run.path}: {labels.note or 'no note'}")
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--undo", is_flag=True, help="Show them again.")
+def archive(runs: tuple[str, ...], undo: bool) -> None:
+    """Leave each RUN out of lists and of the dashboard; its files stay as they are."""
+    from instar.logs.query.labels import RunLabels, change_labels
+
+    found = chosen(runs)
+    change_labels(found, lambda labels: RunLabels(labels.tags, labels.note, archived=not undo))
+    for run in found:
+        click.echo(f"{run.path}: {'shown again' if undo else 'archived'}")
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,6 +82,10 @@ class Annotation:
     x: float
     run: int
     text: str
+    name: str = ""
+    """short form of the text"""
+    sign: str = ""
+    """its kind; of operations, `growth` or `setting`"""
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,23 @@ _NAMES = {
     "delta_bytes": "size of a delta",
 }
 _SPLITS = {"val": "validation", "test": "test"}
+
+
+_SEPARATOR = re.compile(r"(?<!\d[eE])[-_/ ]")
+"""ends a word of a name; in 1e-3 it does not"""
+
+
+def short_names(names: Sequence[str], most: int = 40) -> list[str]:
+    """Returns names without the words that all begin with, the middle of long ones left out; in full if
+    two would become equal. `shortNames` of web/charts/texts.js does the same."""
+    shared = names[0] if len(names) > 1 else ""
+    while not all(name.startswith(shared) for name in names):
+        shared = shared[:-1]
+    begin = max((match.end() for match in _SEPARATOR.finditer(shared)), default=0)
+    half = most // 2
+    short = [name[begin:] or name for name in names]
+    short = [n if len(n) <= most else f"{n[: half - 1]}…{n[-half:]}" for n in short]
+    return short if len(set(short)) == len(set(names)) else list(names)
 
 
 def panel_label(metrics: Sequence[str], units: Sequence[str]) -> str:

@@ -362,7 +362,14 @@ def annotate(
     """Returns operations, checkpoints, resumes, alerts and failures that are not superseded, within
     the limits, in order. Overrides are left out: the resume that set them is annotated."""
     found = [
-        Annotation(_KINDS[mark["kind"]], mark["x"][axis], run, _short(mark["title"]))
+        Annotation(
+            _KINDS[mark["kind"]],
+            mark["x"][axis],
+            run,
+            _short(mark["title"]),
+            _short(mark["name"] or mark["title"]),
+            mark["sign"],
+        )
         for run, group in enumerate(members)
         for record in group
         for mark in marks(record, (axis,))

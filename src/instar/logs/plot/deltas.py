@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from instar.config.errors import ConfigError
-from instar.logs.plot.figure import COLOURS, INK, WIDTH, rendered
+from instar.logs.plot.figure import rendered
+from instar.logs.plot.style import COLOURS, INK, WIDTH
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,77 +13,24 @@ import numpy as np
 
 from instar.config.errors import ConfigError
 from instar.logs.plot.axes import POWERS, base_of, decades, power_of, power_text, ten_to, tick_texts
-from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, curve_text, metric_text
+from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, metric_text
+from instar.logs.plot.legend import add_legend, colour_of, crowded, height_below
+from instar.logs.plot.style import (
+    ALARM,
+    DASHED,
+    DOTTED,
+    FAINT,
+    INK,
+    RC,
+    SIGN_STYLES,
+    WIDTH,
+    colours,
+    ring,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-
-COLOURS = (
-    "#0067a5", "#c24a00", "#00835f", "#a8477f", "#b07a00", "#2a9fd0", "#5b4fb3", "#5f6670",
-)  # fmt: skip
-"""differ in hue and lightness, after Okabe and Ito; the same as on the pages"""
-INK = "#222222"
-FAINT = "#767676"
-GRID = "#e8e8e8"
-ALARM = "#b3001b"
-
-WIDTH = 7.2
-"""inches; the text width of a page"""
-DASHED, DOTTED = (0, (4, 1.6)), (0, (2, 1.5))
-
-RC: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8.5,
-    "axes.linewidth": 0.6,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.labelsize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.minor.width": 0.4,
-    "ytick.minor.width": 0.4,
-    "lines.linewidth": 1.3,
-    "lines.solid_joinstyle": "round",
-    "legend.edgecolor": "white",
-    "legend.framealpha": 0.85,
-    "legend.fancybox": False,
-    "legend.fontsize": 8,
-    "legend.handlelength": 2.2,
-    "text.parse_math": False,
-    "svg.hashsalt": "instar",
-    "path.simplify_threshold": 0.2,
-}
-
-
-def colours(count: int) -> list[Any]:
-    """Returns `count` distinct colours, or a scale from dark to light for many."""
-    if count <= len(COLOURS):
-        return list(COLOURS[:count])
-    from matplotlib import colormaps
-
-    scale = colormaps["viridis"]
-    return [scale(0.92 * number / (count - 1)) for number in range(count)]
-
-
-def ring(colour: Any) -> dict[str, Any]:
-    """Returns the style of a best point."""
-    edge = {"markeredgecolor": colour, "markeredgewidth": 1.4}
-    return {"marker": "o", "ms": 6, "color": "white", **edge}
 
 
 def number_ticks(axis: Any, name: str) -> None:
@@ -140,76 +87,6 @@ def clock_ticks(axes: Axes) -> None:
     )
 
 
-_MAX_LABELLED, _FROM_MANY = 10, 5
-
-
-def crowded(panel: Panel) -> bool:
-    """Whether there are too many curves to tell apart."""
-    return len(panel.curves) > 20
-
-
-def legend(axes: Axes, chart: Chart, panel: Panel, colour: Any) -> None:
-    """Adds a legend of runs by colour and metrics by line style, if there are several; entries common
-    to all panels are in the first."""
-    several, first = len(chart.runs) > 1, panel is chart.panels[0]
-    handles = [*_runs(chart, panel, colour)] if several and first else []
-    if len(panel.metrics) > 1:
-        for metric in panel.metrics:
-            curve = next(curve for curve in panel.curves if curve.metric == metric)
-            shade = FAINT if several else colour(curve)
-            look = {"ls": DASHED, "marker": "o", "ms": 3.2} if curve.held_out else {}
-            handles.append(_sample(curve_text(metric), color=shade, **look))
-    if panel.right:
-        handles.append(_sample(metric_text("lr"), color=FAINT, lw=0.9, ls=":"))
-    best = [curve for curve in panel.curves if curve.best is not None and not crowded(panel)]
-    if best and (first or not several):
-        shade = FAINT if several else colour(best[0])
-        label = (
-            f"best, {best[0].best[1]:.4g}"
-            if len(best) == 1 and not several and best[0].best
-            else "best"
-        )
-        handles.append(_sample(label, ls="", **ring(shade)))
-    if first:
-        handles += _shared_handles(chart)
-    if handles:
-        columns = 1 + (len(handles) > 6)
-        axes.legend(handles=handles, loc="best", ncols=columns).set_zorder(5)
-
-
-def _runs(chart: Chart, panel: Panel, colour: Any) -> Iterator[Line2D]:
-    """Yields an entry per run; of many runs, an even choice."""
-    shades = {curve.run: colour(curve) for curve in panel.curves}
-    runs = list(shades)
-    rest = 0
-    if len(runs) > _MAX_LABELLED:
-        rest = len(runs) - _FROM_MANY
-        runs = [runs[n * (len(runs) - 1) // (_FROM_MANY - 1)] for n in range(_FROM_MANY)]
-    for run in runs:
-        yield _sample(chart.runs[run], color=shades[run])
-    if rest:
-        yield _sample(f"and {rest} more", ls="")
-
-
-def _shared_handles(chart: Chart) -> Iterator[Line2D]:
-    curves = [curve for panel in chart.panels for curve in panel.curves]
-    if any(curve.band is not None for curve in curves):
-        yield _sample("mean ± standard deviation", color=FAINT, alpha=0.25, lw=6)
-    if any(curve.raw is not None for curve in curves):
-        yield _sample("before smoothing", color=FAINT, alpha=0.4, lw=0.8)
-    if any(curve.superseded for curve in curves):
-        yield _sample("superseded", color=FAINT, alpha=0.6, lw=0.9, ls=DOTTED)
-    if len(chart.runs) == 1 and any(mark.kind == "checkpoint" for mark in chart.marks):
-        yield _sample("checkpoint", ls="", marker="^", ms=3.5, color=FAINT, markeredgewidth=0)
-
-
-def _sample(text: str, **look: Any) -> Line2D:
-    """Returns a legend entry."""
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], label=text, **look)
-
-
 _ROWS = 8
 """maximum rows of labels above the first panel"""
 
@@ -228,15 +105,12 @@ class Label:
 def draw_marks(panels: Sequence[Axes], chart: Chart, labels: Sequence[Label]) -> None:
     """Draws lines through all panels, labels above the first, checkpoints at the bottom of the last."""
     several = len(chart.runs) > 1
-    shades = colours(len(chart.runs))
+    shade = _shade_of_mark(chart)
     for axes in panels:
         for mark in chart.marks:
-            if mark.kind == "checkpoint":
-                continue
-            shade = ALARM if mark.kind in ("alert", "failed") else INK
-            shade = shades[mark.run] if several and shade == INK else shade
-            style = {"operation": (0, (5, 3)), "resume": (0, (1, 2))}.get(mark.kind, "-")
-            axes.axvline(mark.x, color=shade, lw=0.7, ls=style, alpha=0.55, zorder=1)
+            if mark.kind != "checkpoint":
+                style = SIGN_STYLES[mark.sign]
+                axes.axvline(mark.x, color=shade(mark), lw=0.7, ls=style, alpha=0.55, zorder=1)
     saved = [mark.x for mark in chart.marks if mark.kind == "checkpoint"]
     if saved and not several:
         panels[-1].plot(
@@ -244,24 +118,31 @@ def draw_marks(panels: Sequence[Axes], chart: Chart, labels: Sequence[Label]) ->
             marker="^", ms=3.5, color=FAINT, alpha=0.8, markeredgewidth=0, zorder=4,
         )  # fmt: skip
     for label in labels:
-        _label(panels[0], label.mark, label.row, left=label.left)
+        _label(panels[0], label.mark, label.row, shade(label.mark), left=label.left)
+
+
+def _shade_of_mark(chart: Chart) -> Callable[[Annotation], Any]:
+    """Returns a function from mark to colour: of its run if there are several; of danger for alerts."""
+    shades = colours(len(chart.runs)) if len(chart.runs) > 1 else [INK]
+    return lambda mark: ALARM if mark.kind in ("alert", "failed") else shades[mark.run]
 
 
 def place_labels(chart: Chart) -> list[Label]:
-    """Places labels in rows above a picture, each text once.
+    """Places labels in rows above a picture; of several runs, each name once for each run.
 
     Labels are placed from right to left, each in the row above those whose lines it would cover, so
     that no line crosses a label to its left. Labels that do not fit are left out.
     """
     wide = (WIDTH - 1.0) * 72
-    first: dict[str, Annotation] = {}
+    one = len(chart.runs) == 1
+    first: dict[tuple[str, float], Annotation] = {}
     for mark in chart.marks:
         if mark.kind != "checkpoint":
-            first.setdefault(mark.text, mark)
+            first.setdefault((mark.name, mark.x if one else mark.run), mark)
     placed: list[tuple[float, Label]] = []
     for mark in sorted(first.values(), key=lambda mark: -mark.x):
         at = wide * _share(mark.x, *chart.view, log=chart.log_x)
-        length = 4.1 * len(mark.text) + 10
+        length = 4.1 * len(mark.name) + 10
         left = at + length > wide + 24
         begin = at - length if left else at
         covered = [label.row for x, label in placed if begin <= x <= begin + length]
@@ -270,8 +151,7 @@ def place_labels(chart: Chart) -> list[Label]:
     return [label for _, label in placed]
 
 
-def _label(axes: Axes, mark: Annotation, row: int, *, left: bool) -> None:
-    shade = {"alert": ALARM, "failed": ALARM, "resume": FAINT}.get(mark.kind, INK)
+def _label(axes: Axes, mark: Annotation, row: int, shade: Any, *, left: bool) -> None:
     place: dict[str, Any] = {
         "xy": (mark.x, 1),
         "xycoords": axes.get_xaxis_transform(),
@@ -282,7 +162,7 @@ def _label(axes: Axes, mark: Annotation, row: int, *, left: bool) -> None:
     straight = {"shrinkA": 0, "shrinkB": 0}
     axes.annotate("", xytext=(0, 13 + 10 * row), arrowprops=leader | straight, **place)
     axes.annotate(
-        mark.text, xytext=(-3 if left else 3, 5 + 10 * row), ha="right" if left else "left",
+        mark.name, xytext=(-3 if left else 3, 5 + 10 * row), ha="right" if left else "left",
         va="bottom", fontsize=7, color=shade, zorder=6,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6}, **place,
     )  # fmt: skip
@@ -335,9 +215,10 @@ def draw(chart: Chart) -> Figure:
 
     labels = place_labels(chart)
     above = max((1 + label.row for label in labels), default=0) * _ROW
+    below = sum(height_below(chart, panel) for panel in chart.panels)
     count = len(chart.panels)
     heights = [_FIRST if count == 1 else _FIRST - 0.5, *[_OTHER] * (count - 1)]
-    figure = Figure(figsize=(WIDTH, sum(heights) + above / 72), layout="constrained")
+    figure = Figure(figsize=(WIDTH, sum(heights) + (above + below) / 72), layout="constrained")
     ratios = {"height_ratios": heights}
     rows = figure.subplots(count, 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
     for axes, panel in zip(rows, chart.panels, strict=True):
@@ -353,7 +234,7 @@ def draw(chart: Chart) -> Figure:
 
 
 def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
-    colour = _colour_of(chart, panel)
+    colour = colour_of(chart, panel)
     dense = crowded(panel)
     for curve in panel.curves:
         _draw_curve(axes, curve, colour(curve), dense=dense)
@@ -367,14 +248,9 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
         decades_ticks(axes.yaxis, "")
     else:
         number_ticks(axes.yaxis, panel.metrics[0] if len(panel.metrics) == 1 else "")
-    if panel.notes:
-        axes.text(
-            0.995, 0.975, "\n".join(panel.notes), transform=axes.transAxes, ha="right", va="top",
-            fontsize=7.5, color=FAINT, style="italic",
-        )  # fmt: skip
     if panel.right:
         _draw_right(axes, chart, panel)
-    legend(axes, chart, panel, colour)
+    add_legend(axes, chart, panel)
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: Any, *, dense: bool) -> None:
@@ -434,12 +310,3 @@ def _draw_x(axes: Axes, chart: Chart) -> None:
         clock_ticks(axes)
     else:
         number_ticks(axes.xaxis, chart.axis)
-
-
-def _colour_of(chart: Chart, panel: Panel) -> Any:
-    """Returns a function from curve to colour: by run if there are several, else by metric."""
-    if len(chart.runs) > 1:
-        shades = colours(len(chart.runs))
-        return lambda curve: shades[curve.run]
-    shades = colours(max(2, len(panel.metrics)))
-    return lambda curve: shades[panel.metrics.index(curve.metric)]

@@ -21,7 +21,15 @@ from instar.logs.plot.axes import (
     ten_to,
     tick_texts,
 )
-from instar.logs.plot.chart import Annotation, Chart, Panel, Polyline, curve_text, panel_label
+from instar.logs.plot.chart import (
+    Annotation,
+    Chart,
+    Panel,
+    Polyline,
+    curve_text,
+    panel_label,
+    short_names,
+)
 from instar.record.format import printable
 
 _COLOURS = ("blue+", "orange+", "green+", "magenta+", "cyan+", "red+")
@@ -81,10 +89,9 @@ def terminal(chart: Chart, size: TerminalSize) -> str:
     ticks = [_y_ticks(panel, rows) for panel, rows in zip(panels, heights, strict=True)]
     ticks = [(at, [_words(text, size) for text in texts]) for at, texts in ticks]
     label_width = max(len(text) for _, texts in ticks for text in texts)
-    places = [mark.x for mark in marks]
     drawn = [
         _draw_panel(
-            plotext, chart, panel, size, rows, places, at, [t.rjust(label_width) for t in texts]
+            plotext, chart, panel, size, rows, marks, at, [t.rjust(label_width) for t in texts]
         )
         for panel, rows, (at, texts) in zip(panels, heights, ticks, strict=True)
     ]
@@ -108,7 +115,7 @@ def _draw_panel(
     panel: Panel,
     size: TerminalSize,
     height: int,
-    marks: Sequence[float],
+    marks: Sequence[Annotation],
     y_places: list[float],
     y_texts: list[str],
 ) -> str:
@@ -121,8 +128,9 @@ def _draw_panel(
     figure.axes(False, axis="x", side="upper")
     figure.axes(False, axis="y", side="right")
     low, high = _y_range(panel)
-    bar = plotext.marker("│", pixel="gray" if size.colour else "default")
-    for place in _on(marks, log=chart.log_x).tolist():
+    for mark in marks:
+        bar = plotext.marker("│", pixel=_bar_colour(chart, mark, size) or "default")
+        place = float(_on(mark.x, log=chart.log_x))
         figure.draw(figure.signal([place, place], [low, high], marker=bar).lines(True))
     looks = _looks(panel, size)
     for curve, look in zip(panel.curves, looks, strict=False):
@@ -169,9 +177,9 @@ def _legend(
     yield _words(panel.label + "".join(f"  [{note}]" for note in panel.notes), size)
     if len(panel.curves) == 1 and len(chart.runs) == 1:
         return
-    entries = []
+    entries, names = [], short_names(chart.runs, size.width // 2)
     for curve, look in zip(panel.curves, looks, strict=False):
-        words = [chart.runs[curve.run]] if len(chart.runs) > 1 else []
+        words = [names[curve.run]] if len(chart.runs) > 1 else []
         words += [curve_text(curve.metric)] if len(panel.metrics) > 1 else []
         entries.append((look, _words(" ".join(words), size, size.width - 4)))
     rest = len(panel.curves) - len(looks)
@@ -241,18 +249,28 @@ def _lines_marked(chart: Chart) -> list[Annotation]:
 
 def _mark_lines(chart: Chart, marks: Sequence[Annotation], size: TerminalSize) -> list[str]:
     """Returns lines that explain the vertical lines, in order."""
-    first: dict[str, float] = {}
+    first: dict[tuple[str, int], Annotation] = {}
     for mark in marks:
-        first.setdefault(mark.text, mark.x)
-    shown = list(first.items())[:_MAX_MARKS]
-    places = [_words(_place_text(chart, x), size) for _, x in shown]
+        first.setdefault((mark.text, mark.run), mark)
+    shown = list(first.values())[:_MAX_MARKS]
+    places = [_words(_place_text(chart, mark.x), size) for mark in shown]
     label_width = max(map(len, places), default=0)
-    lines = [
-        f"{at.rjust(label_width)} │ {text}" for at, (text, _) in zip(places, shown, strict=True)
-    ]
+    names = short_names(chart.runs, size.width // 3)
+    lines = []
+    for at, mark in zip(places, shown, strict=True):
+        of_run = f" of {names[mark.run]}" if len(chart.runs) > 1 else ""
+        text = _words(f"{mark.text}{of_run}", size, size.width - label_width - 3)
+        bar = _tinted("│", _bar_colour(chart, mark, size))
+        lines.append(f"{at.rjust(label_width)} {bar} {text}")
     rest = len(first) - len(shown)
-    lines += [f"{'':{label_width}}   and {rest} more"] if rest else []
-    return [_words(line, size) for line in lines]
+    return [*lines, f"{'':label_width}   and {rest} more"] if rest else lines
+
+
+def _bar_colour(chart: Chart, mark: Annotation, size: TerminalSize) -> str | None:
+    """Returns the colour of a mark: of its run's curves if there are several runs."""
+    if not size.colour:
+        return None
+    return _COLOURS[mark.run % len(_COLOURS)] if len(chart.runs) > 1 else "gray"
 
 
 def _place_text(chart: Chart, x: float) -> str:

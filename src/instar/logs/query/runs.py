@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError
+from instar.logs.query.labels import NONE, RunLabels, labels_of
 from instar.logs.query.state import STATES, RunStatus, run_status
 from instar.logs.read.summary_cache import CachedSummary, cached_summary
 from instar.record.events import to_words
@@ -115,6 +116,7 @@ class Row:
 
     summary: CachedSummary
     status: RunStatus
+    labels: RunLabels = NONE
 
     @property
     def reason(self) -> str:
@@ -140,6 +142,9 @@ def to_json(row: Row) -> dict[str, Any]:
         "reason": row.reason,
         "resumable": status.resumable,
         "go_on": status.go_on,
+        "tags": row.labels.tags,
+        "note": row.labels.note,
+        "archived": row.labels.archived,
     }
     names = [field.name for field in fields(summary) if field.name not in _INNER]
     as_json: dict[str, Any] = to_words(fixed | {name: getattr(summary, name) for name in names})
@@ -168,13 +173,16 @@ def list_runs(
     *,
     state: str | None = None,
     name: str | None = None,
+    tag: str | None = None,
+    archived: bool = False,
     last: int | None = None,
     now: float | None = None,
 ) -> list[Row]:
-    """Returns rows of the runs that match `state` and `name`, at most the `last` ones.
+    """Returns rows of the runs that match `state`, `name` and `tag`, at most the `last` ones.
 
     Args:
         name: a run's name, folder or id, or a pattern of these.
+        archived: whether archived runs are included.
         now: Unix seconds, to judge whether a run on another machine is alive.
 
     Raises:
@@ -182,7 +190,13 @@ def list_runs(
     """
     if state is not None and state not in STATES:
         raise ConfigError.one(f"unknown state {state!r}", "--state", _state_hint(state))
-    chosen = [run for run in runs if name is None or _matches(run, name)]
+    chosen = [
+        (run, labels)
+        for run, labels in zip(runs, labels_of(runs), strict=True)
+        if (name is None or _matches(run, name))
+        and (tag is None or tag in labels.tags)
+        and (archived or not labels.archived)
+    ]
     if state is None and last is not None:
         chosen = chosen[-last:]
     rows = [row for row in _rows(chosen, now) if state in (None, row.status.state)]
@@ -194,19 +208,19 @@ def faults(rows: Sequence[Row]) -> Iterator[str]:
     return (row.summary.fault for row in rows if row.summary.fault)
 
 
-def _rows(runs: Sequence[RunDir], now: float | None) -> list[Row]:
+def _rows(runs: Sequence[tuple[RunDir, RunLabels]], now: float | None) -> list[Row]:
     """Reads many runs in threads, which overlaps waiting for the disk."""
     if len(runs) < FEW:
-        return [_row(run, now) for run in runs]
+        return [_row(run, labels, now) for run, labels in runs]
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda run: _row(run, now), runs))
+        return list(pool.map(lambda each: _row(each[0], each[1], now), runs))
 
 
-def _row(run: RunDir, now: float | None) -> Row:
+def _row(run: RunDir, labels: RunLabels, now: float | None) -> Row:
     summary = cached_summary(run)
-    return Row(summary, run_status(run, summary.events, summary.seen or 0.0, now))
+    return Row(summary, run_status(run, summary.events, summary.seen or 0.0, now), labels)
 
 
 def _matches(run: RunDir, name: str) -> bool:

@@ -25,8 +25,9 @@ from instar.logs.read.record import AXES, RecordedEvent, RunRecord, read
 from instar.logs.read.summary_cache import cached_summary
 from instar.logs.web import PLACES
 from instar.logs.web.catalog import Catalog, MakeFleets
+from instar.logs.web.comparison import comparison
 from instar.logs.web.curves import POINTS, Curves, chart_groups, marks, printable
-from instar.logs.web.sections import PARTS, comparison, sections
+from instar.logs.web.sections import PARTS, sections
 from instar.logs.web.stream import MAX_RUNS, EventStream, log_after, stream
 from instar.record.events import Event, to_words
 from instar.record.rundir import RunDir
@@ -35,7 +36,7 @@ PAGE = tuple(Path(__file__).parent / place for place in PLACES)
 MAX_EVENTS = 1000
 _RANK = re.compile(r"rank_(\d{1,6})\.log")
 MAX_METRICS = 64
-MAX_COMPARED = 32
+MAX_COMPARED = 100
 _ONE = "/api/runs/{key}"
 
 

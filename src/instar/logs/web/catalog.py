@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from instar.logs.query.labels import MAX_NOTE, NONE, RunLabels, labels_file, read_labels
 from instar.record.rundir import RunDir, lock_owner
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ class CatalogEntry:
 class Catalog:
     """The runs in `root` by folder name, or `root` itself if it is a run.
 
-    A row is computed again only when the run's record has changed or its process has ended. Symbolic
-    links out of `root` are ignored.
+    A row is computed again only when the run's record has changed or its process has ended. Tags, notes
+    and what is archived are added to it. Symbolic links out of `root` are ignored.
     """
 
     root: Path
@@ -57,6 +58,8 @@ class Catalog:
     version: int = 0
     _entries: dict[str, CatalogEntry] = field(default_factory=dict)
     _removed: dict[str, int] = field(default_factory=dict)
+    _labels: dict[str, RunLabels] = field(default_factory=dict)
+    _labels_mark: _Mark | None = None
     _refreshed_at: float = float("-inf")
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -76,7 +79,21 @@ class Catalog:
             for key in sorted(folders, key=lambda key: self._priority(key, marks[key])):
                 was_read = self._update(key, folders[key], marks[key], is_late)
                 is_late = is_late or (was_read and time.monotonic() - begin > REFRESH_S)
+            self._label()
             self._refreshed_at = time.monotonic()
+
+    def _label(self) -> None:
+        """Adds labels to the rows that lack them or have others."""
+        folder = self.root.absolute()
+        folder = folder.parent if RunDir(folder).holds_run() else folder
+        mark = _mark_of(labels_file(folder))
+        if mark != self._labels_mark:
+            self._labels_mark, self._labels = mark, read_labels(folder)
+        for key, entry in self._entries.items():
+            labels = _label_fields(self._labels.get(entry.run.path.absolute().name, NONE))
+            unlabelled = {k: v for k, v in entry.row.items() if k not in _LABELS}
+            if (row := unlabelled | labels) != entry.row:
+                self._put(key, CatalogEntry(entry.run, row, entry.mark, read_at=entry.read_at))
 
     def _priority(self, key: str, mark: _Mark | None) -> tuple[float, int]:
         """Sort key: least recently read runs first; among unread runs, the latest written first."""
@@ -142,6 +159,8 @@ class Catalog:
                 )
             return False
         row = {"key": key, **self._row(run)}
+        if known:
+            row |= {name: known.row[name] for name in _LABELS if name in known.row}
         if known and known.row == row:
             known.mark = mark
         else:
@@ -180,13 +199,29 @@ def _key(text: str) -> str:
 
 def _mark(run: RunDir) -> _Mark | None:
     """Returns a mark that changes when the run is written to; None: the folder is not a run."""
-    for path in (run.events, run.config):
-        try:
-            status = path.stat()
-        except OSError:
-            continue
-        return status.st_mtime_ns, status.st_size, status.st_ino
-    return None
+    return _mark_of(run.events) or _mark_of(run.config)
+
+
+def _mark_of(path: Path) -> _Mark | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+_LABELS = ("tags", "note", "archived")
+MAX_TAGS = 20
+
+
+def _label_fields(labels: RunLabels) -> dict[str, Any]:
+    """Returns what a row says of a run's labels; nothing where there is nothing to say."""
+    found = {
+        "tags": [_key(tag[:40]) for tag in labels.tags[:MAX_TAGS]],
+        "note": _key(labels.note[:MAX_NOTE]),
+        "archived": labels.archived,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def _has_no_symlinks(run: RunDir) -> bool:

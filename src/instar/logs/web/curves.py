@@ -106,16 +106,22 @@ def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, 
 
 
 def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]:
-    """Returns the marked events: `{kind, x: {axis: number}, title, text, superseded}`."""
+    """Returns the marked events: `{kind, sign, name, x: {axis: number}, title, text, superseded}`.
+
+    `sign` tells the growth of a model from a change of settings; `name` is short, and empty for kinds
+    whose sign says it all.
+    """
     found = []
     for logged in record.events:
         mark = _mark(logged.event)
         if mark is not None:
-            kind, title, lines = mark
+            kind, name, title, lines = mark
             place = _place(record, logged)
             found.append(
                 {
                     "kind": kind,
+                    "sign": _sign(logged.event) or kind,
+                    "name": shortened(printable(name), 40),
                     "x": {axis: _coordinate(axis, place[axis]) for axis in axes},
                     "title": shortened(printable(title), 200),
                     "text": shortened(printable("\n".join(filter(None, lines)))),
@@ -168,28 +174,37 @@ def shortened(text: str, length: int = 1000) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def _mark(event: Event) -> tuple[str, str, list[str]] | None:
-    """Returns kind, title and lines of a marked event; None for other events."""
+def _mark(event: Event) -> tuple[str, str, str, list[str]] | None:
+    """Returns kind, short name, title and lines of a marked event; None for other events."""
     match event:
         case OperationEvent():
             took = f"took {event.seconds:.2g} s" if (event.seconds or 0) > 0.01 else ""
             lines = [f"because {event.reason}" if event.reason else "", ", ".join(event.notes)]
-            return "operation", operation_text(event), [*lines, proof_text(event), took]
+            title = operation_text(event)
+            name = title.removeprefix("change_")
+            return "operation", name, title, [*lines, proof_text(event), took]
         case Saved():
             size = "" if event.size_bytes is None else bytes_text(event.size_bytes)
-            return "checkpoint", f"checkpoint at step {event.step:,}", [event.reason, size]
+            return "checkpoint", "", f"checkpoint at step {event.step:,}", [event.reason, size]
         case RunStarted() if event.segment > 1:
             source = f"from {event.resumed_from}" if event.resumed_from else ""
             title = f"resumed at step {event.step:,}"
-            return "resume", title, [f"segment {event.segment} {source}".strip(), event.devices]
+            lines = [f"segment {event.segment} {source}".strip(), event.devices]
+            return "resume", "resume", title, lines
         case Alert():
-            return "alert", f"alert: {event.name}", [event.message]
+            return "alert", event.name, f"alert: {event.name}", [event.message]
         case Failed():
-            return "failed", f"rank {event.rank} failed", [event.message]
+            return "failed", "failure", f"rank {event.rank} failed", [event.message]
         case Stop():
             resumable = "resumable" if event.resumable else ""
-            return "stop", f"ended at step {event.step:,}", [event.reason, resumable]
+            return "stop", "", f"ended at step {event.step:,}", [event.reason, resumable]
     return None
+
+
+def _sign(event: Event) -> str:
+    if not isinstance(event, OperationEvent):
+        return ""
+    return "growth" if event.architecture or event.verb == "GROW" else "setting"
 
 
 def _place(record: RunRecord, logged: RecordedEvent) -> dict[str, float]:

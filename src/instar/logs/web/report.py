@@ -26,8 +26,10 @@ from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, read
 from instar.logs.text.summary import page as summary_lines
 from instar.logs.web import PLACES
+from instar.logs.web.blocks import MAX_ROWS
+from instar.logs.web.comparison import comparison
 from instar.logs.web.curves import chart_data, chart_groups, chart_series, printable, shortened
-from instar.logs.web.sections import MAX_ROWS, PARTS, comparison, folder_name, sections
+from instar.logs.web.sections import PARTS, folder_name, sections
 from instar.record.atomic import replace_file
 
 if TYPE_CHECKING:
@@ -54,17 +56,6 @@ MAX_LAYERED = 3
 """number of runs up to which metrics of layers are drawn"""
 TEXT_CHARACTERS = 100_000
 """length of the summaries shown without JavaScript"""
-_TITLES = {
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm, before clipping",
-    "memory_bytes": "Memory",
-    "mfu": "Model FLOPs utilization",
-    "data_wait": "Share of time spent waiting for samples",
-    "tokens_per_s": "Throughput, per second",
-    "delta_density": "Share of weights changed since the last delta",
-    "delta_overlap": "Overlap of changed weights with the delta before",
-    "delta_bytes": "Size of a delta",
-}
 _GROUPS = {
     "grad_norm/": "Gradient norm by layer",
     "update_ratio/": "Update ratio by layer",
@@ -242,7 +233,7 @@ def panels(records: Sequence[RunRecord]) -> list[ReportPanel]:
         if members and len(records) <= MAX_LAYERED:
             found.append(ReportPanel(title, members, log=True, wide=True))
     shown = {*losses, *layered}
-    single = [ReportPanel(_TITLES.get(name, name), (name,)) for name in curves if name not in shown]
+    single = [ReportPanel(name, (name,)) for name in curves if name not in shown]
     held_out = [panel for panel in single if "/" in panel.metrics[0]]
     return [*found[:1], *held_out, *(p for p in single if p not in held_out), *found[1:]]
 

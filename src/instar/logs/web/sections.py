@@ -1,27 +1,32 @@
-"""Builds the sections of a page about runs, other than their curves, as data for the browser.
-
-A section is `{"kind": …}` with a title and the fields that `page/sections.js` draws for its kind:
-`facts`, `text`, `table`, `notices`, `matrix`, `scatter`, `samples`, `config` or `pairs`. Numbers are
-formatted here, so that pages and command line round alike.
-"""
+"""Builds the sections of a page about one run, other than its curves."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from instar.config.fields import differing
-from instar.config.origins import in_yaml
-from instar.logs.query.config import config_lines, config_values
+from instar.logs.query.config import config_lines
+from instar.logs.query.failure import run_failure
 from instar.logs.query.final_test import Scatter, final_test
-from instar.logs.query.groups import short_values, warnings_on_data
 from instar.logs.query.stages import RunStage, stages
 from instar.logs.query.summary import Summary, summarize
+from instar.logs.web.blocks import (
+    MAX_ROWS,
+    Cell,
+    Section,
+    count_text,
+    date_text,
+    finite_text,
+    notices,
+    number_text,
+    printable_section,
+    seconds_text,
+    table,
+    text_section,
+)
 from instar.logs.web.curves import printable, shortened
 from instar.record.events import (
     Alert,
@@ -41,11 +46,8 @@ if TYPE_CHECKING:
     from instar.logs.read.record import RecordedEvent, RunRecord
 
 
-Section = dict[str, Any]
-Cell = str | dict[str, str]
-"""a text, or its parts: `strong`, `text`, `note`, `class`, and `full` if `text` is shortened"""
-MAX_ROWS = 400
-"""rows of a table"""
+Figure = tuple[str, str, str, float]
+"""label, value, note, and the number to sort by"""
 ROWS_PER_SAMPLE = 30
 """table rows that take as much room as one text sample"""
 HEADLINES = 6
@@ -61,57 +63,79 @@ _PROOFS = ("exact", "bounded", "lossy")
 
 def sections(part: str, record: RunRecord, rows: int = MAX_ROWS) -> list[Section]:
     """Returns the sections of one of `PARTS`, with tables of the last `rows` rows."""
-    return [_printable(each) for each in PARTS[part](record, rows) if each]
+    return [printable_section(each) for each in PARTS[part](record, rows) if each]
+
+
+def failure(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
+    """Yields the error of a crashed run."""
+    found = run_failure(record)
+    if found is not None:
+        rank = "" if found.rank is None else f"on rank {found.rank}"
+        step = "" if found.step is None else f"at step {found.step:,}"
+        yield {
+            "kind": "failure",
+            "title": "",
+            "type": found.type or "Crashed",
+            "where": " ".join(filter(None, (rank, step))),
+            "message": shortened(found.message, 4000),
+            "resume": found.resume,
+            "log": [shortened(line, 400) for line in found.log],
+        }
 
 
 def overview(record: RunRecord, rows: int) -> Iterator[Section]:
     """Yields key figures, warnings and alerts, and faults of the record."""
     summary = summarize(record)
-    yield _text(*_lead(summary))
-    yield {"kind": "facts", "items": list(_facts(summary, stages(record)))}
-    yield _notices("Warnings and alerts", list(_warnings(record)), rows)
+    yield text_section(*_lead(summary))
+    items = [figure[:3] for figure in key_figures(summary, stages(record))]
+    yield {"kind": "facts", "items": items}
+    yield notices("Warnings and alerts", list(_warnings(record)), rows)
     faults = [("", None, shortened(fault)) for fault in summary.faults]
-    yield _notices("Skipped lines of the record", faults, MAX_FAULTS)
+    yield notices("Skipped lines of the record", faults, MAX_FAULTS)
 
 
 def _lead(summary: Summary) -> Iterator[str]:
     size = f", {si(summary.parameters)} parameters" if summary.parameters else ""
     where = f" on {summary.devices}" if summary.devices else ""
-    began = f", started {_date(summary.started)}" if summary.started else ""
+    began = f", started {date_text(summary.started)}" if summary.started else ""
     yield f"{summary.model}{size}{where}{began}".strip(" ,")
-    yield shortened(summary.reason)
-    yield f"Resume with: {summary.go_on}" if summary.go_on else ""
+    if summary.state != "crashed":  # the failure says both
+        yield shortened(summary.reason)
+        yield f"Resume with: {summary.go_on}" if summary.go_on else ""
     yield summary.path
 
 
-def _facts(summary: Summary, found: Sequence[RunStage]) -> Iterator[tuple[str, str, str]]:
-    """Yields label, value and note of each key figure."""
+def key_figures(summary: Summary, found: Sequence[RunStage]) -> Iterator[Figure]:
+    """Yields the key figures of a run."""
     best = [name for name in summary.best if name.startswith("val/")]
     for name in best[:HEADLINES]:
         value = summary.best[name]
         error = "" if value.error is None else f"± {value.error:.2g} "
         last = summary.last.get(name)
         after = "" if last is None or last.step == value.step else f", last {last.value:.4f}"
-        yield f"best {name}", f"{value.value:.4f}", f"{error}at step {value.step:,}{after}"
+        note = f"{error}at step {value.step:,}{after}"
+        yield f"best {name}", f"{value.value:.4f}", note, value.value
     if (loss := summary.last.get("loss")) is not None:
         lowest = summary.best.get("loss")
         note = "" if lowest is None else f"lowest {lowest.value:.4f} at step {lowest.step:,}"
-        yield "training loss", f"{loss.value:.4f}", note
+        yield "training loss", f"{loss.value:.4f}", note, loss.value
     sizes = [stage.parameters for stage in found if stage.parameters]
     grown = len(sizes) > 1 and sizes[0] != sizes[-1]
     if sizes:
         size = "→".join(map(si, [sizes[0], sizes[-1]] if grown else sizes[-1:]))
-        yield "parameters", size, summary.model
-    yield "steps", f"{summary.step:,}", f"{summary.epoch:.3g} epochs" if summary.epoch else ""
-    yield f"{summary.unit}s", si(summary.tokens), f"{summary.samples:,} samples"
+        yield "parameters", size, summary.model, sizes[-1]
+    epochs = f"{summary.epoch:.3g} epochs" if summary.epoch else ""
+    yield "steps", f"{summary.step:,}", epochs, summary.step
+    yield f"{summary.unit}s", si(summary.tokens), f"{summary.samples:,} samples", summary.tokens
     if summary.flops:
-        yield "training FLOPs", _finite(scientific, summary.flops), ""
-    yield "training time", duration(summary.active_s), f"{duration(summary.wall_s)} wall time"
-    if summary.tokens_per_s:
-        per_s = f"{_finite(si, summary.tokens_per_s)}/s"
-        yield "throughput", per_s, f"{summary.unit}s, mean over the training time"
-    if summary.memory_peak_bytes:
-        yield "peak memory", bytes_text(summary.memory_peak_bytes), ""
+        yield "training FLOPs", finite_text(scientific, summary.flops), "", summary.flops
+    wall = f"{duration(summary.wall_s)} wall time"
+    yield "training time", duration(summary.active_s), wall, summary.active_s
+    if per_s := summary.tokens_per_s:
+        text = f"{finite_text(si, per_s)}/s"
+        yield "throughput", text, f"{summary.unit}s, mean over the training time", per_s
+    if peak := summary.memory_peak_bytes:
+        yield "peak memory", bytes_text(peak), "", peak
 
 
 def _warnings(record: RunRecord) -> Iterator[tuple[str, int | None, str]]:
@@ -135,7 +159,7 @@ def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     unit = summarize(record).unit
     spent = (f"{unit}s>", "FLOPs>", "training>", "last loss>", "val loss>")
     heads = ("steps", "starts with", "shape", "parameters>", *spent)
-    yield _table("Stages", heads, map(_stage_row, found), rows)
+    yield table("Stages", heads, map(_stage_row, found), rows)
     shapes = [dict(stage.architecture) for stage in found][-MAX_SHAPES:]
     first = len(found) - len(shapes) + 1
     lines = list[list[Cell]]()
@@ -147,7 +171,7 @@ def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
         ]
         lines.append([key, *cells])
     numbered = (f"stage {first + n}>" for n in range(len(shapes)))
-    yield _table("Architecture", ("", *numbered), lines, rows)
+    yield table("Architecture", ("", *numbered), lines, rows)
 
 
 def _operations(found: Sequence[RecordedEvent], rows: int) -> Section:
@@ -156,7 +180,7 @@ def _operations(found: Sequence[RecordedEvent], rows: int) -> Section:
         event = cast(OperationEvent, logged.event)
         proof, label = event.proof, event.preserves
         sizes = [proof.get(f"parameters_{when}") for when in ("before", "after")]
-        change_of_size = " → ".join(_count(size) for size in sizes)
+        change_of_size = " → ".join(count_text(size) for size in sizes)
         lines.append(
             [
                 f"{event.step:,}",
@@ -170,25 +194,25 @@ def _operations(found: Sequence[RecordedEvent], rows: int) -> Section:
                 {"text": shortened(label), "class": f"proof {label}" if label in _PROOFS else ""},
                 f"{proof['max_logit_diff']:.2g}" if "max_logit_diff" in proof else "",
                 f"{proof['delta_loss']:.2g}" if "delta_loss" in proof else "",
-                _seconds_text(event.seconds),
+                seconds_text(event.seconds),
             ]
         )
     heads = ("step>", "operation", "reason", "parameters", "function", "max |Δlogit|>", "Δloss>")
-    return _table("Operations", (*heads, "duration>"), lines, rows, found)
+    return table("Operations", (*heads, "duration>"), lines, rows, found)
 
 
 def _stage_row(stage: RunStage) -> list[Cell]:
-    spent = [si(stage.tokens), _finite(scientific, stage.flops), duration(stage.active_s)]
+    spent = [si(stage.tokens), finite_text(scientific, stage.flops), duration(stage.active_s)]
     return [
         f"{stage.from_step:,} – {stage.to_step:,}",
         {"strong": shortened(stage.operation), "note": shortened(stage.reason)}
         if stage.operation
         else "the start",
         stage.model,
-        _count(stage.parameters),
+        count_text(stage.parameters),
         *(spent if stage.steps else ["–"] * 3),
-        _number(stage.loss),
-        _number(stage.val_loss),
+        number_text(stage.loss),
+        number_text(stage.val_loss),
     ]
 
 
@@ -198,15 +222,17 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
     if test is not None:
         yield {"kind": "text", "title": "Final test", "lines": []}
     if test is not None and test.metrics:
-        yield _text(f"{test.samples:,} samples, weights of step {test.step:,} ({test.weights}).")
+        yield text_section(
+            f"{test.samples:,} samples, weights of step {test.step:,} ({test.weights})."
+        )
         metrics = [
-            [name, _number(value), "" if error is None else f"{error:.2g}"]
+            [name, number_text(value), "" if error is None else f"{error:.2g}"]
             for name, (value, error) in test.metrics.items()
         ]
-        yield _table("", ("metric", "value>", "± standard error>"), metrics, rows)
+        yield table("", ("metric", "value>", "± standard error>"), metrics, rows)
     for target, matrix in test.confusion.items() if test is not None else ():
         if len(matrix) > MAX_CLASSES:
-            yield _text(
+            yield text_section(
                 f"{target}: {len(matrix)} classes are too many for a table; see result.json"
             )
         else:
@@ -214,7 +240,7 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
             yield {"kind": "matrix", "target": target, "counts": matrix, "shares": shares}
     if test is not None:
         yield from map(scatter_section, test.scatters)
-        yield _text(*test.notes)
+        yield text_section(*test.notes)
     written = [
         logged.event
         for logged in record.of(Wrote)
@@ -255,7 +281,7 @@ def scatter_section(scatter: Scatter) -> Section:
 
 def system(record: RunRecord, rows: int) -> Iterator[Section]:
     """Yields starts and resumes, checkpoints, and the environment."""
-    yield _table(
+    yield table(
         "Starts and resumes",
         ("segment>", "steps", "started", "from", "on", "end"),
         _segment_rows(record),
@@ -293,7 +319,7 @@ def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
                 "text": steps,
                 "note": lost if counted is None else lost and f"{lost} after {counted:,}",
             },
-            _date(start.time),
+            date_text(start.time),
             start.resumed_from or "",
             start.devices,
             shortened(ends.get(start.segment, "running" if is_running else "not recorded: killed")),
@@ -318,13 +344,13 @@ def _checkpoints(record: RunRecord, rows: int) -> Section:
     for logged in found[-rows:]:
         event = cast(Saved, logged.event)
         folder = event.path.rpartition("/")[2]
-        size = "" if not event.size_bytes else _finite(bytes_text, event.size_bytes)
-        times = (_seconds_text(event.seconds), _seconds_text(event.stall_s))
+        size = "" if not event.size_bytes else finite_text(bytes_text, event.size_bytes)
+        times = (seconds_text(event.seconds), seconds_text(event.stall_s))
         now = pointers.get(folder, "removed")
         lines.append([f"{event.step:,}", folder, shortened(event.reason), size, *times, now])
     heads = ("step>", "folder", "reason", "size>", "duration>", "training stalled>", "now")
     note = f"{len(found):,} written, {len(on_disk):,} on disk"
-    return _table("Checkpoints", heads, lines, rows, found, note=note, folded=len(lines) > 8)
+    return table("Checkpoints", heads, lines, rows, found, note=note, folded=len(lines) > 8)
 
 
 def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -337,7 +363,7 @@ def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
         values |= {**start.machine, **start.versions}
         for name, value in values.items():
             size = name.endswith("_bytes") and isinstance(value, int | float)
-            text = _finite(bytes_text, float(str(value))) if size else str(value)
+            text = finite_text(bytes_text, float(str(value))) if size else str(value)
             if value is not None:
                 rows.setdefault(name.removesuffix("_bytes").replace("_", " "), {})[text] = None
     for name, texts in rows.items():
@@ -355,6 +381,7 @@ def config(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
 
 
 PARTS: dict[str, Callable[[RunRecord, int], Iterator[Section]]] = {
+    "failure": failure,
     "overview": overview,
     "stages": stage_sections,
     "results": results,
@@ -363,131 +390,6 @@ PARTS: dict[str, Callable[[RunRecord, int], Iterator[Section]]] = {
 }
 
 
-def comparison(records: Sequence[RunRecord]) -> list[Section]:
-    """Returns sections that compare runs: key figures, config differences, and warnings if losses
-    are not comparable."""
-    configs, faults = config_values([record.run for record in records])
-    summaries = [summarize(record) for record in records]
-    facts = [
-        {label: (value, note) for label, value, note in _facts(summary, stages(record))}
-        for summary, record in zip(summaries, records, strict=True)
-    ]
-    rows: list[list[Cell]] = [["state", *(summary.state for summary in summaries)]]
-    for label in dict.fromkeys(label for each in facts for label in each):
-        run_values = [each.get(label, ("–", "")) for each in facts]
-        rows.append([label, *({"text": value, "note": note} for value, note in run_values)])
-    rows.append(["operations", *(str(len(summary.operations)) for summary in summaries)])
-    warnings = [("Warning:", None, text) for text in warnings_on_data(configs)]
-    differences = list[list[Cell]]()
-    for key, values in differing([each or None for each in configs]).items():
-        whole = [in_yaml(each[key]) if key in each else "" for each in configs]
-        short = short_values(key, values, whole)
-        cells: list[Cell] = [
-            {
-                "text": shortened_text,
-                "full": "" if shortened_text == text else shortened(text, 20_000),
-            }
-            for shortened_text, text in zip(short, whole, strict=True)
-        ]
-        differences.append([key, *cells])
-    heads = ("", *(folder_name(record) for record in records))
-    found = [
-        _notices("", warnings, MAX_ROWS),
-        _table("Key figures", heads, rows, MAX_ROWS),
-        _text(*(f"Not compared: {shortened(fault)}" for fault in faults)),
-        _table("Differences between the configs", heads, differences, MAX_ROWS),
-    ]
-    return [_printable(each) for each in found if each]
-
-
 def folder_name(record: RunRecord) -> str:
     """Returns the name of a run's folder."""
     return record.run.path.name or record.run.path.absolute().name
-
-
-def _table(
-    title: str,
-    heads: Sequence[str],
-    lines: Iterable[Sequence[Cell]],
-    rows: int,
-    source: Sequence[RecordedEvent] = (),
-    **more: Any,
-) -> Section:
-    """Returns a table of the last `rows` lines; a head that ends in `>` marks a column of numbers.
-
-    `source`: the events from which `lines` were made, to mark superseded ones.
-    """
-    all_lines = list(lines)
-    if not all_lines:
-        return {}
-    shown = all_lines[-rows:]
-    superseded = [n for n, logged in enumerate(source[-rows:]) if not logged.kept]
-    return {
-        "kind": "table",
-        "title": title,
-        "heads": [head.removesuffix(">") for head in heads],
-        "numbers": [n for n, head in enumerate(heads) if head.endswith(">")],
-        "rows": shown,
-        "superseded": superseded,
-        "left_out": max(0, max(len(source), len(all_lines)) - rows),
-        **more,
-    }
-
-
-def _notices(title: str, items: Sequence[tuple[str, int | None, str]], rows: int) -> Section:
-    if not items:
-        return {}
-    shown = [
-        (kind, "" if step is None else f"step {step:,}", shortened(text, 4000))
-        for kind, step, text in items[-rows:]
-    ]
-    left_out = max(0, len(items) - rows)
-    return {"kind": "notices", "title": title, "items": shown, "left_out": left_out}
-
-
-def _text(*lines: str) -> Section:
-    found = [line for line in lines if line]
-    return {"kind": "text", "title": "", "lines": found} if found else {}
-
-
-def _finite(text: Callable[[float], str], value: float) -> str:
-    return text(value) if math.isfinite(value) else "?"
-
-
-def _count(count: float | None) -> str:
-    return _finite(si, count) if count else "–"
-
-
-def _number(value: float | None) -> str:
-    """Formats with four decimals, or with an exponent if the value is very small or large."""
-    if value is None:
-        return "–"
-    if not math.isfinite(value):
-        return str(value)
-    plain = value == 0 or 1e-3 <= abs(value) < 1e5
-    return f"{value:.4f}" if plain else f"{value:.3e}"
-
-
-def _seconds_text(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{1000 * seconds:.2g}ms" if 0 <= seconds < 0.0995 else duration(seconds)
-
-
-def _date(time: float) -> str:
-    """Formats Unix seconds as `2026-11-21 22:35 UTC`."""
-    try:
-        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
-    except (OverflowError, OSError, ValueError):
-        return "?"
-
-
-def _printable(value: Any) -> Any:
-    """Returns `value` with all strings encodable as UTF-8."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {printable(str(key)): _printable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_printable(each) for each in value]
-    return value

@@ -17,7 +17,7 @@
   "use strict";
 
   const { AXES, BYTES, DURATIONS, Line, Marks, Mean, Tip } = Instar;
-  const { axisText, drawLines, element, logTicks, lower, mixed, valueText } = Instar;
+  const { axisText, dateTicks, drawLines, element, logTicks, lower, mixed, shortNames, valueText } = Instar;
   const COLOURS = 8;
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 
@@ -115,6 +115,7 @@
       this.themed.disconnect();
       this.scheme.removeEventListener("change", this.recolour);
       cancelAnimationFrame(this.frame);
+      cancelAnimationFrame(this.sizing);
       this.u?.destroy();
       this.root.remove();
     }
@@ -193,14 +194,16 @@
       this.legend.replaceChildren();
       this.legend.hidden = this.groups ? !this.lines.length : !this.options.legend || this.lines.length < 2;
       if (this.legend.hidden) return;
-      for (const line of this.lines) {
+      const labels = shortNames(this.lines.map((line) => line.label), 40);
+      for (const [number, line] of this.lines.entries()) {
         const button = element("button", "ic-key", this.legend);
         button.type = "button";
         button.setAttribute("aria-pressed", String(line.shown));
         const swatch = element("span", "ic-swatch", button);
         swatch.style.borderTopColor = this.#colour(line);
         swatch.style.borderTopStyle = line.dash.length ? "dashed" : "solid";
-        element("span", "", button, line.label);
+        element("span", "", button, labels[number]);
+        button.title = line.label;
         button.addEventListener("click", () => {
           line.shown = !line.shown;
           this.hidden[line.shown ? "delete" : "add"](line.key);
@@ -285,7 +288,7 @@
       const options = {
         width: this.plot.clientWidth || 600,
         height,
-        padding: [12, 14, 0, 0],
+        padding: [() => 12 + (this.options.marks ? this.marks.above : 0), 14, 0, 0],
         legend: { show: false },
         cursor: { y: false, drag: { x: true, y: false }, points: { show: false } },
         scales: {
@@ -302,9 +305,7 @@
             space: 70,
             grid: { show: false },
             ticks: { ...lines, size: 4 },
-            ...(x === "time"
-              ? {}
-              : { values: (_, splits) => splits.map((v) => (v == null ? "" : axisText(x, v))) }),
+            values: (_, splits) => (x === "time" ? dateTicks(splits) : splits.map((v) => (v == null ? "" : axisText(x, v)))),
             ...(clocked ? { incrs: DURATIONS } : {}),
           },
           {
@@ -335,10 +336,12 @@
 
     /** Takes the width that there is now: it does so by itself, but with the next frame. */
     fit() {
+      if (this.plot.clientWidth !== this.u?.width) this.#resize();
+    }
+
+    #resize() {
       const width = this.plot.clientWidth;
-      if (this.u && width && width !== this.u.width) {
-        this.u.setSize({ width, height: this.options.height });
-      }
+      if (this.u && width) this.u.setSize({ width, height: this.options.height });
     }
 
     /** The canvas needs colours as they are, light or dark. */
@@ -371,7 +374,11 @@
 
     #placeMarks() {
       const { marks, x } = this.options;
-      this.marks.place(this.u, marks ? Marks.of(this.#shownRuns(), marks, x) : [], x);
+      const found = marks ? Marks.of(this.#shownRuns(), marks, x) : [];
+      const several = this.lines.some((line) => line.runs[0] !== this.lines[0].runs[0]);
+      const colour = (run) => (several ? this.#colour(this.lines.find((line) => line.runs.includes(run))) : "");
+      // the plot makes room for the names with the next frame: it is being drawn
+      if (this.marks.place(this.u, found, x, colour)) this.sizing = requestAnimationFrame(() => this.#resize());
     }
 
     #explain(button) {
@@ -416,5 +423,6 @@
   InstarChart.AXES = AXES;
   InstarChart.axisText = axisText;
   InstarChart.valueText = valueText;
+  InstarChart.shortNames = shortNames;
   window.InstarChart = InstarChart;
 })();

@@ -55,9 +55,55 @@
 
   const flops = (value) => (value < 1e6 ? si(value) : exponential(value, 2));
 
+  const two = (number) => String(number).padStart(2, "0");
+  const day = (at) => `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
+  const minute = (at) => `${two(at.getHours())}:${two(at.getMinutes())}`;
+
+  /** Local time as `2026-11-21 22:35:07`, whatever the language of the browser. */
+  function dateText(seconds) {
+    const at = new Date(seconds * 1000);
+    return `${day(at)} ${minute(at)}:${two(at.getSeconds())}`;
+  }
+
+  /** Ticks of an axis of dates: the time of day, with the date under the first of each day. */
+  function dateTicks(places) {
+    let before = "";
+    const apart = places[1] - places[0];
+    return places.map((place) => {
+      const at = new Date(place * 1000);
+      const date = day(at);
+      if (apart >= 86400) return date;
+      const time = apart < 60 ? dateText(place).slice(11) : minute(at);
+      const text = date === before ? time : `${time}\n${date}`;
+      before = date;
+      return text;
+    });
+  }
+
+  /** What is measured, in words; other metrics have the names that they were recorded with. */
+  const METRIC_NAMES = {
+    lr: "Learning rate",
+    grad_norm: "Gradient norm, before clipping",
+    tokens_per_s: "Throughput, per second",
+    memory_bytes: "Memory",
+    mfu: "Model FLOPs utilization",
+    data_wait: "Time spent waiting for data",
+    delta_bytes: "Size of a delta",
+    delta_density: "Weights changed since the last delta",
+    delta_overlap: "Overlap of changed weights with the delta before",
+    gpu_memory_bytes: "GPU memory",
+    gpu_utilization: "GPU utilization",
+    gpu_power_w: "GPU power",
+    cpu_percent: "CPU",
+    disk_free_bytes: "Free disk space",
+  };
+  const SHARES = ["mfu", "data_wait", "delta_density", "delta_overlap", "gpu_utilization"];
+  const UNITS = [[/_w$/, " W"], [/_(percent|pct)$/, "%"], [/_celsius$/, " °C"]];
+  const metricName = (metric) => (Object.hasOwn(METRIC_NAMES, metric) ? METRIC_NAMES[metric] : metric);
+
   const axisText = (axis, value, exact) => {
     if (axis === "wall_s" || axis === "active_s") return duration(value);
-    if (axis === "time") return new Date(value * 1000).toLocaleString();
+    if (axis === "time") return dateText(value);
     if (axis === "flops") return flops(value);
     if (axis === "epoch") return trimmed(value.toPrecision(4));
     return exact ? Math.round(value).toLocaleString("en") : si(value);
@@ -66,6 +112,9 @@
   const valueText = (metric, value, exact) => {
     if (value == null) return "–";
     if (metric.endsWith("_bytes")) return bytes(value);
+    if (SHARES.includes(metric.split("/")[0])) return `${trimmed((100 * value).toPrecision(3))}%`;
+    const unit = UNITS.find(([ending]) => ending.test(metric));
+    if (unit) return `${trimmed(value.toPrecision(3))}${unit[1]}`;
     const size = Math.abs(value);
     if (size !== 0 && (size < 1e-3 || size >= 1e9)) return exponential(value, 2);
     if (size >= 1e4) return si(value);
@@ -92,5 +141,18 @@
     return even;
   }
 
-  Object.assign((window.Instar ||= {}), { AXES, BYTES, DURATIONS, axisText, logTicks, valueText });
+  /** Names without the words that all of them begin with, the middle of long ones left out; in full if
+      two would become equal. In 1e-3 no word ends. */
+  function shortNames(names, most = 32) {
+    const [first = ""] = names;
+    let shared = names.length > 1 ? first.length : 0;
+    for (const name of names) while (!name.startsWith(first.slice(0, shared))) shared -= 1;
+    const words = [...first.slice(0, shared).matchAll(/(?<!\d[eE])[-_/ ]/g)];
+    const begin = words.length ? words.at(-1).index + 1 : 0;
+    const short = names.map((name) => name.slice(begin) || name).map((name) =>
+      name.length <= most ? name : `${name.slice(0, most / 2 - 1)}…${name.slice(-most / 2)}`);
+    return new Set(short).size === new Set(names).size ? short : names;
+  }
+
+  Object.assign((window.Instar ||= {}), { AXES, BYTES, DURATIONS, axisText, dateText, dateTicks, logTicks, metricName, shortNames, valueText });
 })();

@@ -34,9 +34,10 @@ class Panels {
 
   #make({ title, metrics, wide }, options) {
     const last = el("span", { className: "last" });
-    const head = el("div", { className: "head" }, el("h2", { textContent: title }), last);
+    const name = Instar.metricName(title);
+    const head = el("div", { className: "head" }, el("h2", { textContent: name, title }), last);
     const place = el("div", { className: "chart" });
-    const root = el("section", { className: wide ? "panel wide" : "panel", data: { metric: metrics.join(" ") }, attrs: { "aria-label": title } }, head, place);
+    const root = el("section", { className: wide ? "panel wide" : "panel", data: { metric: metrics.join(" ") }, attrs: { "aria-label": name } }, head, place);
     if (this.close) {
       const button = el("button", { type: "button", className: "plain close", textContent: "×", attrs: { "aria-label": `Remove ${title}` } });
       button.addEventListener("click", () => this.close(title));
@@ -88,7 +89,8 @@ class Panels {
     panel.last.textContent = value == null ? "" : InstarChart.valueText(panel.metrics[0], value);
     const loading = this.runs.some((run) => panel.metrics.some((metric) => run.coming?.has(metric)));
     panel.none.hidden = there.length > 0;
-    panel.none.textContent = loading ? "reading" : "not measured";
+    panel.root.classList.toggle("empty", !there.length && !loading);
+    panel.none.textContent = loading ? "reading" : emptyText(panel.metrics[0]);
   }
 
   fit() {
@@ -101,6 +103,14 @@ class Panels {
     this.root.remove();
   }
 }
+
+/** What a chart without a point says. */
+const emptyText = (metric) => {
+  if (metric === "loss") return "no training step is recorded: see record.log_interval";
+  if (metric === "val/loss") return "no evaluation is recorded: see eval.eval_interval";
+  if (SYSTEM.includes(metric)) return "not recorded by this run";
+  return "not measured";
+};
 
 /** Whether there is a mean to draw of one of these groups. */
 const repeated = (groups) => groups.some((group) => group.runs.length > 1);
@@ -149,7 +159,8 @@ class CurvesView {
       el("label", { className: "check" }, this.log, "Log"),
       el("label", { className: "check" }, this.marks, "Operations"),
       charts ? el("span", { className: "faint", textContent: "Drag to zoom, double-click to go back." }) : this.add);
-    parent.append(tools);
+    this.key = el("p", { className: "key" });
+    parent.append(tools, this.key);
     const close = (metric) => app.setMetrics(state.list("metrics").filter((m) => m !== metric));
     this.panels = new Panels(parent, charts ? null : close);
     this.panels.setRuns(app.drawn());
@@ -186,11 +197,26 @@ class CurvesView {
   #show() {
     const options = { x: state.x, log: state.log, smooth: state.smooth, marks: state.marks };
     this.panels.show(this.charts || this.metrics.map(panelOf), options);
+    this.#explain();
   }
 
   draw() {
     this.#show();
     this.choices();
+  }
+
+  /** What the signs over the curves mean. */
+  #explain() {
+    const runs = this.app.drawn();
+    const signs = new Set(state.marks ? runs.flatMap((run) => run.marks.map((mark) => mark.sign)) : []);
+    const there = Object.entries(Instar.MEANINGS).filter(([sign]) => signs.has(sign));
+    const several = runs.filter((run) => run.marks.length).length > 1;
+    const text = JSON.stringify([there, several]);
+    if (text === this.explained) return;
+    this.explained = text;
+    this.key.classList.toggle("several", several);
+    this.key.replaceChildren(...there.map(([sign, [kind, meaning]]) =>
+      el("span", {}, el("i", { className: `ic-glyph ic-${kind} ic-sign-${sign}`, attrs: { "aria-hidden": "true" } }), meaning)), several ? "in the colours of their runs" : "");
   }
 
   /** The metrics that can be added. */
@@ -204,13 +230,14 @@ class CurvesView {
       return;
     }
     this.text = text;
-    this.add.replaceChildren(el("option", { value: "", textContent: "Add a metric" }), ...left.map((name) => el("option", { value: name, textContent: name })));
+    this.add.replaceChildren(el("option", { value: "", textContent: "Add a metric" }), ...left.map((name) => el("option", { value: name, textContent: Instar.metricName(name) })));
     this.add.disabled = !left.length;
   }
 
   curves() {
     this.#group();
     this.panels.setRuns(this.app.drawn());
+    this.#explain();
     this.choices();
   }
 

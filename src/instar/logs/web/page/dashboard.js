@@ -4,6 +4,7 @@
 const VIEWS = { curves: CurvesView, overview: OverviewView, events: EventsView, system: SystemView, logs: LogsView };
 const LINKS = { waiting: "connecting", live: "live", lost: "no connection" };
 const SETTLE_MS = 400;
+const MOST_CHOSEN = 11;
 
 class App {
   constructor() {
@@ -69,7 +70,7 @@ class App {
   setMetrics(metrics) {
     state.setList("metrics", [...new Set(metrics)]);
     this.view.draw?.();
-    this.#load();
+    this.load();
   }
 
   /** Everything anew: other runs, or another view. */
@@ -97,22 +98,36 @@ class App {
       this.follow();
       return;
     }
-    if (!this.selection.keys.length) {
-      const text = this.runs.rows.size ? "Choose a run." : "No run yet. The first one is shown here as soon as it starts.";
-      view.append(el("p", { className: "none faint", textContent: text }));
-    } else this.view = tab === "curves" ? new CurvesView(view, this) : new (VIEWS[tab] || SectionsView)(view, this, tab);
-    this.#load();
+    const { keys } = this.selection;
+    const gone = keys.filter((key) => !this.runs.rows.has(key));
+    const empty = gone.length === keys.length;
+    document.body.classList.toggle("nothing", empty);
+    if (empty) view.append(this.#nothing(gone));
+    else this.view = tab === "curves" ? new CurvesView(view, this) : new (VIEWS[tab] || SectionsView)(view, this, tab);
+    this.load();
+  }
+
+  /** Instead of a view: what to do without runs, and what has become of those of a bookmark. */
+  #nothing(gone) {
+    if (gone.length) {
+      const all = el("a", { href: "#", textContent: "Show the runs that are there" });
+      const names = gone.slice(0, 5).join(", ") + (gone.length > 5 ? ` and ${gone.length - 5} more` : "");
+      const made = emptyState(`${names}: not in this folder. ${gone.length > 1 ? "They were" : "It was"} moved, renamed or deleted since this address was kept.`);
+      made.append(this.runs.rows.size ? all : "");
+      return made;
+    }
+    if (this.runs.rows.size) return emptyState("Choose a run. All of them are archived.");
+    return emptyState("No run yet. The first one is shown here as soon as it starts.", "instar demo", "instar init gpt && instar train gpt.yaml");
   }
 
   /** Without a choice, the latest run is shown. */
   #latest() {
-    const there = this.selection.keys.filter((key) => this.runs.rows.has(key));
-    if (there.length || !this.runs.rows.size) return;
-    const rows = [...this.runs.rows.values()].sort((a, b) => (b.started || 0) - (a.started || 0) || (b.seen || 0) - (a.seen || 0));
-    this.selection.places = [rows[0].key];
+    if (this.selection.keys.length) return;
+    const rows = [...this.runs.rows.values()].filter((row) => !row.archived).sort((a, b) => (b.started || 0) - (a.started || 0) || (b.seen || 0) - (a.seen || 0));
+    this.selection.places = rows.slice(0, 1).map((row) => row.key);
   }
 
-  async #load() {
+  async load() {
     if (state.values.fleet) {
       this.follow();
       return;
@@ -120,15 +135,16 @@ class App {
     const metrics = this.view?.metrics || state.list("metrics");
     const loading = this.runs.show(this.selection.keys, metrics);
     this.#soon();
-    this.#group().catch(() => this.#settle("load", () => this.#load()));
+    this.#group().catch(() => this.#settle("load", () => this.load()));
     try {
       await loading;
     } catch {
-      this.#settle("load", () => this.#load());
+      this.#settle("load", () => this.load());
       return;
     }
     this.follow();
-    if (this.selection.keys.length === 1) await this.#shape(this.selection.first);
+    const { keys, first } = this.selection;
+    if (keys.length === 1 && this.runs.rows.has(first)) await this.#shape(first);
   }
 
   /** Which of the shown runs differ only in the seed. */
@@ -194,7 +210,7 @@ class App {
     try {
       await this.runs.again(key);
     } catch {
-      this.#settle("load", () => this.#load());
+      this.#settle("load", () => this.load());
       return;
     }
     this.follow();
@@ -241,25 +257,69 @@ class App {
     });
   }
 
+  /** The error of a crashed run, above its views. */
+  async #failure() {
+    const { keys, first } = this.selection;
+    const row = keys.length === 1 && !state.values.fleet ? this.runs.rows.get(first) : null;
+    const asked = row?.state === "crashed" ? `${row.key} ${row.reason}` : "";
+    if (asked === this.failed) return;
+    this.failed = asked;
+    const box = byId("failure");
+    box.hidden = !asked;
+    box.replaceChildren();
+    if (!asked) return;
+    try {
+      const { sections } = await ask(about(first, "failure"));
+      if (asked !== this.failed) return;
+      drawSections(box, sections);
+      box.hidden = !sections.length;
+    } catch {
+      this.failed = null;
+    }
+  }
+
   #chosen() {
+    this.#failure();
     const several = this.selection.keys.length > 1;
-    const items = this.selection.keys.map((key) => {
+    const labels = this.selection.keys.map((key) => (this.runs.rows.has(key) ? labelOf(this.runs.rows.get(key)) : key));
+    const short = several ? InstarChart.shortNames(labels, 40) : labels;
+    const items = this.selection.keys.map((key, number) => {
       const row = this.runs.rows.get(key);
-      const remove = el("button", { type: "button", className: "plain", textContent: "×", attrs: { "aria-label": `Hide ${row ? labelOf(row) : key}` } });
+      const remove = el("button", { type: "button", className: "plain", textContent: "×", attrs: { "aria-label": `Hide ${labels[number]}` } });
       remove.addEventListener("click", () => this.selection.toggle(key));
       const item = el("li", {},
         el("span", { className: "swatch" }),
-        el("span", { className: "name", textContent: row ? labelOf(row) : key }),
-        row ? badgeOf(row.state, inState(row)) : null,
-        row?.reason ? el("span", { className: "faint reason", textContent: row.reason }) : null,
+        el("span", { className: "name", textContent: short[number], title: labels[number] }),
+        row ? badgeOf(row.state, inState(row)) : badgeOf("gone", "not here"),
+        row?.reason && row.state !== "crashed" ? el("span", { className: "faint reason", textContent: row.reason }) : null,
         several ? remove : null);
       item.style.setProperty("--swatch", this.selection.colour(key));
       return item;
     });
+    const more = items.length - MOST_CHOSEN;
+    if (more > 1 && !this.unfolded) {
+      const button = el("button", { type: "button", className: "plain", textContent: `and ${whole(more)} more` });
+      button.addEventListener("click", () => {
+        this.unfolded = true;
+        this.#chosen();
+      });
+      items.splice(MOST_CHOSEN, more, el("li", {}, button));
+    }
+    byId("chosen").classList.toggle("unfolded", Boolean(this.unfolded));
     byId("chosen").replaceChildren(...items);
+    this.#note();
     const row = this.runs.rows.get(this.selection.first);
     const of = several ? `${this.selection.keys.length} runs` : row && labelOf(row);
     document.title = [state.values.fleet || of, "Instar"].filter(Boolean).join(" – ");
+  }
+
+  /** The tags and the note of the one run that is shown. */
+  #note() {
+    const { keys, first } = this.selection;
+    const { tags = [], note = "" } = (keys.length === 1 && this.runs.rows.get(first)) || {};
+    const box = byId("note");
+    box.hidden = !tags.length && !note;
+    box.replaceChildren(...tags.map((tag) => el("span", { className: "tag", textContent: tag })), note);
   }
 
   #figures() {
@@ -294,7 +354,7 @@ class App {
     sign.dataset.state = link;
     sign.textContent = LINKS[link];
     byId("lost").hidden = link !== "lost";
-    if (link === "live" && this.lost) this.#load();
+    if (link === "live" && this.lost) this.load();
     this.lost = link === "lost";
   }
 

@@ -2,7 +2,14 @@
 "use strict";
 
 const SYSTEM = ["tokens_per_s", "memory_bytes", "mfu", "data_wait"];
+const OF_THE_MACHINE = /^(gpu|cpu|disk|power|network|system)[_/]/;
 const LINES = 4000;
+
+const EMPTY = {
+  stages: "The run has not started yet.",
+  results: "Neither a final test nor text samples are recorded. The test of the best checkpoint:",
+  config: "There is no run.yaml.",
+};
 
 const SIGNS = {
   operation: "◆", checkpoint: "▪", run_started: "▸", alert: "▲", failed: "▲", stop: "■",
@@ -19,6 +26,7 @@ class Detail {
     parent.append(this.bar, this.body);
     this.#choose();
     this.key = app.selection.first;
+    this.body.append(el("p", { className: "none faint reading", textContent: "reading" }));
     this.load();
   }
 
@@ -65,7 +73,9 @@ class Detail {
 class SectionsView extends Detail {
   fill({ sections }) {
     if (!sections.length) {
-      this.say("Nothing is recorded yet.");
+      const text = EMPTY[this.what] || "Nothing is recorded yet.";
+      const test = `instar test ${quoted(`${this.app.runs.folder}/${this.key}`)}`;
+      this.body.replaceChildren(emptyState(text, ...(this.what === "results" ? [test] : [])));
       return;
     }
     const open = [...this.body.querySelectorAll("details[open] summary")].map((one) => one.textContent);
@@ -139,7 +149,7 @@ class EventsView extends Detail {
 
 class SystemView extends SectionsView {
   get metrics() {
-    return SYSTEM;
+    return this.charts().map(({ title }) => title);
   }
 
   async load() {
@@ -148,13 +158,28 @@ class SystemView extends SectionsView {
       this.body.before(place);
       this.panels = new Panels(place);
       this.panels.setRuns(this.app.drawn());
-      this.panels.show(SYSTEM.map(panelOf), { x: state.x, log: false, smooth: 0, marks: state.marks, height: 220 });
+      this.panels.show(this.charts(), this.options);
     }
     await super.load();
   }
 
+  get options() {
+    return { x: state.x, log: false, smooth: 0, marks: false, height: 200 };
+  }
+
+  /** What every run measures, and what else of their machines these do. Not private: `load` needs it before
+      private methods are there. */
+  charts() {
+    const names = new Set(this.app.drawn().flatMap((run) => [...(run.names || [])]));
+    return [...SYSTEM, ...[...names].filter((name) => OF_THE_MACHINE.test(name) && !SYSTEM.includes(name))].map(panelOf);
+  }
+
   curves() {
+    const charts = this.charts();
+    const more = charts.length > this.panels.panels.size;
+    this.panels.show(charts, this.options);
     this.panels.setRuns(this.app.drawn());
+    if (more) this.app.load();
   }
 
   points(key, grown) {

@@ -36,7 +36,7 @@ const whole = (value) => (value == null ? "–" : Math.round(value).toLocaleStri
 
 const onAxis = (axis, value) => (value == null ? "–" : InstarChart.axisText(axis, value, false));
 
-const clock = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString() : "–");
+const clock = (seconds) => (seconds ? Instar.dateText(seconds) : "–");
 
 /** How long ago, in short. */
 function ago(seconds) {
@@ -48,6 +48,23 @@ function ago(seconds) {
 
 /** Any JSON value in one line. */
 const inWords = (value) => (typeof value === "object" && value !== null ? JSON.stringify(value) : String(value));
+
+/** A word for a shell: what is copied must not do more than it says. */
+const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);
+
+/** What there is instead of data: a sentence, and commands to copy. */
+function emptyState(text, ...commands) {
+  const lines = commands.map((command) => {
+    const copy = el("button", { type: "button", className: "plain", textContent: "Copy", attrs: { "aria-label": `Copy ${command}` } });
+    copy.hidden = !navigator.clipboard;
+    copy.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(command);
+      copy.textContent = "Copied";
+    });
+    return el("p", { className: "command" }, el("code", { textContent: command }), copy);
+  });
+  return el("div", { className: "none" }, el("p", { textContent: text }), lines);
+}
 
 /** The answer of the server, or the one that is in the page; an error has the server's words. */
 async function ask(path, parameters = []) {

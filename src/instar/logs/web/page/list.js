@@ -2,6 +2,7 @@
 "use strict";
 
 const STATES = ["running", "finished", "stopped", "crashed", "unread"];
+const ARCHIVED = "archived";
 const SORTS = {
   started: ["latest first", (row) => -(row.started || 0)],
   seen: ["last heard of", (row) => -(row.seen || 0)],
@@ -33,8 +34,9 @@ class List {
       state.set({ sort: sort.value });
       this.draw();
     });
-    this.buttons = new Map(STATES.map((name) => [name, this.#stateButton(name)]));
+    this.buttons = new Map([...STATES, ARCHIVED].map((name) => [name, this.#stateButton(name)]));
     byId("states").append(...this.buttons.values());
+    byId("all").addEventListener("click", () => this.selection.all(this.rows().map((row) => row.key)));
     byId("runs").addEventListener("keydown", (event) => this.#move(event));
     addEventListener("keydown", (event) => {
       if (event.key !== "/" || event.target.matches("input, select, textarea")) return;
@@ -58,12 +60,14 @@ class List {
   /** The rows that search and states let through, in order. */
   rows() {
     const words = state.values.q.toLowerCase().split(/\s+/).filter(Boolean);
-    const states = state.list("states");
+    const states = state.list("states").filter((name) => name !== ARCHIVED);
+    const archived = state.list("states").includes(ARCHIVED);
     const by = (SORTS[state.values.sort] || SORTS.started)[1];
     return [...this.runs.rows.values()]
+      .filter((row) => Boolean(row.archived) === archived)
       .filter((row) => !states.length || states.includes(row.state))
       .filter((row) => {
-        const text = `${row.key} ${row.name} ${row.id} ${row.model || ""} ${row.state}`.toLowerCase();
+        const text = `${row.key} ${row.name} ${row.id} ${row.model || ""} ${row.state} ${row.note || ""} ${(row.tags || []).map((tag) => `#${tag}`).join(" ")}`.toLowerCase();
         return words.every((word) => text.includes(word));
       })
       .map((row) => [by(row), row])
@@ -76,14 +80,15 @@ class List {
     byId("sort").value = state.values.sort in SORTS ? state.values.sort : "started";
     if (document.activeElement !== byId("search")) byId("search").value = state.values.q;
     for (const [name, button] of this.buttons) {
-      const count = all.filter((row) => row.state === name).length;
+      const count = all.filter((row) => (name === ARCHIVED ? row.archived : row.state === name && !row.archived)).length;
       button.hidden = !count;
       button.textContent = `${inState({ state: name })} ${count}`;
       button.setAttribute("aria-pressed", String(state.list("states").includes(name)));
     }
     const rows = this.rows();
     const count = byId("count");
-    if (!all.length) count.textContent = "No run yet. Runs appear here as they start.";
+    byId("all").hidden = rows.length < 2;
+    if (!all.length) count.textContent = "No run yet";
     else count.textContent = rows.length === all.length ? `${whole(all.length)} run${all.length === 1 ? "" : "s"}` : `${whole(rows.length)} of ${whole(all.length)} runs`;
     const there = new Set(rows.map((row) => row.key));
     for (const [key, item] of this.items) {
@@ -107,15 +112,17 @@ class List {
     const badge = el("span", { className: "badge" });
     const facts = el("span", { className: "facts" });
     const age = el("span", { className: "age" });
+    const tags = el("span", { className: "tags", hidden: true });
+    const why = el("span", { className: "why small", hidden: true });
     const open = el("button", { type: "button", className: "run" },
       el("span", { className: "line" }, el("span", { className: "title" }, name, id), badge),
-      el("span", { className: "line faint small" }, facts, age));
+      el("span", { className: "line faint small" }, facts, age), tags, why);
     box.addEventListener("change", () => this.selection.toggle(key));
     open.addEventListener("click", (event) => {
       if (event.ctrlKey || event.metaKey || event.shiftKey) this.selection.toggle(key);
       else this.selection.only(key);
     });
-    return { root: el("li", { data: { key } }, box, open), box, name, id, badge, facts, age, open };
+    return { root: el("li", { data: { key } }, box, open), box, name, id, badge, facts, age, tags, why, open };
   }
 
   #fill(item, row) {
@@ -133,7 +140,11 @@ class List {
     item.id.textContent = row.id && row.id !== row.name ? row.id : "";
     item.badge.textContent = inState(row);
     item.badge.dataset.state = row.state;
-    item.open.title = row.reason || "";
+    item.open.title = [row.note, row.reason].filter(Boolean).join("\n");
+    item.tags.hidden = !row.tags;
+    item.tags.replaceChildren(...(row.tags || []).map((tag) => el("span", { className: "tag", textContent: tag })));
+    item.why.hidden = row.state !== "crashed" || !row.reason;
+    item.why.textContent = row.reason || "";
     this.#facts(item);
   }
 

@@ -29,15 +29,99 @@ function tableCell(value, isNumber) {
   return made;
 }
 
+/** A row for each run; which columns are shown, and by which it is sorted, is kept in the address. */
+class RunsTable {
+  constructor({ title, heads, shown, rows }) {
+    Object.assign(this, { title, heads, rows, shown });
+    this.short = InstarChart.shortNames(rows.map((row) => row.name));
+    this.table = el("div");
+    this.root = el("div", {}, this.table);
+    if (heads.length > 1) this.root.append(this.#choice());
+    this.draw();
+  }
+
+  get columns() {
+    const chosen = state.list("columns").filter((head) => this.heads.includes(head));
+    return chosen.length ? chosen : this.shown;
+  }
+
+  #choice() {
+    const boxes = this.heads.map((head) => {
+      const box = el("input", { type: "checkbox", checked: this.columns.includes(head) });
+      box.addEventListener("change", () => {
+        state.setList("columns", this.heads.filter((each) => (each === head ? box.checked : this.columns.includes(each))));
+        this.draw();
+      });
+      return el("label", { className: "check" }, box, head);
+    });
+    return el("details", { className: "columns" }, el("summary", { textContent: "Columns" }), el("div", { className: "choices" }, boxes));
+  }
+
+  /** The rows in order: by a number where there is one; runs without a value come last. */
+  #sorted() {
+    const { order } = state.values;
+    const down = order.startsWith("-");
+    const column = this.heads.indexOf(down ? order.slice(1) : order);
+    const rows = this.rows.map((row, place) => ({ ...row, short: this.short[place], by: row.cells[column] }));
+    if (column < 0) return rows;
+    const less = ([a, , x], [b, , y]) => (x != null && y != null ? x - y : a.localeCompare(b));
+    return rows.sort((a, b) => (a.by && b.by ? (down ? -1 : 1) * less(a.by, b.by) : Boolean(b.by) - Boolean(a.by)));
+  }
+
+  #head(head) {
+    const { order } = state.values;
+    const sorted = { [head]: "ascending", [`-${head}`]: "descending" }[order];
+    const sign = { ascending: " ▴", descending: " ▾" }[sorted] || "";
+    const button = el("button", { type: "button", className: "plain", textContent: head + sign });
+    button.addEventListener("click", () => {
+      state.set({ order: sorted === "ascending" ? `-${head}` : head });
+      this.draw();
+      this.table.querySelectorAll("thead button")[this.columns.indexOf(head)]?.focus();
+    });
+    return el("th", { scope: "col", className: this.#isNumber(head) ? "n" : "", attrs: sorted ? { "aria-sort": sorted } : {} }, button);
+  }
+
+  #isNumber(head) {
+    const column = this.heads.indexOf(head);
+    return this.rows.some((row) => row.cells[column]?.[2] != null);
+  }
+
+  draw() {
+    const { columns } = this;
+    const rows = this.#sorted().map(({ name, short, cells }) =>
+      el("tr", {}, el("th", { scope: "row", title: name }, embedded ? short : el("a", { href: addressOf({ runs: pack([name]) }), textContent: short })),
+        columns.map((head) => {
+          const [text, note] = cells[this.heads.indexOf(head)] || ["–"];
+          const value = head === "state" ? badgeOf(text) : text;
+          return el("td", { className: this.#isNumber(head) ? "n" : "", title: note || "" }, value);
+        })));
+    const head = el("tr", {}, el("th", { scope: "col", textContent: "run" }), columns.map((each) => this.#head(each)));
+    const made = scroller(this.title, el("table", { className: "runs", attrs: { "aria-label": this.title } }, el("thead", {}, head), el("tbody", {}, rows)));
+    made.classList.toggle("tall", rows.length > 16);
+    this.table.replaceChildren(made);
+  }
+}
+
 const DRAW = {
+  runs: (section) => new RunsTable(section).root,
+
+  failure: ({ type, where, message, resume, log }) =>
+    el("div", { className: "failure" },
+      el("p", {}, el("strong", { textContent: type }), ` ${where}`),
+      el("p", { className: "lines", textContent: message }),
+      resume ? el("p", {}, "Resume with ", el("code", { textContent: resume })) : null,
+      log.length ? el("details", { className: "printed", open: true }, el("summary", { textContent: "The end of its log" }),
+        el("pre", { className: "paper", tabIndex: 0, attrs: { "aria-label": "The end of its log" }, textContent: log.join("\n") })) : null),
+
   facts: ({ items }) =>
     el("dl", { className: "figures" }, items.map(([label, value, note]) =>
       el("div", {}, el("dt", { textContent: label }), el("dd", { textContent: value }), note ? el("dd", { className: "note", textContent: note }) : null))),
 
   text: ({ lines }) => (lines.length ? el("div", { className: "lines" }, lines.map((line) => el("p", { textContent: line }))) : null),
 
-  table: ({ title, heads, rows, numbers, superseded }) => {
-    const named = heads[0] === "";
+  table: ({ title, heads: full, rows, numbers, superseded, runs }) => {
+    const named = full[0] === "";
+    const heads = runs ? ["", ...InstarChart.shortNames(full.slice(1))] : full;
     const body = rows.map((row, n) => {
       const cells = row.map((value, column) => (named && !column ? el("th", { scope: "row", textContent: value }) : tableCell(value, numbers.includes(column))));
       const lost = superseded.includes(n);

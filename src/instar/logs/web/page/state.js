@@ -8,6 +8,7 @@ const TABS = ["curves", "overview", "stages", "results", "events", "system", "lo
 const DEFAULTS = {
   runs: "", tab: "curves", metrics: METRICS.join(","), x: "step", log: "", smooth: "0", marks: "1", mean: "",
   q: "", states: "", sort: "started", of: "", rank: "0", fleet: "", fleet_log: "",
+  columns: "", order: "",
   ...embedded?.wanted,
 };
 

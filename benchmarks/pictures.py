@@ -1,0 +1,119 @@
+"""Draws the pictures of the docs anew, from made-up runs: pages in headless Chromium, and plots.
+
+python docs/pictures/draw.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image
+from playwright.sync_api import Browser, expect
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from browser import chromium, watched
+from dashboards import served
+from opened import drawn
+from scenes import SCENES, config, crash, eight, grows, one, resumed_twice, write
+
+from instar.logs.plot.compose import ChartRequest, compose
+from instar.logs.plot.figure import picture
+from instar.logs.query.labels import RunLabels, change_labels
+from instar.logs.read.record import read
+from instar.logs.web.report import report_html
+from instar.record.rundir import RunDir, runs_in
+
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+MAX_BYTES = 150_000
+Scheme = Literal["light", "dark"]
+
+
+def three(folder: Path) -> None:
+    SCENES["two"](folder)
+    write(folder, "demo-ccccc", grows(3, 4.2, (40, 120, 160)), config(1, "5e-4"))
+    runs = runs_in(folder)
+    change_labels(runs[:1], lambda _: RunLabels(("baseline",), "the reference of the others"))
+
+
+def seeds(folder: Path) -> None:
+    for seed, letter in ((1, "a"), (2, "b"), (3, "c")):
+        lines = grows(seed, 3.7 + 0.15 * seed)
+        write(folder, f"demo-{5 * letter}", lines, f"{config(seed)}data:\n  seed: 7  # --set\n")
+
+
+def page(
+    browser: Browser,
+    name: str,
+    scene: Callable[[Path], None],
+    tab: str = "curves",
+    size: tuple[int, int] = (1400, 760),
+    scheme: Scheme = "light",
+) -> None:
+    """Writes a picture of the dashboard with all runs of a scene."""
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        folder = Path("runs")
+        scene(folder)
+        runs = ",".join(sorted(run.path.name for run in runs_in(folder)))
+        with (
+            served(folder) as address,
+            watched(browser, scheme=scheme, width=size[0], height=size[1]) as seen,
+        ):
+            seen.page.goto(f"{address}#tab={tab}&runs={runs}")
+            seen.page.wait_for_selector("#link[data-state=live]")
+            seen.page.wait_for_selector("table.runs" if tab == "overview" else ".panel[data-runs]")
+            expect(seen.page.locator(".none:visible", has_text="reading")).to_have_count(0)
+            drawn(seen.page)
+            drawn(seen.page)
+            keep(name, seen.page.screenshot())
+
+
+def report(browser: Browser, name: str, scene: Callable[[Path], None]) -> None:
+    """Writes a picture of the report of a scene's latest run."""
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        scene(Path("runs"))
+        path = Path(place, "report.html")
+        path.write_text(report_html([read(runs_in(Path("runs"))[-1])]), encoding="utf-8")
+        with watched(browser, width=1200, height=1000) as seen:
+            seen.page.goto(path.as_uri())
+            drawn(seen.page)
+            keep(name, seen.page.screenshot())
+
+
+def keep(name: str, png: bytes) -> None:
+    """Writes a picture with at most 256 colours, which pages do not exceed visibly."""
+    packed = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        packed, "png", optimize=True
+    )
+    assert packed.tell() < MAX_BYTES, (name, packed.tell())
+    (PICTURES / f"{name}.png").write_bytes(packed.getvalue())
+
+
+def plot(name: str, scene: Callable[[Path], object], wanted: ChartRequest) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        scene(Path(folder))
+        records = [read(RunDir(path)) for path in sorted(Path(folder).iterdir())]
+        (PICTURES / f"{name}.svg").write_bytes(picture(compose(records, wanted), "svg"))
+
+
+def main() -> None:
+    with chromium() as browser:
+        page(browser, "dashboard", three)
+        page(browser, "dashboard-dark", three, scheme="dark")
+        page(browser, "dashboard-phone", one, size=(390, 844))
+        page(browser, "dashboard-table", eight, "overview")
+        page(browser, "dashboard-crash", crash)
+        report(browser, "report", one)
+    plot("plot-run", one, ChartRequest(lr=True))
+    plot("plot-seeds", seeds, ChartRequest(by="seed", weight=0.6))
+    plot("plot-resumed", resumed_twice, ChartRequest())
+
+
+if __name__ == "__main__":
+    main()

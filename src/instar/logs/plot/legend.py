@@ -1,0 +1,163 @@
+"""The legend and notes below each panel: its curves, what the signs mean, what is not drawn."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from instar.logs.plot.chart import Chart, Curve, Panel, curve_text, metric_text, short_names
+from instar.logs.plot.style import (
+    ALARM,
+    DASHED,
+    DOTTED,
+    FAINT,
+    INK,
+    SIGN_STYLES,
+    WIDTH,
+    colours,
+    ring,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+Entry = tuple[str, dict[str, Any]]
+"""a text, and the look of its sample"""
+_ROW, _NOTE_ROW = 13, 10
+"""heights of a row, in points"""
+_NOTE_WIDTH = 100
+_MAX_LABELLED, _FROM_MANY = 10, 5
+_BELOW_AXIS, _BELOW_PANEL = 32, 7
+"""points below the x axis with its label, and below one without"""
+_MEANINGS = {
+    "growth": "growth",
+    "setting": "settings change",
+    "resume": "resume",
+    "alert": "alert",
+    "failed": "failure",
+}
+
+
+def colour_of(chart: Chart, panel: Panel) -> Callable[[Curve], Any]:
+    """Returns a function from curve to colour: by run if there are several, else by metric."""
+    if len(chart.runs) > 1:
+        shades = colours(len(chart.runs))
+        return lambda curve: shades[curve.run]
+    shades = colours(max(2, len(panel.metrics)))
+    return lambda curve: shades[panel.metrics.index(curve.metric)]
+
+
+def crowded(panel: Panel) -> bool:
+    """Whether there are too many curves to tell apart."""
+    return len(panel.curves) > 20
+
+
+def height_below(chart: Chart, panel: Panel) -> int:
+    """Returns the height of the legend and the notes of a panel in points."""
+    return _legend_height(chart, panel) + _NOTE_ROW * len(_notes(panel))
+
+
+def add_legend(axes: Axes, chart: Chart, panel: Panel) -> None:
+    """Adds the legend of a panel and its notes below it, unless they would be empty."""
+    from matplotlib.transforms import ScaledTranslation
+
+    down = _BELOW_AXIS if panel is chart.panels[-1] else _BELOW_PANEL
+    if found := entries(chart, panel):
+        shift = ScaledTranslation(0, -down / 72, axes.figure.dpi_scale_trans)
+        axes.legend(
+            handles=[_sample(text, **look) for text, look in found],
+            loc="upper left",
+            bbox_to_anchor=(0, 0),
+            bbox_transform=axes.transAxes + shift,
+            borderaxespad=0,
+            ncols=_columns([text for text, _ in found]),
+        )
+    if notes := _notes(panel):
+        axes.annotate(
+            "\n".join(notes), (0, 0), (4, -down - _legend_height(chart, panel)),
+            xycoords="axes fraction", textcoords="offset points", va="top", annotation_clip=False,
+            fontsize=7.5, color=FAINT, style="italic",
+        )  # fmt: skip
+
+
+def _notes(panel: Panel) -> list[str]:
+    return [line for note in panel.notes for line in textwrap.wrap(note, _NOTE_WIDTH)]
+
+
+def _legend_height(chart: Chart, panel: Panel) -> int:
+    texts = [text for text, _ in entries(chart, panel)]
+    return _ROW * -(-len(texts) // _columns(texts)) if texts else 0
+
+
+def _columns(texts: list[str]) -> int:
+    """Returns how many columns of a legend fit side by side, with about 5 points a character."""
+    widest = 42 + 5 * max(map(len, texts))
+    return max(1, min(len(texts), int((WIDTH - 1) * 72 / widest)))
+
+
+def entries(chart: Chart, panel: Panel) -> list[Entry]:
+    """Returns the entries of a panel's legend: runs by colour and metrics by line style, if there are
+    several; those common to all panels are in the first."""
+    colour = colour_of(chart, panel)
+    several, first = len(chart.runs) > 1, panel is chart.panels[0]
+    found = [*_runs(chart, panel, colour)] if several and first else []
+    if len(panel.metrics) > 1:
+        for metric in panel.metrics:
+            curve = next(curve for curve in panel.curves if curve.metric == metric)
+            shade = FAINT if several else colour(curve)
+            look = {"ls": DASHED, "marker": "o", "ms": 3.2} if curve.held_out else {}
+            found.append((curve_text(metric), {"color": shade, **look}))
+    if panel.right:
+        found.append((metric_text("lr"), {"color": FAINT, "lw": 0.9, "ls": ":"}))
+    best = [curve for curve in panel.curves if curve.best is not None and not crowded(panel)]
+    if best and (first or not several):
+        shade = FAINT if several else colour(best[0])
+        one = len(best) == 1 and not several and best[0].best
+        label = f"best, {one[1]:.4g}" if one else "best"
+        found.append((label, {"ls": "", **ring(shade)}))
+    return [*found, *_shared(chart)] if first else found
+
+
+def _runs(chart: Chart, panel: Panel, colour: Callable[[Curve], Any]) -> Iterator[Entry]:
+    """Yields an entry per run; of many runs, an even choice."""
+    shades = {curve.run: colour(curve) for curve in panel.curves}
+    runs = list(shades)
+    rest = 0
+    if len(runs) > _MAX_LABELLED:
+        rest = len(runs) - _FROM_MANY
+        runs = [runs[n * (len(runs) - 1) // (_FROM_MANY - 1)] for n in range(_FROM_MANY)]
+    names = short_names(chart.runs)
+    for run in runs:
+        yield names[run], {"color": shades[run]}
+    if rest:
+        yield f"and {rest} more", {"ls": ""}
+
+
+def _shared(chart: Chart) -> Iterator[Entry]:
+    curves = [curve for panel in chart.panels for curve in panel.curves]
+    if any(curve.band is not None for curve in curves):
+        yield "mean ± standard deviation", {"color": FAINT, "alpha": 0.25, "lw": 6}
+    if any(curve.raw is not None for curve in curves):
+        yield "before smoothing", {"color": FAINT, "alpha": 0.4, "lw": 0.8}
+    if any(curve.superseded for curve in curves):
+        yield "superseded", {"color": FAINT, "alpha": 0.6, "lw": 0.9, "ls": DOTTED}
+    several = len(chart.runs) > 1
+    signs = {mark.sign for mark in chart.marks}
+    for sign, meaning in _MEANINGS.items():
+        if sign in signs:
+            shade = ALARM if sign in ("alert", "failed") else FAINT if several else INK
+            yield meaning, {"color": shade, "lw": 0.8, "ls": SIGN_STYLES[sign]}
+    if not several and "checkpoint" in signs:
+        look = {"ls": "", "marker": "^", "ms": 3.5, "color": FAINT, "markeredgewidth": 0}
+        yield "checkpoint", look
+
+
+def _sample(text: str, **look: Any) -> Line2D:
+    """Returns a legend entry."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=text, **look)

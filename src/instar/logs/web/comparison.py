@@ -1,0 +1,118 @@
+"""Builds the sections of a page that compare runs: a table of their figures, and where configs differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from instar.config.fields import differing
+from instar.config.origins import in_yaml
+from instar.logs.query.config import config_values
+from instar.logs.query.groups import short_values, warnings_on_data
+from instar.logs.query.labels import labels_of
+from instar.logs.query.stages import stages
+from instar.logs.query.summary import Summary, summarize
+from instar.logs.web.blocks import (
+    MAX_ROWS,
+    Cell,
+    Section,
+    date_text,
+    notices,
+    printable_section,
+    table,
+    text_section,
+)
+from instar.logs.web.curves import shortened
+from instar.logs.web.sections import folder_name, key_figures
+
+if TYPE_CHECKING:
+    from instar.logs.query.labels import RunLabels
+    from instar.logs.query.stages import RunStage
+    from instar.logs.read.record import RunRecord
+
+_FIRST_KEYS = 3
+"""keys in which configs differ that are columns of the table from the start"""
+_MINOR = ("training FLOPs", "peak memory", "operations", "model", "started", "note")
+"""columns that are hidden until they are chosen"""
+_RECORDED = ("name", "record", "checkpoint", "resume")
+"""keys and sections that do not influence training"""
+
+
+def comparison(records: Sequence[RunRecord]) -> list[Section]:
+    """Returns warnings if losses are not comparable, a table with a row for each run, and the keys in
+    which the configs differ."""
+    configs, faults = config_values([record.run for record in records])
+    warnings = [("Warning:", None, text) for text in warnings_on_data(configs)]
+    differences = list[list[Cell]]()
+    for key, values in differing([each or None for each in configs]).items():
+        whole = [in_yaml(each[key]) if key in each else "" for each in configs]
+        short = short_values(key, values, whole)
+        cells: list[Cell] = [
+            {"text": brief, "full": "" if brief == text else shortened(text, 20_000)}
+            for brief, text in zip(short, whole, strict=True)
+        ]
+        differences.append([key, *cells])
+    heads = ("", *(folder_name(record) for record in records))
+    title = "Differences between the configs"
+    found = [
+        notices("", warnings, MAX_ROWS),
+        _runs(records, differences),
+        text_section(*(f"Not compared: {shortened(fault)}" for fault in faults)),
+        table(title, heads, differences, MAX_ROWS, runs=True),
+    ]
+    return [printable_section(each) for each in found if each]
+
+
+def _runs(records: Sequence[RunRecord], differences: Sequence[Sequence[Cell]]) -> Section:
+    """Returns the table of runs: `heads`, those `shown` from the start, and `rows` with a name and a
+    cell `[text, note, number]` or null for each head."""
+    rows = list[dict[str, list[Any]]]()
+    for record, labels in zip(records, labels_of([r.run for r in records]), strict=True):
+        rows.append(_row(summarize(record), stages(record), labels))
+    for key, *cells in differences:
+        for row, cell in zip(rows, cells, strict=True):
+            text = cell["text"] if isinstance(cell, dict) else cell
+            row[str(key)] = [shortened(text, 60), "", _number(text)]
+    keys = [str(key) for key, *_ in differences]
+    first = list(islice((k for k in keys if k.partition(".")[0] not in _RECORDED), _FIRST_KEYS))
+    present = dict.fromkeys(head for row in rows for head in row)
+    tags = ["tags"] if "tags" in present else []
+    heads = list(dict.fromkeys(("state", *tags, *first, *present)))
+    shown = [head for head in heads if head in first or head not in (*_MINOR, *keys)]
+    return {
+        "kind": "runs",
+        "title": "Runs",
+        "heads": heads,
+        "shown": shown,
+        "rows": [
+            {"name": folder_name(record), "cells": [row.get(head) for head in heads]}
+            for record, row in zip(records, rows, strict=True)
+        ],
+    }
+
+
+def _row(summary: Summary, found: Sequence[RunStage], labels: RunLabels) -> dict[str, list[Any]]:
+    row: dict[str, list[Any]] = {"state": [summary.state, "", None]}
+    if labels.tags:
+        row["tags"] = [", ".join(shortened(tag, 40) for tag in labels.tags[:20]), "", None]
+    for label, value, note, number in key_figures(summary, found):
+        row[label] = [value, note, number if math.isfinite(number) else None]
+    count = len(summary.operations)
+    row["operations"] = [str(count), "", count]
+    if summary.model:
+        row["model"] = [summary.model, "", None]
+    if summary.started:
+        row["started"] = [date_text(summary.started), "", summary.started]
+    if labels.note:
+        row["note"] = [shortened(labels.note), "", None]
+    return row
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
