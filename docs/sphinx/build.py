@@ -23,7 +23,7 @@ FOLDERS = ("docs", "examples", "benchmarks", "configs", "src", "tests")
 LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 
 NAVIGATION = {
-    "First steps": ["docs/coming-from"],
+    "First steps": ["docs/tasks", "docs/coming-from"],
     "Train": ["docs/training", "docs/checkpoints", "docs/launching", "docs/grpo"],
     "Your data": ["docs/data", "examples/feeds/README"],
     "Your model": ["docs/custom-task", "docs/graph-networks", "examples/causal_sets/README"],

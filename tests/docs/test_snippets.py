@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from forks import Forks
 
+from instar.config.load import load
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
@@ -68,6 +70,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text("utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_a_common_task_takes_at_most_two_commands_or_an_edit(tmp_path: Path) -> None:
+    page = ROOT / "docs/tasks.md"
+    (_, *commands), edits = snippets(page, "bash"), snippets(page, "yaml")
+    assert len(commands) + len(edits) == page.read_text("utf-8").count("\n**") >= 30
+    for task in commands:
+        assert len(task.replace("\\\n", "").splitlines()) <= 2, task
+    for task in edits:
+        (tmp_path / "edited.yaml").write_text(task)
+        load(str(tmp_path / "edited.yaml"))
 
 
 def test_every_make_target_that_is_named_exists() -> None:
