@@ -23,6 +23,7 @@ def test_the_defaults_fit_each_other() -> None:
         ({"model": {"n_head": 4, "n_kv_head": 8}}, "model.n_kv_head", "divisible by model.n_kv_head (8)"),
         ({"model": {"n_embd": 12, "positions": "rope"}}, "model.n_embd", "must be even, got 12 / 4 = 3"),
         ({"data": {"val_fraction": 0.6, "test_fraction": 0.4}}, "data.val_fraction", "less than 1"),
+        ({"optimizer": {"nesterov": True}}, "optimizer.nesterov", "is for SGD with momentum above 0"),
         ({"train": {"until": ["ten"]}}, "train.until[0]", "not a budget: 'ten'"),
         ({"train": {"until": ["1it", "0it"]}}, "train.until[1]", "not a budget: '0it'"),
         ({"train": {"until": []}}, "train.until", "would never end"),

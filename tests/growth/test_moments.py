@@ -185,6 +185,37 @@ def test_with_anything_wrong_it_goes_another_way(
     assert trajectory.parted(wrong, mode, ratio) > 1e-6
 
 
+def sgd(model: GPT, split: float) -> torch.optim.SGD:
+    """SGD whose rates make up for `split`, the factor of the copies' gradients and of the shares."""
+    copied = dict.fromkeys(("up.weight", "up.bias", "gate.weight"), 1 / split)
+    rates = {**copied, "down.weight": split}
+    groups = [
+        {"params": [p], "lr": 1e-2 * rates.get(name.partition("mlp.")[2], 1.0)}
+        for name, p in model.named_parameters()
+    ]
+    return torch.optim.SGD(groups, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("arch", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_an_even_split_keeps_the_trajectory_under_sgd(arch: Architecture) -> None:
+    """A split keeps gradient × weight, so plain momentum shows every factor that Adam cancels."""
+    data = [batch(arch, samples) for samples in range(1, 9)]
+    old = random_gpt(arch)
+    before = sgd(old, 1.0)
+    for samples in data[:5]:
+        gradients(old, samples)
+        before.step()
+    grown_arch, made = plan(arch, operation("widen_mlp", "x2", how="split"))
+    new = filled(grown_arch, apply(made, values(old), Role.PARAMETER, KEY))
+    after = sgd(new, 0.5)
+    remember(new, after, grow_optimizer(made, remembered(old, before), KEY, "mapped"))
+    for samples in data:
+        for model, optimizer in ((old, before), (new, after)):
+            gradients(model, samples)
+            optimizer.step()
+    torch.testing.assert_close(new(data[0][0]), old(data[0][0]), rtol=1e-11, atol=1e-11)
+
+
 def states_of(arch: Architecture, *kinds: str) -> dict[str, Tensor]:
     """Moments of which none is zero."""
     memory: dict[str, Tensor] = {}

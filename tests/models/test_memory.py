@@ -70,11 +70,12 @@ def test_state_is_counted_per_parameter() -> None:
     assert parts["optimizer"] == 8 * count
 
 
-def test_muon_keeps_one_moment_of_the_blocks_matrices() -> None:
+def test_muon_and_sgd_keep_one_moment() -> None:
     adamw = memory_estimate(LLAMA, batch_size=1)["optimizer"]
     muon = memory_estimate(LLAMA, batch_size=1, optimizer="muon")["optimizer"]
     matrices = count_parameters(LLAMA).matmul - LLAMA.vocab_size * LLAMA.n_embd
     assert adamw - muon == 4 * matrices
+    assert adamw == 2 * memory_estimate(LLAMA, batch_size=1, optimizer="sgd")["optimizer"]
 
 
 def test_checkpointing_keeps_one_stream_per_block_and_one_block() -> None:

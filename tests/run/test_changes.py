@@ -108,9 +108,11 @@ def replace_reevaluate(entry: Entry, reevaluate: bool) -> Entry:
     return {**entry, "reevaluate": reevaluate}
 
 
-def test_everything_is_that_of_the_new_model(make_grown: Make) -> None:
+@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
+def test_everything_is_that_of_the_new_model(make_grown: Make, optimizer: str) -> None:
     """Names, shapes, tying, the optimizer's groups, memory and moving average."""
-    run = make_grown(schedule(*GROWN), "train.ema=0.9", "optimizer.name=muon", "model.qk_norm=true")
+    name = f"optimizer.name={optimizer}"
+    run = make_grown(schedule(*GROWN), "train.ema=0.9", name, "model.qk_norm=true")
     run.train()
     table = run.state.in_force.architecture.parameters()
     shapes = {name: tuple(p.shape) for name, p in run.parts.stepper.parameters.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import Parameter
 
@@ -45,6 +46,16 @@ def test_muon_takes_the_matrices_of_blocks_and_nothing_else() -> None:
     assert found["adamw", 0.1] == ("token_embedding.weight", "head.weight")
 
 
+def test_sgd_is_torchs_and_has_no_weight_decay_unless_it_is_set() -> None:
+    assert set(groups(name="sgd")) == {("sgd", 0.0), ("sgd", 0.1)}
+    parameter = Parameter(torch.ones(2, 2))
+    config = OptimizerConfig.model_validate({"name": "sgd", "nesterov": True})
+    (optimizer,) = build_optimizers({"head.weight": parameter}, config)
+    assert isinstance(optimizer, torch.optim.SGD)
+    (group,) = optimizer.param_groups
+    assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.9, True, 0.0)
+
+
 def test_every_group_keeps_its_ratio_to_the_learning_rate() -> None:
     parameters = {name: Parameter(torch.ones(*[2] * n)) for name, n in SHAPES.items()}
     config = OptimizerConfig.model_validate({"name": "muon", "lr": 1e-3, "muon_lr": 2e-2})
@@ -54,7 +65,14 @@ def test_every_group_keeps_its_ratio_to_the_learning_rate() -> None:
     assert rates == {"AdamW": {5e-4}, "BatchedMuon": {1e-2}}
 
 
-def test_state_travels_by_name() -> None:
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("muon", "blocks.0.attn.query.weight/momentum_buffer"),
+        ("sgd", "head.weight/momentum_buffer"),
+    ],
+)
+def test_state_travels_by_name(name: str, state: str) -> None:
     def parameters() -> dict[str, Parameter]:
         return {name: Parameter(torch.ones(*[2] * n)) for name, n in SHAPES.items()}
 
@@ -65,7 +83,7 @@ def test_state_travels_by_name() -> None:
         for optimizer in optimizers:
             optimizer.step()
 
-    config = OptimizerConfig.model_validate({"name": "muon"})
+    config = OptimizerConfig.model_validate({"name": name})
     one = parameters()
     ones = build_optimizers(one, config)
     update(one, ones)
@@ -75,6 +93,6 @@ def test_state_travels_by_name() -> None:
     load_optimizer_tensors(others, other, kept)
     update(one, ones)
     update(other, others)
-    assert "blocks.0.attn.query.weight/momentum_buffer" in kept
+    assert state in kept
     for name in one:
         assert torch.equal(one[name], other[name])

@@ -11,7 +11,7 @@ from instar.config.schema import RunConfig
 
 def cross_checks(config: RunConfig) -> list[ConfigProblem]:
     """Return the conflicts within the config."""
-    rules = (_metrics, _schedule, _elastic, parallel_checks)
+    rules = (_metrics, _schedule, _elastic, _optimizer, parallel_checks)
     return [*config.conflicts(), *(problem for rule in rules for problem in rule(config))]
 
 
@@ -70,6 +70,16 @@ def _virtual_ranks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
             else "use 1 rank, or more virtual ranks in a new run",
         )
     ]
+
+
+def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
+    optimizer = config.optimizer
+    if optimizer.nesterov and (optimizer.name != "sgd" or optimizer.momentum == 0):
+        yield ConfigProblem(
+            ("optimizer.nesterov", "optimizer.momentum", "optimizer.name"),
+            "optimizer.nesterov is for SGD with momentum above 0",
+            "set optimizer.name: sgd and optimizer.momentum: 0.9, or leave nesterov out",
+        )
 
 
 def _schedule(config: RunConfig) -> list[ConfigProblem]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, Field, Strict, create_model
+from pydantic import AfterValidator, BaseModel, Field, Strict, create_model, model_validator
 
 from instar.config.budget import meant_number
 from instar.config.errors import ConfigProblem
@@ -40,6 +40,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 NAME = "the run's name, the first part of its folder's"
 Device = Annotated[int, Field(ge=0, le=MOST_PROCESSES)]
 Direction = Literal["min", "max"]
+OptimizerName = Literal["adamw", "muon", "sgd"]
 
 
 class FeedConfig(Section):
@@ -111,20 +112,23 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its hyperparameters."""
 
-    name: Literal["adamw", "muon"] = Field(
-        "adamw", description="adamw, or muon for the blocks' matrices and adamw for the rest"
+    name: OptimizerName = Field(
+        "adamw", description="adamw, sgd, or muon for the blocks' matrices and adamw for the rest"
     )
-    lr: Rate = Field(1e-3, description="peak learning rate (AdamW)")
+    lr: Rate = Field(1e-3, description="peak learning rate (AdamW, SGD)")
     muon_lr: Rate = Field(0.02, description="peak learning rate of Muon's matrices")
     beta1: Fraction = Field(0.9, description="AdamW's first-moment decay")
     beta2: Fraction = Field(0.95, description="AdamW's second-moment decay")
     eps: Epsilon = Field(1e-8, description="AdamW's ε")
-    weight_decay: NonNegativeFloat = Field(0.1, description="decoupled weight decay")
+    weight_decay: NonNegativeFloat = Field(
+        0.1, description="decoupled weight decay; sgd: added to the gradient (L2), default 0"
+    )
     no_decay: Texts = Field(
         ("*.bias", "*norm*", "*embedding*"),
         description="parameter-name patterns that are not decayed",
     )
-    momentum: Fraction = Field(0.95, description="Muon's momentum")
+    momentum: Fraction = Field(0.95, description="momentum of Muon, and of SGD (default 0.9)")
+    nesterov: bool = Field(False, description="SGD: Nesterov momentum")
     ns_steps: Annotated[int, Field(gt=0, le=100)] = Field(
         5, description="Muon's orthogonalisation steps"
     )
@@ -133,6 +137,14 @@ class OptimizerConfig(Section):
         description="Muon's orthogonalisation: quintic Newton–Schulz (5 steps), or Polar Express, "
         "which converges as far in 3",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sgd_defaults(cls, given: Any) -> Any:
+        """SGD has other defaults: weight decay as in AdamW would be far too strong in its gradient."""
+        if isinstance(given, dict) and given.get("name") == "sgd":
+            return {"weight_decay": 0.0, "momentum": 0.9, **given}
+        return given
 
 
 class Watch(Section):

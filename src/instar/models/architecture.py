@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from instar.config.errors import ConfigProblem
 from instar.config.language import LanguageConfig, ModelConfig
+from instar.config.schema import OptimizerName
 from instar.config.sections import (
     FROM,
     MOST_CONTEXT,
@@ -461,7 +462,7 @@ def state_bytes(
     parameters: Mapping[str, Parameter],
     frozen: FrozenParameters = NONE_FROZEN,
     *,
-    optimizer: Literal["adamw", "muon"] = "adamw",
+    optimizer: OptimizerName = "adamw",
     ema: bool = False,
 ) -> dict[str, int]:
     """Returns the bytes of weights, gradients, optimizer states and EMA of a rank."""
@@ -469,7 +470,8 @@ def state_bytes(
     one_moment = {
         name
         for name, entry in parameters.items()
-        if optimizer == "muon" and entry.kind == "matrix" and not adapters.is_adapter(name)
+        if optimizer == "sgd"
+        or (optimizer == "muon" and entry.kind == "matrix" and not adapters.is_adapter(name))
     }
     total = sum(sizes.values())
     return {
@@ -491,7 +493,7 @@ def memory_estimate(
     batch_size: int,
     context: int | None = None,
     precision: Literal["fp32", "bf16", "fp16"] = "fp32",
-    optimizer: Literal["adamw", "muon"] = "adamw",
+    optimizer: OptimizerName = "adamw",
     ema: bool = False,
     gradient_checkpointing: bool = False,
     device: str = "cpu",

@@ -20,7 +20,7 @@ class Group:
     """A parameter group: parameters with the same update, learning rate and weight decay."""
 
     update: str
-    """adamw or muon"""
+    """adamw, muon or sgd"""
     names: tuple[str, ...]
     lr_ratio: float
     """learning rate of the group as a multiple of the settings' learning rate"""
@@ -30,7 +30,7 @@ class Group:
 def group_parameters(shapes: Mapping[str, int], config: OptimizerConfig) -> tuple[Group, ...]:
     """Group parameters by name and number of dimensions.
 
-    Muon updates the matrices inside blocks except adapters; AdamW updates the rest. Vectors, and
+    Muon updates the matrices inside blocks except adapters, and AdamW the rest. Vectors, and
     parameters that match a `no_decay` pattern, have no weight decay.
 
     Args:
@@ -41,7 +41,7 @@ def group_parameters(shapes: Mapping[str, int], config: OptimizerConfig) -> tupl
         muon = config.name == "muon" and dimensions == 2 and _is_blocks_matrix(name)
         exempt = dimensions < 2 or any(fnmatch(name, pattern) for pattern in config.no_decay)
         key = (
-            "muon" if muon else "adamw",
+            "adamw" if config.name == "muon" and not muon else config.name,
             config.muon_lr / config.lr if muon else 1.0,
             0.0 if exempt else config.weight_decay,
         )
@@ -80,6 +80,16 @@ def build_optimizers(
                     momentum=config.momentum,
                     ns_steps=config.ns_steps,
                     iteration=config.ns_iteration,
+                )
+            )
+        elif update == "sgd":
+            optimizers.append(
+                torch.optim.SGD(
+                    groups,
+                    lr=0.0,
+                    momentum=config.momentum,
+                    nesterov=config.nesterov,
+                    foreach=True,  # the fused kernel fails where new parameters have no momentum yet
                 )
             )
         else:
