@@ -19,7 +19,7 @@ from instar.growth.plan import Fresh, Grown, GrowthPlan, Old
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT, named_generator
 from instar.models.lora import Lora
-from instar.run.loop.optimizer import BatchedMuon
+from instar.run.loop.optimizer import BatchedMuon, check_states
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2 = gpt2(**SIZES)
@@ -369,10 +369,18 @@ def test_states_may_be_grown_one_by_one() -> None:
         assert torch.equal(grow_state(made, name, memory.__getitem__, KEY), tensor)
 
 
-def test_an_unknown_state_is_refused() -> None:
+def test_a_state_with_the_shape_of_its_parameter_grows_by_its_name() -> None:
     _, made = plan(GPT2, operation("widen_mlp", 20))
-    with pytest.raises(ValueError, match="head/max_exp_avg_sq: cannot grow this state; known are"):
-        grow_optimizer(made, {"head/max_exp_avg_sq": torch.ones(1)}, KEY)
+    name = "blocks.0.mlp.down.weight"
+    memory = {f"{name}/max_exp_avg_sq": torch.ones(16, 12), f"{name}/slow": torch.ones(16, 12)}
+    new = grow_optimizer(made, memory, KEY)
+    assert (new[f"{name}/max_exp_avg_sq"] == 1).all()
+    assert new[f"{name}/slow"].sum(0).tolist() == [16.0] * 12 + [0.0] * 8
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cannot grow the optimizer state head/rows: it is \[3\]"):
+        check_states({"head/step": (), "head/rows": (3,)}, {"head": (3, 4)})
 
 
 def test_an_operation_says_what_is_to_be_remembered() -> None:

@@ -66,13 +66,18 @@ Copies = Literal["asymmetric", "mapped"]
 Mode = Literal["asymmetric", "mapped", "reset"]
 """How optimizer states grow: as `Copies`, or all states are dropped."""
 
-STATES: Mapping[str, Role | None] = {
-    "exp_avg": Role.FIRST_MOMENT,
-    "exp_avg_sq": Role.SECOND_MOMENT,
-    "momentum_buffer": Role.FIRST_MOMENT,
-    "step": None,
-}
-"""Role of each optimizer state of AdamW and Muon; None: a number that is kept as it is."""
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""States that are moments also of a parameter without dimensions. Others without dimensions are
+numbers for the whole parameter, such as the count of steps, and are kept as they are."""
+_SQUARES = ("sq", "square", "sum")
+"""Parts of the names of optimizer states that are sums or means of squared gradients."""
+
+
+def state_role(state: str) -> Role:
+    """Returns the role of an optimizer state with the shape of its parameter, by its name: means of
+    squares such as `exp_avg_sq` and `square_avg`, or else of gradients, as all momenta."""
+    is_second = any(part in _SQUARES for part in state.split("_"))
+    return Role.SECOND_MOMENT if is_second else Role.FIRST_MOMENT
 
 
 def apply(
@@ -307,11 +312,7 @@ def moments_mode(operation: Operation) -> Mode:
 def grow_optimizer(
     plan: GrowthPlan, tensors: Mapping[str, Tensor], key: Key, mode: Mode = "asymmetric"
 ) -> dict[str, Tensor]:
-    """Returns the optimizer states of the grown model, named ``<parameter>/<state>`` as `tensors`.
-
-    Raises:
-        ValueError: a state is not in `STATES`.
-    """
+    """Returns the optimizer states of the grown model, named ``<parameter>/<state>`` as `tensors`."""
     names = grown_states(plan, tensors, mode)
     return {name: grow_state(plan, name, tensors.__getitem__, key, mode) for name in names}
 
@@ -323,8 +324,6 @@ def grown_states(plan: GrowthPlan, states: Iterable[str], mode: Mode = "asymmetr
     of: dict[str | None, list[str]] = {}
     for name in states:
         parameter, _, state = name.rpartition("/")
-        if state not in STATES:
-            raise ValueError(f"{name}: cannot grow this state; known are {', '.join(STATES)}")
         of.setdefault(parameter, []).append(state)
     return [
         f"{name}/{state}"
@@ -338,12 +337,12 @@ def grow_state(
 ) -> Tensor:
     """Returns one of `grown_states`."""
     parameter, _, state = name.rpartition("/")
-    role, made = STATES[state], plan.tensors[parameter]
-    if role is None:
-        count = read(f"{source_of(made)}/{state}")
-        return count.clone() if isinstance(made, Grown) and made.copied else count
+    made = plan.tensors[parameter]
+    tensor = read(f"{source_of(made)}/{state}")
+    if not tensor.ndim and state not in _MOMENTS:
+        return tensor.clone() if isinstance(made, Grown) and made.copied else tensor
     copies: Copies = "mapped" if mode == "mapped" else "asymmetric"
-    grown = apply_one(plan, parameter, lambda source: read(f"{source}/{state}"), role, key, copies)
+    grown = apply_one(plan, parameter, lambda _: tensor, state_role(state), key, copies)
     assert grown is not None
     return grown
 

@@ -117,10 +117,10 @@ def patterns_of(chosen: Collection[str], names: Collection[str]) -> tuple[str, .
     return tuple(by_module if len(by_module) <= len(by_end) else by_end)
 
 
-def learning_rate(settings: Settings, step: int) -> float:
+def learning_rate(settings: Settings, step: int, share: float | None = None) -> float:
     """Return the learning rate of the update in step `step` (counted from 0).
 
-    It is the peak `lr` times a share. In the warm-up, w = `warmup_iters` steps from `lr_start` on,
+    It is the peak `lr` times a share, which a custom task may give. Otherwise: in the warm-up, w = `warmup_iters` steps from `lr_start` on,
     the share of step n (from 0) is (n + 1) / w. Then, with m = `min_lr_ratio`, e =
     `lr_decay_iters`, and p = (n - w) / (e - w):
 
@@ -138,9 +138,9 @@ def learning_rate(settings: Settings, step: int) -> float:
     the schedule continues (arXiv 2308.04014, which begins at 0 or the lowest rate; here 0).
     """
     done = step - settings.lr_start
-    if done < settings.warmup_iters:
+    if share is None and done < settings.warmup_iters:
         share = (done + 1) / settings.warmup_iters
-    else:
+    elif share is None:
         share = _share_of_peak(settings, done)
     return settings.lr * share * _rewarmed(settings, step)
 

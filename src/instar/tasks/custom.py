@@ -7,6 +7,7 @@ built-in tasks.
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from instar.config.errors import ConfigError, InstarError
 from instar.config.fields import custom_task_class
 from instar.config.load import Loaded
-from instar.config.schema import Direction, RunConfig, SamplesConfig
+from instar.config.schema import Direction, OptimizerConfig, RunConfig, SamplesConfig
 from instar.config.sections import Section
 from instar.config.user_code import what_happened
 from instar.data.columns import Columns
@@ -95,6 +96,23 @@ class CustomTask(Generic[M, D]):
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Return the columns that the final test saves, per sample: [samples] or [samples, n]."""
         return {}
+
+    def optimizer(self, model: nn.Module, config: OptimizerConfig) -> Any:  # noqa: ARG002
+        """Return an optimizer for the model, several, or parameter groups for the config's optimizer;
+        None: as the config says. Called again for the grown model.
+
+        Learning rates are peak rates, which the schedule multiplies; `config.lr` is the config's.
+        """
+        return None
+
+    def schedule(self, step: int, steps: int | None) -> float | None:  # noqa: ARG002
+        """Return the share of the peak learning rate at a step, counted from 0; None: as the config
+        says.
+
+        Args:
+            steps: learning_rate.lr_decay_iters: by default the steps of the run; None: unknown.
+        """
+        return None
 
     def flops(self, shape: Growable) -> int:
         """Forward and backward FLOPs per sample. Default: 6 per weight of a matrix."""
@@ -179,6 +197,20 @@ class UserTask(Task):
 
     def shell(self) -> nn.Module:
         return made(self.own, self.architecture, self.config.seed)
+
+    def optimizer(self, model: nn.Module) -> Any:
+        with exits_fail(f"{_name(self.own)}.optimizer"):
+            return self.own.optimizer(model, self.config.optimizer)
+
+    def lr_share(self, step: int, end: int | None) -> float | None:
+        with exits_fail(f"{_name(self.own)}.schedule"):
+            share = self.own.schedule(step, end)
+        if share is None or (isinstance(share, int | float) and 0.0 <= share < math.inf):
+            return share
+        raise ValueError(
+            f"{_name(self.own)}.schedule must return a share of the learning rate, at least 0, not "
+            f"{share!r} at step {step}"
+        )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return at_least_float32(self._losses(model, batch)).sum()

@@ -364,6 +364,15 @@ class Task(ABC):
         """Return further numbers that follow from the means of all metrics, by name."""
         return {}
 
+    def optimizer(self, model: torch.nn.Module) -> Any:  # noqa: ARG002
+        """Return optimizers or parameter groups for a model; None: those of the config."""
+        return None
+
+    def lr_share(self, step: int, end: int | None) -> float | None:  # noqa: ARG002
+        """Return the share of the peak learning rate at a step of the schedule, which ends at step
+        `end`; None: as the config's section `learning_rate` says."""
+        return None
+
     def predict(self, model: torch.nn.Module, batch: Batch) -> Columns:  # noqa: ARG002
         """Return the columns that a test saves: targets and predictions per sample, or nothing."""
         return {}

@@ -18,7 +18,15 @@ from instar.config.sections import Operation
 from instar.data.source import Source
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
-from instar.growth.apply import Key, Role, apply, grow_buffers, grow_optimizer, moments_mode
+from instar.growth.apply import (
+    Key,
+    Mode,
+    Role,
+    apply,
+    grow_buffers,
+    grow_optimizer,
+    moments_mode,
+)
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import Probe, Proof, compare
 from instar.models.module import (
@@ -29,7 +37,13 @@ from instar.models.module import (
 )
 from instar.run.loop.components import Components
 from instar.run.loop.generators import EVALUATION, generators_kept, seed_generators
-from instar.run.loop.optimizer import copy_tensors, load_optimizer_tensors, optimizer_tensors
+from instar.run.loop.optimizer import (
+    check_states,
+    copy_tensors,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    shapes_of,
+)
 from instar.run.loop.state import RunState
 from instar.run.loop.step import Stepper, build_stepper, enter, to_device
 from instar.run.output.operation_text import in_words
@@ -112,16 +126,21 @@ def make_candidate(
         model = task.shell().to(world.device)
         _fill(model, plan, stepper.bare_model, key)
         ema = None if stepper.ema is None else apply(plan, stepper.ema, Role.PARAMETER, key)
-        memory = grow_optimizer(
-            plan,
-            optimizer_tensors(stepper.optimizers, stepper.parameters),
-            key,
-            moments_mode(operation),
-        )
+        memory = _grown_memory(stepper, plan, key, moments_mode(operation))
         proof = _prove(state.step, parts, task, model, plan, key)
     if not agree(world, proof.holds) and not allow_inexact:
         raise LabelBroken(f"the function changed more than its label allows: {in_words(proof)}")
     return Candidate(task, model, memory, ema, plan, proof)
+
+
+def _grown_memory(
+    stepper: Stepper, plan: GrowthPlan, key: Key, mode: Mode
+) -> dict[str, torch.Tensor]:
+    """Return the optimizers' state, transformed by the plan."""
+    states = optimizer_tensors(stepper.optimizers, stepper.parameters)
+    if mode != "reset":
+        check_states(shapes_of(states), shapes_of(stepper.parameters))
+    return grow_optimizer(plan, states, key, mode)
 
 
 def _fill(model: Module, plan: GrowthPlan, old: Module, key: Key) -> None:

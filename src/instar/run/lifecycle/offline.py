@@ -57,7 +57,7 @@ from instar.record.rundir import RunDir
 from instar.run.changes.live_growth import probe, probe_samples
 from instar.run.lifecycle.resume import began_with
 from instar.run.loop.gradient_stats import dead_ranks
-from instar.run.loop.optimizer import copy_tensors
+from instar.run.loop.optimizer import check_states, copy_tensors
 from instar.run.loop.step import enter
 from instar.schedule.operations import (
     Change,
@@ -329,6 +329,9 @@ def _write_component(
         return
     file = source.path / known.file()
     grow = grow_states if component == "optimizer" else grow_parameters
+    if component == "optimizer" and any(link.mode != "reset" for link in links):
+        files = (file, source.path / COMPONENTS["model"].file())
+        check_states(*({n: each.shape for n, each in outlines(path).items()} for path in files))
     with reading(file) as read:
         grown = grow(links, TensorReader(outlines(file), read))
         write_tensors(temporary / known.file(), grown.outlines, grown.read)

@@ -29,6 +29,12 @@ from instar.distributed.world import World
 from instar.record.system import torch_dtype
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.generators import generator_states, restore_generators, seed_generators
+from instar.run.loop.optimizer import (
+    check_states,
+    optimizer_tensors,
+    shapes_of,
+    task_optimizers,
+)
 from instar.run.loop.step import enter, to_device
 from instar.tasks.custom import check_table
 from instar.tasks.task import Batch, SampleSetSpec, Task
@@ -80,6 +86,7 @@ class _Trial:
         model.zero_grad(set_to_none=True)
         self._evaluate(task, model, held_out)
         self._grow(task, model, held_out)
+        self._optimize(task, model)
         return unused
 
     def _check_new(self, model: Module) -> None:
@@ -215,6 +222,30 @@ class _Trial:
                 shapes = {name: tuple(p.shape) for name, p in grown.named_parameters()}
                 check_table(f"{self.config.task} after growth", architecture, shapes)
 
+    def _optimize(self, task: Task, model: Module) -> None:
+        """Check what checkpoints and growth require of the task's own optimizer."""
+        with self._task_errors("optimizer"):
+            if task.optimizer(model) is None:
+                return
+            optimizers = task_optimizers(task, model, self.config.optimizer)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.randn_like(parameter)
+            before = [_group_values(optimizer) for optimizer in optimizers]
+            for optimizer in optimizers:
+                optimizer.step()
+            after = [_group_values(optimizer) for optimizer in optimizers]
+            if before != after:
+                raise ValueError(
+                    "a step changes values of the parameter groups, which no checkpoint contains; keep "
+                    "them in the state of each parameter"
+                )
+            parameters = dict(model.named_parameters())
+            states = optimizer_tensors(optimizers, parameters)
+            stages = self.prepared.forecast.stages
+            if any(stage.architecture != task.architecture for stage in stages):
+                check_states(shapes_of(states), shapes_of(parameters))
+
     def _autocast(self) -> torch.autocast:
         dtype = torch_dtype(self.config.precision)
         enabled = dtype != torch.float32
@@ -244,6 +275,14 @@ class _Trial:
         return ConfigError.one(
             f"{self.config.task}: {message}", where="task", hint=hint, key="task"
         )
+
+
+def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers and words of the parameter groups."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, int | float | str)}
+        for group in optimizer.param_groups
+    ]
 
 
 def _hint(samples: Columns | None, model: Module | None) -> str:

@@ -1,7 +1,8 @@
-"""Optimizers: parameter groups, Muon, and the optimizer state as named tensors."""
+"""Optimizers: parameter groups, Muon, a task's own, and their state as named tensors."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -9,10 +10,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from instar.config.schema import OptimizerConfig
+from instar.growth.plan import GrowthError
 from instar.models.lora import is_adapter
+from instar.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,10 @@ def _is_blocks_matrix(name: str) -> bool:
 
 def build_optimizers(
     parameters: Mapping[str, Parameter], config: OptimizerConfig
-) -> list[torch.optim.Optimizer]:
+) -> list[Optimizer]:
     """Build one optimizer per kind of update; groups have an `lr_ratio` and learning rate 0."""
     shapes = {name: parameter.ndim for name, parameter in parameters.items()}
-    by_update: dict[str, list[dict[str, object]]] = {}
+    by_update: dict[str, list[dict[str, Any]]] = {}
     for group in group_parameters(shapes, config):
         by_update.setdefault(group.update, []).append(
             {
@@ -71,42 +75,90 @@ def build_optimizers(
                 "weight_decay": group.weight_decay,
             }
         )
-    optimizers: list[torch.optim.Optimizer] = []
-    for update, groups in by_update.items():
-        if update == "muon":
-            optimizers.append(
-                BatchedMuon(
-                    groups,
-                    momentum=config.momentum,
-                    ns_steps=config.ns_steps,
-                    iteration=config.ns_iteration,
-                )
-            )
-        elif update == "sgd":
-            optimizers.append(
-                torch.optim.SGD(
-                    groups,
-                    lr=0.0,
-                    momentum=config.momentum,
-                    nesterov=config.nesterov,
-                    foreach=True,  # the fused kernel fails where new parameters have no momentum yet
-                )
-            )
-        else:
-            optimizers.append(
-                torch.optim.AdamW(
-                    groups,
-                    lr=0.0,
-                    betas=(config.beta1, config.beta2),
-                    eps=config.eps,
-                    # one kernel for all parameters: 3 to 7 times faster than foreach on a CPU
-                    fused=True,
-                )
-            )
-    return optimizers
+    return [_optimizer(update, groups, config) for update, groups in by_update.items()]
 
 
-def set_learning_rate(optimizers: Sequence[torch.optim.Optimizer], lr: float) -> None:
+def _optimizer(
+    update: str, groups: list[dict[str, Any]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    if update == "muon":
+        return BatchedMuon(
+            groups,
+            momentum=config.momentum,
+            ns_steps=config.ns_steps,
+            iteration=config.ns_iteration,
+        )
+    if update == "sgd":
+        return torch.optim.SGD(
+            groups,
+            lr=0.0,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+            foreach=True,  # the fused kernel fails where new parameters have no momentum yet
+        )
+    return torch.optim.AdamW(
+        groups,
+        lr=0.0,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        # one kernel for all parameters: 3 to 7 times faster than foreach on a CPU
+        fused=True,
+    )
+
+
+def task_optimizers(task: Task, model: Module, config: OptimizerConfig) -> list[Optimizer]:
+    """Build the optimizers of a model: the task's own, or those of the config.
+
+    The learning rates that the task gives are peak rates: their ratios to `config.lr` are kept, and
+    the schedule and operations change all of them alike.
+
+    Raises:
+        ValueError: a parameter that is to be trained has no optimizer, or several.
+    """
+    parameters = dict(model.named_parameters())
+    given = task.optimizer(model)
+    if given is None:
+        return build_optimizers(parameters, config)
+    made = list(given) if isinstance(given, Iterable) else [given]
+    if made and all(isinstance(each, dict) for each in made):
+        if config.name == "muon":
+            raise ValueError(
+                "optimizer() returned parameter groups, which optimizer.name muon makes"
+            )
+        made = [_optimizer(config.name, [{"lr": config.lr, **group} for group in made], config)]
+    if not made or not all(isinstance(each, Optimizer) for each in made):
+        raise ValueError(
+            "optimizer() must return an optimizer of torch, several, or parameter groups, not "
+            f"{', '.join(type(each).__name__ for each in made) or 'nothing'}"
+        )
+    _check_covered(made, parameters)
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["lr_ratio"] = float(group.get("lr", config.lr)) / config.lr
+    return made
+
+
+def _check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Parameter]) -> None:
+    held = Counter(
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    for name, parameter in parameters.items():
+        count = held.pop(id(parameter), 0)
+        if count > 1 or (parameter.requires_grad and not count):
+            raise ValueError(
+                f"optimizer() gives {name} to {count} optimizers or groups; each parameter of the "
+                "model that requires a gradient belongs to one"
+            )
+    if held:
+        raise ValueError("optimizer() was given parameters that are not the model's")
+
+
+def set_learning_rate(optimizers: Sequence[Optimizer], lr: float) -> None:
     """Set the learning rate of every group: `lr` × its `lr_ratio`."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -213,27 +265,46 @@ def orthogonalise(x_NAB: Tensor, coefficients: Iterable[Coefficients], safety: f
     return x
 
 
+_NUMBER = ".number"
+"""Suffix of a state that is a Python number, and a tensor without dimensions in a checkpoint."""
+
+
 def optimizer_tensors(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Parameter]
-) -> dict[str, torch.Tensor]:
-    """Return the optimizers' state tensors by name, `<parameter>/<state>`."""
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-    return {
-        f"{names[parameter]}/{key}": tensor
-        for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        for key, tensor in state.items()
-    }
+    optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]
+) -> dict[str, Tensor]:
+    """Return the optimizers' state tensors by name, `<parameter>/<state>`.
+
+    Raises:
+        ValueError: an optimizer has other state than tensors and numbers of parameters.
+    """
+    names: dict[object, str] = {parameter: name for name, parameter in parameters.items()}
+    tensors: dict[str, Tensor] = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else [("", state)]:
+                name = f"{names.get(parameter, parameter)}/{key}"
+                if isinstance(value, Tensor) and parameter in names:
+                    tensors[name] = value
+                elif isinstance(value, int | float) and parameter in names:
+                    kind = torch.int64 if isinstance(value, int) else torch.float64
+                    tensors[name + _NUMBER] = torch.tensor(value, dtype=kind)
+                elif value is not None:
+                    raise ValueError(
+                        f"the state {name} of {type(optimizer).__name__} is a "
+                        f"{type(value).__name__}; a checkpoint holds tensors and numbers that "
+                        "belong to a parameter"
+                    )
+    return tensors
 
 
 def load_optimizer_tensors(
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
     parameters: Mapping[str, Parameter],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
 ) -> None:
     """Load state tensors that `optimizer_tensors` returned."""
     owner = {
-        parameter: optimizer
+        parameter: (optimizer, group)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
@@ -241,9 +312,37 @@ def load_optimizer_tensors(
     for key, tensor in tensors.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
-        # a fused optimizer keeps its step count on the CPU or beside its parameter
-        device = parameter.device if tensor.ndim or parameter.is_cuda else torch.device("cpu")
-        owner[parameter].state[parameter][field] = tensor.to(device)
+        optimizer, group = owner[parameter]
+        state = optimizer.state[parameter]
+        if field.endswith(_NUMBER):
+            state[field.removesuffix(_NUMBER)] = tensor.item()
+            continue
+        # torch's optimizers count steps on the CPU unless they are fused or capturable
+        beside = tensor.ndim or field != "step" or group.get("fused") or group.get("capturable")
+        state[field] = tensor.to(parameter.device if beside else "cpu")
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors' shapes by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_states(
+    states: Mapping[str, tuple[int, ...]], parameters: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check the shapes of optimizer states, named ``<parameter>/<state>``.
+
+    Raises:
+        GrowthError: a state is neither a number nor of its parameter's shape, so that no plan says
+            how it grows.
+    """
+    for name, shape in states.items():
+        wanted = parameters.get(name.rpartition("/")[0], ())
+        if shape not in ((), wanted):
+            raise GrowthError(
+                f"cannot grow the optimizer state {name}: it is {list(shape)}, and its parameter "
+                f"{list(wanted)}; states grow that have their parameter's shape, or with moments: reset"
+            )
 
 
 def copy_tensors(into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -36,7 +36,7 @@ from instar.models.module import has_buffers, held_buffers, load_buffers, persis
 from instar.record.system import torch_dtype
 from instar.run.loop.generators import seed_generators
 from instar.run.loop.gradient_stats import GradientWatch, LayerStats
-from instar.run.loop.optimizer import build_optimizers, set_learning_rate
+from instar.run.loop.optimizer import set_learning_rate, task_optimizers
 from instar.schedule.settings import is_frozen
 from instar.tasks.task import Batch, Task
 
@@ -387,7 +387,7 @@ def build_stepper(
             model,
             gradients,
             parameters,
-            build_optimizers(parameters, config.optimizer),
+            task_optimizers(task, bare, config.optimizer),
         )
 
 

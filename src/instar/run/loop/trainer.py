@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,6 +36,8 @@ class Trainer:
     def __init__(self, parts: Components, state: RunState) -> None:
         self.parts, self.state = parts, state
         self._step_begun: float | None = None
+        self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
+        """returns the context in which a step runs, e.g. a profiler's"""
         parts.sync.active_s = self.active_s
         parts.sync.save_is_due = parts.saver.overdue
 
@@ -53,7 +57,8 @@ class Trainer:
             if reevaluated:
                 continue
             self.state = save_if_due(self.state, parts)
-            self.step()
+            with self.around_step():
+                self.step()
             self.state = validate_if_due(self.state, parts)
             self.state = parts.text_sampler.sample_if_due(self.state, parts.stepper, parts.logger)
             parts.weight_analyzer.analyze_if_due(
@@ -77,7 +82,9 @@ class Trainer:
         begun = self._step_begun = time.perf_counter()
         parts.sync.begin(f"step {number + 1}", number + 1)
         parts.rank_log.step = number + 1
-        lr = learning_rate(state.settings, number)
+        settings = state.settings
+        share = parts.task.lr_share(number - settings.lr_start, settings.lr_decay_iters)
+        lr = learning_rate(settings, number, share)
         layers_every = parts.config.record.layers_every
         if layers_every and Every(layers_every).due(number, number + 1) and parts.world.is_main:
             parts.stepper.layers = LayerStats()

@@ -1,0 +1,87 @@
+"""Optimizers, parameter groups and schedules of a custom task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import science
+import torch
+from ruamel.yaml import YAML
+from safetensors.torch import load_file
+from tiny_run import codes, events, said, weights
+
+from instar.config.errors import ConfigError
+from instar.config.load import load
+from instar.distributed.world import World
+from instar.run.lifecycle.preflight import preflight
+from instar.run.lifecycle.trial import run_trial
+from instar.run.loop.optimizer import set_learning_rate, task_optimizers
+
+WIDER = [{"name": "widen", "value": {"axis": "hidden", "size": 32}, "when": {"at_step": 5}}]
+SETTINGS = (
+    "task=own_optimizers:Own",
+    "train.until=[12it]",
+    f"schedule={json.dumps(WIDER)}",
+    "early_stopping.rules=[]",
+    "test.at_end=false",
+    "checkpoint.on_best=false",
+    "learning_rate.lr_decay_iters=12",
+)
+
+
+def settings(task: str, *overrides: str) -> list[str]:
+    """A config of `task` without a file."""
+    given = YAML().load(science.CONFIG)
+    keys = [f"{name}={json.dumps(value)}" for name, value in given.items() if name != "task"]
+    return [*keys, f"task=own_optimizers:{task}", "precision=fp32", *overrides]
+
+
+def test_its_state_grows_and_a_resumed_run_on_two_ranks_is_the_same(tmp_path: Path) -> None:
+    place = science.place(tmp_path)
+    whole, parts = place.path / "whole", place.path / "parts"
+    children = place.train(whole, *SETTINGS, ranks=2)
+    assert codes(children) == [0, 0], said(children)
+    rates = [event["lr"] for event in events(whole, "train")]
+    np.testing.assert_allclose(rates, [0.03 * (1 - step / 12) for step in range(12)])
+    children = place.train(parts, *SETTINGS, "train.until=[6it]", ranks=2)
+    assert codes(children) == [0, 0], said(children)
+    children = place.resume(parts, "--until", "12it", ranks=2)
+    assert codes(children) == [0, 0], said(children)
+    assert weights(parts, 12) == weights(whole, 12)
+    states = load_file(whole / "checkpoints/step-12/optimizer.safetensors")
+    assert states["up.weight/velocity"].shape == (32, 2)
+    assert states["up.weight/step.number"].item() == 12
+    assert set(states) >= {"down.bias/square_avg", "down.bias/step"}
+
+
+def test_rates_keep_their_ratio_to_the_configs() -> None:
+    loaded = load(None, settings("Grouped", "optimizer.name=sgd"))
+    prepared = preflight(loaded, 1)
+    task = prepared.spec.task(prepared.config)
+    (optimizer,) = task_optimizers(task, task.build(), prepared.config.optimizer)
+    assert isinstance(optimizer, torch.optim.SGD)
+    set_learning_rate([optimizer], 0.1)
+    values = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert values == [(pytest.approx(0.3), 0.0), (pytest.approx(0.1), 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("Partial", "optimizer() gives down.weight to 0 optimizers or groups"),
+        ("Twice", "optimizer() gives up.weight to 2 optimizers or groups"),
+        ("Named", "must return an optimizer of torch, several, or parameter groups, not str"),
+        ("Counted", "a step changes values of the parameter groups, which no checkpoint contains"),
+        ("Listed", "the state up.weight/history of Remembering is a list"),
+        ("Rowwise", "cannot grow the optimizer state up.weight/rows: it is [24, 3]"),
+    ],
+)
+def test_what_cannot_be_saved_or_grown_is_named_before_the_run(task: str, message: str) -> None:
+    schedule = f"schedule={json.dumps(WIDER)}"
+    prepared = preflight(load(None, settings(task, schedule)), 1)
+    with pytest.raises(ConfigError) as caught:
+        run_trial(prepared, World(0, 0, 1, torch.device("cpu"), "none"))
+    assert message in str(caught.value)
