@@ -77,7 +77,7 @@ FLEETS = {f"fleet {name}" for name in ("plan", "doctor", "status", "logs", "stop
 """read a fleet's file or folder, and records of its runs: tests/fleet/test_foreign.py"""
 TAKE_NO_RUN = {"init", "demo", "config schema", *FLEETS}
 RUN_ITS_CODE = {"train", "resume", "test", "grow", "schedule check", "data prepare"}
-RUN_ITS_CODE |= {"fleet up", "fleet resume", "fleet host"}
+RUN_ITS_CODE |= {"find lr", "find batch", "fleet up", "fleet resume", "fleet host"}
 
 
 def leaves(group: click.Group, before: str = "") -> Iterator[str]:

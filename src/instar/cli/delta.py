@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from instar.cli.options import CommandGroup, NewFolder, json_option
-from instar.cli.output import print_json, print_named, print_table
+from instar.cli.output import (
+    picture_kind,
+    print_json,
+    print_named,
+    print_table,
+    write_picture,
+)
 
 if TYPE_CHECKING:
     from instar.checkpoint.delta.folder import Link
@@ -279,24 +285,12 @@ def chain_at(text: str) -> Path:
     return run.deltas
 
 
-def _draw(found: Sequence[LinkStatistics], title: str, picture: Path) -> None:
-    """Write a plot of the statistics.
-
-    Raises:
-        ConfigError: the file is of another kind or cannot be written.
-    """
-    from instar.config.errors import ConfigError
+def _draw(found: Sequence[LinkStatistics], title: str, path: Path) -> None:
+    """Write a plot of the statistics."""
     from instar.logs.plot.deltas import deltas_picture
-    from instar.record.atomic import replace_file
 
-    kind = picture.suffix.removeprefix(".")
-    if kind not in ("png", "svg", "pdf"):
-        raise ConfigError.one(f"unknown kind of picture: {picture}", "--plot", ".png, .svg, .pdf")
-    content = deltas_picture(found, title, cast(Literal["png", "svg", "pdf"], kind))
-    try:
-        replace_file(picture, content)
-    except OSError as error:
-        raise ConfigError.one(f"cannot write {picture}: {error.strerror}", "--plot") from error
+    kind = picture_kind(path, "--plot")
+    write_picture(path, deltas_picture(found, title, kind), "--plot")
 
 
 def _number(folder: Path, number: int | None, step: int | None) -> int:

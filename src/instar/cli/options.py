@@ -85,6 +85,32 @@ def allow_option(words: str) -> Callable[[Command], Command]:
     )
 
 
+MOST_PROFILED = 100
+
+
+def _profiled_steps(_context: click.Context, _option: click.Parameter, given: str | None) -> int:
+    from instar.config.budget import parse_budget
+
+    if given is None:
+        return 0
+    try:
+        budget = parse_budget(given)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}; write e.g. 5it") from None
+    if budget.kind != "steps" or budget.amount > MOST_PROFILED:
+        raise click.BadParameter(f"{given!r} is not 1it to {MOST_PROFILED}it")
+    return int(budget.amount)
+
+
+profile_option = click.option(
+    "--profile",
+    metavar="STEPS",
+    callback=_profiled_steps,
+    help="Profile this many steps after the first ones, e.g. 5it: print the dearest operators, and "
+    "write a trace per rank.",
+)
+
+
 class CommandGroup(click.Group):
     """A group whose help shows each command's first sentence untruncated."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import click
 
@@ -222,6 +222,35 @@ def deliver(text: str | Iterable[str], output: str | None, *, open_it: bool = Fa
     click.echo(f"wrote {path}", err=True)
     if open_it:
         launch(path)
+
+
+PictureKind = Literal["png", "svg", "pdf"]
+
+
+def picture_kind(path: Path, option: str) -> PictureKind:
+    """Return the kind of picture that a file's suffix names.
+
+    Raises:
+        ConfigError: it names none; `option` is where the path was given.
+    """
+    kind = path.suffix.removeprefix(".")
+    if kind not in get_args(PictureKind):
+        raise ConfigError.one(f"unknown kind of picture: {path}", option, ".png, .svg, .pdf")
+    return cast(PictureKind, kind)
+
+
+def write_picture(path: Path, content: bytes, option: str) -> None:
+    """Write a picture's file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from instar.record.atomic import replace_file
+
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise ConfigError.one(f"cannot write {path}: {error.strerror}", option) from error
 
 
 def launch(path: Path) -> None:

@@ -13,6 +13,7 @@ import click
 from instar.cli.options import (
     allow_option,
     from_option,
+    profile_option,
     rank_options,
     schedule_option,
     set_option,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 @trust_option
 @allow_option("With --resume: resume although this has changed.")
 @click.option("--only-test", is_flag=True, hidden=True)
+@profile_option
 @click.option("--dry-run", is_flag=True, help="Print a forecast of the run without starting it.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: as JSON.")
 def train(
@@ -70,6 +72,7 @@ def train(
     start: str,
     allow: tuple[str, ...],
     only_test: bool,
+    profile: int,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -98,6 +101,7 @@ def train(
         argv = [*argv, "--resume", str(run.path), "--from", start]
         argv += [word for one in allow for word in ("--allow", one)]
         argv += ["--only-test"] * only_test
+    argv += ["--profile", f"{profile}it"] if profile else []
     try:
         loaded = from_launcher() or load_config(cfg, overrides, resuming=resume is not None)
     except ConfigError as error:
@@ -113,8 +117,10 @@ def train(
     if place.is_set:
         if indices:
             os.environ[DEVICES_VARIABLE] = ",".join(map(str, indices))
-        return _one_rank(loaded, resumed, only_test)
-    return _launch(loaded, resumed, argv, rank_count.ranks, indices, max_restarts, only_test)
+        return _one_rank(loaded, resumed, only_test, profile)
+    return _launch(
+        loaded, resumed, argv, rank_count.ranks, indices, max_restarts, only_test, profile
+    )
 
 
 def _launch(
@@ -125,6 +131,7 @@ def _launch(
     devices: Sequence[int] | None,
     max_restarts: int,
     only_test: bool,
+    profile: int,
 ) -> int:
     """Check everything before any rank starts; then run in this process, or launch ranks."""
     from instar.api import make_ready
@@ -134,7 +141,7 @@ def _launch(
     try:
         make_ready(loaded, ranks, resume, lambda text: click.echo(text, err=True))
         if ranks == 1 and devices is None and not max_restarts:
-            return _one_rank(loaded, resume, only_test)
+            return _one_rank(loaded, resume, only_test, profile)
         from instar.distributed.launch import launch, torchrun_line
 
         parallel = loaded.config.parallel
@@ -158,7 +165,7 @@ def _launch(
         raise stopped_before_start(resumable=resumable) from None
 
 
-def _one_rank(loaded: Loaded, resume: Resume | None, only_test: bool = False) -> int:
+def _one_rank(loaded: Loaded, resume: Resume | None, only_test: bool, profile: int) -> int:
     from instar.distributed.rank_log import run_rank
     from instar.distributed.signals import StopSignal
 
@@ -168,7 +175,7 @@ def _one_rank(loaded: Loaded, resume: Resume | None, only_test: bool = False) ->
         def work(log: RankLog) -> None:
             from instar.run.lifecycle.worker import run
 
-            run(loaded, log, signal, resume, only_test=only_test)
+            run(loaded, log, signal, resume, only_test=only_test, profiled_steps=profile)
 
         return run_rank(work)
 
@@ -224,6 +231,7 @@ def _indices(devices: str | None) -> list[int] | None:
 @from_option("latest", "latest, best, best-<metric>, or a step.")
 @set_option
 @click.option("--until", multiple=True, metavar="BUDGET", help="A new end, e.g. 4000it.")
+@profile_option
 @trust_option
 @allow_option("Resume although this has changed.")
 @click.pass_context

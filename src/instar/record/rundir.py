@@ -80,6 +80,10 @@ class RunDir:
     def deltas(self) -> Path:
         return self.path / "deltas"
 
+    def profile(self, rank: int) -> Path:
+        """The trace of `--profile`, for https://ui.perfetto.dev."""
+        return self.path / "profile" / f"rank_{rank}.json.gz"
+
     @property
     def control(self) -> Path:
         """The folder of the requests of `instar control`."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "msgspec")
 CPUINFO = Path("/proc/cpuinfo")
+_PROCESS = Path("/proc/self")
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
 _CPU_SIDES = (128, 256, 512, 1024)
 _CPU_BUDGET_S = 0.1
@@ -128,6 +130,41 @@ def _cpuinfo(*names: str) -> str:
 def resident_bytes() -> int:
     """Returns the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes(*, reset: bool = False) -> int:
+    """Returns the peak resident memory of this process since the last reset, in bytes; where the
+    kernel does not tell, the present one.
+
+    Args:
+        reset: afterwards, the peak begins anew.
+    """
+    peak = 0
+    with suppress(OSError, ValueError, IndexError):
+        status = _PROCESS.joinpath("status").read_text()
+        peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
+    if reset:
+        with suppress(OSError):
+            _PROCESS.joinpath("clear_refs").write_text("5")
+    return peak or resident_bytes()
+
+
+def usable_bytes(device: torch.device) -> int:
+    """Returns the memory that this process may use in all, in bytes: what it has and what is
+    available, within the limit of its control group."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    free = [int(psutil.virtual_memory().available)]
+    with suppress(OSError, ValueError, IndexError):
+        group = _PROCESS.joinpath("cgroup").read_text().split("0::/")[1].split()
+        folder = _CONTROL_GROUPS.joinpath(*group)
+        # a limit of "max" is not a number: there is none
+        limit, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
+        cached = int((folder / "memory.stat").read_text().split("inactive_file ")[1].split()[0])
+        free.append(limit - used + cached)
+    return resident_bytes() + min(free)
 
 
 def memory_bytes(device: str = "cpu") -> int:

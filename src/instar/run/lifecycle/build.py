@@ -15,7 +15,7 @@ from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import Console
 from instar.record.control import Inbox
-from instar.record.recorder import Sink
+from instar.record.recorder import Silent, Sink
 from instar.record.rundir import RunDir
 from instar.record.system import PeakFlops
 from instar.run.lifecycle.inputs import resolve_precision
@@ -79,7 +79,9 @@ def build(
         console,
         log_interval=config.record.log_interval,
         budgets=budgets,
-        peak=PeakFlops(world.device, config.precision, world.size) if world.is_main else None,
+        peak=None
+        if isinstance(sink, Silent)
+        else PeakFlops(world.device, config.precision, world.size),
         best_metric=config.checkpoint.best_of[0],
     )
 

@@ -78,6 +78,7 @@ from instar.run.loop.state import Decision
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output.operation_text import shape_text
+from instar.run.output.profile import StepProfiler
 from instar.schedule.operations import Change, State, initial_state, keeps_losses_comparable
 from instar.tasks.task import spec_class
 
@@ -105,12 +106,14 @@ def run(
     resume: Resume | None = None,
     *,
     only_test: bool = False,
+    profiled_steps: int = 0,
 ) -> None:
     """Train as one rank of the world that the environment variables describe. A collective.
 
     Args:
         resume: how to resume a run; None: a new run, unless the config or a restart says otherwise.
         only_test: train no steps; run the final test of the checkpoint that `resume` names.
+        profiled_steps: number of steps to profile, on every rank.
 
     Raises:
         ConfigError: the run cannot start; nothing was created.
@@ -123,7 +126,7 @@ def run(
     _last_trainer.clear()
     try:
         with exits_fail("the task's code"):
-            _run_rank(loaded, log, signal, resume, only_test=only_test)
+            _run_rank(loaded, log, signal, resume, only_test=only_test, profiled=profiled_steps)
         # only after success: otherwise a scheduler or other ranks wait for this one to end
         wait_s = DELETING_S
     finally:
@@ -143,7 +146,13 @@ def _report(run_dir: RunDir) -> None:
 
 
 def _run_rank(
-    loaded: Loaded, log: RankLog, signal: StopSignal, resume: Resume | None, *, only_test: bool
+    loaded: Loaded,
+    log: RankLog,
+    signal: StopSignal,
+    resume: Resume | None,
+    *,
+    only_test: bool,
+    profiled: int,
 ) -> None:
     with (
         ExitStack() as record,  # outlives the process group, which knows at its end who was lost
@@ -253,6 +262,12 @@ def _run_rank(
             return
         if start is not None:
             _update_best_pointers(trainer, start.path, run_dir)
+        if profiled and over is None:
+            profiler = StepProfiler(
+                profiled, run_dir.profile(world.rank), world.device, console.say
+            )
+            stack.enter_context(closing(profiler))
+            trainer.around_step = profiler.step
         decision = (
             _train_to_end(trainer, run_dir)
             if over is None

@@ -1,0 +1,158 @@
+"""`instar find`: find settings of a config by short trainings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from instar.cli.options import CommandGroup, json_option, set_option, trust_option
+from instar.cli.output import picture_kind, print_json, print_table, write_picture
+
+if TYPE_CHECKING:
+    from instar.config.load import Loaded
+    from instar.run.find.learning_rate import RateFound
+    from instar.run.find.search import ShortRun
+
+
+@click.group(cls=CommandGroup)
+def find() -> None:
+    """Find settings of a config by short trainings, which leave no run behind."""
+
+
+@find.command()
+@click.argument("cfg", required=False, type=click.Path())
+@set_option
+@click.option(
+    "--steps",
+    type=click.IntRange(min=8),
+    help="Steps of the longest trainings; default: an eighth of the run, or 400 if that is more.",
+)
+@click.option(
+    "--budget",
+    type=click.IntRange(min=2),
+    help="Maximum steps of all trainings together; default: 10 times --steps.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Plot the losses into FILE (.png, .svg or .pdf).",
+)
+@trust_option
+@json_option
+def lr(
+    cfg: str | None,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    budget: int | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the learning rate with the lowest validation loss after a short training.
+
+    Trains CFG's model on its data with rates around optimizer.lr, all from the same weights on the
+    same samples: many for a quarter of the steps, the best for half, the best of these for all. Each
+    training has the whole learning rate schedule in small.
+    """
+    kind = None if output is None else picture_kind(output, "-o")
+    loaded = _loaded(cfg, overrides)
+
+    from instar.run.find.learning_rate import find_learning_rate
+
+    result = find_learning_rate(
+        loaded, steps, budget, say=_say, on_run=lambda run: _say(_run_text(run))
+    )
+    if output is not None and kind is not None:
+        from instar.logs.plot.figure import picture
+        from instar.logs.plot.rates import rates_chart
+
+        rounds = {
+            f"{steps:,} steps": [(run.lr, run.loss) for run in runs]
+            for steps, runs in result.found.rounds().items()
+        }
+        write_picture(output, picture(rates_chart(rounds, result.found.lr), kind), "-o")
+        _say(f"wrote {output}")
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        _print_rates(result)
+
+
+@find.command()
+@click.argument("cfg", required=False, type=click.Path())
+@set_option
+@click.option("--max", "most", type=click.IntRange(min=1), help="Largest micro-batch to try.")
+@trust_option
+@json_option
+def batch(cfg: str | None, overrides: tuple[str, ...], most: int | None, as_json: bool) -> None:
+    """Find the largest micro-batch that fits in memory, and the fastest.
+
+    Trains some steps of CFG's model with 1, 2, 4 … samples at once, on one device, and prints
+    train.batch_size and train.gradient_accumulation_steps that keep the global batch.
+    """
+    loaded = _loaded(cfg, overrides)
+
+    from instar.record.format import bytes_text, si
+    from instar.run.find.batch_size import find_batch_size
+
+    result = find_batch_size(
+        loaded, most, say=_say, on_try=lambda tried: _say(f"{tried.batch_size} samples …")
+    )
+    if as_json:
+        print_json(result.to_dict())
+        return
+    headers = ["batch_size", f"{result.unit}s/s", "memory"]
+    rows = [
+        [f"{tried.batch_size:,}", si(tried.per_s), bytes_text(tried.memory_bytes)]
+        if tried.fits
+        else [f"{tried.batch_size:,}", "", "does not fit"]
+        for tried in result.tried
+    ]
+    print_table(headers, rows, right=headers)
+    for key, value in result.settings.items():
+        click.echo(f"{key}: {value}")
+    how = "" if result.measured else ", extrapolated"
+    _say(
+        f"fastest: {result.fastest:,} samples; largest that fits in "
+        f"{bytes_text(result.limit_bytes)}: {result.largest:,}{how}"
+    )
+
+
+def _loaded(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:
+    from instar.distributed.placement import share_cores
+    from instar.schedule.checks import load_checked
+
+    share_cores(os.environ)
+    return load_checked(cfg, overrides)
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _run_text(run: ShortRun) -> str:
+    return f"lr {run.lr:.2e}  {run.steps:,} steps  loss {run.loss:.4f}"
+
+
+def _print_rates(result: RateFound) -> None:
+    rounds = result.found.rounds()
+    rates = sorted({run.lr for run in result.found.runs})
+    losses = {(run.lr, run.steps): run.loss for run in result.found.runs}
+    headers = ["lr", *(f"{steps:,} steps" for steps in rounds)]
+    rows = [
+        [f"{rate:.2e}", *(_loss_text(losses.get((rate, steps))) for steps in rounds)]
+        for rate in rates
+    ]
+    print_table(headers, rows, right=headers)
+    for key, value in result.settings.items():
+        click.echo(f"{key}: {value:g}")
+    for note in result.notes():
+        _say(note)
+
+
+def _loss_text(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"

@@ -1,0 +1,226 @@
+"""Finds the largest micro-batch that fits in memory, and the fastest, by trying some steps of each."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from instar.config.errors import ConfigError
+from instar.config.load import Loaded
+from instar.config.schema import RunConfig
+from instar.distributed.world import World, join
+from instar.record.system import peak_resident_bytes, usable_bytes
+from instar.run.find.training import opened, prepared_alone
+from instar.run.lifecycle.preflight import Prepared
+
+MARGIN = 0.9
+"""Share of the memory that a step may use."""
+_AS_FAST = 0.97
+"""Share of the highest speed above which a smaller micro-batch is preferred."""
+_SATURATED = 1.02
+"""A doubling that is not faster by this factor does not pay."""
+_TIMED_S = 1.0
+_MOST_STEPS = 20
+_BISECTIONS = 3
+
+
+@dataclass(frozen=True)
+class BatchTried:
+    """Some steps with one micro-batch each."""
+
+    batch_size: int
+    per_s: float
+    """units of weight, e.g. tokens, per second; 0 if it does not fit"""
+    memory_bytes: int
+    """peak memory: allocated on the GPU, or resident on a CPU"""
+    fits: bool = True
+
+
+@dataclass(frozen=True)
+class BatchFound:
+    """Micro-batches that were tried, and what to set."""
+
+    tried: tuple[BatchTried, ...]
+    """in ascending order"""
+    unit: str
+    largest: int
+    """largest that fits"""
+    measured: bool
+    """whether `largest` was tried; False: extrapolated from the memory of those that were"""
+    fastest: int
+    """smallest that is nearly as fast as any"""
+    limit_bytes: int
+    settings: dict[str, int]
+    """values for the config that keep the global batch, by dotted key"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return asdict(self)
+
+
+def find_batch_size(
+    loaded: Loaded,
+    most: int | None = None,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    on_try: Callable[[BatchTried], None] = lambda _: None,
+) -> BatchFound:
+    """Try micro-batches of 1, 2, 4 … samples on one device; nothing is written.
+
+    On a GPU until one does not fit, then between the last two. On a CPU until the next one would
+    need more memory than is available, by extrapolation, or until the speed no longer rises.
+
+    Args:
+        most: largest micro-batch to try; default: the samples of an epoch.
+
+    Raises:
+        ConfigError: the run could not start, or a single sample does not fit.
+    """
+    prepared = prepared_alone(loaded, say)
+    config = prepared.config
+    samples = prepared.spec.samples(config.context)
+    bound = min(size for size in (most, samples, 2**20) if size is not None)
+    with join(config.parallel, config.device) as world:
+        limit = int(MARGIN * usable_bytes(world.device))
+        tried: dict[int, BatchTried] = {}
+
+        def fits(size: int) -> bool:
+            tried[size] = _try(prepared, world, size, limit)
+            on_try(tried[size])
+            return tried[size].fits
+
+        if world.device.type == "cuda":
+            largest = largest_by_trial(fits, bound)
+        else:
+            largest = largest_by_forecast(fits, tried, bound, limit)
+    if not largest:
+        raise ConfigError.one(
+            "a micro-batch of one sample does not fit in memory",
+            where="model",
+            hint="make the model or its context smaller, or set train.gradient_checkpointing: true",
+        )
+    fastest = fastest_of(list(tried.values()))
+    return BatchFound(
+        tuple(tried[size] for size in sorted(tried)),
+        prepared.spec.unit,
+        largest,
+        largest in tried,
+        fastest,
+        limit,
+        _settings(config, fastest),
+    )
+
+
+def largest_by_trial(fits: Callable[[int], bool], bound: int) -> int:
+    """Return the largest size that fits, to about an eighth; 0: none."""
+    works, fails = 0, None
+    for size in _doublings(bound):
+        if not fits(size):
+            fails = size
+            break
+        works = size
+    for _ in range(_BISECTIONS):
+        if fails is None or fails - works < 2:
+            break
+        middle = (works + fails) // 2
+        if fits(middle):
+            works = middle
+        else:
+            fails = middle
+    return works
+
+
+def largest_by_forecast(
+    fits: Callable[[int], bool], tried: dict[int, BatchTried], bound: int, limit: int
+) -> int:
+    """Return the largest size that is expected to fit, without using up the memory; 0: none."""
+    largest, slower = 0, 0
+    for size in _doublings(bound):
+        if largest and _largest_within(list(tried.values()), limit, bound) < size:
+            break
+        if not fits(size):
+            return largest
+        if largest:
+            slower = slower + 1 if tried[size].per_s < _SATURATED * tried[largest].per_s else 0
+        largest = size
+        if slower == 2:
+            break
+    return max(largest, _largest_within(list(tried.values()), limit, bound)) if largest else 0
+
+
+def _largest_within(tried: Sequence[BatchTried], limit: int, bound: int) -> int:
+    """Extrapolate the memory of the two largest sizes linearly; return the size that reaches the
+    limit, at most `bound`."""
+    if len(tried) < 2:
+        return bound
+    one, two = sorted(tried, key=lambda each: each.batch_size)[-2:]
+    per_sample = (two.memory_bytes - one.memory_bytes) / (two.batch_size - one.batch_size)
+    if per_sample <= 0:
+        return bound
+    return min(bound, math.floor(two.batch_size + (limit - two.memory_bytes) / per_sample))
+
+
+def _doublings(bound: int) -> Iterator[int]:
+    size = 1
+    while size < bound:
+        yield size
+        size *= 2
+    yield bound
+
+
+def fastest_of(tried: Sequence[BatchTried]) -> int:
+    """Return the smallest size that is nearly as fast as any."""
+    highest = max(each.per_s for each in tried)
+    return min(each.batch_size for each in tried if each.per_s >= _AS_FAST * highest)
+
+
+def _settings(config: RunConfig, fastest: int) -> dict[str, int]:
+    """Return the largest divisor of the global batch that is at most the fastest size."""
+    total = config.train.batch_size * config.train.gradient_accumulation_steps
+    size = max(n for n in range(1, min(fastest, total) + 1) if total % n == 0)
+    return {"train.batch_size": size, "train.gradient_accumulation_steps": total // size}
+
+
+def _try(prepared: Prepared, world: World, size: int, limit: int) -> BatchTried:
+    """Train a few steps with one micro-batch of `size` samples each."""
+    train = prepared.config.train.model_copy(
+        update={"batch_size": size, "gradient_accumulation_steps": 1}
+    )
+    config = prepared.config.model_copy(update={"train": train})
+    try:
+        gc.collect()
+        _peak_bytes(world.device, reset=True)
+        with opened(prepared, config, world) as trainer:
+            for _ in range(2):  # the first ones also allocate, compile and choose kernels
+                trainer.step()
+            begun, before = time.perf_counter(), trainer.state.progress
+            while True:
+                trainer.step()
+                seconds = time.perf_counter() - begun
+                steps = trainer.state.step - before.step
+                if seconds > _TIMED_S or steps == _MOST_STEPS:
+                    break
+            weight = trainer.state.progress.tokens - before.tokens
+            memory = _peak_bytes(world.device)
+        return BatchTried(size, weight / seconds, memory, fits=memory <= limit)
+    except torch.OutOfMemoryError:
+        return BatchTried(size, 0.0, limit, fits=False)
+    finally:
+        if world.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _peak_bytes(device: torch.device, *, reset: bool = False) -> int:
+    if device.type == "cpu":
+        return peak_resident_bytes(reset=reset)
+    peak = int(torch.cuda.max_memory_reserved(device))
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+    return peak

@@ -1,0 +1,119 @@
+"""Short trainings of a config, in this process, that leave no run behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from instar.config.load import Loaded
+from instar.config.schema import RunConfig
+from instar.config.sections import DeltaConfig
+from instar.distributed.rank_log import RankLog
+from instar.distributed.signals import StopSignal
+from instar.distributed.world import World
+from instar.record.console import silent_console
+from instar.record.recorder import Silent
+from instar.record.rundir import RunDir
+from instar.run.lifecycle.build import build
+from instar.run.lifecycle.preflight import Prepared, check_memory, preflight, prepare_data
+from instar.run.loop.trainer import Trainer
+
+_SKIPPED = 3
+"""Consecutive steps with a non-finite gradient after which a training has diverged."""
+
+
+def prepared_alone(loaded: Loaded, say: Callable[[str], None]) -> Prepared:
+    """Check a config for one rank, and prepare its data unless they exist.
+
+    Raises:
+        ConfigError: the run could not start.
+    """
+    prepare_data(loaded, 1, say)
+    # neither the run's folder nor its schedule of operations is needed
+    prepared = preflight(loaded, 1, new=False)
+    check_memory(loaded, prepared.forecast, loaded.config.device)
+    return prepared
+
+
+@contextmanager
+def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trainer]:
+    """Context manager: a trainer at step 0 that records and saves nothing, without operations.
+
+    Args:
+        config: used in place of `prepared.config`, with the same model and data.
+    """
+    record = config.record.model_copy(update={"layers_every": None})
+    checkpoint = config.checkpoint.model_copy(update={"delta": DeltaConfig()})
+    quiet = {"record": record, "checkpoint": checkpoint, "schedule": ()}
+    with TemporaryDirectory(prefix="instar-find-") as folder:
+        trainer = build(
+            replace(prepared, config=config.model_copy(update=quiet)),
+            world,
+            StopSignal(),
+            Silent(),
+            silent_console(),
+            RankLog(world.rank),
+            RunDir(Path(folder)),
+        )
+        with closing(trainer):
+            yield trainer
+
+
+def final_loss(prepared: Prepared, config: RunConfig, world: World, steps: int) -> float:
+    """Train for a number of steps and return the validation loss; infinity if it diverges."""
+    with opened(prepared, config, world) as trainer:
+        while trainer.state.step < steps:
+            trainer.step()
+            if trainer.state.skipped_in_a_row == _SKIPPED:
+                return math.inf
+        trainer.evaluate()
+        loss = trainer.state.loss
+        return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
+def shortened(
+    config: RunConfig, rate: float, steps: int, run_steps: int, held_out: int
+) -> RunConfig:
+    """Return the config of a short training that resembles a run of `run_steps` steps.
+
+    The learning rate schedule and the moving average are shortened in proportion. The model is not
+    compiled, which would take longer than the training.
+
+    Args:
+        rate: peak learning rate; Muon's changes by the same factor.
+        held_out: maximum number of micro-batches of the validation subset.
+    """
+    share = steps / run_steps
+    schedule, optimizer = config.learning_rate, config.optimizer
+
+    def scaled(iters: int | None) -> int | None:
+        return None if iters is None else max(1, round(iters * share))
+
+    averaged = None if config.train.ema is None else 1.0 - (1.0 - config.train.ema) / share
+    subset = min(config.eval.eval_iters or held_out, held_out)
+    return config.model_copy(
+        update={
+            "compile": False,
+            "optimizer": optimizer.model_copy(
+                update={"lr": rate, "muon_lr": optimizer.muon_lr * rate / optimizer.lr}
+            ),
+            "learning_rate": schedule.model_copy(
+                update={
+                    "warmup_iters": round(schedule.warmup_iters * share),
+                    "lr_decay_iters": scaled(schedule.lr_decay_iters),
+                    "decay_every": scaled(schedule.decay_every),
+                }
+            ),
+            "train": config.train.model_copy(
+                update={
+                    "ema": averaged if averaged is not None and averaged > 0 else None,
+                    "max_skipped_steps": _SKIPPED + 1,
+                }
+            ),
+            "eval": config.eval.model_copy(update={"eval_iters": subset}),
+        }
+    )

@@ -1,0 +1,52 @@
+"""`instar find`, typed in a folder with a corpus and a config."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from instar.config.load import load
+
+Instar = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_the_rate_that_is_printed_can_be_put_into_the_config(instar: Instar, place: Path) -> None:
+    done = instar("find", "lr", "tiny.yaml", "--steps", "8", "-o", "rates.png")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("optimizer.lr: ")]
+    assert "8 steps" in done.stdout.splitlines()[0]
+    assert (place / "rates.png").read_bytes().startswith(b"\x89PNG")
+    assert not (place / "runs").exists()
+    key, value = line.split(": ")
+    set_to = load(str(place / "tiny.yaml"), [f"{key}={value}"]).config.optimizer.lr
+    again = json.loads(instar("find", "lr", "tiny.yaml", "--steps", "8", "--json").stdout)
+    assert again["settings"] == {"optimizer.lr": set_to}
+    assert {run["steps"] for run in again["runs"]} == {2, 4, 8}
+
+
+def test_mistakes_are_found_before_any_training(instar: Instar) -> None:
+    assert (
+        "unknown kind of picture" in instar("find", "lr", "tiny.yaml", "-o", "a.gif", code=2).stderr
+    )
+    spent = instar("find", "lr", "tiny.yaml", "--steps", "8", "--budget", "1", code=2)
+    assert "--budget" in spent.stderr
+
+
+def test_a_micro_batch_is_proposed_that_keeps_the_global_batch(instar: Instar, place: Path) -> None:
+    argv = (
+        "find",
+        "batch",
+        "tiny.yaml",
+        "--max",
+        "4",
+        "--set",
+        "train.gradient_accumulation_steps=3",
+    )
+    found = json.loads(instar(*argv, "--json").stdout)
+    assert [tried["batch_size"] for tried in found["tried"]] == [1, 2, 4]
+    assert all(tried["per_s"] > 0 and tried["memory_bytes"] > 0 for tried in found["tried"])
+    settings = found["settings"]
+    assert settings["train.batch_size"] * settings["train.gradient_accumulation_steps"] == 12
+    assert settings["train.batch_size"] <= found["fastest"] <= found["largest"] == 4
+    assert not (place / "runs").exists()
