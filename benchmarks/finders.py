@@ -1,0 +1,168 @@
+"""How far is the rate that `instar find lr` finds from the best of a grid of full trainings?
+
+    python benchmarks/finders.py [--quick]
+
+Three small models: a GPT on the standard library's source code, a graph network on causal sets and an
+MLP of a custom task. The grid: whole trainings at rates a factor 2 apart over a range of 256, judged
+by their final validation loss. The finder may train for half as many steps at most, and begins 16
+times too low or too high. The figure is the factor between both rates; the bar is 2. Beside it: how
+much higher the grid's loss is at the rate found, and what a range test (the rate rises in one training;
+the suggestion is the steepest point of the smoothed loss) would have suggested.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from instar.config.load import load
+from instar.distributed.world import World
+from instar.run.find.search import BUDGET, search
+from instar.run.find.training import final_loss, opened, shortened
+from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
+from report import Case, case, options, parser, publish
+
+WORLD = World(0, 0, 1, torch.device("cpu"), "none")
+_HELD_OUT = 24
+"""micro-batches of the validation subset"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A run, and the grid's lowest rate."""
+
+    name: str
+    overrides: tuple[str, ...]
+    lowest: float
+    start: float
+    """where the finder begins"""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Steps of a training, and rates of the grid."""
+
+    steps: int
+    rates: int
+
+
+FULL = Effort(400, 9)
+QUICK = Effort(8, 3)
+
+HEADS = (
+    "[{name: manifold, kind: classification, classes: 2}, "
+    "{name: dimension, kind: classification, classes: 3}]"
+)
+
+
+def models(folder: Path) -> list[Model]:
+    """The three runs; their data are put into `folder`."""
+    text = folder / "library.py"
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text.write_bytes(b"".join(source.read_bytes() for source in sources[:60])[: 1 << 20])
+    shared = ("learning_rate.warmup_iters=20", "record.log_interval=1", "precision=fp32")
+    gpt = (
+        "preset=llama",
+        "model={n_layer: 2, n_head: 2, n_embd: 32, context: 32}",
+        f"data={{source: {text}, path: {folder / 'tokens'}, tokenizer: byte}}",
+        "train.batch_size=16",
+    )
+    graph = (
+        "task=graph",
+        f"data={{path: {folder / 'sets'}, val: 0.3, test: 0.1}}",
+        "data.causal_sets={sets: 1500, min_points: 8, max_points: 16}",
+        f"model={{layer: sage, n_layer: 2, width: 24, heads: {HEADS}}}",
+        "train.batch_size=32",
+    )
+    mlp = ("task=noisy_waves:Waves", "data={val: 0.3, test: 0.1}", "train.batch_size=32")
+    return [
+        Model("GPT", (*gpt, *shared), 2.5e-4, 4e-3 / 16),
+        Model("graph network", (*graph, *shared), 5e-4, 8e-3 / 16),
+        Model("MLP", (*mlp, *shared), 2.5e-4, 4e-3 * 16),
+    ]
+
+
+def compared(model: Model, effort: Effort) -> list[Case]:
+    """The finder's rate against the grid's."""
+    loaded = load(
+        None,
+        [*model.overrides, f"train.until=[{effort.steps}it]", f"optimizer.lr={model.start}"],
+    )
+    prepare_data(loaded, 1, print)
+    prepared = preflight(loaded, 1, new=False)
+
+    def loss(lr: float, steps: int) -> float:
+        short = shortened(prepared.config, lr, steps, effort.steps, _HELD_OUT)
+        return final_loss(prepared, short, WORLD, steps)
+
+    rates = [model.lowest * 2.0**n for n in range(effort.rates)]
+    grid = {lr: loss(lr, effort.steps) for lr in rates}
+    best = min(grid, key=grid.__getitem__)
+    half = effort.steps // 2
+    found = search(loss, model.start, half, BUDGET * half)
+    suggested = range_test(prepared, effort.steps // 4)
+    lowest = grid[best]
+    print(f"{model.name}: " + "  ".join(f"{lr:.2g} {each:.4f}" for lr, each in grid.items()))
+    print(f"{model.name}: best {best:.3g}, found {found.lr:.3g}, range test {suggested:.3g}")
+    name = model.name
+    return [
+        case(f"{name}: rate found / best of the grid", [apart(found.lr, best)], "×", most=2.0),
+        case(f"{name}: loss there", [100 * (loss(found.lr, effort.steps) / lowest - 1)], "% more"),
+        case(f"{name}: steps of the search", [found.steps / effort.steps], "runs"),
+        case(f"{name}: rate of a range test / best", [apart(suggested, best)], "×"),
+    ]
+
+
+def apart(one: float, other: float) -> float:
+    """The factor between two rates, at least 1."""
+    return max(one / other, other / one)
+
+
+def range_test(prepared: Prepared, steps: int) -> float:
+    """The rate of the steepest fall of the smoothed loss while the rate rises from 1e-6 to 1."""
+    rates = np.geomspace(1e-6, 1.0, steps)
+    losses: list[float] = []
+    config = shortened(prepared.config, prepared.config.optimizer.lr, steps, steps, 1)
+    with opened(prepared, config, WORLD) as trainer:
+        for lr in rates:
+            settings = replace(
+                trainer.state.settings, lr=float(lr), lr_shape="constant", warmup_iters=0
+            )
+            trainer.state = replace(
+                trainer.state, in_force=replace(trainer.state.in_force, settings=settings)
+            )
+            trainer.step()
+            loss = trainer.parts.logger.last_loss
+            assert loss is not None
+            if not loss < 4 * min([*losses, loss]):
+                break
+            losses.append(loss)
+    return float(rates[_steepest(losses)])
+
+
+def _steepest(losses: Sequence[float]) -> int:
+    smooth, mean = [], losses[0]
+    for loss in losses:
+        mean = 0.9 * mean + 0.1 * loss
+        smooth.append(mean)
+    lowest = int(np.argmin(smooth))
+    return int(np.argmin(np.gradient(smooth)[: max(2, lowest)]))
+
+
+def main() -> None:
+    chosen = options(parser(__doc__).parse_args())
+    effort = QUICK if chosen.quick else FULL
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [each for model in models(Path(folder)) for each in compared(model, effort)]
+    publish("finders", cases, chosen, steps=effort.steps, rates=effort.rates)
+
+
+if __name__ == "__main__":
+    main()
