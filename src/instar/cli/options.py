@@ -175,6 +175,7 @@ FOREIGN_COMMANDS = {
     "generate": "sample",
     "help": "--help",
     "list": "logs list",
+    "lr_find": "find lr",
     "ls": "logs list",
     "plot": "logs plot",
     "prepare": "data prepare",
