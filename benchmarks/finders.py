@@ -110,10 +110,11 @@ def compared(model: Model, effort: Effort) -> list[Case]:
     lowest = grid[best]
     print(f"{model.name}: " + "  ".join(f"{lr:.2g} {each:.4f}" for lr, each in grid.items()))
     print(f"{model.name}: best {best:.3g}, found {found.lr:.3g}, range test {suggested:.3g}")
+    above = 100 * max(0.0, loss(found.lr, effort.steps) / lowest - 1)
     name = model.name
     return [
         case(f"{name}: rate found / best of the grid", [apart(found.lr, best)], "×", most=2.0),
-        case(f"{name}: loss there", [100 * (loss(found.lr, effort.steps) / lowest - 1)], "% more"),
+        case(f"{name}: loss there", [above], "% more"),
         case(f"{name}: steps of the search", [found.steps / effort.steps], "runs"),
         case(f"{name}: rate of a range test / best", [apart(suggested, best)], "×"),
     ]
