@@ -28,6 +28,7 @@ def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], chosen: flo
     )
     panel = Panel(metric_text("val/loss"), curves, limits=(lowest - room, top + room))
     rates = [rate for points in rounds.values() for rate, _ in points]
+    text = f"lr {chosen:.2g}"
     return Chart(
         title="Final loss by learning rate",
         subtitle="",
@@ -35,7 +36,7 @@ def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], chosen: flo
         label=metric_text("lr"),
         runs=tuple(rounds),
         panels=(panel,),
-        marks=(Annotation("operation", chosen, 0, f"lr {chosen:.2g}"),),
+        marks=(Annotation("operation", chosen, len(rounds) - 1, text, text, "setting"),),
         log_x=True,
         limits=(min(rates), max(rates)),
     )
