@@ -181,7 +181,8 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed
         assert seen.page.input_value("[name=smooth]") == "0.5"
         assert seen.page.is_checked("[name=log]")
         assert not seen.page.is_checked("[name=marks]")
-        assert "demo seed=1" in seen.page.inner_text(".panels")
+        key = seen.page.get_by_title("demo seed=1 loss")
+        assert key.inner_text() == "seed=1 loss"
         assert seen.errors == []
         assert seen.elsewhere() == []
 

@@ -53,7 +53,7 @@ WRONG = """() => {
     for (const box of range.getClientRects()) {
       const seen = { left: Math.max(left, box.left), right: Math.min(right, box.right), top: Math.max(top, box.top), bottom: Math.min(bottom, box.bottom) };
       if (seen.right - seen.left < 3 || seen.bottom - seen.top < 3) continue;
-      const inScroller = holder.closest(".scroll, .paper, #tabs, #chosen.unfolded");
+      const inScroller = holder.closest(".scroll, .paper, #chosen.unfolded");
       if (!inScroller && (box.left < -1 || box.right > innerWidth + 1)) wrong.push(`beyond the edge: ${name}`);
       texts.push({ name, node, ...seen });
     }
