@@ -59,8 +59,8 @@ def test_ten_million_points_take_seconds_at_most():
 
     seconds = []
     for _ in range(2):
-        start = time.perf_counter()
+        start = time.process_time()
         smooth(values, 0.99)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
 
     assert min(seconds) < 4

@@ -20,7 +20,7 @@ CONTEXT = OperationEvent(step=0, name="set_context")
 VOCABULARY = OperationEvent(step=0, name="widen", value={"axis": "vocab", "size": 512})
 WIDEN_MLP = OperationEvent(step=0, name="widen", value={"axis": "mlp", "size": 512})
 
-# recorded by runs of examples/gpt/demo.yaml with a line every 10 steps, a batch change at 50 and
+# recorded by runs of the demo with a line every 10 steps, a batch change at 50 and
 # growth at 100 and 150, and of a causal-set network
 GROWN = [
     *(7.6575, 7.5889, 7.2582, 6.7338, 6.3173, 5.9931, 5.6201, 5.2973, 5.136, 4.9518, 4.6922),

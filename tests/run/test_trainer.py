@@ -11,7 +11,6 @@ import pytest
 import torch
 from live import carry_out
 
-from instar.config.load import load
 from instar.config.sections import Operation
 from instar.distributed.failure import RunFailed
 from instar.record.events import Eval, Skip, Train, read_events
@@ -271,7 +270,3 @@ def test_the_curve_is_the_golden_one(trainer: Make, losses: Losses) -> None:
         assert curve == golden["losses"]
     else:
         assert curve == pytest.approx(golden["losses"], rel=1e-3)
-
-
-def test_config_of_the_demo_is_sound() -> None:
-    assert load(str(Path(__file__).parents[2] / "examples/gpt/demo.yaml")).config.name == "demo"

@@ -41,7 +41,7 @@ COMMANDS: dict[str, str | None] = {
     "train run.yaml optimizer.lr=3e-4": "--set optimizer.lr=3e-4",
     "train run.yaml --output runs": "record.out_dir",
     "sample tiny --temprature 1": "--temperature",
-    "sample tiny --max-tokens 20": "--tokens",
+    "sample tiny --max-new-tokens 20": "--max-tokens",
     "resume tiny --steps 20": "--until",
     "checkpoint list tiny --verbose": None,
     # arguments

@@ -165,11 +165,11 @@ class DeltaWriter:
             try:
                 if self.failure is None:
                     self._write(copy)
-            except InstarError as error:
-                self.failure = str(error)
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                self.failure = f"cannot save step {copy.step:,} in {self.folder}: {what}"
+                known = isinstance(error, InstarError)
+                what = str(error) if known else f"{type(error).__name__}: {error}"
+                begins = f"cannot save step {copy.step:,}"
+                self.failure = what if begins in what else f"{begins} in {self.folder}: {what}"
             self._room.release()
 
     def _write(self, copy: _Copy) -> None:

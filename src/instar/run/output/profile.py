@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from instar.logs.text.tables import aligned
+from instar.record.atomic import TMP, rename
 
 UNPROFILED = 3
 """First steps of the process, which also compile, allocate and choose kernels."""
@@ -85,9 +86,10 @@ class StepProfiler:
         traced.stop()
         self._profile, self._wanted = None, self._traced
         self.trace.parent.mkdir(exist_ok=True)
-        unfinished = self.trace.with_name(f".tmp-{self.trace.name}")
+        # not atomic_file: torch compresses by the name's suffix
+        unfinished = self.trace.with_name(f"{TMP}{self.trace.name}")
         traced.export_chrome_trace(str(unfinished))
-        unfinished.replace(self.trace)
+        rename(unfinished, self.trace)
         for line in operator_table(traced.key_averages(), gpu=self.device.type == "cuda"):
             self.say(line)
         fewer = f" of {self.steps}" if self._traced < self.steps else ""
