@@ -5,7 +5,7 @@ from pydantic import Field
 from instar.config.schema import SamplesConfig
 from instar.config.sections import Section
 from instar.data.columns import Ragged
-from instar.models.shape import Shape, Table
+from instar.models.table import Shape, Table
 from instar.tasks.custom import CustomTask
 from instar.tasks.task import Batch
 

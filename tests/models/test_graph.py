@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from growing import KEY, operation, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch_geometric.nn import GATv2Conv, GINEConv
 
 from instar.config.graph import GraphModelConfig, HeadConfig
 from instar.config.sections import Operation
@@ -19,7 +20,7 @@ from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
 from instar.growth.proof import Probe, compare, split_grad_norms
 from instar.models.gpt import named_generator
-from instar.models.graph import ACTIVATIONS, GraphNetwork
+from instar.models.graph import ACTIVATIONS, GraphNetwork, _flows
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
 from instar.models.shape import ArchitectureError, count_parameters
 
@@ -33,10 +34,10 @@ HEADS = (
 OF_NODES = (HeadConfig(name="role", kind="classification", classes=2, level="node"),)
 
 
-def shape(of_graph: int = 0, **model: Any) -> GraphShape:
+def shape(of_graph: int = 0, of_edges: int = 0, **model: Any) -> GraphShape:
     sizes = {"n_layer": 2, "width": 8, "n_mlp": 12, "n_readout": 6, "n_head": 2}
     config = GraphModelConfig(**{**sizes, "heads": HEADS, "pooling": ALL_POOLINGS, **model})
-    return resolve_graph(config, 3, of_graph)
+    return resolve_graph(config, 3, of_graph, of_edges)
 
 
 def network(of: GraphShape, dtype: torch.dtype = torch.float64) -> GraphNetwork:
@@ -69,16 +70,26 @@ BATCH = graphs((5, 9), (1, 0), (7, 20), (3, 0))
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize(
     "rest",
-    [{}, {"norm": "rmsnorm", "graph_features": True}, {"heads": OF_NODES, "graph_features": True}],
-    ids=["graph", "features", "node"],
+    [
+        {},
+        {"norm": "rmsnorm", "graph_features": True},
+        {"heads": OF_NODES, "graph_features": True},
+        {"edge_features": True},
+    ],
+    ids=["graph", "features", "node", "edges"],
 )
 def test_the_table_is_what_the_module_has(layer: str, flow: str, rest: dict[str, Any]) -> None:
-    of = shape(of_graph=2, layer=layer, flow=flow, **rest)
+    of = shape(of_graph=2, of_edges=4, layer=layer, flow=flow, **rest)
     built = {name: tuple(p.shape) for name, p in GraphNetwork(of).named_parameters()}
     table = {name: entry.shape for name, entry in of.parameters().items()}
     assert built == table
     assert count_parameters(of).total == sum(p.numel() for p in GraphNetwork(of).parameters())
     assert GraphShape.from_dict(of.to_dict()) == of
+
+
+def test_a_shape_of_a_checkpoint_without_edge_features_is_read() -> None:
+    older = {key: value for key, value in shape().to_dict().items() if key != "edge_features"}
+    assert GraphShape.from_dict(older) == shape()
 
 
 def test_a_shape_that_no_model_can_have() -> None:
@@ -151,6 +162,66 @@ def test_it_is_message_passing_on_dense_matrices(layer: str, flow: str) -> None:
         own = edges[(edges[:, 0] >= begin) & (edges[:, 0] < end)] - begin
         alone = dense_forward(of, values(model), x[begin:end], own)
         torch.testing.assert_close(said[graph], alone, rtol=1e-10, atol=1e-10)
+
+
+def of_edges(layer: str) -> tuple[GraphNetwork, Tensor, Tensor, Tensor]:
+    """A network that reads features of edges, states of nodes, edges, and their features."""
+    generator = named_generator("of edges")
+    _, edges, _ = BATCH
+    h = torch.randn(16, 8, dtype=torch.float64, generator=generator)
+    features = torch.randn(len(edges), 4, dtype=torch.float64, generator=generator)
+    model = shape(of_edges=4, layer=layer, flow="forward", edge_features=True, activation="relu")
+    return network(model), h, edges, features
+
+
+def heard(model: GraphNetwork, h: Tensor, edges: Tensor, features: Tensor) -> Tensor:
+    (flow,) = _flows(model.shape, edges, len(h), h.dtype, features).values()
+    found: Tensor = model.get_submodule("blocks.0.from_sources")(h, flow)
+    return found
+
+
+def test_messages_with_features_of_edges_are_those_of_gine() -> None:
+    model, h, edges, features = of_edges("gin")
+    block = model.get_submodule("blocks.0.from_sources")
+    conv = GINEConv(nn.Identity(), eps=-1.0)  # without the node itself
+    expected = block.heard(conv(h, edges.T, block.edge(features)))
+    torch.testing.assert_close(heard(model, h, edges, features), expected)
+
+
+def test_attention_with_features_of_edges_is_that_of_gatv2() -> None:
+    model, h, edges, features = of_edges("gat")
+    block = model.get_submodule("blocks.0.from_sources")
+    conv = GATv2Conv(8, 4, heads=2, edge_dim=4, add_self_loops=False).double()
+    with torch.no_grad():
+        conv.lin_l.weight.copy_(block.sent.weight)
+        conv.lin_l.bias.zero_()
+        conv.lin_r.weight.copy_(block.received.weight)
+        conv.lin_r.bias.copy_(block.received.bias)
+        conv.lin_edge.weight.copy_(block.edge.weight)
+        conv.att.copy_(block.score.weight[None])
+        conv.bias.zero_()
+    expected = block.heard(conv(h, edges.T, features))
+    torch.testing.assert_close(heard(model, h, edges, features), expected)
+
+
+@pytest.mark.parametrize(
+    ("layer", "flow"), [("sage", "both"), ("gcn", "symmetric"), ("gat", "both")]
+)
+@pytest.mark.parametrize(
+    "op", [("widen", {"axis": "width", "size": 16}), ("insert_layers", 1)], ids=str
+)
+def test_a_network_that_reads_edges_grows(layer: str, flow: str, op: tuple[str, Any]) -> None:
+    of = shape(of_edges=4, layer=layer, flow=flow, edge_features=True)
+    x, edges, offsets = BATCH
+    features = torch.randn(len(edges), 4, dtype=torch.float64)
+    model = network(of)
+    grown, made = plan(of, operation(*op))
+    larger = GraphNetwork(grown).double()
+    larger.load_state_dict(apply(made, values(model), Role.PARAMETER, KEY))
+    before, after = (net(x, edges, offsets, None, features) for net in (model, larger))
+    torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)
+    other = model(x, edges, offsets, None, features + 1)
+    assert not torch.allclose(other, before)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -19,6 +19,7 @@ from instar.record.format import (
     saved_line,
     scientific,
     si,
+    sizes_text,
     train_line,
     unit_text,
 )
@@ -99,6 +100,8 @@ def test_header() -> None:
 
 
 def test_header_of_a_run_that_goes_on() -> None:
+    assert sizes_text({"train": 1800, "val": 60}) == "train 1,800, val 60 samples"
+    assert sizes_text({"train": None, "val": 60}) == "train of unknown length, val 60 samples"
     assert header_line(RunStarted(run_id="r7f3a", step=1200), WHERE) == (
         "run r7f3a  from step 1,200  → runs/grow-r7f3a"
     )

@@ -15,6 +15,7 @@ from tiny_run import Place, codes, events, said, weights
 
 from instar.config.errors import ConfigError
 from instar.config.load import load
+from instar.data import user_source
 from instar.distributed.world import World
 from instar.run.lifecycle.preflight import preflight
 from instar.run.lifecycle.trial import run_trial
@@ -44,10 +45,12 @@ def place(tmp_path: Path) -> Place:
 
 
 REFUSED = {
-    "Generated": "samples(): a generator, which is not indexed; return arrays by name",
-    "Streamed": "samples(): a Endless, which is not indexed; return arrays by name",
-    "Loaded": "samples(): a DataLoader, which is not indexed; return arrays by name",
-    "Nothing": "samples(): a NoneType, which is not indexed; return arrays by name",
+    "Streamed": "an iterable of more than 100 samples is not read into memory; to read it as a stream",
+    "OtherwiseHeldOut": "val has x as int64[*], not float32[*] as in train",
+    "Unseeded": "item 0 is not what it was when the iterable was read before; it must give the same",
+    "TooLong": "IndexError: index 80 is out of bounds for dimension 0 with size 80; when item 80 of 81",
+    "Collating": "a DataLoader with a collate_fn, which would not be called; return its data set",
+    "Nothing": "samples(): None; return arrays by name",
     "NoSamples": "samples(): there are no samples",
     "Words": "side has values of type <U5, not numbers; encode text as numbers first",
     "WordsInRows": "sample 0: side is 'left', which is no array of numbers",
@@ -73,6 +76,8 @@ REFUSED = {
     "Frozen": "no parameter of the model requires a gradient, so nothing would train",
     "NoField": "up has an axis 'hiden', which is not a whole-number field of the shape; there are hidden",
     "NoShape": "shape() must return a Shape, not a dict of hidden",
+    "NoLoss": "NoLoss.loss must be a tensor [samples], one value for each of 8, not None: it returns",
+    "WideLoss": "must be [samples], one for each of 8, not [8, 2]: take the mean over the other axes",
     "DictLoss": "DictLoss.loss must be a tensor [samples], one value for each of 8, not a dict of loss",
     "MeanLoss": "MeanLoss.loss must be [samples], one for each of 8, not []: say reduction='none'",
     "NumberLoss": "NumberLoss.loss must be a tensor [samples], one value for each of 8, not a float",
@@ -86,7 +91,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("task", REFUSED)
-def test_a_mistake_in_a_task_is_named_before_the_run(attempt: Try, task: str) -> None:
+def test_a_mistake_in_a_task_is_named_before_the_run(
+    attempt: Try, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_source, "MOST_ITEMS", 100)
     with pytest.raises(ConfigError) as caught:
         attempt(f"mistaken:{task}")
     told = str(caught.value)
@@ -127,6 +135,11 @@ def test_a_data_set_is_stratified_by_a_column_that_is_read(place: Place) -> None
         place.path / "run", "task=mistaken:Mapped", "data.stratify=side", "train.until=[3it]"
     )
     assert codes(children) == [0], said(children)
+
+
+def test_values_that_are_not_finite_anywhere_are_told(attempt: Try) -> None:
+    (warning,) = attempt("mistaken:SomeNaN")
+    assert "x holds values that are not finite in 1 of 80 samples, first in sample 70" in warning
 
 
 def test_parameters_without_a_part_in_the_loss(attempt: Try) -> None:

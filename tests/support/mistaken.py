@@ -107,11 +107,6 @@ class Graphs(CustomTask[Any, Any]):
 # ---- samples that cannot be read ----
 
 
-class Generated(Halves):
-    def samples(self) -> Any:
-        yield from [{"x": np.zeros(2)}]
-
-
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -123,9 +118,38 @@ class Streamed(Halves):
         return Endless()
 
 
-class Loaded(Halves):
+class OtherwiseHeldOut(Halves):
     def samples(self) -> Any:
-        return DataLoader(Items(self), batch_size=4)
+        return {"train": Items(self), "val": [{"x": [0, 1], "side": 1, "number": 2}]}
+
+
+class Shuffling(IterableDataset[Any]):
+    """Gives its items in another order at every pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ({"x": torch.rand(2), "side": 0, "number": 0} for _ in range(9))
+
+
+class Unseeded(Halves):
+    def samples(self) -> Any:
+        return {"train": Shuffling(), "val": points(self), "test": points(self)}
+
+
+class Short(Items):
+    """Says that it has more items than it has."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+class TooLong(Halves):
+    def samples(self) -> Any:
+        return Short(self)
+
+
+class Collating(Halves):
+    def samples(self) -> Any:
+        return DataLoader(Items(self), collate_fn=lambda items: items)
 
 
 class Nothing(Halves):
@@ -215,6 +239,13 @@ class HasNaN(Halves):
     def samples(self) -> Any:
         columns = points(self)
         columns["x"][:] = np.nan
+        return columns
+
+
+class SomeNaN(Halves):
+    def samples(self) -> Any:
+        columns = points(self)
+        columns["x"][70] = np.nan
         return columns
 
 
@@ -340,6 +371,16 @@ class PairOut(Halves):
 
 
 # ---- losses and metrics ----
+
+
+class NoLoss(Halves):
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        F.cross_entropy(model(batch["x"]), batch["side"], reduction="none")
+
+
+class WideLoss(Halves):
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(model(batch["x"]), torch.ones(len(batch["x"]), 2), reduction="none")
 
 
 class DictLoss(Halves):

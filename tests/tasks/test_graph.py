@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -78,6 +79,7 @@ def graphs(count: int, seed: int = 0) -> Graphs:
                     np.int64
                 ),
                 "charge": generator.normal(size=2 * half).astype(np.float32),
+                "known": np.arange(2 * half) < 1 + number % 3,
             }
         )
     return Graphs(stack(samples))
@@ -146,6 +148,33 @@ def test_metrics_are_those_of_plain_numpy() -> None:
         np.testing.assert_allclose(found[name].values, tally_values, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(found[name].weights, weights)
     assert task.loss_sum(model, batch(TWELVE)).item() == pytest.approx(expected["loss"][0].sum())
+
+
+def test_masked_nodes_do_not_count() -> None:
+    known = ragged(TWELVE.columns["known"])
+    charge = ragged(TWELVE.columns["charge"])
+    missing = Ragged(np.where(known.flat, charge.flat, np.nan), charge.offsets)
+    task = task_on(Graphs({**TWELVE.columns, "charge": missing}), ROLE, CHARGE, mask="known")
+    model = task.build()
+    everything = batch(task.spec.data)  # type: ignore[arg-type]
+    loss = task.loss_sum(model, everything)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    said = task.outputs(model, everything)
+    where = torch.from_numpy(known.flat)
+    role = torch.from_numpy(ragged(TWELVE.columns["role"]).flat)
+    entropy = F.cross_entropy(said[where, :2], role[where], ignore_index=-1, reduction="sum")
+    square = (said[where, 2] - torch.from_numpy(charge.flat)[where]).square().sum()
+    torch.testing.assert_close(loss, entropy + square)
+    found = task.measure(model, everything)
+    torch.testing.assert_close(found["charge/mse"].values.sum(), square)
+    assert found["loss"].weights.tolist() == [1 + number % 3 for number in range(12)]
+    assert torch.equal(found["charge/mae"].weights, found["loss"].weights)
+    assert found["role/loss"].weights.sum() == (role[where] >= 0).sum()
+    with torch.no_grad():
+        predicted = task.predict(model, everything)
+    np.testing.assert_array_equal(np.isnan(ragged(predicted["charge"]).flat), ~known.flat)
+    assert (ragged(predicted["role"]).flat[~known.flat] == -1).all()
 
 
 def test_metrics_of_nodes_are_sums_over_each_graph() -> None:

@@ -60,6 +60,35 @@ def test_graphs_are_split_and_looked_at(stored: Path) -> None:
     assert source.weights(np.arange(len(source))) == 10
 
 
+CITATIONS = """
+import torch
+from torch_geometric.data import Data
+
+def papers():
+    graph = Data(x=torch.eye(6), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+    graph.mark = torch.tensor([0, 1, 0, 1, 0, 1])
+    places = {"train": [0, 1, 2], "val": [3, 4], "test": [5]}
+    return {
+        name: [graph.clone().update({"known": torch.isin(torch.arange(6), torch.tensor(nodes))})]
+        for name, nodes in places.items()
+    }
+"""
+
+
+def test_one_graph_may_be_in_every_split_with_a_mask_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "citations.py").write_text(CITATIONS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = GraphSpec.open(config("citations:papers", OF_NODES, "model.mask=known"), 1)
+    assert found.split_sizes(1) == {"train": 1, "val": 1, "test": 1}
+    train, _ = found.train(1, 0)
+    assert train.weights(np.array([0])) == 3
+    weights = [found.held_out(split, 1).weights(np.array([0])) for split in ("val", "test")]
+    assert weights == [2, 1]
+
+
 def test_heads_for_nodes_weigh_graphs_by_their_nodes(stored: Path) -> None:
     found = GraphSpec.open(config(stored, OF_NODES), 1)
     assert (found.unit, found.weight(1)) == ("node", 4)

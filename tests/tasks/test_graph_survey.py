@@ -20,6 +20,9 @@ MODEL = GraphModelConfig(
         HeadConfig(name="size", kind="regression"),
     )
 )
+NODES = GraphModelConfig(
+    heads=(HeadConfig(name="role", kind="classification", classes=2, level="node"),)
+)
 SPLITS = {"train": np.array([0, 2, 3]), "val": np.array([1]), "test": np.array([], dtype=np.int64)}
 
 
@@ -67,6 +70,29 @@ def test_what_good_graphs_are_like() -> None:
     assert survey(good()) == GraphSurvey(1, 0, mean_nodes=2.0, mean_edges=1.0)
     asked = MODEL.model_copy(update={"graph_features": True})
     assert survey(good(), asked).graph_features == 5
+
+
+def test_features_of_edges_and_masks_are_checked() -> None:
+    asked = NODES.model_copy(update={"edge_features": True, "mask": "known"})
+    fine = {
+        "edge_attr": ragged([[0, 1]] * 4, [1, 0, 2, 1], np.float32),
+        "known": ragged([1, 0, 1, 0, 0, 1, 1, 1], [2, 1, 3, 2], np.bool_),
+    }
+    assert survey({**good(), **fine}, asked).edge_features == 2
+    wrong = {
+        "edge_attr": ragged([[0, np.inf]] * 4, [1, 1, 1, 1], np.float32),
+        "known": ragged([0, 0, 1, 0, 0, 1, 1, 1], [2, 1, 3, 2], np.bool_),
+    }
+    with pytest.raises(ConfigError) as caught:
+        survey({**good(), **wrong}, asked)
+    told = str(caught.value)
+    assert "sample 2: edge_attr has 1 rows, which is not one for each edge (1 more sample" in told
+    assert "edge_attr is not finite" in told
+    assert "sample 0: known is true of no node" in told
+    with pytest.raises(
+        ConfigError, match="samples have no column 'known'; it should hold a boolean"
+    ):
+        survey(good(), NODES.model_copy(update={"mask": "known"}))
 
 
 def test_graphs_of_one_size_may_come_as_dense_arrays() -> None:

@@ -120,6 +120,16 @@ class GraphModelConfig(ModelSection):
     graph_features: bool = Field(
         False, description="also read the column `graph`: features of a whole graph"
     )
+    edge_features: bool = Field(
+        False,
+        description="also read the column `edge_attr`: features of each edge, which are added to what "
+        "its sender sends (as in GINE), or to the scores of attention",
+    )
+    mask: str | None = Field(
+        None,
+        description="column of booleans, one for each node: losses and metrics count only where it is "
+        "true; of heads for nodes",
+    )
     max_nodes: PositiveInt | None = Field(
         None, description="largest graph that is accepted; default: any"
     )
@@ -256,6 +266,12 @@ def _shape(model: GraphModelConfig) -> Iterator[ConfigProblem]:
             ("model.pooling",),
             "model.pooling is empty: heads for graphs would have no input",
             "e.g. [mean, max]",
+        )
+    if model.level == "graph" and model.mask is not None:
+        yield ConfigProblem(
+            ("model.mask",),
+            "model.mask selects nodes, and these heads predict for graphs",
+            "leave it out, or set level: node in the heads",
         )
     for kind, count in Counter(model.pooling).items():
         if count > 1:

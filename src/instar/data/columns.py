@@ -217,5 +217,14 @@ def _array(name: str, value: Any, number: int) -> NDArray[Any]:
     except ValueError:  # lists of different lengths
         array = np.empty(0, dtype=object)
     if array.dtype.kind not in NUMBERS:
-        raise ValueError(f"sample {number}: {name} is {value!r:.60}, which is no array of numbers")
+        hint = ""
+        if isinstance(value, str):
+            hint = "; encode text as numbers first, or leave the column out"
+        elif value is None:
+            hint = "; every sample needs a value of every column"
+        elif array.dtype == object and isinstance(value, list | tuple):
+            hint = "; lists within it differ in length"
+        raise ValueError(
+            f"sample {number}: {name} is {value!r:.60}, which is no array of numbers{hint}"
+        )
     return array

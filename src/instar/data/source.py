@@ -245,8 +245,13 @@ PERIOD = 1024
 class Concatenated:
     """Concatenated sources: samples offsets[k] … offsets[k+1]-1 are those of part k."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], names: Sequence[str] = ()) -> None:
+        """
+        Args:
+            names: names of the parts in errors; default: their numbers.
+        """
         self.sources = tuple(sources)
+        self._names = names or [f"part {number} of the mixture" for number in range(len(sources))]
         self.offsets = np.cumsum([0, *map(len, sources)], dtype=np.int64)
         parts = "\n".join(source.fingerprint for source in sources)
         self.fingerprint = xxhash.xxh3_128_hexdigest(parts.encode())
@@ -267,10 +272,10 @@ class Concatenated:
             try:
                 piece = self.sources[number].read(own, epoch)
             except Exception as error:
-                error.add_note(f"in part {number} of the mixture")
+                error.add_note(f"in {self._names[number]}")
                 raise
             if pieces and (found := difference(pieces[0], piece)):
-                raise ValueError(f"part {number} of the mixture has {found}")
+                raise ValueError(f"{self._names[number]} has {found}")
             pieces.append(piece)
             places.append(rows)
         if len(pieces) == 1:

@@ -141,13 +141,18 @@ HELD_OUT = ("val", "test")
 
 
 def divide_samples(
-    total: int, *, val: Size, test: Size, seed: int, classes: Int64Array | None = None
+    total: int,
+    *,
+    val: Size | Int64Array,
+    test: Size | Int64Array,
+    seed: int,
+    classes: Int64Array | None = None,
 ) -> dict[str, Int64Array]:
     """Split sample indices into train, val and test, each ascending and together all of `total`.
 
     A fraction applies to all samples and is rounded to the nearest count, halves up. A split given
-    by a file consists of the samples in that file; the others are drawn from the rest, val before
-    test: val does not depend on the size of test.
+    by its samples, or by a file of them, consists of these; the others are drawn from the rest, val
+    before test: val does not depend on the size of test.
 
     Args:
         classes: the class of each sample, [total]. Drawn splits are then stratified: they take from
@@ -243,6 +248,10 @@ class SampleSet:
         told = [f"{name}/{_digest(numbers)}" for name, numbers in sorted(self.splits.items())]
         return xxhash.xxh3_128_hexdigest("\n".join([self.source.fingerprint, *told]).encode())
 
+    def size(self, split: str) -> int:
+        """Return the number of samples of a split."""
+        return self.splits[split].size if split in self.splits else 0
+
     def train(self, seed: int) -> tuple[Source, Order]:
         """Return the training samples and their order."""
         numbers = self.splits["train"]
@@ -259,7 +268,7 @@ class SampleSet:
         """
         if split not in HELD_OUT:
             raise _error("data", f"there is no split {split!r} that is held out", "use val or test")
-        if not self.splits[split].size:
+        if not self.size(split):
             raise _error(
                 f"data.{split}",
                 f"the {split} split is empty",
@@ -281,11 +290,14 @@ def _digest(numbers: Int64Array) -> str:
     return xxhash.xxh3_128_hexdigest(numbers.astype("<i8").tobytes())
 
 
-def _asked(total: int, sizes: Mapping[str, Size]) -> dict[str, int | Int64Array]:
-    """Return each split's number of samples, or its samples if a file names them."""
+def _asked(total: int, sizes: Mapping[str, Size | Int64Array]) -> dict[str, int | Int64Array]:
+    """Return each split's number of samples, or its samples if they are given."""
     asked: dict[str, int | Int64Array] = {}
     problems: list[ConfigProblem] = []
     for name, size in sizes.items():
+        if isinstance(size, np.ndarray):
+            asked[name] = size
+            continue
         try:
             asked[name] = (
                 _numbers(size, total, name) if isinstance(size, str) else _count(size, total, name)
@@ -300,7 +312,9 @@ def _asked(total: int, sizes: Mapping[str, Size]) -> dict[str, int | Int64Array]
 
 
 def _clashes(
-    total: int, sizes: Mapping[str, Size], asked: Mapping[str, int | Int64Array]
+    total: int,
+    sizes: Mapping[str, Size | Int64Array],
+    asked: Mapping[str, int | Int64Array],
 ) -> list[ConfigProblem]:
     """Return the conflicts between val and test."""
     val, test = asked["val"], asked["test"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -109,9 +110,16 @@ def _value(column: Column, row: int) -> Any:
 
 FORMS = (
     "return arrays by name, each [samples, …]; a list of samples, each with arrays by name; "
-    "or a data set with __len__ and __getitem__"
+    "a data set with __len__ and __getitem__; or an iterable of samples"
 )
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""Names that data sets of splits may have, and the split that each means."""
+MOST_ITEMS = 1 << 20
+"""The number of items that an iterable of unknown length may have to be read into memory."""
 _SOURCE = ("read", "weights", "fingerprint", "__len__")
+_SAMPLERS = {"RandomSampler", "SequentialSampler", "_InfiniteConstantSampler"}
+_SAMPLERS |= {"BatchSampler", "NoneType"}
+"""Samplers of a DataLoader that `data.order` replaces."""
 _FINGERPRINTED = 64
 """The number of evenly spaced items of a data set that its fingerprint covers."""
 
@@ -119,12 +127,15 @@ _FINGERPRINTED = 64
 def as_source(given: object, fields: Sequence[str] = ()) -> Source:
     """Convert the return value of a user's function to a `Source`.
 
+    An iterable that is not indexed is read to its end, into memory.
+
     Args:
-        fields: names for the elements of samples that are tuples.
+        fields: names for the elements of samples that are tuples; those of pairs default to x, y.
 
     Raises:
         ValueError: the value cannot be used; says why, and what to return instead.
     """
+    given = data_set(given)
     if isinstance(given, Mapping):
         return _in_memory({str(name): _column(str(name), each) for name, each in given.items()})
     if all(hasattr(given, name) for name in _SOURCE):
@@ -138,16 +149,90 @@ def as_source(given: object, fields: Sequence[str] = ()) -> Source:
         return as_source(dict(zip(_names(fields, given), given, strict=True)))
     if _is_array(given) or isinstance(given, str | bytes):
         raise ValueError(f"a single {type(given).__name__} without a name; {FORMS}")
+    if is_iterable(given):
+        given = _read(cast(Iterable[Any], given))
     if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-        raise ValueError(f"a {type(given).__name__}, which is not indexed; {FORMS}")
+        lacking = ", without __len__" if hasattr(given, "__getitem__") else ""
+        kind = "None" if given is None else f"a {type(given).__name__}{lacking}"
+        raise ValueError(f"{kind}; {FORMS}")
     each = cast(Sequence[Any], given)
     if not len(each):
         raise ValueError("there are no samples")
-    if _is_graph(each[0]):
-        return _in_memory(_graphs([each[number] for number in range(len(each))]))
+    if is_graph(each[0]):
+        graphs = [graph_sample(each[number]) for number in range(len(each))]
+        return _in_memory(graph_columns(graphs, of_whole_graph(graphs)))
     if isinstance(given, list | tuple):
         return _in_memory(stack([sample_of(one, fields) for one in given]))
     return IndexedSource(each, fields)
+
+
+def splits_of(given: object) -> dict[str, object] | None:
+    """Return the data set of each split if that is what was given, in the order of `HELD_OUT`.
+
+    Raises:
+        ValueError: data sets have other names than those of splits, or two mean the same one.
+    """
+    if not isinstance(given, Mapping) or "train" not in given:
+        return None
+    unknown = [str(name) for name in given if name not in SPLITS]
+    if unknown and isinstance(given["train"], list | tuple | Ragged | np.ndarray):
+        return None  # columns, one of which has the name of a split
+    if unknown:
+        raise ValueError(
+            f"a data set {', '.join(unknown)} besides train; splits are train, val (or validation) "
+            "and test"
+        )
+    found = {SPLITS[name]: each for name, each in given.items()}
+    if len(found) < len(given):
+        raise ValueError(f"{', '.join(given)}: two of these are the same split")
+    return {name: found[name] for name in ("train", "val", "test") if name in found}
+
+
+def is_iterable(given: object) -> bool:
+    """Whether samples can only be read one after the other."""
+    torch = sys.modules.get("torch.utils.data")
+    if torch is not None and isinstance(given, torch.IterableDataset):
+        return True  # which has a __getitem__ that raises
+    return hasattr(given, "__iter__") and not hasattr(given, "__getitem__")
+
+
+def data_set(given: object) -> object:
+    """Return the data set of a torch `DataLoader`; one of `datasets` with its columns as arrays;
+    anything else unchanged.
+
+    Raises:
+        ValueError: the loader collates or orders samples in a way of its own.
+    """
+    torch = sys.modules.get("torch.utils.data")
+    if torch is not None and isinstance(given, torch.DataLoader):
+        collate = getattr(given.collate_fn, "__module__", "")
+        samplers = {type(given.sampler).__name__, type(given.batch_sampler).__name__}
+        if not collate.startswith(("torch.", "torch_geometric.")):
+            raise ValueError(
+                "a DataLoader with a collate_fn, which would not be called; return its data set, "
+                "and define collate(self, samples) in the task"
+            )
+        if own := ", ".join(sorted(samplers - _SAMPLERS)):
+            raise ValueError(
+                f"a DataLoader with a {own}, which would not be used; return its data set: the "
+                "order of samples is data.order"
+            )
+        return data_set(given.dataset)
+    if isinstance(form := getattr(given, "format", None), dict) and form.get("type", "") is None:
+        table: Any = given  # of `datasets`, whose items would be lists
+        return cast(object, table.with_format("numpy"))
+    return given
+
+
+def _read(items: Iterable[Any]) -> list[Any]:
+    """Return all items. Raises ValueError if they are more than `MOST_ITEMS`."""
+    read = list(islice(items, MOST_ITEMS + 1))
+    if len(read) > MOST_ITEMS:
+        raise ValueError(
+            f"an iterable of more than {MOST_ITEMS:,} samples is not read into memory; to read it "
+            'as a stream, return {"train": iterable, "val": …} with held-out samples of their own'
+        )
+    return read
 
 
 class IndexedSource:
@@ -173,7 +258,19 @@ class IndexedSource:
         """Read items. Raises ValueError if an item is not numeric or differs from the first."""
         numbers = indices.tolist()
         with self._lock:
-            return stack([sample_of(self._items[n], self._fields) for n in numbers], numbers)
+            return stack([sample_of(item, self._fields) for item in self._read(numbers)], numbers)
+
+    def _read(self, numbers: list[int]) -> Iterator[Any]:
+        items: Any = self._items
+        if hasattr(items, "__getitems__"):  # torch's name for reading several at once
+            yield from items.__getitems__(numbers)
+            return
+        for number in numbers:
+            try:
+                yield items[number]
+            except Exception as error:
+                error.add_note(f"when item {number} of {len(items)} was read")
+                raise
 
     def weights(self, indices: Int64Array) -> float:
         return float(indices.size)
@@ -191,6 +288,7 @@ def sample_of(item: object, fields: Sequence[str] = ()) -> Mapping[str, Any]:
     if isinstance(item, Mapping):
         return {str(name): _untorched(str(name), value) for name, value in item.items()}
     if isinstance(item, tuple | list):
+        fields = fields or getattr(item, "_fields", ())  # of a named tuple
         parts = dict(zip(_names(fields, item), item, strict=True))
         return {name: _untorched(name, value) for name, value in parts.items()}
     if _is_array(item):
@@ -265,7 +363,12 @@ def _is_array(value: object) -> bool:
     )
 
 
+_PAIR = ("x", "y")
+
+
 def _names(fields: Sequence[str], parts: Sequence[Any]) -> Sequence[str]:
+    if not fields and len(parts) <= len(_PAIR):
+        return _PAIR[: len(parts)]
     if len(fields) == len(parts):
         return fields
     example = ("x", "label", *(f"field{number}" for number in range(2, len(parts))))[: len(parts)]
@@ -276,32 +379,58 @@ def _names(fields: Sequence[str], parts: Sequence[Any]) -> Sequence[str]:
     )
 
 
-def _is_graph(item: object) -> bool:
+def is_graph(item: object) -> bool:
     """Whether a sample is a PyTorch Geometric graph."""
     return hasattr(item, "edge_index") and callable(getattr(item, "to_dict", None))
 
 
-def _graphs(graphs: Sequence[Any]) -> dict[str, Column]:
-    """Convert PyTorch Geometric graphs to columns; edge_index [2, edges] is `edges` [edges, 2].
+def graph_sample(graph: Any) -> dict[str, NDArray[Any]]:
+    """Convert a PyTorch Geometric graph to arrays of at least one axis; edge_index [2, edges] is
+    `edges` [edges, 2]. Text, such as the name of a molecule, is left out."""
+    sample = {name: _untorched(name, value) for name, value in graph.to_dict().items()}
+    sample["edges"] = np.ascontiguousarray(sample.pop("edge_index").T)
+    return {
+        name: np.atleast_1d(value)
+        for name, value in sample.items()
+        if not (value is None or name == "num_nodes" or _is_text(value))
+    }
 
-    Tensors with one row are attributes of the whole graph, the convention there; all else is
-    ragged.
+
+def of_whole_graph(samples: Sequence[Mapping[str, NDArray[Any]]]) -> frozenset[str]:
+    """Return the names of attributes of whole graphs: tensors with one row in each of them, the
+    convention of PyTorch Geometric."""
+    names = set(samples[0]) - {"x", "pos", "edges", "edge_attr"}
+    return frozenset(name for name in names if all(len(s.get(name, ())) == 1 for s in samples))
+
+
+def graph_columns(
+    samples: Sequence[Mapping[str, NDArray[Any]]],
+    of_graph: frozenset[str],
+    numbers: Sequence[int] | None = None,
+) -> dict[str, Column]:
+    """Stack graphs into columns: those of whole graphs dense, all else ragged.
+
+    Raises:
+        ValueError: as `stack`; or an attribute of whole graphs has several rows in one.
     """
-    samples = []
-    for graph in graphs:
-        sample = {name: _untorched(name, value) for name, value in graph.to_dict().items()}
-        sample["edges"] = np.ascontiguousarray(sample.pop("edge_index").T)
-        samples.append(
-            {n: np.atleast_1d(v) for n, v in sample.items() if v is not None and n != "num_nodes"}
-        )
-    names = samples[0].keys()
-    of_graph = {n for n in names if n not in ("x", "pos", "edges", "edge_attr")}
-    of_graph = {n for n in of_graph if all(len(s.get(n, ())) == 1 for s in samples)}
-    columns = stack([{n: v[0] if n in of_graph else v for n, v in s.items()} for s in samples])
+    numbers = range(len(samples)) if numbers is None else numbers
+    for number, sample in zip(numbers, samples, strict=True):
+        for name in of_graph & sample.keys():
+            if len(sample[name]) != 1:
+                raise ValueError(
+                    f"graph {number}: {name} has {len(sample[name])} rows, in the first graphs one"
+                )
+    rows = [{n: v[0] if n in of_graph else v for n, v in s.items()} for s in samples]
     return {
         name: column if name in of_graph or isinstance(column, Ragged) else _ragged(column)
-        for name, column in columns.items()
+        for name, column in stack(rows, numbers).items()
     }
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list | tuple) and any(isinstance(each, str) for each in value)
+    )
 
 
 def _ragged(column: Any) -> Ragged:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from instar.growth.plan import Edit, Grown, New, Old, Piece
-from instar.models.shape import Growable, Parameter
+from instar.models.shape import Growable, Parameter, factor_size
 
 Relation = Literal["writes", "reads", "scales", "lists"]
 """What a tensor does with an axis along one of its dimensions: it produces it, consumes it,
@@ -40,7 +40,8 @@ class Use:
     @property
     def is_gain(self) -> bool:
         """Whether it multiplies channels; other tensors that scale shift them."""
-        return self.entry.kind in ("norm", "channel") and self.name.endswith(".weight")
+        scales = self.entry.kind in ("norm", "channel", "grouped")
+        return scales and self.name.endswith(".weight")
 
 
 Layout = Callable[[Use], tuple[Piece, ...]]
@@ -103,8 +104,8 @@ def _along(
     """Returns the pieces of one factor of a composite axis as pieces of the composite axis."""
     factors = axis.split("*")
     at = factors.index(factor)
-    outer = math.prod(sizes[name] for name in factors[:at])
-    inner = math.prod(sizes[name] for name in factors[at + 1 :])
+    outer = math.prod(factor_size(sizes, name) for name in factors[:at])
+    inner = math.prod(factor_size(sizes, name) for name in factors[at + 1 :])
     if outer == inner == 1:
         return pieces
     return tuple(

@@ -56,7 +56,12 @@ class GraphNetwork(nn.Module):
             self.add_module(f"head_{name}", _linear(table, f"head_{name}"))
 
     def forward(
-        self, x_NF: Tensor, edges_E2: Tensor, offsets: Tensor, graph_GF: Tensor | None = None
+        self,
+        x_NF: Tensor,
+        edges_E2: Tensor,
+        offsets: Tensor,
+        graph_GF: Tensor | None = None,
+        edges_EF: Tensor | None = None,
     ) -> Tensor:
         """Returns the concatenated outputs of all heads: (G, outputs), or (N, outputs) per node.
 
@@ -64,8 +69,10 @@ class GraphNetwork(nn.Module):
             edges_E2: pairs of node indices in the batch, int64; may be empty.
             offsets: graph g has the nodes offsets[g] … offsets[g + 1] - 1, at least one.
             graph_GF: features of graphs, if the shape has any.
+            edges_EF: features of edges, if the shape has any.
         """
-        flows = _flows(self.shape, edges_E2, len(x_NF), self.encoder.weight.dtype)
+        dtype = self.encoder.weight.dtype
+        flows = _flows(self.shape, edges_E2, len(x_NF), dtype, edges_EF)
         x_ND = at_least_float32(self.encoder(x_NF.to(self.encoder.weight.dtype)))
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
@@ -128,10 +135,19 @@ class _Aggregation(nn.Module):
             self.sent = _linear(table, f"{name}.sent")
             self.received = _linear(table, f"{name}.received")
             self.score = _linear(table, f"{name}.score")
+        if shape.edge_features:
+            self.edge = _linear(table, f"{name}.edge")
+            self.activation = ACTIVATIONS[shape.activation]
         self.heard = _linear(table, f"{name}.heard")
 
     def forward(self, h_ND: Tensor, edges: _Edges) -> Tensor:
-        aggregated = self._attended(h_ND, edges) if self.heads else edges.sum(h_ND)
+        if self.heads:
+            aggregated = self._attended(h_ND, edges)
+        elif edges.features is None:
+            aggregated = edges.sum(h_ND)
+        else:
+            sent_ED = self.activation(h_ND[edges.sender] + self.edge(edges.features))
+            aggregated = edges.sum_of(at_least_float32(sent_ED), len(h_ND))
         heard: Tensor = self.heard(aggregated)
         return heard
 
@@ -142,7 +158,10 @@ class _Aggregation(nn.Module):
         sent_NHC = at_least_float32(self.sent(h_ND)).view(nodes, self.heads, -1)
         received_NHC = at_least_float32(self.received(h_ND)).view(nodes, self.heads, -1)
         sent_EHC = sent_NHC[edges.sender]
-        met_EHC = F.leaky_relu(sent_EHC + received_NHC[edges.receiver], 0.2)
+        met_EHC = sent_EHC + received_NHC[edges.receiver]
+        if edges.features is not None:
+            met_EHC = met_EHC + self.edge(edges.features).view_as(met_EHC)
+        met_EHC = F.leaky_relu(met_EHC, 0.2)
         score_EH = (met_EHC * self.score.weight).sum(-1)
         share_EH = softmax(score_EH, edges.receiver, num_nodes=nodes)
         mean_NHC: Tensor = scatter(sent_EHC * share_EH[..., None], edges.receiver, 0, nodes, "sum")
@@ -154,18 +173,29 @@ class _Edges:
     for all blocks."""
 
     def __init__(
-        self, heard: _SortedEdges, sent: _SortedEdges, layer: Layer, dtype: torch.dtype
+        self,
+        heard: _SortedEdges,
+        sent: _SortedEdges,
+        layer: Layer,
+        dtype: torch.dtype,
+        features: Tensor | None,
     ) -> None:
-        """`heard`, `sent`: the same edges sorted by receivers and by senders."""
-        self.sender, self.receiver = sent.ends, heard.ends
+        """`heard`, `sent`: the same edges sorted by receivers and by senders; `features`: (E, F)."""
+        self.sender, self.receiver, self.features = sent.ends, heard.ends, features
         if layer != "gat":
-            weight_E = _weights(heard, sent, layer, dtype)
-            self.of_receivers, self.of_senders = heard.rows(weight_E), sent.rows(weight_E)
+            self.weight_E = _weights(heard, sent, layer, dtype)
+            self.of_receivers, self.of_senders = heard.rows(self.weight_E), sent.rows(self.weight_E)
 
     def sum(self, h_ND: Tensor) -> Tensor:
         """Sums over the senders of each node, weighted by the layer type."""
         with torch.autocast(h_ND.device.type, enabled=False):
             summed: Tensor = _SparseProduct.apply(h_ND, self.of_receivers, self.of_senders)  # type: ignore[no-untyped-call]
+        return summed
+
+    def sum_of(self, sent_ED: Tensor, nodes: int) -> Tensor:
+        """Sums what is sent along the edges to each node, weighted by the layer type."""
+        weighted_ED = sent_ED * self.weight_E[:, None]
+        summed: Tensor = scatter(weighted_ED, self.receiver, 0, nodes, "sum")
         return summed
 
 
@@ -283,14 +313,18 @@ class _Norm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def _flows(shape: GraphShape, edges_E2: Tensor, nodes: int, dtype: torch.dtype) -> _Flows:
+def _flows(
+    shape: GraphShape, edges_E2: Tensor, nodes: int, dtype: torch.dtype, edges_EF: Tensor | None
+) -> _Flows:
     source, target = edges_E2.unbind(1)
+    features = edges_EF.to(dtype) if edges_EF is not None and shape.edge_features else None
     if shape.flow == "symmetric":
         source, target = torch.cat((source, target)), torch.cat((target, source))
+        features = None if features is None else torch.cat((features, features))
     by_source, by_target = _SortedEdges(source, target, nodes), _SortedEdges(target, source, nodes)
     by_flow = [(by_target, by_source), (by_source, by_target)]
     return {
-        flow: _Edges(heard, sent, shape.layer, dtype)
+        flow: _Edges(heard, sent, shape.layer, dtype, features)
         for flow, (heard, sent) in zip(shape.flows, by_flow, strict=False)
     }
 

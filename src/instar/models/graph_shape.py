@@ -9,7 +9,9 @@ A separate matrix for the node itself replaces (1 + ε) h of GIN and the self-lo
 over the flows of edges: ``from_sources`` (the nodes that edges come from) and ``from_targets`` (the
 nodes that they lead to), or ``from_any``. Attention (GATv2, arXiv 2105.14491) aggregates on the
 axis ``heads*channels``, all other layers on the stream itself. In both cases a matrix follows the
-aggregation, so every axis can grow.
+aggregation, so every axis can grow. With features of edges, what a sender sends along edge e is
+act(h + edge e) in place of h (GINE, arXiv 1905.12265), and attention adds edge e to the sum of which
+it takes the score.
 """
 
 from __future__ import annotations
@@ -30,13 +32,12 @@ from instar.config.graph import (
 from instar.config.sections import MOST_HEADS, MOST_LAYERS, MOST_MLP, MOST_WIDTH
 from instar.models.shape import (
     ArchitectureError,
-    Shape,
-    Table,
     axis_size,
     check_fields,
     layer_of,
     size_problems,
 )
+from instar.models.table import Shape, Table
 
 FLOWS: Mapping[Flow, tuple[str, ...]] = {
     "both": ("from_sources", "from_targets"),
@@ -49,6 +50,7 @@ FLOWS: Mapping[Flow, tuple[str, ...]] = {
 MOST = {
     "features": MOST_MLP,
     "graph_features": MOST_MLP,
+    "edge_features": MOST_MLP,
     "width": MOST_WIDTH,
     "mlp": MOST_MLP,
     "layers": MOST_LAYERS,
@@ -63,8 +65,8 @@ MOST = {
 class GraphShape(Shape):
     """The shape of a graph network.
 
-    `features` and `graph_features` are the numbers of features of a node and of a whole graph (0:
-    none); `heads` and `channels` are those of attention, 0 without it; `outputs` has the name and
+    `features`, `edge_features` and `graph_features` are the numbers of features of a node, an edge
+    and a whole graph (0: none); `heads` and `channels` are those of attention, 0 without it; `outputs` has the name and
     the number of outputs of each head.
 
     Raises:
@@ -88,6 +90,7 @@ class GraphShape(Shape):
     level: Level
     pooling: tuple[Pooling, ...]
     outputs: tuple[tuple[str, int], ...]
+    edge_features: int = 0
 
     streams: ClassVar[tuple[str, ...]] = ("width",)
 
@@ -134,6 +137,10 @@ class GraphShape(Shape):
                 table.linear(f"{block}.{flow}.sent", "heads*channels", "width", bias=False)
                 table.linear(f"{block}.{flow}.received", "heads*channels", "width")
                 table.linear(f"{block}.{flow}.score", "heads", "channels", bias=False)
+            if self.edge_features:
+                table.linear(
+                    f"{block}.{flow}.edge", self.aggregation_axis, "edge_features", bias=False
+                )
             table.linear(f"{block}.{flow}.heard", "mlp", self.aggregation_axis, bias=False)
         table.linear(f"{block}.down", "width", "mlp")
 
@@ -148,17 +155,20 @@ class GraphShape(Shape):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
-        check_fields(cls, values)
+        check_fields(cls, values, optional=["edge_features"])
         outputs = tuple((name, size) for name, size in values["outputs"])
         return cls(**{**values, "pooling": tuple(values["pooling"]), "outputs": outputs})
 
 
-def resolve_graph(model: GraphModelConfig, features: int, graph_features: int = 0) -> GraphShape:
+def resolve_graph(
+    model: GraphModelConfig, features: int, graph_features: int = 0, edge_features: int = 0
+) -> GraphShape:
     """Returns the shape that a config describes.
 
     Args:
         features: number of features of a node.
         graph_features: number of features of a graph; used if the config asks for them.
+        edge_features: number of features of an edge; likewise.
     """
     attention = model.layer == "gat"
     return GraphShape(
@@ -179,6 +189,7 @@ def resolve_graph(model: GraphModelConfig, features: int, graph_features: int = 
         level=model.level,
         pooling=model.pooling,
         outputs=tuple((head.name, head.outputs) for head in model.heads),
+        edge_features=edge_features if model.edge_features else 0,
     )
 
 
@@ -200,17 +211,19 @@ def flops_per_graph(shape: GraphShape, nodes: float, edges: float) -> float:
     """Returns floating-point operations per graph of a forward and backward pass, for matrix
     products and sums over neighbors.
 
-    It counts 6 per matrix weight and node (or graph) that it is applied to, 6 per edge, flow and
-    summed channel, and the latter once more for attention scores.
+    It counts 6 per matrix weight and node (or edge, or graph) that it is applied to, 6 per edge,
+    flow and summed channel, and the latter once more for attention scores.
     """
     sizes = shape.sizes()
+    n_flows = 2 if shape.flow == "symmetric" else len(shape.flows)
     readouts = nodes if shape.level == "node" else 1.0
     products = 0.0
     for name, entry in shape.parameters().items():
         if entry.kind == "matrix":
             per_output = layer_of(name) is None and not name.startswith(("encoder.", "pool."))
             times = readouts if per_output else nodes
+            if name.endswith(".edge.weight"):
+                times = edges * n_flows / len(shape.flows)
             products += times * axis_size(sizes, "*".join(entry.axes))
-    n_flows = 2 if shape.flow == "symmetric" else len(shape.flows)
     summed = shape.layers * n_flows * edges * axis_size(sizes, shape.aggregation_axis)
     return 6.0 * (products + summed * (2 if shape.layer == "gat" else 1))

@@ -4,7 +4,8 @@ Every axis of every parameter has a name, and a name determines a size. A model 
 of an axis does.
 
 A composite axis such as ``heads*head_dim`` is a product, the first factor outermost: index
-``h * head_dim + d`` of a query's output is channel d of head h.
+``h * head_dim + d`` of a query's output is channel d of head h. A factor may be a number, as in
+``4*hidden``.
 
 The kind of a parameter determines which axis it writes and which it reads:
 
@@ -12,12 +13,16 @@ The kind of a parameter determines which axis it writes and which it reads:
 kind         axes                    writes         reads        what it is
 ============ ======================= ============== ============ ========================
 embedding    (rows, channels)        channels       –            a table of rows
-matrix, head (output, input)         output         input        a linear map
+matrix, head (output, input, …)      output         input        a linear map, or a convolution
+transposed   (input, output, …)      output         input        a transposed convolution
 bias         (output,)               output         –            added to a matrix's output
 norm         (axis,)                 –              –            gain or shift of each channel,
                                                                  normalized over all of them
 channel      (axis,)                 –              –            gain or shift of each channel on
                                                                  its own, as in BatchNorm
+grouped      any                     –              –            a map or norm that divides an
+                                                                 axis into groups or heads, which
+                                                                 therefore cannot grow
 buffer       any                     –              –            a persistent buffer
 ============ ======================= ============== ============ ========================
 """
@@ -27,12 +32,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
 
 from instar.config.errors import ConfigProblem
 
-Kind = Literal["embedding", "matrix", "norm", "channel", "bias", "head", "buffer"]
+Kind = Literal[
+    "embedding", "matrix", "transposed", "grouped", "norm", "channel", "bias", "head", "buffer"
+]
 
 
 def problem(field: str, message: str, hint: str = "") -> ConfigProblem:
@@ -92,13 +99,15 @@ class Parameter:
     @property
     def writes(self) -> str | None:
         """The axis that it produces."""
-        if self.kind in ("norm", "channel", "buffer"):
+        if self.kind in ("norm", "channel", "grouped", "buffer"):
             return None
-        return self.axes[1] if self.kind == "embedding" else self.axes[0]
+        return self.axes[1] if self.kind in ("embedding", "transposed") else self.axes[0]
 
     @property
     def reads(self) -> str | None:
         """The axis that it consumes."""
+        if self.kind == "transposed":
+            return self.axes[0]
         return self.axes[1] if self.kind in ("matrix", "head") else None
 
 
@@ -163,95 +172,6 @@ def no_facts(shape: object) -> ModuleFacts:  # noqa: ARG001
     return ModuleFacts()
 
 
-class Table:
-    """Builds the parameter table of a model from its modules, for axes of given sizes."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.sizes, self.entries = dict(sizes), dict[str, Parameter]()
-        self.buffers = dict[str, Parameter]()
-
-    def linear(
-        self, name: str, output: str, source: str, *, bias: bool = True, drawn: bool = False
-    ) -> None:
-        """Adds an `nn.Linear` from axis `source` to axis `output`. Initial values of the matrix,
-        and of a `drawn` bias, have the variance of torch's defaults, 1 / (3 · inputs)."""
-        shape = self._size(name, output), self._size(name, source)
-        std = (3 * shape[1]) ** -0.5
-        self.entries[f"{name}.weight"] = Parameter((output, source), shape, "matrix", std)
-        if bias:
-            of_bias = std if drawn else 0.0
-            self.entries[f"{name}.bias"] = Parameter((output,), shape[:1], "bias", of_bias)
-
-    def norm(self, name: str, axis: str, *, bias: bool = True) -> None:
-        """Adds an `nn.LayerNorm`, or an `nn.RMSNorm` (`bias=False`)."""
-        for part in ("weight", "bias") if bias else ("weight",):
-            shape = (self._size(name, axis),)
-            self.entries[f"{name}.{part}"] = Parameter((axis,), shape, "norm")
-
-    def batch_norm(self, name: str, axis: str) -> None:
-        """Adds an `nn.BatchNorm1d`, `2d` or `3d` with its running statistics."""
-        shape = (axis_size(self.sizes, axis),)
-        for part in ("weight", "bias"):
-            self.entries[f"{name}.{part}"] = Parameter((axis,), shape, "channel")
-        for part in ("running_mean", "running_var"):
-            self.buffer(f"{name}.{part}", axis)
-
-    def buffer(self, name: str, *axes: str) -> None:
-        """Adds a persistent buffer that grows with these axes; new elements have the values of a
-        new module of that shape."""
-        shape = tuple(axis_size(self.sizes, axis) for axis in axes)
-        self.buffers[name] = Parameter(axes, shape, "buffer")
-
-    def embedding(self, name: str, rows: str, axis: str) -> None:
-        """Adds an `nn.Embedding` with an axis of rows."""
-        shape = self._size(name, rows), self._size(name, axis)
-        self.entries[f"{name}.weight"] = Parameter((rows, axis), shape, "embedding", 0.02)
-
-    def _size(self, name: str, axis: str) -> int:
-        missing = [factor for factor in axis.split("*") if factor not in self.sizes]
-        if missing:
-            raise ValueError(
-                f"{name} has an axis {missing[0]!r}, which is not a whole-number field of the shape; "
-                f"there are {', '.join(self.sizes) or 'none'}"
-            )
-        return axis_size(self.sizes, axis)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Base class of shapes whose fields are the sizes of their axes: a frozen dataclass with one
-    field per axis, and `table`, which names every module with parameters."""
-
-    def table(self, table: Table) -> None:
-        """Names every module and its axes, in the model's order."""
-        raise NotImplementedError
-
-    def sizes(self) -> dict[str, int]:
-        return {
-            each.name: getattr(self, each.name)
-            for each in dataclasses.fields(self)
-            if type(getattr(self, each.name)) is int
-        }
-
-    def resized(self, **sizes: int) -> Self:
-        return replace(self, **sizes)
-
-    def parameters(self) -> dict[str, Parameter]:
-        return self._filled().entries
-
-    def buffers(self) -> dict[str, Parameter]:
-        return self._filled().buffers
-
-    def _filled(self) -> Table:
-        table = Table(self.sizes())
-        self.table(table)
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON values."""
-        return dataclasses.asdict(self)
-
-
 @dataclass(frozen=True)
 class Fixed:
     """The shape of a model without named axes: nothing can grow."""
@@ -285,8 +205,8 @@ class ParameterCount:
     """Parameters of a model, each counted once.
 
     `non_embedding` excludes token and position tables and the head (arXiv 2001.08361). `matmul`
-    counts parameters of matrix products: all matrices and the head, also a tied one. Adapters count
-    like their weights.
+    counts parameters of matrix products: all matrices and the head, also a tied one, and kernels of
+    convolutions. Adapters count like their weights.
     """
 
     total: int
@@ -307,13 +227,18 @@ def count_parameters(arch: Growable) -> ParameterCount:
     return ParameterCount(
         total=total,
         non_embedding=total - by_kind.get("embedding", 0) - head,
-        matmul=by_kind.get("matrix", 0) + head + tied,
+        matmul=by_kind.get("matrix", 0) + by_kind.get("transposed", 0) + head + tied,
     )
 
 
 def axis_size(sizes: Mapping[str, int], axis: str) -> int:
     """Returns the size of a simple or composite axis, e.g. ``embed`` or ``heads*head_dim``."""
-    return math.prod(sizes[factor] for factor in axis.split("*"))
+    return math.prod(factor_size(sizes, factor) for factor in axis.split("*"))
+
+
+def factor_size(sizes: Mapping[str, int], factor: str) -> int:
+    """Returns the size of a factor of a composite axis, which may be a number."""
+    return int(factor) if factor.isdecimal() else sizes[factor]
 
 
 def layer_of(name: str) -> int | None:

@@ -24,6 +24,7 @@ from instar.record.format import (
     operation_lines,
     printable,
     saved_line,
+    sizes_text,
     train_line,
     unit_text,
 )
@@ -51,6 +52,8 @@ class Console:
     def header(self, event: RunStarted, where: Path) -> None:
         self._unit = unit_text(event.unit)
         self._screen.show(header_line(event, where), "bold")
+        if event.splits:
+            self._screen.show(f"data  {sizes_text(event.splits)}")
 
     def progress(self, event: Train, eta_s: float | None = None) -> None:
         """Shows the current step in place, at most ten times per second."""

@@ -70,6 +70,8 @@ class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
     best_metric: str = "loss"
     """The held-out metric that `checkpoints/best` follows."""
     architecture: dict[str, Any] = {}
+    splits: dict[str, Count | None] = {}
+    """Samples of each split, None if unknown; empty in older records."""
     versions: dict[str, str] = {}
     machine: dict[str, str | int | float | None] = {}
     launch: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from instar.config.errors import visible
@@ -216,6 +216,15 @@ def header_line(event: RunStarted, where: Path) -> str:
     if event.step:
         parts.append(f"from step {event.step:,}")
     return "  ".join([part for part in parts if part] + [f"→ {where}"])
+
+
+def sizes_text(splits: Mapping[str, int | None]) -> str:
+    """`train 1,800, val 600, test 600 samples`."""
+    sizes = [
+        f"{name} {'of unknown length' if size is None else f'{size:,}'}"
+        for name, size in splits.items()
+    ]
+    return f"{', '.join(sizes)} samples" if sizes else ""
 
 
 def finished_lines(

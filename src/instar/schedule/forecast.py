@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -79,6 +79,8 @@ class Forecast:
     dataset_tokens: int | None
     """The size of the training data in that unit; None if they are not prepared yet."""
     samples_per_epoch: int | None
+    splits: Mapping[str, int | None]
+    """Samples of each split; None if unknown."""
     until: tuple[str, ...]
     early: Totals | None
     """Totals if every operation fires at its earliest; None: only time or the loss ends it."""
@@ -143,6 +145,7 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
         unit=spec.unit,
         dataset_tokens=spec.units(config.context),
         samples_per_epoch=legs[0].pace.samples_per_epoch,
+        splits=spec.split_sizes(config.context),
         until=tuple(config.train.until),
         early=_totals(early),
         late=_totals(late),

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 
-from instar.record.format import bytes_text, scientific, si
+from instar.record.format import bytes_text, scientific, si, sizes_text
 from instar.schedule.forecast import Forecast, Stage, Totals
 from instar.schedule.settings import Settings
 
@@ -138,7 +138,8 @@ def _totals(forecast: Forecast) -> list[Row]:
     data = "not prepared yet, or a stream: epochs are not known"
     if forecast.dataset_tokens is not None:
         data = f"{si(forecast.dataset_tokens)} {forecast.unit}s, {forecast.samples_per_epoch:,} samples"
-    rows: list[Row] = [("data", [data]), ("until", [" or ".join(forecast.until)])]
+    sizes = [sizes_text(forecast.splits)] if forecast.splits else []
+    rows: list[Row] = [("data", [data, *sizes]), ("until", [" or ".join(forecast.until)])]
     if forecast.early is None or forecast.late is None:
         text_lines = ["open: only the clock or the loss ends this run"]
         if any("ep" in text for text in forecast.until) and forecast.dataset_tokens is None:

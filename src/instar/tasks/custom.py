@@ -26,12 +26,13 @@ from instar.config.sections import Section
 from instar.config.user_code import what_happened
 from instar.data.columns import Columns
 from instar.data.split import SampleSet
-from instar.data.user_source import as_source
+from instar.data.user_sets import StreamedSet, sample_set
 from instar.distributed.failure import exits_fail
 from instar.models.loss import at_least_float32
 from instar.models.module import check_trainable, persistent_buffers
-from instar.models.shape import Fixed, Growable, ModuleFacts, buffers_of, count_parameters
-from instar.tasks.task import Batch, SampleSetSpec, SavedModel, Tally, Task, split_samples
+from instar.models.shape import Fixed, Growable, ModuleFacts, count_parameters
+from instar.models.table import Shape, check_buffers, check_table
+from instar.tasks.task import Batch, SampleSetSpec, SavedModel, Tally, Task
 
 M = TypeVar("M", bound=Section)
 D = TypeVar("D", bound=SamplesConfig)
@@ -64,8 +65,19 @@ class CustomTask(Generic[M, D]):
 
         Returns:
             arrays or tensors by name, each [samples, …] or `Ragged`; a list of samples, each a
-            mapping of arrays by name; a map-style data set of torch or PyTorch Geometric; or a
-            `Source`.
+            mapping of arrays by name or a tuple; a data set of torch, `datasets` or PyTorch
+            Geometric; an iterable; a `Source`; or one of these for each split, by the names train,
+            val and test.
+        """
+        raise NotImplementedError
+
+    def collate(self, samples: Sequence[Batch]) -> Any:
+        """Return the batch that the other methods get, e.g. padded, or a graph batch.
+
+        Args:
+            samples: the tensors of each sample, by name.
+
+        Default: the columns of all samples; see `Batch`.
         """
         raise NotImplementedError
 
@@ -115,7 +127,10 @@ class CustomTask(Generic[M, D]):
         return None
 
     def flops(self, shape: Growable) -> int:
-        """Forward and backward FLOPs per sample. Default: 6 per weight of a matrix."""
+        """Forward and backward FLOPs per sample. Default: 3 times those of the shape's table;
+        without one, 6 per weight of a matrix."""
+        if isinstance(shape, Shape):
+            return 3 * shape.flops()
         return 6 * count_parameters(shape).matmul
 
 
@@ -144,10 +159,10 @@ class CustomSpec(SampleSetSpec):
             shape = Fixed(tuple(named.items()))
         else:
             check_table(config.task, shape, named)
-            _check_buffers(config.task, shape, _facts_in(module))
+            check_buffers(config.task, shape, _facts_in(module))
         first = tuple(map(weakref.ref, module.parameters()))
         del module
-        data = _split(own, config)
+        data = _opened(own, config)
         data.held_out("val")
         return cls(config, shape, data, own, first)
 
@@ -213,13 +228,14 @@ class UserTask(Task):
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        return at_least_float32(self._losses(model, batch)).sum()
+        return at_least_float32(self._losses(model, batch, self._collated(batch))).sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> dict[str, Tally]:
-        losses = self._losses(model, batch)
+        collated = self._collated(batch)
+        losses = self._losses(model, batch, collated)
         ones = torch.ones_like(losses)
         with exits_fail(f"{_name(self.own)}.measure"):
-            measured = self.own.measure(model, batch)
+            measured = self.own.measure(model, collated)
         if not isinstance(measured, Mapping):
             raise ValueError(
                 f"{_name(self.own)}.measure must return tensors by name, not {_kind(measured)}"
@@ -234,7 +250,7 @@ class UserTask(Task):
 
     def predict(self, model: nn.Module, batch: Batch) -> Columns:
         with exits_fail(f"{_name(self.own)}.predict"):
-            said = self.own.predict(model, batch)
+            said = self.own.predict(model, self._collated(batch))
         if not isinstance(said, Mapping):
             raise ValueError(
                 f"{_name(self.own)}.predict must return tensors by name, not {_kind(said)}"
@@ -246,7 +262,7 @@ class UserTask(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         with exits_fail(f"{_name(self.own)}.outputs"):
-            said: object = self.own.outputs(model, batch)
+            said: object = self.own.outputs(model, self._collated(batch))
         if not (
             isinstance(said, Tensor) and said.is_floating_point() and said.ndim and said.numel()
         ):
@@ -257,21 +273,31 @@ class UserTask(Task):
             )
         return said
 
-    def _losses(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _collated(self, batch: Batch) -> Any:
+        """Return what the user's `collate` makes of a batch; the batch itself without one."""
+        if type(self.own).collate is CustomTask.collate:
+            return batch
+        with exits_fail(f"{_name(self.own)}.collate"):
+            return self.own.collate(_each(batch))
+
+    def _losses(self, model: nn.Module, batch: Batch, collated: Any) -> Tensor:
         with exits_fail(f"{_name(self.own)}.loss"):
-            losses = self.own.loss(model, batch)
+            losses = self.own.loss(model, collated)
         self._check_each("loss", losses, batch)
         return losses
 
     def _check_each(self, what: str, values: object, batch: Batch) -> None:
         samples = _samples(batch)
         if not isinstance(values, Tensor):
+            hint = ": it returns nothing" if values is None else ""
             raise ValueError(
                 f"{_name(self.own)}.{what} must be a tensor [samples], one value for each of "
-                f"{samples}, not {_kind(values)}"
+                f"{samples}, not {_kind(values)}{hint}"
             )
         if values.shape != (samples,):
             hint = ": say reduction='none'" if what == "loss" else ""
+            if values.ndim > 1 and len(values) == samples:
+                hint = ": take the mean over the other axes, e.g. .flatten(1).mean(1)"
             raise ValueError(
                 f"{_name(self.own)}.{what} must be [samples], one for each of {samples}, not "
                 f"{list(values.shape)}{hint}"
@@ -303,19 +329,20 @@ def _section(task: type[CustomTask[Any, Any]], config: RunConfig) -> Section:
     return task.Model.model_construct(given & values.keys(), **values)
 
 
-def _split(own: CustomTask[Any, Any], config: RunConfig) -> SampleSet:
-    """Return the user's samples, split as the config says."""
+def _opened(own: CustomTask[Any, Any], config: RunConfig) -> SampleSet | StreamedSet:
+    """Return the user's samples, split by themselves or as the config says."""
     name, data = config.task, config.data
     assert isinstance(data, SamplesConfig)
     with _telling(f"{name}.samples() failed"):
         given = own.samples()
     try:
-        source = as_source(given, own.fields)
+        return sample_set(own.samples, given, own.fields, data, config.data_seed)
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise _wrong(f"{name}.samples(): {error}") from None
+        raise _wrong(f"{name}.samples(): {what_happened(error)}") from None
     except (Exception, SystemExit) as error:
         raise _wrong(f"{name}.samples(): {what_happened(error)}") from error
-    return SampleSet(source, split_samples(source, data, config.data_seed), data)
 
 
 def made(own: CustomTask[Any, Any], shape: Any, seed: int) -> nn.Module:
@@ -367,39 +394,21 @@ def _check_shape(where: str, shape: Any) -> None:
         growable.parameters()
 
 
-def check_table(task: str, shape: Growable, there: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ConfigError if a shape's table and a model of the shape differ in a parameter.
-
-    Args:
-        there: shapes of the model's parameters, by name.
-    """
-    told = {parameter: entry.shape for parameter, entry in shape.parameters().items()}
-    if there == told:
-        return
-    for name in [*there, *told]:
-        if there.get(name) != told.get(name):
-            raise _wrong(
-                f"{task}: the shape's table says that {name} is "
-                f"{_size(told.get(name))}, and in the model it is {_size(there.get(name))}",
-                "the table must name every parameter of the module, with the axes it has",
-            )
-
-
-def _check_buffers(task: str, shape: Growable, facts: ModuleFacts) -> None:
-    """Raise ConfigError if a buffer of the shape's table is missing in the model or differs."""
-    for name, entry in buffers_of(shape).items():
-        if facts.buffers.get(name) != entry.shape:
-            raise _wrong(
-                f"{task}: the shape's table says that the buffer {name} is {_size(entry.shape)}, and "
-                f"in the model it is {_size(facts.buffers.get(name))}",
-                "table.buffer and table.batch_norm are for persistent buffers of the module",
-            )
-
-
 def _numbers(values: Tensor) -> NDArray[Any]:
     """Convert to a type that NumPy and Parquet have: bfloat16 and float16 become float32."""
     numbers: NDArray[Any] = at_least_float32(values.detach().cpu()).numpy()
     return numbers
+
+
+def _each(batch: Batch) -> list[dict[str, Tensor]]:
+    """Return the samples of a batch, as views."""
+    columns: dict[str, Sequence[Tensor]] = {}
+    for name, values in batch.items():
+        if (offsets := batch.get(f"{name}.offsets")) is not None:
+            columns[name] = torch.split(values, offsets.diff().tolist())
+        elif not (name.endswith(".offsets") and name.removesuffix(".offsets") in batch):
+            columns[name] = values.unbind()
+    return [dict(zip(columns, parts, strict=True)) for parts in zip(*columns.values(), strict=True)]
 
 
 def _samples(batch: Batch) -> int:
@@ -407,10 +416,6 @@ def _samples(batch: Batch) -> int:
     name, first = next(iter(batch.items()))
     offsets = batch.get(f"{name}.offsets")
     return len(first) if offsets is None else len(offsets) - 1
-
-
-def _size(shape: tuple[int, ...] | None) -> str:
-    return "not there" if shape is None else "×".join(map(str, shape))
 
 
 def _name(own: CustomTask[Any, Any]) -> str:

@@ -53,7 +53,9 @@ class GraphTask(Task):
     def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
         said = self.outputs(model, batch)
         offsets = _ragged(batch, "x")[1]
-        everywhere, total = said.new_ones(len(said)), said.new_zeros(len(said))
+        mask = self._mask(batch)
+        everywhere = said.new_ones(len(said)) if mask is None else mask.to(said.dtype)
+        total = said.new_zeros(len(said))
         found = {"loss": (total, everywhere)}
         for head, of_head, target in self._heads(said, batch):
             loss = _loss(head, of_head, target)
@@ -80,6 +82,8 @@ class GraphTask(Task):
         found: dict[str, Tensor] = {}
         for head, of_head, target in self._heads(said, batch):
             found[head.name] = target
+            if head.kind == "regression" and (mask := self._mask(batch)) is not None:
+                found[head.name] = torch.where(mask, target, torch.nan)
             if head.kind == "classification":
                 found[f"{head.name}.predicted"] = of_head.argmax(-1)
                 found[f"{head.name}.probabilities"] = of_head.softmax(-1)
@@ -98,7 +102,9 @@ class GraphTask(Task):
             edge_offsets.diff(), output_size=len(edges_E2)
         )
         graph_GF = batch["graph"] if self.architecture.graph_features else None
-        said: Tensor = model(x_NF, edges_E2 + first_of_graph[:, None], offsets, graph_GF)
+        edges_EF = _ragged(batch, "edge_attr")[0] if self.architecture.edge_features else None
+        edges_E2 = edges_E2 + first_of_graph[:, None]
+        said: Tensor = model(x_NF, edges_E2, offsets, graph_GF, edges_EF)
         return at_least_float32(said)
 
     def flops(self, weight: float) -> float:
@@ -106,14 +112,25 @@ class GraphTask(Task):
         return graphs * self.spec.flops_per_graph(self.architecture)
 
     def _heads(self, said: Tensor, batch: Batch) -> Iterator[tuple[HeadConfig, Tensor, Tensor]]:
-        """Yield each head, its outputs [units, outputs], and its targets [units]."""
+        """Yield each head, its outputs [units, outputs], and its targets [units]. Where the mask is
+        false, the loss is 0: there is no class, or the number is the one predicted."""
+        mask = self._mask(batch)
         heads = self.config.model.heads
         parts = torch.split(said, [head.outputs for head in heads], dim=-1)
         for head, of_head in zip(heads, parts, strict=True):
             target = batch[head.column]
             if self.architecture.level == "node":
                 target = _ragged(batch, head.column)[0]
+            if mask is not None and head.kind == "classification":
+                target = target.masked_fill(~mask, NO_CLASS)
+            elif mask is not None:
+                target = torch.where(mask, target.to(said.dtype), of_head.squeeze(-1).detach())
             yield head, of_head, target
+
+    def _mask(self, batch: Batch) -> Tensor | None:
+        """Return where losses and metrics count, [nodes]; None: everywhere."""
+        name = self.config.model.mask
+        return None if name is None else _ragged(batch, name)[0]
 
 
 def _loss(head: HeadConfig, of_head: Tensor, target: Tensor) -> Tensor:

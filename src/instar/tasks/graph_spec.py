@@ -22,11 +22,11 @@ from instar.data.columns import Columns
 from instar.data.order import Int64Array
 from instar.data.source import Source, WeightedSource
 from instar.data.split import SampleSet
-from instar.data.user_source import as_source
+from instar.data.user_sets import sample_set, split_samples
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph, sizes_of
 from instar.models.shape import ArchitectureError
-from instar.tasks.graph_survey import GraphSurvey, ragged, survey_graphs
-from instar.tasks.task import SampleSetSpec, SavedModel, Say, split_samples
+from instar.tasks.graph_survey import GraphSurvey, ragged, survey_graphs, true_counts
+from instar.tasks.task import SampleSetSpec, SavedModel, Say
 
 if TYPE_CHECKING:
     from instar.models.graph import GraphNetwork
@@ -77,18 +77,17 @@ class GraphSpec(SampleSetSpec):
     def open(cls, loaded: Loaded, world_size: int) -> Self:  # noqa: ARG003
         """See `TaskSpec`: reads every graph once."""
         config = _graph(loaded.config)
-        source = _opened(config)
-        splits = split_samples(source, config.data, config.data_seed)
+        source, splits = _opened(config)
         survey = survey_graphs(source, splits, config.model)
         try:
-            shape = resolve_graph(config.model, survey.features, survey.graph_features)
+            shape = _shape(config, survey)
         except ArchitectureError as error:
             raise ConfigError(
                 *(loaded.problem(m.keys[0], m.message, m.hint) for m in error.problems)
             ) from None
         nodes = _nodes(source)
         if config.model.level == "node":
-            source = WeightedSource(source, nodes)
+            source = WeightedSource(source, _counted(source, config, nodes))
         # nearly all of a step's work is per node
         samples = SampleSet(source, splits, config.data, costs=nodes)
         samples.held_out("val")
@@ -109,7 +108,7 @@ class GraphSpec(SampleSetSpec):
         )
         everything = {"train": np.arange(len(source))}
         survey = survey_graphs(source, {"val": everything["train"]}, config.model)
-        shape = resolve_graph(config.model, survey.features, survey.graph_features)
+        shape = _shape(config, survey)
         return cls(config, shape, SampleSet(source, everything, config.data), survey)
 
     @classmethod
@@ -119,7 +118,8 @@ class GraphSpec(SampleSetSpec):
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
         shape = GraphShape.from_dict(architecture)
-        begun = resolve_graph(_graph(config).model, shape.features, shape.graph_features)
+        model = _graph(config).model
+        begun = resolve_graph(model, shape.features, shape.graph_features, shape.edge_features)
         return SavedModel(begun, shape.to_dict(), _module)
 
     @property
@@ -166,12 +166,22 @@ def _module(shape: GraphShape) -> GraphNetwork:
     return GraphNetwork(shape)
 
 
-def _opened(config: GraphConfig) -> Source:
+def _shape(config: GraphConfig, survey: GraphSurvey) -> GraphShape:
+    return resolve_graph(config.model, survey.features, survey.graph_features, survey.edge_features)
+
+
+def _opened(config: GraphConfig) -> tuple[Source, Mapping[str, Int64Array]]:
+    """Return all graphs, and those of each split."""
+    data, seed = config.data, config.data_seed
     if _is_stored(config):
-        return open_arrays(_folder(config))
-    make = load_named(config.data.source, key="data.source")
+        arrays = open_arrays(_folder(config))
+        return arrays, split_samples(arrays, data, seed)
+    make = load_named(data.source, key="data.source")
     try:
-        return as_source(make())
+        found = sample_set(make, make(), (), data, seed)
+        if not isinstance(found, SampleSet):
+            raise ValueError("an iterable is no source of graphs: return a list of them")
+        return found.source, found.splits
     except ConfigError:
         raise
     except ValueError as error:
@@ -205,6 +215,13 @@ def _nodes(source: Source) -> Int64Array:
     if isinstance(source, Arrays):
         return source.sizes("x")
     return ragged(source.read(np.arange(len(source)))["x"]).sizes
+
+
+def _counted(source: Source, config: GraphConfig, nodes: Int64Array) -> Int64Array:
+    """Number of nodes of every graph that count in the loss."""
+    if (mask := config.model.mask) is None:
+        return nodes
+    return true_counts(ragged(source.read(np.arange(len(source)))[mask]))
 
 
 def _graph(config: RunConfig) -> GraphConfig:

@@ -23,12 +23,14 @@ _READ_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class GraphSurvey:
-    """Number of features per node and per graph (0: none), and the mean size of the graphs."""
+    """Number of features per node, per graph and per edge (0: none), and the mean size of the
+    graphs."""
 
     features: int
     graph_features: int
     mean_nodes: float
     mean_edges: float
+    edge_features: int = 0
 
 
 def survey_graphs(
@@ -45,7 +47,7 @@ def survey_graphs(
     """
     faults = _Faults()
     present = {head.name: np.zeros(head.classes or 0, dtype=np.bool_) for head in model.heads}
-    samples = nodes = edges = features = graph_features = 0
+    samples = nodes = edges = features = graph_features = edge_features = 0
     for split, numbers in splits.items():
         for begin in range(0, len(numbers), _READ_AT_ONCE):
             chunk = numbers[begin : begin + _READ_AT_ONCE]
@@ -55,8 +57,23 @@ def survey_graphs(
                 raise ConfigError(*missing)
             x, pairs = ragged(columns["x"]), ragged(columns["edges"])
             _check_graphs(faults, chunk, x, pairs, model)
+            masked = None
+            if model.mask is not None:
+                masked = ragged(columns[model.mask])
+                _check_sizes(faults, chunk, model.mask, masked, x, "booleans", "node")
+                faults.note(chunk[true_counts(masked) == 0], model.mask, "is true of no node")
+            if model.edge_features:
+                of_edges = ragged(columns["edge_attr"])
+                _check_sizes(faults, chunk, "edge_attr", of_edges, pairs, "rows", "edge")
+                infinite = ~np.isfinite(of_edges.flat).all(1)
+                faults.note(
+                    np.repeat(chunk, of_edges.sizes)[infinite], "edge_attr", "is not finite"
+                )
+                edge_features = of_edges.values.shape[1]
             for head in model.heads:
                 target, sample_of = _targets(faults, head, columns[head.column], x, chunk)
+                if masked is not None and masked.flat.size == target.size:
+                    target, sample_of = target[masked.flat], sample_of[masked.flat]
                 _check_target(faults, head, target, sample_of)
                 if split == "train" and head.classes:
                     there = target[(target >= 0) & (target < head.classes)]
@@ -72,7 +89,7 @@ def survey_graphs(
         problems += _unlearnable(model.heads, present)
     if problems:
         raise ConfigError(*problems)
-    return GraphSurvey(features, graph_features, nodes / samples, edges / samples)
+    return GraphSurvey(features, graph_features, nodes / samples, edges / samples, edge_features)
 
 
 def ragged(column: Any) -> Ragged:
@@ -82,6 +99,13 @@ def ragged(column: Any) -> Ragged:
     samples, size = column.shape[:2]
     offsets = np.arange(samples + 1, dtype=np.int64) * size
     return Ragged(column.reshape(samples * size, *column.shape[2:]), offsets)
+
+
+def true_counts(column: Ragged) -> Int64Array:
+    """Return how many values of each sample are true, int64 [samples]."""
+    before = np.concatenate([[0], np.cumsum(column.values, dtype=np.int64)])
+    counts: Int64Array = np.diff(before[column.offsets])
+    return counts
 
 
 @dataclass
@@ -145,6 +169,11 @@ def _wanted(model: GraphModelConfig) -> Iterator[_Wanted]:
     yield _Wanted("edges", 2, "iu", "pairs of node numbers [edges, 2]")
     if model.graph_features:
         yield _Wanted("graph", 1, "iuf", "numbers [features]", "model.graph_features")
+    if model.edge_features:
+        form = "numbers [edges, features]"
+        yield _Wanted("edge_attr", 2, "iuf", form, "model.edge_features")
+    if model.mask is not None:
+        yield _Wanted(model.mask, 1, "b", "a boolean for each node", "model.mask")
     for index, head in enumerate(model.heads):
         what = "a class, a whole number," if head.classes else "a number"
         kinds = "iu" if head.classes else "iuf"
@@ -193,10 +222,23 @@ def _targets(
     if head.level == "graph":
         return column, numbers
     of_nodes = ragged(column)
-    other = of_nodes.sizes != x.sizes
-    message = "has {} targets, which is not one for each node"
-    faults.note(numbers[other], head.column, message, of_nodes.sizes[other])
+    _check_sizes(faults, numbers, head.column, of_nodes, x, "targets", "node")
     return of_nodes.flat, np.repeat(numbers, of_nodes.sizes)
+
+
+def _check_sizes(
+    faults: _Faults,
+    numbers: Int64Array,
+    name: str,
+    column: Ragged,
+    of: Ragged,
+    what: str,
+    each: str,
+) -> None:
+    """Note samples in which a column has not as many values as another one."""
+    other = column.sizes != of.sizes
+    message = f"has {{}} {what}, which is not one for each {each}"
+    faults.note(numbers[other], name, message, column.sizes[other])
 
 
 def _check_target(

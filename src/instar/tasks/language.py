@@ -175,6 +175,9 @@ class LanguageSpec(TaskSpec):
         tokens = self.tokens(context)
         return None if tokens is None else windows_of(tokens, context)
 
+    def split_sizes(self, context: int) -> dict[str, int | None]:
+        return {} if self.dataset is None else super().split_sizes(context)
+
     def weight(self, context: int) -> int:
         return context
 

@@ -10,28 +10,28 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
-from instar.config.schema import RunConfig, SamplesConfig
+from instar.config.schema import RunConfig
 from instar.models.architecture import NONE_FROZEN, FrozenParameters, state_bytes
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
 
 if TYPE_CHECKING:
     import weakref
 
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
     from instar.data.columns import Columns
     from instar.data.order import Order
     from instar.data.source import Source
     from instar.data.split import SampleSet
     from instar.data.text.tokenizer import Tokenizer
+    from instar.data.user_sets import StreamedSet
 
 Say = Callable[[str], None]
 
@@ -183,6 +183,14 @@ class TaskSpec(ABC):
     def samples(self, context: int) -> int | None:
         """Number of training samples per epoch; None if unknown."""
 
+    def split_sizes(self, context: int) -> dict[str, int | None]:
+        """Return the number of samples of each split, None if unknown, without empty ones."""
+        sizes = {"train": self.samples(context)}
+        for split in ("val", "test"):
+            with suppress(ConfigError):
+                sizes[split] = len(self.held_out(split, context))
+        return sizes
+
     def weight(self, context: int) -> int:  # noqa: ARG002
         """Loss weight of a sample; the mean if samples differ."""
         return 1
@@ -230,7 +238,7 @@ class TaskSpec(ABC):
 class SampleSetSpec(TaskSpec):
     """A `TaskSpec` whose samples are one data set of no particular length, split by the config."""
 
-    data: SampleSet
+    data: SampleSet | StreamedSet
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:  # noqa: ARG002
         return self.data.train(seed)
@@ -242,43 +250,8 @@ class SampleSetSpec(TaskSpec):
     def fingerprints(self) -> dict[str, str]:
         return {"data": self.data.fingerprint}
 
-    def samples(self, context: int) -> int:  # noqa: ARG002
-        return self.data.splits["train"].size
-
-
-def split_samples(source: Source, data: SamplesConfig, seed: int) -> dict[str, NDArray[np.int64]]:
-    """Split the samples as the config's section `data` says.
-
-    Returns:
-        the sample numbers of each split, by name.
-
-    Raises:
-        ConfigError: the split is impossible, or there is no column `data.stratify` of classes.
-    """
-    import numpy as np
-
-    from instar.data.arrays import Arrays, InMemorySource
-    from instar.data.split import divide_samples
-
-    classes = None
-    if (name := data.stratify) is not None:
-        columns = source.columns if isinstance(source, InMemorySource) else {}
-        if isinstance(source, Arrays):
-            classes = np.asarray(source.column(name))
-        elif not columns and len(source):
-            columns = source.read(np.arange(len(source)))
-        found = columns.get(name) if classes is None else classes
-        if not isinstance(found, np.ndarray):
-            raise ConfigError.one(
-                f"there is no column {name!r} of classes",
-                where="data.stratify",
-                hint=f"there are {', '.join(columns)}",
-                key="data.stratify",
-            )
-        classes = found.astype(np.int64)
-    return dict(
-        divide_samples(len(source), val=data.val, test=data.test, seed=seed, classes=classes)
-    )
+    def samples(self, context: int) -> int | None:  # noqa: ARG002
+        return self.data.size("train")
 
 
 Batch = Mapping[str, "torch.Tensor"]

@@ -96,10 +96,11 @@ class SeekPoints:
     Points are at least `spacing` apart, or 1/8192 of the offset where that is more: so their number
     grows with the logarithm of the lane's length. A pass replaces the points that it comes by, as they may be those of an older stream.
 
-    `folder` is that of the data; a file in it that cannot be read or written is done without.
+    `folder` is that of the data; a file in it that cannot be read or written is done without. None:
+    nothing is kept.
     """
 
-    folder: Path
+    folder: Path | None
     fingerprint: str
     spacing: int
     _lanes: dict[int, _Lane] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class SeekPoints:
         index = bisect_right(known.points, offset, key=_OFFSET)
         if index and (known.begun or known.points[index - 1].offset):
             return known.points[index - 1]
-        if not known.points and offset > 2 * self.spacing:
+        if not known.points and offset > 2 * self.spacing and self.folder is not None:
             self._warn(f"there are no seek points of lane {lane} in {self.folder}")
         return START
 
@@ -152,6 +153,8 @@ class SeekPoints:
 
     def save(self) -> None:
         """Write the points noted since the last call."""
+        if self.folder is None:
+            return
         if self._saved == _NEVER:
             sweep(self.folder / POINTS_FOLDER)
         for lane, known in self._lanes.items():
@@ -184,6 +187,8 @@ class SeekPoints:
         return self._lanes[lane]
 
     def _load(self, lane: int) -> list[SeekPoint]:
+        if self.folder is None:
+            return []
         file = self._file(lane)
         try:
             record = msgspec.json.decode(read_regular(file, _MOST_BYTES), type=PointsRecord)
@@ -204,6 +209,7 @@ class SeekPoints:
         return record.points
 
     def _file(self, lane: int) -> Path:
+        assert self.folder is not None
         return self.folder / POINTS_FOLDER / f"lane-{lane}.json"
 
     def _warn(self, what: str) -> None:

@@ -38,6 +38,7 @@ from instar.record.format import (
     operation_lines,
     saved_line,
     si,
+    sizes_text,
     train_line,
     unit_text,
 )
@@ -60,7 +61,8 @@ class EventFormatter:
         match event:
             case RunStarted():
                 self._unit = unit_text(event.unit)
-                return [header_line(event, self.where)]
+                data = [f"data  {sizes_text(event.splits)}"] if event.splits else []
+                return [header_line(event, self.where), *data]
             case Train():
                 return [train_line(event, width=self.width, unit=self._unit)]
             case Eval():

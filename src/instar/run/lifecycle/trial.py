@@ -22,10 +22,14 @@ from torch.nn import Module
 from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
 from instar.config.user_code import what_happened
+from instar.data.arrays import InMemorySource
 from instar.data.columns import Columns, Ragged, leaves
+from instar.data.loader import OpenEnded
 from instar.data.split import SampleSet
+from instar.data.user_sets import StreamedSet
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
+from instar.models.table import check_table
 from instar.record.system import torch_dtype
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.generators import generator_states, restore_generators, seed_generators
@@ -36,7 +40,6 @@ from instar.run.loop.optimizer import (
     task_optimizers,
 )
 from instar.run.loop.step import enter, to_device
-from instar.tasks.custom import check_table
 from instar.tasks.task import Batch, SampleSetSpec, Task
 
 
@@ -66,7 +69,7 @@ def run_trial(prepared: Prepared, world: World) -> list[str]:
 class _Trial:
     prepared: Prepared
     world: World
-    data: SampleSet
+    data: SampleSet | StreamedSet
 
     @property
     def config(self) -> RunConfig:
@@ -87,7 +90,13 @@ class _Trial:
         self._evaluate(task, model, held_out)
         self._grow(task, model, held_out)
         self._optimize(task, model)
-        return unused
+        found = _not_finite(self._in_memory())
+        return [*unused, *([f"{self.config.task}: {found}"] if found else [])]
+
+    def _in_memory(self) -> Columns:
+        """Return all samples if they are in memory, otherwise nothing."""
+        source = self.data.source if isinstance(self.data, SampleSet) else None
+        return source.columns if isinstance(source, InMemorySource) else {}
 
     def _check_new(self, model: Module) -> None:
         """Raise ValueError if `module` reuses parameters: each rank and growth need a new model."""
@@ -105,7 +114,10 @@ class _Trial:
         single_process = replace(self.data, data=self.data.data.model_copy(update={"workers": 0}))
         with self._task_errors("samples"):
             source, order = single_process.train(self.config.seed)
-            count = min(self.config.train.batch_size, order.samples_per_epoch)
+            count = self.config.train.batch_size
+            if isinstance(order, OpenEnded):
+                order.explore(0, count)
+            count = min(count, order.samples_per_epoch)
             indices = order.indices(0, 0, count)
             samples, reread = source.read(indices), source.read(indices)
             if differing := _differing(samples, reread):
@@ -170,8 +182,8 @@ class _Trial:
                 "numpy() and torch.no_grad() between the model and the loss"
             )
         if not math.isfinite(value := loss.item()):
-            name = _not_finite(samples)
-            cause = f": {name} holds values that are not finite" if name else ""
+            found = _not_finite(self._in_memory()) or _not_finite(samples)
+            cause = f": {found}" if found else ""
             raise ValueError(f"the loss of the first micro-batch is {value}{cause}")
 
     def _unused(self, names: list[str]) -> str:
@@ -323,11 +335,19 @@ def _bytes(column: NDArray[Any] | Ragged) -> tuple[bytes, ...]:
 
 
 def _not_finite(samples: Columns) -> str:
-    """Return the first column with values that are not finite, or an empty string."""
+    """Describe the first column with values that are not finite; an empty string if there is none."""
     for name, column in leaves(samples):
         values = column.flat if isinstance(column, Ragged) else column
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            return name
+        if values.dtype.kind != "f" or np.isfinite(values).all():
+            continue
+        rows = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
+        if isinstance(column, Ragged):
+            starts = column.offsets - column.offsets[0]
+            rows = np.unique(np.searchsorted(starts, rows, side="right") - 1)
+        return (
+            f"{name} holds values that are not finite in {rows.size:,} of {len(column):,} samples, "
+            f"first in sample {rows[0]}"
+        )
     return ""
 
 

@@ -571,6 +571,7 @@ def _started(
         better=dict(prepared.config.metrics),
         best_metric=prepared.config.checkpoint.best_of[0],
         architecture=shape.to_dict(),
+        splits=dict(prepared.forecast.splits),
         versions=versions(),
         machine=facts | this_process(),
     )

@@ -1,0 +1,304 @@
+"""Sets of a user's samples: split as the config says, by themselves, or with a stream to train on.
+
+A stream is an iterable that is read from its beginning at every pass. Its order, the cache of recent
+samples and the search for its end are those of streams of text: it is one lane, without points at
+which reading could begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import xxhash
+
+from instar.config.errors import ConfigError
+from instar.config.schema import SamplesConfig
+from instar.data.arrays import Arrays, InMemorySource
+from instar.data.columns import Columns, difference, stack
+from instar.data.order import Int64Array, Order
+from instar.data.source import Concatenated, Source, close
+from instar.data.split import SampleSet, divide_samples
+from instar.data.text.seek_points import START, SeekPoint, SeekPoints
+from instar.data.text.stream import Note, StreamChanged
+from instar.data.text.stream_reader import LaneReader
+from instar.data.text.stream_source import LaneOrder, LaneSamples, OpenStreamSource
+from instar.data.user_source import (
+    as_source,
+    data_set,
+    graph_columns,
+    graph_sample,
+    is_graph,
+    is_iterable,
+    of_whole_graph,
+    sample_of,
+    splits_of,
+    transformed,
+)
+
+_COMPARED = 64
+"""The number of first samples that are compared at every pass."""
+_KEPT = 256
+"""The least number of samples that are kept."""
+
+Item = tuple[int, Mapping[str, Any]]
+"""A number within the pass, and a sample: arrays by name."""
+
+
+def sample_set(
+    make: Callable[[], object],
+    given: object,
+    fields: Sequence[str],
+    data: SamplesConfig,
+    seed: int,
+) -> SampleSet | StreamedSet:
+    """Return the samples that a user's function gives, as one set or one for each split.
+
+    Args:
+        make: the function, called again where what it `given` can be read only once.
+
+    Raises:
+        ConfigError: the config cannot split them.
+        ValueError: they cannot be used; says why.
+    """
+    parts = splits_of(given)
+    if parts is None:
+        source = as_source(given, fields)
+        return SampleSet(source, split_samples(source, data, seed), data)
+    train = data_set(parts.pop("train"))
+    held = {name: as_source(part, fields) for name, part in parts.items()}
+    if _is_read_forward(train):
+        return StreamedSet(IterableStream(_passes(make, train), fields), held, data)
+    sources = {"train": as_source(train, fields), **held}
+    first = {name: source.read(np.zeros(1, np.int64)) for name, source in sources.items()}
+    for name, columns in first.items():
+        if found := difference(first["train"], columns):
+            raise ValueError(f"{name} has {found} as in train")
+    together = Concatenated([*sources.values()], names=[f"the {name} split" for name in sources])
+    ends = dict(zip(sources, together.offsets[1:].tolist(), strict=True))
+    members = {name: np.arange(ends[name] - len(part), ends[name]) for name, part in held.items()}
+    return SampleSet(together, split_samples(together, data, seed, members), data)
+
+
+def _is_read_forward(train: object) -> bool:
+    return is_iterable(train) or (callable(train) and not hasattr(train, "__getitem__"))
+
+
+def _passes(make: Callable[[], object], train: Any) -> Callable[[], Iterable[Any]]:
+    """Return a function that begins a pass over training samples."""
+    if isinstance(train, Iterator):  # which gives its items once
+        return lambda: cast(dict[str, Any], splits_of(make()))["train"]
+    return train if callable(train) and not is_iterable(train) else lambda: train
+
+
+def split_samples(
+    source: Source,
+    data: SamplesConfig,
+    seed: int,
+    given: Mapping[str, Int64Array] | None = None,
+) -> dict[str, Int64Array]:
+    """Split the samples as the config's section `data` says.
+
+    Args:
+        given: samples of held-out splits that are not drawn.
+
+    Returns:
+        the sample numbers of each split, by name.
+
+    Raises:
+        ConfigError: the split is impossible, or there is no column `data.stratify` of classes.
+    """
+    classes = None
+    if (name := data.stratify) is not None:
+        columns = source.columns if isinstance(source, InMemorySource) else {}
+        if isinstance(source, Arrays):
+            classes = np.asarray(source.column(name))
+        elif not columns and len(source):
+            columns = source.read(np.arange(len(source)))
+        found = columns.get(name) if classes is None else classes
+        if not isinstance(found, np.ndarray):
+            raise ConfigError.one(
+                f"there is no column {name!r} of classes",
+                where="data.stratify",
+                hint=f"there are {', '.join(columns)}",
+                key="data.stratify",
+            )
+        classes = found.astype(np.int64)
+    sizes = {"val": data.val, "test": data.test, **(given or {})}
+    return dict(divide_samples(len(source), **sizes, seed=seed, classes=classes))
+
+
+class IterableStream:
+    """The items of an iterable as one lane of samples.
+
+    Args:
+        begin: returns the iterable of a pass; it must give the same items at every call.
+        fields: names for the parts of items that are tuples.
+
+    Raises:
+        ValueError: an item cannot be used, or there are none.
+    """
+
+    lanes = 1
+
+    def __init__(self, begin: Callable[[], Iterable[Any]], fields: Sequence[str]) -> None:
+        self._begin, self._fields = begin, tuple(fields)
+        items = list(islice(begin(), _COMPARED))
+        if not items:
+            raise ValueError("there are no samples")
+        first = [self._sample(*item) for item in enumerate(items)]
+        self._of_graph = (
+            of_whole_graph([sample for _, sample in first]) if is_graph(items[0]) else None
+        )
+        self._first = [self._digest(sample) for sample in first]
+        self.fingerprint = xxhash.xxh3_128_hexdigest("\n".join(self._first).encode())
+
+    def open(
+        self,
+        lane: int,  # noqa: ARG002
+        seek: SeekPoint = START,  # noqa: ARG002
+        note: Note = lambda _: None,  # noqa: ARG002
+    ) -> Generator[Item, None, int]:
+        """See `SampleStream`.
+
+        Raises:
+            StreamChanged: one of the first items is another one than before.
+        """
+        number = 0
+        for number, item in enumerate(self._begin(), 1):
+            sample = self._sample(number - 1, item)
+            if number <= len(self._first) and self._digest(sample) != self._first[number - 1]:
+                raise StreamChanged(
+                    f"item {number - 1} is not what it was when the iterable was read before; it must "
+                    "give the same items in the same order every time: seed it with self.seed, and "
+                    "leave shuffling to data.order"
+                )
+            yield sample
+        return number
+
+    def first_after(self, offset: int) -> int:
+        return offset
+
+    def offset_of(self, sample: int) -> int:
+        return sample
+
+    def samples(self, count: int) -> int:
+        return count
+
+    def weight_of(self, sample: Item) -> float:  # noqa: ARG002
+        return 1.0
+
+    def columns(self, samples: Sequence[Item]) -> Columns:
+        numbers, items = zip(*samples, strict=True)
+        if self._of_graph is not None:
+            return graph_columns(items, self._of_graph, numbers)
+        return stack(items, numbers)
+
+    def measure(self, lane: int, note: Note) -> int:
+        return sum(1 for _ in self.open(lane, START, note))
+
+    def _sample(self, number: int, item: object) -> Item:
+        try:
+            sample = graph_sample(item) if is_graph(item) else sample_of(item, self._fields)
+            return number, sample
+        except ValueError as error:
+            error.add_note(f"in item {number} of the iterable")
+            raise
+
+    def _digest(self, sample: Item) -> str:
+        return InMemorySource(self.columns([sample])).fingerprint
+
+
+class _ItemSource(OpenStreamSource):
+    """Samples of a stream, each of weight 1, which is known without reading them."""
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(indices.size)
+
+
+@dataclass(frozen=True)
+class _OneLane:
+    """The order of a stream of which every rank reads all samples and uses its own."""
+
+    lane: LaneOrder
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.lane.samples_per_epoch
+
+    def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
+        return self.lane.indices(epoch, start, stop)
+
+    def explore(self, start: int, stop: int) -> None:
+        self.lane.explore(start, stop)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedSet:
+    """Training samples of a stream, and held-out samples of other sources.
+
+    Raises:
+        ConfigError: the config asks for what a stream cannot do, or val is missing.
+    """
+
+    stream: IterableStream
+    held: Mapping[str, Source]
+    data: SamplesConfig
+
+    def __post_init__(self) -> None:
+        data = self.data
+        if data.order in ("random", "blocks"):
+            raise _error(
+                "order",
+                f"data.order {data.order} needs random access, and an iterable is read from its "
+                "beginning",
+                "sequential, or shuffled within data.shuffle_window",
+            )
+        if data.workers:
+            raise _error("workers", "an iterable is read by one process", "set data.workers: 0")
+        if data.stratify is not None:
+            raise _error("stratify", "splits of an iterable are given, not drawn", "leave it out")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Content hash of the first training samples and of all held-out ones."""
+        told = [f"{name}/{source.fingerprint}" for name, source in sorted(self.held.items())]
+        return xxhash.xxh3_128_hexdigest("\n".join([self.stream.fingerprint, *told]).encode())
+
+    def size(self, split: str) -> int | None:
+        """Return the number of samples of a split; None if unknown."""
+        return None if split == "train" else len(self.held.get(split, ()))
+
+    def train(self, seed: int) -> tuple[Source, Order]:
+        """Return the training samples and their order, whose end is found by reading."""
+        window = 1 if self.data.order == "sequential" else self.data.shuffle_window
+        lanes = LaneReader(self.stream, SeekPoints(None, self.stream.fingerprint, 1))
+        samples = LaneSamples(self.stream, lanes, [None], max(_KEPT, 2 * window), window)
+        order = LaneOrder([None], seed, window)
+        source = transformed(_ItemSource(samples, order), self.data, seed)
+        return source, _OneLane(order)
+
+    def held_out(self, split: str) -> Source:
+        """Return a held-out split.
+
+        Raises ConfigError if there is no such split.
+        """
+        if split not in self.held:
+            raise _error(
+                split,
+                f"samples() gives no {split} split, which cannot be drawn from an iterable",
+                f'return {{"train": iterable, "{split}": …}}',
+            )
+        return self.held[split]
+
+    def close(self) -> None:
+        for source in self.held.values():
+            close(source)
+
+
+def _error(key: str, message: str, hint: str) -> ConfigError:
+    return ConfigError.one(message, where=f"data.{key}", hint=hint, key=f"data.{key}")

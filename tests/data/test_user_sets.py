@@ -1,0 +1,283 @@
+"""Samples in the forms that people have them, splits of their own, and streams of samples."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from pandas import DataFrame
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
+from torch_geometric.data import Data as Graph
+from torch_geometric.loader import DataLoader as GraphLoader
+
+from instar.config.errors import ConfigError
+from instar.config.schema import SamplesConfig
+from instar.data.columns import Ragged
+from instar.data.loader import LocalReader, ReadRequest, StepKey
+from instar.data.text.stream import StreamChanged
+from instar.data.user_sets import SampleSet, StreamedSet, sample_set
+from instar.data.user_source import MOST_ITEMS, as_source
+
+X = np.arange(40, dtype=np.float32).reshape(20, 2)
+Y = np.arange(20) % 3
+Pair = namedtuple("Pair", "x y")
+
+
+class Reading(IterableDataset[Any]):
+    """Items 0 to n - 1, or without end."""
+
+    def __init__(self, n: int | None) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Any]:
+        number = 0
+        while self.n is None or number < self.n:
+            yield torch.full((2,), float(number)), number
+            number += 1
+
+
+def tensors() -> TensorDataset:
+    return TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+
+
+FORMS: dict[str, Callable[[], Any]] = {
+    "arrays": lambda: {"x": X, "y": Y},
+    "pairs": lambda: list(zip(X, Y, strict=True)),
+    "named tuples": lambda: [Pair(x, y) for x, y in zip(X, Y, strict=True)],
+    "dictionaries": lambda: [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)],
+    "a generator": lambda: ({"x": x, "y": y} for x, y in zip(X, Y, strict=True)),
+    "a TensorDataset": tensors,
+    "a Subset": lambda: Subset(tensors(), range(20)),
+    "a DataLoader": lambda: DataLoader(tensors(), batch_size=7, shuffle=True),
+    "a Dataset of datasets": lambda: datasets.Dataset.from_dict({"x": X.tolist(), "y": Y}),
+    "an IterableDataset of datasets": lambda: (
+        datasets.Dataset.from_dict({"x": X.tolist(), "y": Y})
+        .to_iterable_dataset()
+        .with_format("numpy")
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_of_samples_is_the_same_samples(form: str) -> None:
+    source = as_source(FORMS[form]())
+    assert len(source) == 20
+    found = source.read(np.array([3, 0, 19]))
+    np.testing.assert_array_equal(found["x"], X[[3, 0, 19]], strict=True)
+    np.testing.assert_array_equal(found["y"], Y[[3, 0, 19]], strict=True)
+
+
+def test_a_table_is_read_by_its_columns() -> None:
+    found = as_source(DataFrame({"height": X[:, 0], "y": Y})).read(np.array([1]))
+    assert found["height"] == X[1, 0]
+
+
+def molecules(n: int) -> list[Graph]:
+    return [
+        Graph(
+            x=torch.full((2 + k % 3, 4), float(k)),
+            edge_index=torch.tensor([[0, 1], [1, 0]]),
+            edge_attr=torch.full((2, 3), float(k)),
+            y=torch.tensor([[float(k), 0.0]]),
+            smiles="C" * k,
+            num_nodes=2 + k % 3,
+        )
+        for k in range(1, n + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "given", [molecules, lambda n: iter(molecules(n)), lambda n: GraphLoader(molecules(n), 4)]
+)
+def test_graphs_are_ragged_and_their_text_is_left_out(given: Callable[[int], Any]) -> None:
+    found = as_source(given(6)).read(np.array([1, 4]))
+    assert set(found) == {"x", "edges", "edge_attr", "y"}
+    edge_attr, y = found["edge_attr"], found["y"]
+    assert isinstance(edge_attr, Ragged)
+    assert edge_attr.sizes.tolist() == [2, 2]
+    np.testing.assert_array_equal(y, [[2.0, 0.0], [5.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            [{"text": "two words"}],
+            "sample 0: text is 'two words', which is no array of numbers; encode",
+        ),
+        (
+            [{"x": 1, "y": None}],
+            "y is None, which is no array of numbers; every sample needs a value",
+        ),
+        (
+            [(X[0], 1), (X[:2], 1)],
+            r"sample 1: x is float32\[2, 2\], in the first sample float32\[2\]",
+        ),
+        ([(X[0], 1), (X[0], 1.5)], r"sample 1: y is float64\[\], in the first sample int64\[\]"),
+        ({"x": X, "y": Y[:-1]}, "columns must have the same number of samples, got x 20, y 19"),
+        (
+            DataLoader(tensors(), sampler=range(3)),
+            "a DataLoader with a range, which would not be used",
+        ),
+        (3, "a int; return arrays by name"),
+    ],
+)
+def test_what_is_wrong_with_samples_is_said(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        as_source(given)
+
+
+def split(given: Any, **data: Any) -> SampleSet | StreamedSet:
+    def made() -> Any:
+        return given() if callable(given) else given
+
+    return sample_set(made, made(), (), SamplesConfig(**data), seed=5)
+
+
+def test_splits_that_are_given_are_kept_and_others_are_drawn() -> None:
+    tables = {name: datasets.Dataset.from_dict({"x": X[:n]}) for name, n in PARTS.items()}
+    found = split(datasets.DatasetDict(tables), test=2)
+    assert isinstance(found, SampleSet)
+    assert {name: found.size(name) for name in found.splits} == {"train": 18, "val": 5, "test": 2}
+    np.testing.assert_array_equal(found.held_out("val").read(np.arange(5))["x"], X[:5])
+    train, _ = found.train(seed=1)
+    assert len(np.unique(train.read(np.arange(18))["x"], axis=0)) == 18
+
+
+PARTS = {"train": 20, "validation": 5}
+
+
+def test_parts_of_random_split_are_splits() -> None:
+    train, val, test = random_split(tensors(), [12, 4, 4])
+    found = split({"train": train, "val": val, "test": test})
+    assert [found.size(name) for name in ("train", "val", "test")] == [12, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"train": tensors(), "unlabelled": tensors()},
+            "a data set unlabelled besides train; splits",
+        ),
+        (
+            {"train": tensors(), "val": tensors(), "valid": tensors()},
+            "two of these are the same split",
+        ),
+        ({"train": tensors(), "val": [(X[0], 0.5)]}, "val has y as float64, not int64 as in train"),
+    ],
+)
+def test_what_is_wrong_with_splits_is_said(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split(given)
+
+
+def test_an_array_called_train_is_a_column() -> None:
+    assert split({"train": X, "side": Y}, val=2).size("val") == 2
+
+
+# ---- streams ----
+
+
+def stream(train: Any, **data: Any) -> StreamedSet:
+    found = split(
+        lambda: {"train": train() if callable(train) else train, "val": tensors()}, **data
+    )
+    assert isinstance(found, StreamedSet)
+    return found
+
+
+def taken(found: StreamedSet, cursor: int, steps: int, rank: int = 0, ranks: int = 1) -> list[int]:
+    """The numbers of the samples that a rank reads in some steps of six, from a cursor on."""
+    source, order = found.train(seed=3)
+    reader = LocalReader(source, order, ranks, range(rank, rank + 1), "test")
+    numbers: list[int] = []
+    for _ in range(steps):
+        key = StepKey(cursor, 6, 6)
+        step = reader.read(ReadRequest(0, key, False))[key]
+        if isinstance(step, Exception):
+            raise step
+        for micro in step.micro_batches:
+            column = micro.arrays["y"]
+            assert isinstance(column, np.ndarray)
+            numbers += column[: micro.samples].tolist()
+        cursor += step.plan.count
+    return numbers
+
+
+ITERABLES: dict[str, Any] = {
+    "an IterableDataset": Reading(20),
+    "a generator": lambda: iter(Reading(20)),
+    "a loader": DataLoader(Reading(20), batch_size=3),
+}
+
+
+@pytest.mark.parametrize("given", ITERABLES)
+@pytest.mark.parametrize("order", ["shuffled", "sequential"])
+def test_a_stream_resumes_at_any_place_of_any_pass(given: str, order: str) -> None:
+    found = stream(ITERABLES[given], order=order, shuffle_window=8)
+    whole = taken(found, 0, 8)  # 6, 6, 6, 2 samples in each pass
+    assert sorted(whole[:20]) == sorted(whole[20:]) == list(range(20))
+    assert (whole[:20] == list(range(20))) == (order == "sequential")
+    assert taken(found, 12, 3) == whole[12:26]
+    assert taken(found, 32, 1) == whole[32:38]
+
+
+def test_ranks_share_the_samples_of_a_stream() -> None:
+    found = stream(Reading(20), shuffle_window=8)
+    of_ranks = [taken(found, 0, 4, rank, 2) for rank in range(2)]
+    assert sorted(of_ranks[0] + of_ranks[1]) == list(range(20))
+    assert of_ranks[0][:3] + of_ranks[1][:3] == taken(found, 0, 1)
+
+
+def test_a_stream_need_not_end() -> None:
+    assert taken(stream(Reading(None), order="sequential"), 6_000, 1) == list(range(6_000, 6_006))
+    assert stream(Reading(None)).size("train") is None
+
+
+def test_a_function_may_begin_each_pass() -> None:
+    def numbers() -> Iterable[Any]:
+        return Reading(9)
+
+    given = {"train": numbers, "val": tensors()}
+    found = sample_set(lambda: given, given, (), SamplesConfig(order="sequential"), seed=1)
+    assert isinstance(found, StreamedSet)
+    assert taken(found, 0, 3) == [*range(9), *range(6)]
+
+
+def test_a_stream_that_changes_is_refused() -> None:
+    passes = [range(9), range(9), (0, 1, 5)]
+    found = stream(lambda: ((X[0], n) for n in passes.pop(0)))
+    with pytest.raises(StreamChanged, match="item 2 is not what it was"):
+        taken(found, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"order": "blocks"}, "data.order blocks needs random access"),
+        ({"workers": 2}, "an iterable is read by one process"),
+        ({"stratify": "y"}, "splits of an iterable are given, not drawn"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stream(Reading(9), **data)
+
+
+def test_a_split_is_not_drawn_from_a_stream() -> None:
+    with pytest.raises(ConfigError, match="gives no test split, which cannot"):
+        stream(Reading(9)).held_out("test")
+
+
+def test_an_iterable_without_splits_must_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MOST_ITEMS > 10**6
+    monkeypatch.setattr("instar.data.user_source.MOST_ITEMS", 30)
+    assert len(as_source(Reading(30))) == 30
+    with pytest.raises(ValueError, match="more than 30 samples is not read into memory"):
+        as_source(Reading(None))
