@@ -1,6 +1,6 @@
 """Draws the pictures of the docs anew, from made-up runs: pages in headless Chromium, and plots.
 
-python docs/pictures/draw.py
+python benchmarks/pictures.py
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def page(
         ):
             seen.page.goto(f"{address}#tab={tab}&runs={runs}")
             seen.page.wait_for_selector("#link[data-state=live]")
-            seen.page.wait_for_selector("table.runs" if tab == "overview" else ".panel[data-runs]")
+            shown = "table.runs" if tab == "overview" else ".panel[data-runs]"
+            seen.page.wait_for_selector(shown if runs else "#view code")
             expect(seen.page.locator(".none:visible", has_text="reading")).to_have_count(0)
             drawn(seen.page)
             drawn(seen.page)
@@ -108,6 +109,8 @@ def main() -> None:
         page(browser, "dashboard-dark", three, scheme="dark")
         page(browser, "dashboard-phone", one, size=(390, 844))
         page(browser, "dashboard-table", eight, "overview")
+        for name in ("eight", "hundred", "stopped", "empty"):
+            page(browser, f"dashboard-{name}", SCENES[name])
         page(browser, "dashboard-crash", crash)
         report(browser, "report", one)
     plot("plot-run", one, ChartRequest(lr=True))
