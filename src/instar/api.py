@@ -26,6 +26,7 @@ def train(
     rank: int | None = None,
     world_size: int | None = None,
     port: int | None = None,
+    hooks: Sequence[object] = (),
 ) -> Path:
     """Train as one rank until the run ends, and return the run's folder. Call from the main thread.
 
@@ -36,6 +37,8 @@ def train(
     Args:
         config: path of a config file; None: the default config.
         overrides: strings such as "train.until=100it", as after `--set`.
+        hooks: objects whose methods are called during training, the same on every rank
+            (docs/hooks.md).
 
     Raises:
         ConfigError: the run cannot start.
@@ -58,7 +61,7 @@ def train(
                 _share_threads()
             loaded = load_config(None if config is None else os.fspath(config), overrides)
             with RankLog(placement(os.environ).rank) as log:
-                run(loaded, log, signal)
+                run(loaded, log, signal, hooks=hooks)
     assert log.path is not None
     return log.path.parents[1]
 

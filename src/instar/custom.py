@@ -7,6 +7,7 @@ from instar.config.sections import Section
 from instar.data.columns import Ragged
 from instar.models.table import Shape, Table
 from instar.tasks.custom import CustomTask
+from instar.tasks.logged import log, log_image, log_table
 from instar.tasks.task import Batch
 
 __all__ = [
@@ -18,4 +19,7 @@ __all__ = [
     "Section",
     "Shape",
     "Table",
+    "log",
+    "log_image",
+    "log_table",
 ]

@@ -47,7 +47,7 @@ from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output import save
 from instar.tasks.custom import UserTask
-from instar.tasks.task import Tally
+from instar.tasks.task import Measured, Tally
 
 CONFIG = """\
 name: halves
@@ -252,9 +252,12 @@ class Tallied:
     cluster: int = 1
     random: bool = False
 
-    def measure(self, model: nn.Module, batch: Batch) -> dict[str, Tally]:
-        del model
-        return {name: Tally(*batch[name].unbind(1)) for name in self.metrics}
+    def set_metrics(self) -> Mapping[str, object]:
+        return {}
+
+    def measure(self, model: nn.Module, batch: Batch, *, predict: bool) -> Measured:
+        del model, predict
+        return Measured({name: Tally(*batch[name].unbind(1)) for name in self.metrics})
 
     def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
         del metrics

@@ -73,6 +73,61 @@ def write(tool: str, folder: Path, first: int, last: int, *, wait: bool = False)
     sink.close()
 
 
+def write_media(tool: str, folder: Path) -> None:
+    """An image and a table, as a run records them."""
+    import numpy as np
+
+    from instar.config.sections import TrackersConfig
+    from instar.record.events import ImageEvent, RunFinished, RunStarted, TableEvent
+    from instar.record.media import save_image
+    from instar.record.trackers.configured import configured
+    from instar.record.trackers.tracker import TrackedRun
+
+    path = save_image(folder, "val", 7, np.zeros((2, 3, 3), dtype=np.uint8))
+    (tracker,) = configured(TrackersConfig.model_validate({tool: settings(tool, folder)}))
+    tracker.start(TrackedRun.live(folder, CONFIG))
+    tracker.take(RunStarted(run_id="ab3cd", time=1.0))
+    tracker.take(
+        ImageEvent(step=7, time=2.0, name="a/..", split="val", path=path, width=3, height=2)
+    )
+    # a record is not trusted: what it names elsewhere is not sent
+    secret = folder / "secret.png"
+    secret.write_bytes((folder / path).read_bytes())
+    tracker.take(ImageEvent(step=7, time=2.0, name="other", split="val", path="secret.png"))
+    rows = (("x|y", 1.5), (None, 2))
+    tracker.take(
+        TableEvent(step=7, time=3.0, name="worst", split="val", columns=("a", "b"), rows=rows)
+    )
+    tracker.take(RunFinished(step=7, time=4.0))
+    tracker.finish("finished")
+
+
+def read_media(tool: str, folder: Path) -> list[str]:
+    """What is there of them, in the tool's own words."""
+    if tool == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        found = EventAccumulator(str(folder / "tensorboard")).Reload()
+        texts = found.Tensors("val/worst")[0].tensor_proto.string_val[0].decode().splitlines()
+        return [*found.Tags()["images"], *texts]
+    if tool == "wandb":
+        (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+        return [
+            f"{each.nested_key[0]} {json.loads(each.value_json)}"
+            for record in wandb_records(file)
+            if record.WhichOneof("record_type") == "history"
+            for each in record.history.item
+            if [*each.nested_key][1:] == ["_type"]
+        ]
+    from mlflow.tracking import MlflowClient
+
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    client = MlflowClient(tracking_uri=(folder.parent / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("instar").experiment_id])
+    names = ("val/a/__", "val/worst", "val/other")
+    return [f.path for name in names for f in client.list_artifacts(run.info.run_id, name)]
+
+
 def settings(tool: str, folder: Path) -> dict[str, str]:
     beside = folder.parent
     return {
@@ -255,19 +310,18 @@ def process(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def written(*arguments: object) -> None:
+def written(*arguments: object, command: str = "write") -> None:
     """Write in a process that ends; it says nothing at all."""
-    said = process("write", *arguments).communicate(timeout=120)
+    said = process(command, *arguments).communicate(timeout=120)
     assert said == ("", "")
 
 
-def read_back(tool: str, folder: Path) -> dict[str, Any]:
+def read_back(tool: str, folder: Path, command: str = "read") -> Any:
     """Read in a process, since a tool looks up its folder when it is imported."""
-    with process("read", tool, folder) as reader:
+    with process(command, tool, folder) as reader:
         output, complaint = reader.communicate(timeout=120)
     assert reader.returncode == 0, complaint
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return found
+    return json.loads(output.splitlines()[-1])
 
 
 def read_when(tool: str, folder: Path, last: int) -> dict[str, Any]:
@@ -287,5 +341,9 @@ if __name__ == "__main__":
     command, tool, folder, *rest = sys.argv[1:]
     if command == "write":
         write(tool, Path(folder), int(rest[0]), int(rest[1]), wait="wait" in rest)
+    elif command == "write-media":
+        write_media(tool, Path(folder))
+    elif command == "read-media":
+        print(json.dumps(read_media(tool, Path(folder))))
     else:
         print(json.dumps(read(tool, Path(folder))))

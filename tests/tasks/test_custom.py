@@ -20,7 +20,7 @@ def opened(name: str) -> tuple[Task, Batch]:
 
 def test_predictions_keep_the_digits_of_float64() -> None:
     task, batch = opened("foreign:Double")
-    found = task.predict(task.build(), batch)
+    found = task.measure(task.build(), batch, predict=True).predictions
     close = 1 + TINY * batch["x"].numpy()
     np.testing.assert_array_equal(found["closely"], close)
     np.testing.assert_array_equal(found["close"], close[:, 0])
@@ -30,7 +30,7 @@ def test_predictions_keep_the_digits_of_float64() -> None:
 
 def test_metrics_keep_the_digits_of_float64_and_of_counts() -> None:
     task, batch = opened("foreign:Double")
-    found = task.measure(task.build(), batch)
+    found = task.measure(task.build(), batch).tallies
     assert torch.equal(found["accuracy"].values, 1 + TINY * batch["x"][:, 0])
     assert torch.equal(found["doubt"].values.double(), batch["number"].double() + 2**52)
     assert task.loss_sum(task.build(), batch).dtype == torch.float64

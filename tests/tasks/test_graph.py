@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,15 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from instar.config.graph import GraphConfig, GraphModelConfig, HeadConfig
+from instar.config.graph import ClassMetric, GraphConfig, GraphModelConfig, HeadConfig, ValueMetric
 from instar.data.columns import Columns, Ragged, cut, pick, stack
 from instar.data.order import Int64Array, Order, Shuffled
 from instar.data.source import Source
+from instar.distributed.world import World
 from instar.models.graph_shape import flops_per_graph, resolve_graph
 from instar.run.loop.step import to_device
 from instar.tasks.graph import GraphTask
 from instar.tasks.graph_spec import GraphSpec
 from instar.tasks.graph_survey import GraphSurvey, ragged
+from instar.tasks.metrics import compute, set_metrics, update
 from instar.tasks.task import Task
 
 CPU = torch.device("cpu")
@@ -127,7 +129,7 @@ def test_metrics_are_those_of_plain_numpy() -> None:
     task = task_on(TWELVE, KIND, SIZE)
     model = task.build()
     with torch.no_grad():
-        found = task.measure(model, batch(TWELVE))
+        found = task.measure(model, batch(TWELVE)).tallies
         said = task.outputs(model, batch(TWELVE)).double().numpy()
     classes, sizes = np.asarray(TWELVE.columns["class"]), np.asarray(TWELVE.columns["size"])
     known = classes >= 0
@@ -154,7 +156,8 @@ def test_masked_nodes_do_not_count() -> None:
     known = ragged(TWELVE.columns["known"])
     charge = ragged(TWELVE.columns["charge"])
     missing = Ragged(np.where(known.flat, charge.flat, np.nan), charge.offsets)
-    task = task_on(Graphs({**TWELVE.columns, "charge": missing}), ROLE, CHARGE, mask="known")
+    measured = CHARGE.model_copy(update={"metrics": ("r2",)})
+    task = task_on(Graphs({**TWELVE.columns, "charge": missing}), ROLE, measured, mask="known")
     model = task.build()
     everything = batch(task.spec.data)  # type: ignore[arg-type]
     loss = task.loss_sum(model, everything)
@@ -164,24 +167,68 @@ def test_masked_nodes_do_not_count() -> None:
     where = torch.from_numpy(known.flat)
     role = torch.from_numpy(ragged(TWELVE.columns["role"]).flat)
     entropy = F.cross_entropy(said[where, :2], role[where], ignore_index=-1, reduction="sum")
-    square = (said[where, 2] - torch.from_numpy(charge.flat)[where]).square().sum()
+    true = torch.from_numpy(charge.flat)[where]
+    square = (said[where, 2] - true).square().sum()
     torch.testing.assert_close(loss, entropy + square)
-    found = task.measure(model, everything)
+    whole = task.measure(model, everything)
+    torch.testing.assert_close(whole.inputs["charge/r2"], (said[where, 2], true))
+    found = whole.tallies
     torch.testing.assert_close(found["charge/mse"].values.sum(), square)
     assert found["loss"].weights.tolist() == [1 + number % 3 for number in range(12)]
     assert torch.equal(found["charge/mae"].weights, found["loss"].weights)
     assert found["role/loss"].weights.sum() == (role[where] >= 0).sum()
     with torch.no_grad():
-        predicted = task.predict(model, everything)
+        predicted = task.measure(model, everything, predict=True).predictions
     np.testing.assert_array_equal(np.isnan(ragged(predicted["charge"]).flat), ~known.flat)
     assert (ragged(predicted["role"]).flat[~known.flat] == -1).all()
+
+
+def values_of(name: str) -> NDArray[Any]:
+    column = TWELVE.columns[name]
+    return column.flat if isinstance(column, Ragged) else np.asarray(column)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("heads", [(KIND, SIZE), (ROLE, CHARGE)], ids=["of graphs", "of nodes"])
+def test_further_metrics_of_heads_are_of_the_whole_set(
+    heads: tuple[HeadConfig, HeadConfig],
+) -> None:
+    classes, values = heads
+    task = task_on(
+        TWELVE,
+        classes.model_copy(update={"metrics": get_args(ClassMetric)}),
+        values.model_copy(update={"metrics": get_args(ValueMetric)}),
+    )
+    model, kind, size = task.build(), classes.name, values.name
+    accumulated = set_metrics(task.set_metrics, CPU, 12)
+    with torch.no_grad():
+        for part in (batch(TWELVE, 0, 5), batch(TWELVE, 5)):
+            update(accumulated, task.measure(model, part).inputs)
+        said = task.outputs(model, batch(TWELVE)).double().numpy()
+    found = compute(World(0, 0, 1, CPU, "none"), accumulated)
+    assert {"loss", *found} < task.config.metrics.keys()
+    target, truth = (values_of(head.column) for head in heads)
+    known, guessed = target >= 0, said[:, :-1].argmax(1)
+    hits = [
+        2
+        * np.sum(known & (target == c) & (guessed == c))
+        / max(1, np.sum(known & (target == c)) + np.sum(known & (guessed == c)))
+        for c in range(said.shape[1] - 1)
+    ]
+    seen = np.unique(np.concatenate([target[known], guessed[known]]))
+    assert found[f"{kind}/f1"] == pytest.approx(np.sum(hits) / len(seen), abs=1e-6)
+    apart, spread = said[:, -1] - truth, truth - truth.mean()
+    assert found[f"{size}/r2"] == pytest.approx(1 - np.sum(apart**2) / np.sum(spread**2), rel=1e-4)
+    assert found[f"{size}/pearson"] == pytest.approx(
+        np.corrcoef(said[:, -1], truth)[0, 1], abs=1e-5
+    )
 
 
 def test_metrics_of_nodes_are_sums_over_each_graph() -> None:
     task = task_on(TWELVE, ROLE, CHARGE)
     model = task.build()
     with torch.no_grad():
-        found = task.measure(model, batch(TWELVE))
+        found = task.measure(model, batch(TWELVE)).tallies
         said = task.outputs(model, batch(TWELVE)).double().numpy()
     role, charge = TWELVE.columns["role"], TWELVE.columns["charge"]
     assert isinstance(role, Ragged)
@@ -222,8 +269,8 @@ def test_sums_do_not_depend_on_batches(
         assert sum(task.loss_sum(model, part).item() for part in parts) == pytest.approx(
             whole, rel=1e-5
         )
-        once = task.measure(model, batch(TWELVE))
-        split = [task.measure(model, part) for part in parts]
+        once = task.measure(model, batch(TWELVE)).tallies
+        split = [task.measure(model, part).tallies for part in parts]
     for name, tally in once.items():
         values = torch.cat([part[name].values for part in split])
         torch.testing.assert_close(values, tally.values, rtol=1e-4, atol=1e-5)
@@ -241,7 +288,7 @@ def test_a_class_that_is_not_known_teaches_nothing() -> None:
 def test_predictions_stand_beside_their_targets() -> None:
     task = task_on(TWELVE, KIND, SIZE)
     with torch.no_grad():
-        found = task.predict(task.build(), batch(TWELVE))
+        found = task.measure(task.build(), batch(TWELVE), predict=True).predictions
         said = task.outputs(task.build(), batch(TWELVE)).numpy()
     columns = ["kind", "kind.predicted", "kind.probabilities", "size", "size.predicted"]
     assert list(found) == columns
@@ -257,18 +304,19 @@ def test_targets_keep_the_digits_of_float64() -> None:
     task = task_on(samples, SIZE)
     model = task.build()
     with torch.no_grad():
-        np.testing.assert_array_equal(task.predict(model, batch(samples))["size"], sizes)
+        found = task.measure(model, batch(samples), predict=True).predictions
+        np.testing.assert_array_equal(found["size"], sizes)
         # the loss is the model's: it decides in what it is computed
         assert task.loss_sum(model, batch(samples)).dtype == torch.float32
         doubled = dict(batch(samples)) | {"x": batch(samples)["x"].double()}
-        tallies = task.measure(model.double(), doubled)
+        tallies = task.measure(model.double(), doubled).tallies
     assert {tally.values.dtype for tally in tallies.values()} == {torch.float64}
 
 
 def test_predictions_of_nodes_are_ragged() -> None:
     task = task_on(TWELVE, ROLE)
     with torch.no_grad():
-        found = task.predict(task.build(), batch(TWELVE))
+        found = task.measure(task.build(), batch(TWELVE), predict=True).predictions
     role = TWELVE.columns["role"]
     assert isinstance(role, Ragged)
     for column in found.values():
@@ -322,7 +370,7 @@ def test_bfloat16_losses_are_float32() -> None:
     exact = task.loss_sum(model, batch(TWELVE)).item()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = task.loss_sum(model, batch(TWELVE))
-        tallies = task.measure(model, batch(TWELVE))
+        tallies = task.measure(model, batch(TWELVE)).tallies
     assert loss.dtype == torch.float32
     assert {tally.values.dtype for tally in tallies.values()} == {torch.float32}
     assert loss.item() == pytest.approx(exact, rel=0.03)
@@ -342,7 +390,7 @@ def test_every_layer_learns(layer: str, heads: tuple[HeadConfig, ...]) -> None:
         (task.loss_sum(model, everything) / len(samples)).backward()
         optimizer.step()
     with torch.no_grad():
-        means = mean(task.measure(model, batch(unseen)))
+        means = mean(task.measure(model, batch(unseen)).tallies)
     assert means[f"{heads[0].name}/accuracy"] > 0.9
     if SIZE in heads:
         assert means["size/mse"] < 0.3 * np.var(unseen.columns["size"])

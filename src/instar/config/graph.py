@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, Strict, create_model
 
@@ -48,6 +49,9 @@ Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["relu", "gelu", "silu"]
 Flow = Literal["both", "forward", "symmetric"]
 Pooling = Literal["mean", "sum", "max", "attention"]
+ClassMetric = Literal["f1", "auroc", "average_precision", "mcc"]
+ValueMetric = Literal["r2", "pearson", "spearman"]
+HeadMetric = Literal[ClassMetric, ValueMetric]
 
 
 class HeadConfig(Section):
@@ -65,6 +69,12 @@ class HeadConfig(Section):
         None, description="how many classes; only of a classification, which needs it"
     )
     weight: PositiveFloat = Field(1.0, description="of its loss in the sum over heads")
+    metrics: Annotated[tuple[HeadMetric, ...], Strict(False)] = Field(
+        (),
+        description="further metrics, of the whole evaluation set (need torchmetrics): f1, auroc, "
+        "average_precision (means over classes) or mcc of a classification; r2, pearson or spearman "
+        "of a regression",
+    )
     level: Level = Field(
         "graph",
         description="graph: one target for each graph; node: one for each node; alike in all heads",
@@ -76,11 +86,16 @@ class HeadConfig(Section):
         return self.target or self.name
 
     @property
-    def metrics(self) -> dict[str, Direction]:
-        """Its metrics: cross entropy and accuracy, or mean absolute and squared errors."""
-        if self.kind == "classification":
-            return {f"{self.name}/loss": "min", f"{self.name}/accuracy": "max"}
-        return {f"{self.name}/mae": "min", f"{self.name}/mse": "min"}
+    def directions(self) -> dict[str, Direction]:
+        """Its metrics: cross entropy and accuracy, or mean absolute and squared errors; and
+        `metrics`."""
+        found: dict[str, Direction] = (
+            {"loss": "min", "accuracy": "max"}
+            if self.kind == "classification"
+            else {"mae": "min", "mse": "min"}
+        )
+        found |= dict.fromkeys(self.metrics, "max")
+        return {f"{self.name}/{metric}": direction for metric, direction in found.items()}
 
     @property
     def outputs(self) -> int:
@@ -207,7 +222,7 @@ class GraphConfig(RunConfig):
     def metrics(self) -> dict[str, Direction]:
         found: dict[str, Direction] = {"loss": "min"}
         for head in self.model.heads:
-            found |= head.metrics
+            found |= head.directions
         return found
 
     def conflicts(self) -> list[ConfigProblem]:
@@ -248,6 +263,7 @@ def _heads(model: GraphModelConfig) -> Iterator[ConfigProblem]:
                 f"{key}: head {head.name!r} is a regression, which has no classes",
                 "leave classes out, or say kind: classification",
             )
+        yield from _head_metrics(head, f"model.heads[{index}].metrics")
     of_graphs, of_nodes = (
         ", ".join(head.name for head in heads if head.level == level) for level in ("graph", "node")
     )
@@ -257,6 +273,22 @@ def _heads(model: GraphModelConfig) -> Iterator[ConfigProblem]:
             f"model.heads: {of_graphs} of graphs and {of_nodes} of nodes cannot be trained together: "
             "a loss is a mean over one or the other",
             "make them two runs",
+        )
+
+
+def _head_metrics(head: HeadConfig, key: str) -> Iterator[ConfigProblem]:
+    known = get_args(ClassMetric if head.kind == "classification" else ValueMetric)
+    if wrong := [metric for metric in head.metrics if metric not in known]:
+        yield ConfigProblem(
+            (key, "model.heads"),
+            f"{key}: {', '.join(wrong)} is no metric of a {head.kind}",
+            f"there are {', '.join(known)}",
+        )
+    if head.metrics and find_spec("torchmetrics") is None:
+        yield ConfigProblem(
+            (key, "model.heads"),
+            f"{key} needs torchmetrics",
+            "pip install 'instar[metrics]', or leave it out",
         )
 
 

@@ -116,22 +116,24 @@ def exact_sums(world: World, columns: Mapping[str, Sequence[float]]) -> dict[str
 
     All ranks pass the same columns; the number of values in a column may differ, or be 0.
     """
-    own_sums = [str(_sum(values)) for values in columns.values()]
+    own_sums = [str(exact_sum(values)) for values in columns.values()]
     everyones = cast(list[list[str]], gather(world, own_sums))
-    sums = (float(sum(map(_parse, texts))) for texts in zip(*everyones, strict=True))
+    sums = (float(sum(map(parse_sum, texts))) for texts in zip(*everyones, strict=True))
     return dict(zip(columns, sums, strict=True))
 
 
 def total(values: Sequence[float]) -> float:
     """Return the sum of `values`, rounded once, so that their order does not matter."""
-    return float(_sum(values))
+    return float(exact_sum(values))
 
 
-def _sum(values: Sequence[float]) -> Fraction | float:
+def exact_sum(values: Sequence[float | Fraction]) -> Fraction | float:
+    """Return the sum without rounding; inf or nan if a value is not finite."""
     if all(map(math.isfinite, values)):
-        return sum(map(Fraction, values), Fraction())
-    return sum(values)
+        return sum((Fraction(value) for value in values), Fraction())
+    return float(sum(values))
 
 
-def _parse(text: str) -> Fraction | float:
+def parse_sum(text: str) -> Fraction | float:
+    """Return the sum whose text is `str(exact_sum(…))`."""
     return Fraction(text) if text[-1].isdigit() else float(text)

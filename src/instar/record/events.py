@@ -246,6 +246,33 @@ class Wrote(Placed, tag="sample", frozen=True, kw_only=True):
     text: str
 
 
+class ImageEvent(Placed, tag="image", frozen=True, kw_only=True):
+    """An image that the task's code logged."""
+
+    name: str
+    split: str = "train"
+    """`train`, or the split of an evaluation."""
+    path: str
+    """In the run's folder; see `instar.record.media`."""
+    width: Count = 0
+    height: Count = 0
+
+
+class TableEvent(Placed, tag="table", frozen=True, kw_only=True):
+    """A table that the task's code logged."""
+
+    name: str
+    split: str = "train"
+    """`train`, or the split of an evaluation."""
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    """Texts, numbers, booleans or null."""
+
+    def __post_init__(self) -> None:
+        rows = tuple(tuple(map(from_words, row)) for row in self.rows)
+        msgspec.structs.force_setattr(self, "rows", rows)
+
+
 class Alert(Placed, tag="alert", frozen=True, kw_only=True):
     """An alert of the rule `name`."""
 
@@ -299,6 +326,8 @@ AnyEvent = (
     | Skip
     | Layers
     | Wrote
+    | ImageEvent
+    | TableEvent
     | Alert
     | Warn
     | Failed

@@ -32,7 +32,8 @@ from instar.models.loss import at_least_float32
 from instar.models.module import check_trainable, persistent_buffers
 from instar.models.shape import Fixed, Growable, ModuleFacts, count_parameters
 from instar.models.table import Shape, check_buffers, check_table
-from instar.tasks.task import Batch, SampleSetSpec, SavedModel, Tally, Task
+from instar.tasks import logged
+from instar.tasks.task import Batch, Measured, SampleSetSpec, SavedModel, Tally, Task
 
 M = TypeVar("M", bound=Section)
 D = TypeVar("D", bound=SamplesConfig)
@@ -46,8 +47,7 @@ class CustomTask(Generic[M, D]):
     Data: ClassVar[type[SamplesConfig]] = SamplesConfig
     """class of the config's section `data`"""
     better: ClassVar[Mapping[str, Direction]] = {}
-    """metrics that `measure` returns in addition to the loss, and whether higher (max) or lower
-    (min) is better"""
+    """metrics in addition to the loss, and whether higher (max) or lower (min) is better"""
     unit: ClassVar[str] = "sample"
     """name of a sample, for the display"""
     fields: ClassVar[Sequence[str]] = ()
@@ -89,12 +89,26 @@ class CustomTask(Generic[M, D]):
         """Build a model of this shape. torch's generator is seeded for its initial values."""
         raise NotImplementedError
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss of each sample of a batch, [samples]."""
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Any]:
+        """Return the loss of each sample of a batch, [samples], or a pair of it and of any outputs.
+
+        With outputs, `measure` and `predict` receive them in place of the model, so that an
+        evaluation runs the model once.
+        """
         raise NotImplementedError
 
-    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Return the metrics that `better` names, per sample: [samples] each."""
+    def metrics(self) -> Mapping[str, Any]:
+        """Return new metrics of a whole evaluation set by name, each a `torchmetrics.Metric` or a
+        function that takes NumPy arrays of all samples and returns a number."""
+        return {}
+
+    def measure(self, model: Any, batch: Batch) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return what each metric that `better` names is computed from.
+
+        Returns:
+            values per sample, [samples], whose mean is the metric; for one of `metrics`, a tuple of
+            the tensors that it takes, such as predictions and targets.
+        """
         return {}
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -105,7 +119,7 @@ class CustomTask(Generic[M, D]):
         said: Tensor = model(next(iter(batch.values())))
         return said
 
-    def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:  # noqa: ARG002
+    def predict(self, model: Any, batch: Batch) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Return the columns that the final test saves, per sample: [samples] or [samples, n]."""
         return {}
 
@@ -125,6 +139,10 @@ class CustomTask(Generic[M, D]):
             steps: learning_rate.lr_decay_iters: by default the steps of the run; None: unknown.
         """
         return None
+
+    log = staticmethod(logged.log)
+    log_image = staticmethod(logged.log_image)
+    log_table = staticmethod(logged.log_table)
 
     def flops(self, shape: Growable) -> int:
         """Forward and backward FLOPs per sample. Default: 3 times those of the shape's table;
@@ -228,29 +246,49 @@ class UserTask(Task):
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        return at_least_float32(self._losses(model, batch, self._collated(batch))).sum()
+        return at_least_float32(self._losses(model, batch, self._collated(batch))[0]).sum()
 
-    def measure(self, model: nn.Module, batch: Batch) -> dict[str, Tally]:
+    def hooks(self) -> Sequence[object]:
+        return (self.own,)
+
+    def set_metrics(self) -> Mapping[str, Any]:
+        with exits_fail(f"{_name(self.own)}.metrics"):
+            found: object = self.own.metrics()
+        if not isinstance(found, Mapping):
+            raise ValueError(
+                f"{_name(self.own)}.metrics must return metrics by name, not {_kind(found)}"
+            )
+        if unknown := found.keys() - self.own.better.keys():
+            raise ValueError(
+                f"{_name(self.own)}.better must name {', '.join(sorted(unknown))} of metrics() too, "
+                "and whether max or min is better"
+            )
+        return found
+
+    def measure(self, model: nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
         collated = self._collated(batch)
-        losses = self._losses(model, batch, collated)
-        ones = torch.ones_like(losses)
+        losses, outputs = self._losses(model, batch, collated)
         with exits_fail(f"{_name(self.own)}.measure"):
-            measured = self.own.measure(model, collated)
+            measured = self.own.measure(outputs, collated)
         if not isinstance(measured, Mapping):
             raise ValueError(
                 f"{_name(self.own)}.measure must return tensors by name, not {_kind(measured)}"
             )
         given = {"loss": losses, **measured}
-        missing = [name for name in self.own.better if name not in given]
-        if missing:
+        if missing := [name for name in self.own.better if name not in given]:
             raise ValueError(f"{_name(self.own)}.measure gave no {', '.join(missing)}")
-        for name in self.own.better:
-            self._check_each(f"measure's {name}", given[name], batch)
-        return {name: Tally(given[name], ones) for name in self.metrics}
+        inputs = {name: given[name] for name in self.own.better if isinstance(given[name], tuple)}
+        tallies, ones = {}, torch.ones_like(losses)
+        for name in self.metrics:
+            if name not in inputs:
+                self._check_each(f"measure's {name}", given[name], batch)
+                tallies[name] = Tally(given[name], ones)
+        predictions = self._predictions(outputs, batch, collated) if predict else {}
+        return Measured(tallies, inputs, predictions)
 
-    def predict(self, model: nn.Module, batch: Batch) -> Columns:
+    def _predictions(self, outputs: Any, batch: Batch, collated: Any) -> Columns:
         with exits_fail(f"{_name(self.own)}.predict"):
-            said = self.own.predict(model, self._collated(batch))
+            said = self.own.predict(outputs, collated)
         if not isinstance(said, Mapping):
             raise ValueError(
                 f"{_name(self.own)}.predict must return tensors by name, not {_kind(said)}"
@@ -280,11 +318,15 @@ class UserTask(Task):
         with exits_fail(f"{_name(self.own)}.collate"):
             return self.own.collate(_each(batch))
 
-    def _losses(self, model: nn.Module, batch: Batch, collated: Any) -> Tensor:
+    def _losses(self, model: nn.Module, batch: Batch, collated: Any) -> tuple[Tensor, Any]:
+        """Return the losses, and what `measure` and `predict` get: outputs, or the model."""
         with exits_fail(f"{_name(self.own)}.loss"):
-            losses = self.own.loss(model, collated)
+            losses: Any = self.own.loss(model, collated)
+        outputs: Any = model
+        if isinstance(losses, tuple) and len(losses) == 2:
+            losses, outputs = losses
         self._check_each("loss", losses, batch)
-        return losses
+        return losses, outputs
 
     def _check_each(self, what: str, values: object, batch: Batch) -> None:
         samples = _samples(batch)

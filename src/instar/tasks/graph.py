@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.utils import segment
 
-from instar.config.graph import GraphConfig, HeadConfig
+from instar.config.graph import GraphConfig, HeadConfig, HeadMetric
 from instar.data.columns import Column, Ragged
 from instar.models.graph import GraphNetwork
 from instar.models.graph_shape import GraphShape
 from instar.models.loss import at_least_float32
 from instar.tasks.graph_spec import GraphSpec
 from instar.tasks.graph_survey import NO_CLASS
-from instar.tasks.task import Batch, Tally, Task
+from instar.tasks.task import Batch, Measured, Tally, Task
 
 
 class GraphTask(Task):
@@ -50,35 +50,46 @@ class GraphTask(Task):
         ]
         return torch.stack(losses).sum()
 
-    def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
+    def set_metrics(self) -> dict[str, object]:
+        return {
+            f"{head.name}/{metric}": _set_metric(metric, head.classes or 1)
+            for head in self.config.model.heads
+            for metric in head.metrics
+        }
+
+    def measure(self, model: torch.nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
         said = self.outputs(model, batch)
         offsets = _ragged(batch, "x")[1]
         mask = self._mask(batch)
         everywhere = said.new_ones(len(said)) if mask is None else mask.to(said.dtype)
         total = said.new_zeros(len(said))
         found = {"loss": (total, everywhere)}
+        inputs: dict[str, tuple[Tensor, Tensor]] = {}
         for head, of_head, target in self._heads(said, batch):
             loss = _loss(head, of_head, target)
             total += head.weight * loss
             counted = everywhere
             if head.kind == "classification":
-                counted = (target != NO_CLASS).float()
+                known = target != NO_CLASS
+                counted = known.float()
                 right = (of_head.argmax(-1) == target).float()
                 found[f"{head.name}/loss"] = loss, counted
                 found[f"{head.name}/accuracy"] = right * counted, counted
+                compared = of_head[known].softmax(-1), target[known].long()
             else:
-                apart = of_head.squeeze(-1) - target.to(said.dtype)
-                found[f"{head.name}/mae"] = apart.abs(), counted
+                predicted, wanted = of_head.squeeze(-1), target.to(said.dtype)
+                found[f"{head.name}/mae"] = (predicted - wanted).abs(), counted
                 found[f"{head.name}/mse"] = loss, counted
+                compared = (predicted, wanted) if mask is None else (predicted[mask], wanted[mask])
+            inputs |= {f"{head.name}/{metric}": compared for metric in head.metrics}
         if self.architecture.level == "node":
-            return {
-                name: Tally(segment(values, offsets), segment(weights, offsets))
-                for name, (values, weights) in found.items()
+            found = {
+                name: (segment(v, offsets), segment(w, offsets)) for name, (v, w) in found.items()
             }
-        return {name: Tally(*tally) for name, tally in found.items()}
+        tallies = {name: Tally(*tally) for name, tally in found.items()}
+        return Measured(tallies, inputs, self._predictions(said, batch) if predict else {})
 
-    def predict(self, model: torch.nn.Module, batch: Batch) -> dict[str, Column]:
-        said = self.outputs(model, batch)
+    def _predictions(self, said: Tensor, batch: Batch) -> dict[str, Column]:
         found: dict[str, Tensor] = {}
         for head, of_head, target in self._heads(said, batch):
             found[head.name] = target
@@ -131,6 +142,27 @@ class GraphTask(Task):
         """Return where losses and metrics count, [nodes]; None: everywhere."""
         name = self.config.model.mask
         return None if name is None else _ragged(batch, name)[0]
+
+
+def _set_metric(name: HeadMetric, classes: int) -> object:
+    import torchmetrics.classification as of_classes
+    import torchmetrics.regression as of_values
+
+    match name:
+        case "f1":
+            return of_classes.MulticlassF1Score(classes, average="macro")
+        case "auroc":
+            return of_classes.MulticlassAUROC(classes, average="macro")
+        case "average_precision":
+            return of_classes.MulticlassAveragePrecision(classes, average="macro")
+        case "mcc":
+            return of_classes.MulticlassMatthewsCorrCoef(classes)
+        case "r2":
+            return of_values.R2Score()
+        case "pearson":
+            return of_values.PearsonCorrCoef()
+        case "spearman":
+            return of_values.SpearmanCorrCoef()
 
 
 def _loss(head: HeadConfig, of_head: Tensor, target: Tensor) -> Tensor:

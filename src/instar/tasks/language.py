@@ -38,7 +38,7 @@ from instar.models.architecture import (
 )
 from instar.models.shape import ArchitectureError
 from instar.record.system import has_bf16_units
-from instar.tasks.task import Batch, SavedModel, Say, Tally, Task, TaskSpec
+from instar.tasks.task import Batch, Measured, SavedModel, Say, Tally, Task, TaskSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -314,7 +314,13 @@ class LanguageTask(Task):
         loss: torch.Tensor = model(batch["inputs"], batch["targets"])
         return loss
 
-    def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
+    def measure(
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        *,
+        predict: bool = False,  # noqa: ARG002
+    ) -> Measured:
         """Return the loss in nats per token and, if the bytes of tokens are known, in bits per byte:
         Σ nats / (ln 2 · Σ bytes), both sums over all targets."""
         import torch
@@ -327,7 +333,7 @@ class LanguageTask(Task):
             table = torch.from_numpy(known).to(targets.device)
             sizes = torch.where(counted, table[targets.clamp(min=0).long()], 0).sum(1)
             tallies[BITS_PER_BYTE] = Tally(losses / math.log(2), sizes)
-        return tallies
+        return Measured(tallies)
 
     def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the perplexity, exp(loss), per token of this tokenizer."""

@@ -11,7 +11,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -269,6 +269,18 @@ class Tally(NamedTuple):
     weights: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a task measures of a held-out batch, in one forward pass."""
+
+    tallies: Mapping[str, Tally]
+    """metrics that are means over samples, including `loss`"""
+    inputs: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    """arguments of each metric of `Task.set_metrics`"""
+    predictions: Columns = field(default_factory=dict)
+    """columns that a test saves: targets and predictions per sample"""
+
+
 @dataclass(frozen=True, eq=False)
 class Task(ABC):
     """A model of one architecture, its samples, loss and metrics."""
@@ -287,7 +299,7 @@ class Task(ABC):
 
     @property
     def metrics(self) -> Sequence[str]:
-        """Names of all metrics that `measure` returns, including `loss`."""
+        """Names of all metrics, including `loss`."""
         return tuple(self.config.metrics)
 
     @property
@@ -329,12 +341,16 @@ class Task(ABC):
         The mean is the sum divided by `Source.weights`.
         """
 
-    @abstractmethod
-    def measure(self, model: torch.nn.Module, batch: Batch) -> Mapping[str, Tally]:
-        """Return every metric of the batch by name, including `loss`. Called without gradients."""
+    def hooks(self) -> Sequence[object]:
+        """Return the task's own hooks; see `instar.run.loop.hooks`."""
+        return ()
+
+    def set_metrics(self) -> Mapping[str, object]:
+        """Return new metrics of a whole evaluation set by name; see `instar.tasks.metrics`."""
+        return {}
 
     def derived(self, metrics: Mapping[str, float]) -> Mapping[str, float]:  # noqa: ARG002
-        """Return further numbers that follow from the means of all metrics, by name."""
+        """Return further numbers that follow from the values of all metrics, by name."""
         return {}
 
     def optimizer(self, model: torch.nn.Module) -> Any:  # noqa: ARG002
@@ -346,9 +362,13 @@ class Task(ABC):
         `end`; None: as the config's section `learning_rate` says."""
         return None
 
-    def predict(self, model: torch.nn.Module, batch: Batch) -> Columns:  # noqa: ARG002
-        """Return the columns that a test saves: targets and predictions per sample, or nothing."""
-        return {}
+    @abstractmethod
+    def measure(self, model: torch.nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
+        """Measure a batch: the loss and all other metrics. Called without gradients.
+
+        Args:
+            predict: also return predictions.
+        """
 
     @abstractmethod
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:

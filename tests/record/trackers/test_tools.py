@@ -63,6 +63,23 @@ def test_what_a_killed_run_had_written_is_there_and_it_goes_on_as_the_same_run(
         assert steps == [*range(1, 201), *range(151, 251)]
 
 
+MEDIA = {
+    "tensorboard": ["val/a/__", "| a | b |", "| --- | --- |", "| x\\|y | 1.5 |", "| None | 2 |"],
+    "wandb": ["val/a/__ image-file", "val/worst table-file"],
+}
+
+
+@pytest.mark.parametrize("tool", ["tensorboard", "wandb", "mlflow"])
+def test_images_and_tables_are_read_back(folder: Path, tool: str) -> None:
+    written(tool, folder, command="write-media")
+    found = read_back(tool, folder, "read-media")
+    if tool == "mlflow":
+        (image,) = (folder / "media").iterdir()
+        assert found == [f"val/a/__/{image.name}", "val/worst/000000007.json"]
+    else:
+        assert found == MEDIA[tool]
+
+
 def test_wandb_neither_watches_the_machine_nor_keeps_code_or_output(folder: Path) -> None:
     written("wandb", folder, 0, 20)
     assert not {"stats", "output", "output_raw", "files"} & set(read_back("wandb", folder)["kinds"])

@@ -13,6 +13,7 @@ from instar.record.events import (
     Eval,
     Event,
     Failed,
+    ImageEvent,
     Layers,
     NewGradients,
     OperationEvent,
@@ -22,6 +23,7 @@ from instar.record.events import (
     Saved,
     Skip,
     Stop,
+    TableEvent,
     Train,
     Unrecognised,
     Warn,
@@ -104,6 +106,14 @@ class EventFormatter:
                 return [f"{_step(event)}  alert: {event.name}: {event.message}"]
             case Wrote():
                 return [f"{_step(event)}  wrote: {_short(event.prompt + event.text)}"]
+            case ImageEvent():
+                size = f"{event.width} × {event.height}"
+                return [f"{_step(event)}  image {event.name} ({event.split}): {size}, {event.path}"]
+            case TableEvent():
+                row = dict(zip(event.columns, event.rows[0], strict=False)) if event.rows else {}
+                first = _short(json.dumps(to_words(row), ensure_ascii=False))
+                count = f"{len(event.rows)} rows, the first {first}"
+                return [f"{_step(event)}  table {event.name} ({event.split}): {count}"]
             case AnalysisEvent():
                 return [f"{_step(event)}  {suggestion}" for suggestion in event.suggestions]
             case Warn():

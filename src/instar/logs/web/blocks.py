@@ -1,7 +1,7 @@
 """The parts of sections: tables, lists and texts as data for the browser, and numbers as text.
 
 A section is `{"kind": …}` with a title and the fields that `page/sections.js` draws for its kind:
-`failure`, `facts`, `text`, `table`, `runs`, `notices`, `matrix`, `scatter`, `samples`, `config` or `pairs`.
+`failure`, `facts`, `text`, `table`, `runs`, `notices`, `matrix`, `scatter`, `samples`, `images`, `config` or `pairs`.
 Numbers are formatted here, so that pages and command line round alike.
 """
 

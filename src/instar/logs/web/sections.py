@@ -28,6 +28,7 @@ from instar.logs.web.blocks import (
     text_section,
 )
 from instar.logs.web.curves import printable, shortened
+from instar.logs.web.media import image_section, table_sections
 from instar.record.events import (
     Alert,
     Failed,
@@ -217,7 +218,7 @@ def _stage_row(stage: RunStage) -> list[Cell]:
 
 
 def results(record: RunRecord, rows: int) -> Iterator[Section]:
-    """Yields the final test and text samples."""
+    """Yields the final test, text samples, and what the run's own code has logged."""
     test = final_test(record.run)
     if test is not None:
         yield {"kind": "text", "title": "Final test", "lines": []}
@@ -256,6 +257,8 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
         for event in reversed(written)
     ]
     yield {"kind": "samples", "title": "Text samples", "items": samples} if samples else {}
+    yield image_section(record, rows / MAX_ROWS)
+    yield from table_sections(record, rows)
 
 
 def scatter_section(scatter: Scatter) -> Section:

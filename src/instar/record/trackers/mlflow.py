@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from instar.config.sections import MlflowConfig
-from instar.record.events import Event, Placed, RunFinished
-from instar.record.trackers.tracker import Outcome, TrackedRun, measured, note, totals
+from instar.record.events import (
+    Event,
+    ImageEvent,
+    Placed,
+    RunFinished,
+    TableEvent,
+    to_words,
+)
+from instar.record.media import read_image
+from instar.record.trackers.tracker import Outcome, TrackedRun, measured, media_key, note, totals
 
 URI = "MLFLOW_TRACKING_URI"
 
@@ -35,9 +43,11 @@ class Mlflow:
         self._config = config
         self._client: Any = None
         self._run_id = ""
+        self._folder = Path()
         self._metrics: list[Any] = []
 
     def start(self, run: TrackedRun) -> None:
+        self._folder = run.folder
         uri = store_uri(self._config.uri, run.folder)
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         if is_folder(uri):
@@ -95,6 +105,14 @@ class Mlflow:
             self._metrics += [
                 Metric(_name(key), value, when, event.step) for key, value in numbers.items()
             ]
+        if isinstance(event, ImageEvent) and read_image(self._folder, event.path) is not None:
+            image = str(self._folder / event.path)
+            self._client.log_artifact(self._run_id, image, media_key(event))
+        if isinstance(event, TableEvent):
+            columns = zip(*event.rows, strict=True) if event.rows else [()] * len(event.columns)
+            table = dict(zip(event.columns, columns, strict=True))
+            file = f"{media_key(event)}/{event.step:09d}.json"
+            self._client.log_dict(self._run_id, to_words(table), file)
         if text_note := note(event):
             at = (
                 "" if text_note.kind == "checkpoint" else f" {text_note.step:09d}"

@@ -6,12 +6,21 @@ run begins its file with a session start, at which TensorBoard drops the points 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from instar.config.sections import TensorBoardConfig
-from instar.record.events import Event, Placed, RunFinished, RunStarted
-from instar.record.trackers.tracker import Outcome, TrackedRun, measured, note, totals
+from instar.record.events import (
+    Event,
+    ImageEvent,
+    Placed,
+    RunFinished,
+    RunStarted,
+    TableEvent,
+)
+from instar.record.media import read_image
+from instar.record.trackers.tracker import Outcome, TrackedRun, measured, media_key, note, totals
 
 FLUSH_S = 120
 """interval of the writer itself; the tracker's thread flushes more often"""
@@ -51,11 +60,22 @@ class TensorBoard:
             for tag, value in numbers.items():
                 summary.value.add(tag=tag, simple_value=value)
             self._add(event, event.step, summary=summary)
+        if isinstance(event, ImageEvent) and (content := self._image(event)):
+            summary = summary_pb2.Summary()
+            image = summary_pb2.Summary.Image(
+                height=event.height, width=event.width, encoded_image_string=content
+            )
+            summary.value.add(tag=media_key(event), image=image)
+            self._add(event, event.step, summary=summary)
+        if isinstance(event, TableEvent):
+            text = _table(list(event.columns), event.rows)
+            self._add(event, event.step, summary=text_pb(media_key(event), text))
         if text_note := note(event):
             text = f"**{text_note.title}**\n\n{text_note.text}".replace("\n", "  \n")
             self._add(event, text_note.step, summary=text_pb(text_note.kind, text))
         if isinstance(event, RunFinished):
-            text = _table("total", {name: f"{value:g}" for name, value in totals(event).items()})
+            found = [(name, f"{value:g}") for name, value in totals(event).items()]
+            text = _table(["total", "value"], found)
             self._add(event, event.step, summary=text_pb("finished", text))
 
     def flush(self) -> None:
@@ -86,11 +106,15 @@ class TensorBoard:
 
         assert self._run is not None
         config = self._run.config
-        table = _table("key", {key: str(value) for key, value in config.items()})
+        table = _table(["key", "value"], config.items())
         self._add(event, event.step, summary=text_pb("config", table))
         hparams = {key: value for key, value in config.items() if value is not None}
         summary = hparams_pb(hparams, trial_id=self._run.name, start_time_secs=event.time)
         self._add(event, event.step, summary=summary)
+
+    def _image(self, event: ImageEvent) -> bytes | None:
+        assert self._run is not None
+        return read_image(self._run.folder, event.path)
 
     def _add(self, event: Event, step: int, **what: Any) -> None:
         from tensorboard.compat.proto import event_pb2
@@ -99,10 +123,11 @@ class TensorBoard:
         self._writer.add_event(event_pb2.Event(wall_time=event.time, step=step, **what))
 
 
-def _table(head: str, rows: dict[str, str]) -> str:
-    """Returns a Markdown table with two columns."""
-    lines = (
-        f"| {name} | {value} |".replace("\n", " ").replace("\\", "\\\\")
-        for name, value in rows.items()
-    )
-    return "\n".join([f"| {head} | value |", "| --- | --- |", *lines])
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Returns a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(_in_cell, line))} |" for line in lines)
+
+
+def _in_cell(value: object) -> str:
+    return str(value).replace("\n", " ").replace("\\", "\\\\").replace("|", "\\|")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from instar.record.events import (
     AnalysisEvent,
     Event,
     Failed,
+    ImageEvent,
     OperationEvent,
     Placed,
     RunFinished,
@@ -25,6 +27,7 @@ from instar.record.events import (
     Saved,
     Skip,
     Stop,
+    TableEvent,
     Warn,
     Wrote,
     metrics,
@@ -180,6 +183,11 @@ def totals(event: RunFinished) -> dict[str, float]:
     """Returns the final values of a run."""
     values = ((name, getattr(event, name)) for name in _TOTALS)
     return {name: value for name, value in values if value is not None}
+
+
+def media_key(event: ImageEvent | TableEvent) -> str:
+    """Returns the name of an image or a table; tools make paths of it, so it has no dots."""
+    return re.sub(r"[^\w/-]", "_", f"{event.split}/{event.name}").strip("/")
 
 
 def note(event: Event) -> Note | None:

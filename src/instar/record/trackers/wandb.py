@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from instar.config.sections import WandbConfig
-from instar.record.events import Event, Placed, RunFinished
-from instar.record.trackers.tracker import Level, Outcome, TrackedRun, measured, note, totals
+from instar.record.events import Event, ImageEvent, Placed, RunFinished, TableEvent
+from instar.record.media import read_image
+from instar.record.trackers.tracker import (
+    Level,
+    Outcome,
+    TrackedRun,
+    measured,
+    media_key,
+    note,
+    totals,
+)
 
 _LEVELS: dict[Level, str] = {"info": "INFO", "warn": "WARN", "error": "ERROR"}
 
@@ -27,8 +36,10 @@ class Wandb:
         self.where = ""
         self._config = config
         self._run: Any = None
+        self._folder = Path()
 
     def start(self, run: TrackedRun) -> None:
+        self._folder = run.folder
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -80,6 +91,8 @@ class Wandb:
     def take(self, event: Event) -> None:
         if isinstance(event, Placed) and (numbers := measured(event)):
             self._log(event, event.step, numbers)
+        if isinstance(event, ImageEvent | TableEvent):
+            self._log_media(event)
         if text_note := note(event):
             self._log(
                 event,
@@ -91,6 +104,19 @@ class Wandb:
                 self._run.alert(title=text_note.title, text=text_note.text, level=level)
         if isinstance(event, RunFinished):
             self._run.summary.update({f"final/{key}": v for key, v in totals(event).items()})
+
+    def _log_media(self, event: ImageEvent | TableEvent) -> None:
+        import wandb
+
+        shown: Any
+        if isinstance(event, TableEvent):
+            rows = [[*row] for row in event.rows]
+            shown = wandb.Table(columns=list(event.columns), data=rows, allow_mixed_types=True)
+        elif read_image(self._folder, event.path) is not None:
+            shown = wandb.Image(str(self._folder / event.path))
+        else:
+            return
+        self._log(event, event.step, {media_key(event): shown})
 
     def _log(self, event: Event, step: int, row: dict[str, Any]) -> None:
         self._run.log(row | {"step": step, "_timestamp": event.time})

@@ -187,6 +187,8 @@ def carry_out(
         seconds=time.perf_counter() - start,
         loss=loss,
     )
+    if candidate is not None:
+        parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +24,7 @@ from instar.run.lifecycle.weights import LoadWeights
 from instar.run.loop.components import Components
 from instar.run.loop.data_phase import LoaderFactory
 from instar.run.loop.early_stopping import MetricTracker
+from instar.run.loop.hooks import Hooks
 from instar.run.loop.state import RunState
 from instar.run.loop.step import build_stepper
 from instar.run.loop.sync_point import SyncPoint
@@ -49,12 +50,14 @@ def build(
     run_dir: RunDir,
     began: State | None = None,
     load_weights: LoadWeights | None = None,
+    hooks: Sequence[object] = (),
 ) -> Trainer:
     """Build the trainer of a run at step 0; the caller must close it. A collective.
 
     Args:
         began: settings and architecture at the run's step 0, if the config has changed since.
         load_weights: on rank 0, loads the weights that the run starts from; None: initial values.
+        hooks: see `instar.run.loop.hooks`; those of the task are called first.
     """
     config = resolve_precision(prepared, world).config
     elastic = config.parallel.elastic if config.reproducible == "elastic" else None
@@ -83,6 +86,7 @@ def build(
         if isinstance(sink, Silent)
         else PeakFlops(world.device, config.precision, world.size),
         best_metric=config.checkpoint.best_of[0],
+        folder=run_dir.path,
     )
 
     def saved(save: SaveResult) -> None:
@@ -96,6 +100,7 @@ def build(
             config.checkpoint.delta, config.precision, run_dir.deltas, logger.delta, limit_s
         )
     time_budget = min(seconds, key=lambda b: b.amount, default=None)
+    sync = SyncPoint(world, signal, time_budget, Inbox(run_dir.control))
     parts = Components(
         config,
         world,
@@ -104,7 +109,7 @@ def build(
         budgets,
         stepper,
         LoaderFactory(config, world),
-        SyncPoint(world, signal, time_budget, Inbox(run_dir.control)),
+        sync,
         Saver(
             config.checkpoint,
             world,
@@ -119,6 +124,9 @@ def build(
         MetricTracker(config),
         TextSampler(config.record, run_dir.path, world),
         WeightAnalyzer(config.record.analyze_every if world.is_main else None),
+        Hooks(
+            [*task.hooks(), *hooks], world, config, run_dir.path, logger.logged, sync.request_stop
+        ),
     )
     for warning in warnings:
         logger.warn(warning, 0)

@@ -92,11 +92,13 @@ def _restore(
         if "dataset" in without:
             saved["progress"] = {**saved["progress"], "samples": 0}
         state = restore_state(state, parts, saved, history)
+        lost = parts.hooks.restore(saved.get("hooks", {}))
     else:
         # an imported checkpoint, perhaps grown since: its run starts here
         state = replay(state, parts, history)
+        lost = []
     stepper, world = parts.stepper, parts.world
-    warnings = load_model(stepper.bare_model, checkpoint)
+    warnings = [*lost, *load_model(stepper.bare_model, checkpoint)]
     if "optimizer" not in without:
         load_optimizer_tensors(
             stepper.optimizers, stepper.parameters, _component(checkpoint, "optimizer")

@@ -40,6 +40,8 @@ from instar.run.loop.optimizer import (
     task_optimizers,
 )
 from instar.run.loop.step import enter, to_device
+from instar.tasks.logged import Logged, recording
+from instar.tasks.metrics import set_metrics, try_out
 from instar.tasks.task import Batch, SampleSetSpec, Task
 
 
@@ -142,7 +144,7 @@ class _Trial:
         """Run a forward and a backward pass; return warnings."""
         seed_generators(self.config.seed, 0, 0)
         with self._task_errors("loss", samples, model):
-            with self._autocast():
+            with self._autocast(), recording(Logged(self.world)):
                 loss = task.loss_sum(model, batch)
             self._check_loss(loss, model, samples)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -209,11 +211,12 @@ class _Trial:
     def _evaluate(self, task: Task, model: Module, samples: Columns) -> None:
         model.eval()
         batch = to_device(samples, self.world.device)
-        with self._task_errors("measure", samples, model), torch.no_grad(), self._autocast():
-            task.measure(model, batch)
-        if self.config.test.at_end and self.config.test.predictions:
-            with self._task_errors("predict", samples, model), torch.no_grad(), self._autocast():
-                task.predict(model, batch)
+        predict = self.config.test.at_end and self.config.test.predictions
+        with self._task_errors("measure", samples, model), torch.no_grad():
+            wholes = set_metrics(task.set_metrics, self.world.device, samples=1)
+            with self._autocast(), recording(Logged(self.world)):
+                measured = task.measure(model, batch, predict=predict)
+            try_out(wholes, measured.inputs)
 
     def _grow(self, task: Task, model: Module, samples: Columns) -> None:
         """Check what the schedule's growth requires of the task."""

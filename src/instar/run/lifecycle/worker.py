@@ -74,6 +74,7 @@ from instar.run.lifecycle.trial import run_trial
 from instar.run.lifecycle.weights import LoadWeights, open_weights
 from instar.run.loop.checkpointing import best_is_now, finish_deltas
 from instar.run.loop.components import Components
+from instar.run.loop.hooks import check_hooks
 from instar.run.loop.state import Decision
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
@@ -107,6 +108,7 @@ def run(
     *,
     only_test: bool = False,
     profiled_steps: int = 0,
+    hooks: Sequence[object] = (),
 ) -> None:
     """Train as one rank of the world that the environment variables describe. A collective.
 
@@ -114,6 +116,7 @@ def run(
         resume: how to resume a run; None: a new run, unless the config or a restart says otherwise.
         only_test: train no steps; run the final test of the checkpoint that `resume` names.
         profiled_steps: number of steps to profile, on every rank.
+        hooks: called during training, see `instar.run.loop.hooks`.
 
     Raises:
         ConfigError: the run cannot start; nothing was created.
@@ -126,7 +129,15 @@ def run(
     _last_trainer.clear()
     try:
         with exits_fail("the task's code"):
-            _run_rank(loaded, log, signal, resume, only_test=only_test, profiled=profiled_steps)
+            _run_rank(
+                loaded,
+                log,
+                signal,
+                resume,
+                only_test=only_test,
+                profiled=profiled_steps,
+                hooks=hooks,
+            )
         # only after success: otherwise a scheduler or other ranks wait for this one to end
         wait_s = DELETING_S
     finally:
@@ -153,6 +164,7 @@ def _run_rank(
     *,
     only_test: bool,
     profiled: int,
+    hooks: Sequence[object],
 ) -> None:
     with (
         ExitStack() as record,  # outlives the process group, which knows at its end who was lost
@@ -208,6 +220,7 @@ def _run_rank(
         world.at("trying one micro-batch")
         with raise_on_all_ranks(world, "trying one micro-batch"):
             start_warnings = [] if resume else [*prepared.warnings, *run_trial(prepared, world)]
+        check_hooks([*prepared.spec.task(prepared.config).hooks(), *hooks], world)
         if SyncPoint(world, signal).sync():
             raise stopped_before_start(resumable=signal.resumable)
         run_dir = resume.run if resume else _agree_on_run_dir(prepared, loaded, world, launch_key)
@@ -228,7 +241,9 @@ def _run_rank(
                 sink = _record(recorder, run_dir, prepared.config, console)
         record.enter_context(closing(sink))
         record.enter_context(_recorded_failure(sink, log))
-        trainer = build(prepared, world, signal, sink, console, log, run_dir, initial, load_weights)
+        trainer = build(
+            prepared, world, signal, sink, console, log, run_dir, initial, load_weights, hooks
+        )
         del load_weights  # it holds them
         if recorder is not None:
             trainer.parts.sync.failing = partial(_failure, recorder, trainer.parts)

@@ -77,6 +77,7 @@ def to_json(state: RunState, parts: Components) -> dict[str, object]:
         **state.to_json(),
         "story": parts.logger.state(),
         "scaler": parts.stepper.scaler.state_dict(),
+        "hooks": parts.hooks.state(),
     }
 
 
@@ -93,12 +94,14 @@ def save(
         RunFailed, CheckpointError: see `Saver.save`.
     """
     parts.sync.begin(f"saving step {state.step}", state.step)
+    parts.hooks.call("on_save_begin", state, parts.stepper, reason=reason)
     parts.stepper.share_buffers()
     parts.saver.save(snapshot(state, parts, reason), wait=wait, must=must)
     parts.sync.save_requested = SaveRequest.NONE
     if wait or must:
         # a background save may still fail, so a request stays open and is saved after the next step
         parts.sync.answer("save")
+    parts.hooks.call("on_save_end", state, parts.stepper, reason=reason)
 
 
 def save_if_due(state: RunState, parts: Components) -> RunState:

@@ -14,6 +14,7 @@ from instar.distributed.rank_log import RankLog
 from instar.distributed.world import World
 from instar.run.loop.data_phase import DataPhase, LoaderFactory
 from instar.run.loop.early_stopping import MetricTracker
+from instar.run.loop.hooks import Hooks
 from instar.run.loop.step import Stepper
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.output.deltas import DeltaSaver
@@ -51,6 +52,7 @@ class Components:
     tracker: MetricTracker
     text_sampler: TextSampler
     weight_analyzer: WeightAnalyzer
+    hooks: Hooks
     line: Sequence[RunStart] = ()
     """starts of the run that led to this process, the current one last"""
     validation: Source = field(init=False)

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +28,8 @@ from instar.models.module import evaluating
 from instar.run.loop.generators import EVALUATION, generators_kept, seed_generators
 from instar.run.loop.step import to_device
 from instar.run.loop.sync_point import SyncPoint
+from instar.tasks.logged import Logged, Pixels, TableData, recording, weighted
+from instar.tasks.metrics import compute, set_metrics, update
 from instar.tasks.task import Tally, Task
 
 EVEN_SHARES = 8
@@ -36,11 +38,11 @@ EVEN_SHARES = 8
 
 @dataclass(frozen=True)
 class Metric:
-    """Weighted mean over held-out samples."""
+    """Weighted mean over held-out samples, or a metric of the whole set."""
 
     value: float
     standard_error: float | None
-    """None with fewer than two units to estimate it from"""
+    """None with fewer than two units to estimate it from, and for a metric of the whole set"""
     weight: float
 
 
@@ -51,6 +53,12 @@ class Evaluation:
     metrics: Mapping[str, Metric]
     samples: int
     seconds: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """logged by the task's code"""
+    images: Mapping[str, Pixels] = field(default_factory=dict)
+    """logged by the task's code, on rank 0"""
+    tables: Mapping[str, TableData] = field(default_factory=dict)
+    """logged by the task's code, on rank 0"""
 
     @property
     def loss(self) -> float:
@@ -140,11 +148,13 @@ def evaluate(
     indices = held_out_indices(len(source), limit, seed)
     batches = held_out_batches(indices, batch_size)
     own_batches = _share(batches, world)
-    first = sum(map(len, batches[: len(batches) * world.rank // world.size]))
+    first = sum(map(len, batches[: _begin(batches, world, world.rank)]))
     tallies: list[Mapping[str, Tally]] = []
+    wholes = set_metrics(task.set_metrics, world.device, len(indices))
+    logged = Logged(world)
     places: list[int] = []
     kept = generators_kept(world.device) if task.random else nullcontext()
-    with evaluating(model), torch.no_grad(), kept:
+    with evaluating(model), torch.no_grad(), kept, recording(logged):
         for round_number in range(math.ceil(len(batches) / world.size)):
             chosen = own_batches[round_number] if round_number < len(own_batches) else None
             if chosen is not None and task.random:
@@ -156,14 +166,15 @@ def evaluate(
                 return None
             if arrays is not None:
                 batch = to_device(arrays, world.device)
-                with autocast():
-                    tallies.append(task.measure(model, batch))
-                    places.append(first)
-                    first += len(chosen) if chosen is not None else 0
-                    predicted = task.predict(model, batch) if on_predictions is not None else None
-                if on_predictions is not None and predicted and chosen is not None:
-                    on_predictions(chosen, predicted)
-    names = task.metrics
+                with autocast(), weighted(0 if chosen is None else len(chosen)):
+                    measured = task.measure(model, batch, predict=on_predictions is not None)
+                tallies.append(measured.tallies)
+                places.append(first)
+                first += len(chosen) if chosen is not None else 0
+                update(wholes, measured.inputs)
+                if on_predictions is not None and measured.predictions and chosen is not None:
+                    on_predictions(chosen, measured.predictions)
+    names = [name for name in task.metrics if name not in wholes]
     cut = {
         name: [
             _to_units(tally[name], at, task.cluster)
@@ -183,10 +194,15 @@ def evaluate(
     metrics = {
         name: _metric({part: sums[f"{name} {part}"] for part in columns[name]}) for name in names
     }
+    for name, value in compute(world, wholes).items():
+        metrics[name] = Metric(value, None, float(len(indices)))
+    metrics = {name: metrics[name] for name in task.metrics}
     weight = metrics["loss"].weight
     for name, value in task.derived({n: m.value for n, m in metrics.items()}).items():
         metrics[name] = Metric(value, None, weight)
-    return Evaluation(metrics, len(indices), time.perf_counter() - started)
+    numbers = {name: v for name, v in logged.numbers().items() if name not in metrics}
+    seconds = time.perf_counter() - started
+    return Evaluation(metrics, len(indices), seconds, numbers, logged.images, logged.tables)
 
 
 _PARTS = ("v", "w", "vv", "vw", "ww", "n")
@@ -280,8 +296,12 @@ def _metric(sums: Mapping[str, float]) -> Metric:
 
 def _share(batches: Sequence[Int64Array], world: World) -> Sequence[Int64Array]:
     """Return this rank's contiguous part; the ranks' lengths differ by at most one."""
-    number = len(batches)
-    return batches[number * world.rank // world.size : number * (world.rank + 1) // world.size]
+    return batches[_begin(batches, world, world.rank) : _begin(batches, world, world.rank + 1)]
+
+
+def _begin(batches: Sequence[Int64Array], world: World, rank: int) -> int:
+    """Return where a rank's part begins. Rank 0 has the first batch, also if there is no other."""
+    return -(-len(batches) * rank // world.size)
 
 
 def _read(source: Source, indices: Int64Array | None) -> Columns | None:

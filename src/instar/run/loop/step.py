@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple, Protocol, cast, runtime_checkable
@@ -38,6 +38,7 @@ from instar.run.loop.generators import seed_generators
 from instar.run.loop.gradient_stats import GradientWatch, LayerStats
 from instar.run.loop.optimizer import set_learning_rate, task_optimizers
 from instar.schedule.settings import is_frozen
+from instar.tasks.logged import weighted
 from instar.tasks.task import Batch, Task
 
 
@@ -133,7 +134,7 @@ class DataParallel:
         # must reduce equally often, so a rank with a single micro-batch runs it twice.
         learns = self._new_static_graph and self._some_rank_accumulates(len(passes))
         if learns and len(passes) == 1:
-            passes.insert(0, (passes[0][0], False))
+            passes.insert(0, (replace(passes[0][0], samples=0), False))
         self._new_static_graph = False
         for index, (micro, counts) in enumerate(passes):
             last = index == len(passes) - 1
@@ -317,7 +318,7 @@ class Stepper:
         if self.seed is not None:
             # no state to save, and the result does not depend on which rank runs a micro-batch
             seed_generators(self.seed, step, micro.first)
-        with self.autocast():
+        with self.autocast(), weighted(micro.samples):
             return self.task.loss_sum(self.model, to_device(micro.arrays, self.world.device))
 
     def _backward(self, loss: Tensor) -> None:

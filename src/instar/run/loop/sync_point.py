@@ -70,6 +70,9 @@ class SyncPoint:
         """returns why rank 0 cannot continue, or None; called at every report. A reason makes all
         ranks stop and save."""
         self._failed: str | None = None
+        self._user_reason: str | None = None
+        """why the user's code requests the end of training"""
+        self._training_over = False
         self._reason: dict[str, str | bool] | None = None
         """why this rank has requested the end, since the last decision"""
         self.where = "start-up"
@@ -124,6 +127,15 @@ class SyncPoint:
         self.finish(self.report())
         return self.stop_requested
 
+    def request_stop(self, reason: str) -> None:
+        """Request the end of training after this step, as for a budget that is used up."""
+        if not self._training_over:
+            self._user_reason = self._user_reason or reason
+
+    def end_training(self) -> None:
+        """Ignore requests of `request_stop` from now on, and one that no rank knows of yet."""
+        self._training_over, self._user_reason = True, None
+
     def answer(self, command: Command) -> None:
         """Acknowledge an external request as done."""
         if self.inbox is not None:
@@ -139,7 +151,7 @@ class SyncPoint:
         agreed = cast(dict[str, Any], agree(self.world, chosen))
         if not agreed["interrupted"]:
             self.time_budget = None
-        self._reason, self.stop_requested = None, False
+        self._reason, self._user_reason, self.stop_requested = None, None, False
         return Decision(agreed["reason"], agreed["interrupted"], agreed["failed"])
 
     def wants_to_stop(self) -> bool:
@@ -160,6 +172,8 @@ class SyncPoint:
         command = "instar control stop" if self._is_requested("stop") else None
         if reason := self.signal.requested or command or self._failed:
             return {"reason": reason, "interrupted": True, "failed": reason == self._failed}
+        if self._user_reason is not None:
+            return {"reason": self._user_reason, "interrupted": False, "failed": False}
         if self._is_over_budget():
             reason = f"{REACHED}{self.time_budget}"
             return {"reason": reason, "interrupted": False, "failed": False}

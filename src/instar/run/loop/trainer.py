@@ -20,6 +20,7 @@ from instar.run.loop.step import StepResult
 from instar.run.loop.sync_point import Stopped
 from instar.run.loop.validation import validate, validate_if_due
 from instar.schedule.settings import learning_rate
+from instar.tasks.logged import recording
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Trainer:
             RunFailed: a rank failed, or too many consecutive steps had a non-finite gradient.
         """
         parts = self.parts
+        parts.hooks.call("on_train_begin", self.state, parts.stepper)
         if parts.config.eval.at_start and self.state.step == 0:
             self.evaluate()
         # a resumed run may have stopped between a step and its evaluation
@@ -64,6 +66,7 @@ class Trainer:
             parts.weight_analyzer.analyze_if_due(
                 self.state, parts.stepper, parts.validation, parts.logger
             )
+        parts.sync.end_training()
         parts.weight_analyzer.finish(self.state, parts.logger)
         if not decision.interrupted and self.state.evaluated_at != self.state.step:
             self.evaluate()
@@ -71,6 +74,7 @@ class Trainer:
         self.state = parts.text_sampler.sample_if_due(
             self.state, parts.stepper, parts.logger, last=not decision.interrupted
         )
+        parts.hooks.call("on_train_end", self.state, parts.stepper)
         return Outcome(self.state.progress, decision)
 
     def step(self) -> None:
@@ -79,6 +83,7 @@ class Trainer:
         No effect if a stop is requested while a rank waits for its samples.
         """
         state, parts, number = self.state, self.parts, self.state.step
+        parts.hooks.call("on_step_begin", state, parts.stepper)
         begun = self._step_begun = time.perf_counter()
         parts.sync.begin(f"step {number + 1}", number + 1)
         parts.rank_log.step = number + 1
@@ -92,7 +97,8 @@ class Trainer:
             batch, flags = self._next_batch()
             # receive the other ranks' status at the latest point where leaving hangs no rank
             finish = partial(parts.sync.finish, flags)
-            result = parts.stepper.step(batch, number, lr, before_sync=finish)
+            with recording(parts.logger.logged):
+                result = parts.stepper.step(batch, number, lr, before_sync=finish)
         except Stopped:
             self._step_begun = None
             return
@@ -103,6 +109,9 @@ class Trainer:
         skipped = state.skipped_in_a_row + 1 if result.skipped else 0
         self.state = replace(state, skipped_in_a_row=skipped)
         self._step_begun = None
+        norm = result.grad_norm
+        # before the record, which has what a hook logs
+        parts.hooks.call("on_step_end", self.state, parts.stepper, grad_norm=norm)
         self._record(batch, result, lr)
 
     def _next_batch(self) -> tuple[StepBatch, PendingFlags]:

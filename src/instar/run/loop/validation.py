@@ -40,6 +40,7 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
         the state with the result; unchanged if a stop was requested meanwhile.
     """
     config, stepper = parts.config, parts.stepper
+    parts.hooks.call("on_evaluate_begin", state, stepper)
     parts.sync.begin(f"evaluation at step {state.step}", state.step)
     enter(stepper.bare_model, state.step)
     stepper.share_buffers()
@@ -70,4 +71,5 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
         metrics = parts.tracker.update(state.metrics, result.values(), state.step)
         state = replace(state, metrics=metrics, judged_at=state.step)
     parts.logger.evaluated(state.progress, result, best=best_is_now(state, parts) if judged else ())
+    parts.hooks.call("on_evaluate_end", state, stepper, metrics=result.values())
     return state

@@ -49,9 +49,11 @@ from instar.run.loop.evaluate import Evaluation, TestResult
 from instar.run.loop.gradient_stats import GradientWatch, LayerStats
 from instar.run.loop.state import Decision, Every, Progress, RunState
 from instar.run.loop.step import StepResult
+from instar.run.output.media import media_events
 from instar.run.output.operation_text import changed_text, differences, log_block
 from instar.run.output.save import SaveResult
 from instar.schedule.operations import Change, State
+from instar.tasks.logged import Logged, Pixels, TableData
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +90,11 @@ class RunLogger:
         budgets: Sequence[Budget],
         peak: PeakFlops | None,
         best_metric: str = "loss",
+        folder: Path | None = None,
     ) -> None:
         """
         Args:
+            folder: the run's; images are saved there.
             peak: peak FLOP/s of all ranks' devices together; None on ranks that do not log.
             best_metric: metric of the pointer `checkpoints/best`.
         """
@@ -100,6 +104,9 @@ class RunLogger:
         """passes over the data at a cursor; set by the trainer"""
         self.budgets = budgets
         self.best_metric = best_metric
+        self.folder = folder
+        self.logged = Logged(world)
+        """what the task's code has logged in this interval"""
         self.peak = peak
         self.started = time.monotonic()
         self.paused_s = 0.0
@@ -111,7 +118,8 @@ class RunLogger:
 
     def _start_interval(self, progress: Progress) -> None:
         """Start a new interval."""
-        self.since = self.logged = progress
+        self.since = self.flushed = progress
+        self.logged.clear()
         self.loss_sum: torch.Tensor | None = None
         self.weight = 0.0
         self.waited_s = 0.0
@@ -160,17 +168,20 @@ class RunLogger:
         """
         if self.loss_sum is None:
             return
-        if progress.step > self.logged.step:
+        if progress.step > self.flushed.step:
             sums = reduce_sums(self.world, {"loss": self.loss_sum.item()})
             self.last_loss = sums["loss"] / self.weight
             grad_norm, lr = self.last_step
             event = self._train_event(progress, self.last_loss, grad_norm, lr)
-            event = msgspec.structs.replace(event, steps=progress.step - self.since.step)
+            event = msgspec.structs.replace(
+                event, steps=progress.step - self.since.step, extra=self.logged.numbers()
+            )
             self.console.train(self._write(progress, event), self._eta(progress))
             logger.info(
                 "step %d: loss %.4f, gradient norm %.3f", progress.step, event.loss, grad_norm
             )
-            self.logged = progress
+            self._media(progress, "train", self.logged.images, self.logged.tables)
+            self.flushed = progress
         if grown:
             self._start_interval(progress)
 
@@ -222,7 +233,10 @@ class RunLogger:
             standard_error=result.metrics["loss"].standard_error,
             best=self.best_metric in best,
             best_of=tuple(best),
-            extra={name: m.value for name, m in result.metrics.items() if name != "loss"},
+            extra={
+                **{name: m.value for name, m in result.metrics.items() if name != "loss"},
+                **result.numbers,
+            },
             errors={
                 name: m.standard_error
                 for name, m in result.metrics.items()
@@ -230,8 +244,25 @@ class RunLogger:
             },
         )
         self.console.evaluated(self._write(progress, event))
+        self._media(progress, split, result.images, result.tables)
         split_name = {"val": "validation"}.get(split, split)
         logger.info("step %d: %s loss %.4f", progress.step, split_name, result.loss)
+
+    def _media(
+        self,
+        progress: Progress,
+        split: str,
+        images: Mapping[str, Pixels],
+        tables: Mapping[str, TableData],
+    ) -> None:
+        """Log images and tables of rank 0."""
+        if self.folder is None or not self.world.is_main:
+            return
+        for event in media_events(self.folder, split, progress.step, images, tables):
+            if isinstance(event, Warn):
+                self.warn(event.message, progress.step)
+            elif isinstance(event, Placed):
+                self._write(progress, event)
 
     def tested(
         self,
@@ -412,6 +443,7 @@ class RunLogger:
                 "weight": self.weight,
                 "waited_s": self.waited_s,
                 "since": dataclasses.asdict(self.since),
+                "logged": gather(self.world, self.logged.state()),
             }
         return {
             "interval": interval,
@@ -438,6 +470,7 @@ class RunLogger:
             self.weight = msgspec.convert(interval["weight"], float)
             self.waited_s = msgspec.convert(interval["waited_s"], float)
             self.since = msgspec.convert(interval["since"], Progress)
+            self.logged.restore(interval.get("logged", []))
 
     def wall_s(self) -> float:
         """Wall-clock seconds since the run began, including pauses."""

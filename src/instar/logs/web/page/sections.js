@@ -177,6 +177,10 @@ const DRAW = {
     return el("div", {}, latest, folded);
   },
 
+  images: ({ items }) =>
+    el("div", { className: "images" }, items.map(({ label, src }) =>
+      el("figure", {}, el("img", { src, alt: label }), el("figcaption", { textContent: label })))),
+
   config: ({ lines }) =>
     el("pre", { className: "paper config", tabIndex: 0, attrs: { "aria-label": "run.yaml" } }, lines.flatMap(([text, origin]) =>
       [origin ? el("mark", { title: origin, textContent: text }) : text, "\n"])),

@@ -1,0 +1,351 @@
+"""What user code logs beside loss and metrics: numbers, images and tables.
+
+`recording` says where it goes while a step, an evaluation or a hook runs; elsewhere, as in the proof
+of a growth operation, it goes nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal, cast, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from instar.distributed.agree import Json, gather
+from instar.distributed.all_reduce import exact_sum, parse_sum
+from instar.distributed.world import World
+from instar.models.loss import at_least_float32
+from instar.record.events import TRAIN_METRICS
+
+Reduction = Literal["mean", "sum", "min", "max", "last"]
+Cell = str | int | float | bool | None
+Pixels = NDArray[np.uint8]
+"""[height, width, channels], of which there are 1, 3 or 4"""
+
+MOST_NAMES, MOST_IMAGES, MOST_TABLES = 200, 16, 16
+"""names of numbers, of images and of tables until they are recorded"""
+LARGEST_SIDE = 2048
+"""pixels of an image in each direction"""
+MOST_ROWS, MOST_COLUMNS, LONGEST_TEXT = 200, 30, 500
+_Sums = tuple[Reduction, str, str, str]
+"""reduction, exact sums of values and of weights, and the decisive value"""
+_SUM = re.compile(r"-?\d{1,4000}(/[1-9]\d{0,3999})?|nan|-?inf")
+_NAME = re.compile(r"[A-Za-z][\w./-]{0,99}")
+
+
+@dataclass(frozen=True)
+class TableData:
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass
+class _Number:
+    """What one name was given on this rank."""
+
+    reduce: Reduction
+    values: list[Tensor | float | Fraction] = field(default_factory=list)
+    """for a mean, multiplied by the weights"""
+    weights: list[float | Fraction] = field(default_factory=list)
+
+
+class Logged:
+    """Collects what user code logs on one rank until it is recorded."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.weight = 1.0
+        """of the next number in its mean: samples of the micro-batch; 0: log nothing"""
+        self.images: dict[str, Pixels] = {}
+        """the first of each name, on rank 0"""
+        self.tables: dict[str, TableData] = {}
+        """the first of each name, on rank 0"""
+        self._numbers: dict[str, _Number] = {}
+
+    def number(self, name: str, value: Tensor | float, reduce: Reduction = "mean") -> None:
+        """Add a number, or one number per sample, [samples].
+
+        Raises:
+            ValueError: the name, the value or the reduction is not possible.
+        """
+        _check_name(name, self._numbers, MOST_NAMES)
+        found = self._numbers.setdefault(name, _Number(reduce))
+        if reduce not in get_args(Reduction) or reduce != found.reduce:
+            raise ValueError(
+                f"log({name!r}): reduce is {reduce!r}; it must be one of "
+                f"{', '.join(get_args(Reduction))}, the same in each call"
+            )
+        weight = self.weight
+        if isinstance(value, Tensor):
+            value = value.detach().double()
+            if value.ndim:
+                value, weight = _reduced(value, reduce), float(value.numel())
+            elif reduce == "mean":
+                value = value * weight
+        else:
+            value = float(value) * weight if reduce == "mean" else float(value)
+        if self.weight and weight:
+            found.values.append(value)
+            found.weights.append(weight)
+
+    def image(self, name: str, pixels: object) -> None:
+        """Add an image; see `to_pixels`."""
+        _check_name(name, self.images, MOST_IMAGES)
+        if self.weight and self.world.is_main and name not in self.images:
+            self.images[name] = to_pixels(name, pixels)
+
+    def table(self, name: str, rows: object, columns: Sequence[str] | None = None) -> None:
+        """Add a table; see `to_table`."""
+        _check_name(name, self.tables, MOST_TABLES)
+        if self.weight and self.world.is_main and name not in self.tables:
+            self.tables[name] = to_table(name, rows, columns)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers reduced over all calls and ranks, rounded once. A collective.
+
+        Raises:
+            ValueError: ranks reduce a name differently.
+        """
+        by_name: dict[str, list[_Sums]] = {}
+        for state in cast(list[dict[str, _Sums]], gather(self.world, self.state())):
+            for name, sums in state.items():
+                by_name.setdefault(name, []).append(sums)
+        return {name: _reduced_over_ranks(name, parts) for name, parts in by_name.items()}
+
+    def clear(self) -> None:
+        """Forget everything, because it is recorded."""
+        self._numbers, self.images, self.tables = {}, {}, {}
+
+    def state(self) -> dict[str, Json]:
+        """Return this rank's numbers as JSON: the reduction, exact sums, and the value that decides
+        a minimum, maximum or last value."""
+        return {
+            name: [
+                number.reduce,
+                *(str(exact_sum(_plain(part))) for part in (number.values, number.weights)),
+                repr(_decisive(number)),
+            ]
+            for name, number in self._numbers.items()
+            if number.values
+        }
+
+    def restore(self, saved: object) -> None:
+        """Restore the `state` of each rank; of another number of ranks, all of them on rank 0.
+
+        Raises:
+            ValueError: this is no `state`.
+        """
+        states = msgspec.convert(saved, list[dict[str, _Sums]])
+        if len(states) == self.world.size:
+            states = [states[self.world.rank]]
+        elif not self.world.is_main:
+            states = []
+        for state in states:
+            for name, (reduce, values, weights, decisive) in state.items():
+                number = self._numbers.setdefault(name, _Number(reduce))
+                is_sum = reduce in ("mean", "sum")
+                number.values.append(_parsed(values) if is_sum else float(decisive))
+                number.weights.append(_parsed(weights))
+
+
+def _reduced_over_ranks(name: str, parts: Sequence[_Sums]) -> float:
+    (reduce, *others) = {part[0] for part in parts}
+    if others:
+        raise ValueError(f"log({name!r}): ranks reduce it differently, by {reduce} and {others[0]}")
+    values, weights = (exact_sum([parse_sum(part[n]) for part in parts]) for n in (1, 2))
+    decisive = [float(part[3]) for part in parts]
+    match reduce:
+        case "mean":
+            return float(values / weights)
+        case "sum":
+            return float(values)
+        case "min" | "max":
+            return _extreme(decisive, reduce)
+        case "last":
+            return decisive[0]
+
+
+def _decisive(number: _Number) -> float:
+    values = [float(value) for value in _plain(number.values)]
+    return _extreme(values, number.reduce) if number.reduce in ("min", "max") else values[-1]
+
+
+def _extreme(values: Sequence[float], reduce: Reduction) -> float:
+    """Return the smallest or the largest value; NaN if one is NaN."""
+    if any(map(math.isnan, values)):
+        return math.nan
+    return min(values) if reduce == "min" else max(values)
+
+
+_current: ContextVar[Logged | None] = ContextVar("logged", default=None)
+
+
+@contextmanager
+def recording(logged: Logged | None, weight: float = 1.0) -> Iterator[None]:
+    """Context manager: what user code logs goes to `logged`.
+
+    Args:
+        weight: of a number in its mean.
+    """
+    token = _current.set(logged)
+    try:
+        with weighted(weight):
+            yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def weighted(weight: float) -> Iterator[None]:
+    """Context manager that sets the weight of a number in its mean; 0: log nothing."""
+    logged = _current.get()
+    before = logged.weight if logged is not None else 0.0
+    if logged is not None:
+        logged.weight = weight
+    try:
+        yield
+    finally:
+        if logged is not None:
+            logged.weight = before
+
+
+def log(name: str, value: Tensor | float, *, reduce: Reduction = "mean") -> None:
+    """Log a number, or a tensor [samples] with one for each sample of the batch.
+
+    In training it is recorded with the loss, every `record.log_interval` steps; in an evaluation
+    with the metrics, as `val/<name>`.
+
+    Args:
+        reduce: over calls, steps and ranks: mean (a number counts as often as the batch has
+            samples), sum, min, max, or last (the last call on rank 0).
+    """
+    if (logged := _current.get()) is not None:
+        logged.number(name, value, reduce)
+
+
+def log_image(name: str, pixels: object) -> None:
+    """Log an image of rank 0, [height, width] or [height, width, 1, 3 or 4]: uint8, or floats from
+    0 to 1. Each record has the first image of a name."""
+    if (logged := _current.get()) is not None:
+        logged.image(name, pixels)
+
+
+def log_table(name: str, rows: object, columns: Sequence[str] | None = None) -> None:
+    """Log a table of rank 0: a list of mappings by column, or of rows with `columns`. Each record
+    has the first table of a name."""
+    if (logged := _current.get()) is not None:
+        logged.table(name, rows, columns)
+
+
+def to_pixels(name: str, pixels: object) -> Pixels:
+    """Convert to bytes: floats from 0 to 1 are scaled and clipped, NaN becomes 0.
+
+    Raises:
+        ValueError: this is no image, or it is too large.
+    """
+    plain = at_least_float32(pixels.detach()).cpu() if isinstance(pixels, Tensor) else pixels
+    found = np.asarray(plain)
+    given = found.shape
+    if found.ndim == 2:
+        found = found[:, :, None]
+    if found.ndim != 3 or found.shape[2] not in (1, 3, 4) or not found.size:
+        hint = (
+            "; write x.permute(1, 2, 0)" if found.ndim == 3 and found.shape[0] in (1, 3, 4) else ""
+        )
+        raise ValueError(
+            f"log_image({name!r}): an image is [height, width] or [height, width, 1, 3 or 4], not "
+            f"{list(given)}{hint}"
+        )
+    if max(found.shape) > LARGEST_SIDE:
+        raise ValueError(
+            f"log_image({name!r}): {found.shape[1]} × {found.shape[0]} pixels are more than "
+            f"{LARGEST_SIDE} in one direction; log a smaller image"
+        )
+    if found.dtype.kind == "f":
+        found = np.rint(255 * np.clip(np.nan_to_num(found, nan=0.0), 0, 1))
+    elif found.dtype.kind == "b":
+        found = found * 255
+    elif found.dtype != np.uint8:
+        raise ValueError(
+            f"log_image({name!r}): values are uint8, or floats from 0 to 1, not {found.dtype}"
+        )
+    return np.ascontiguousarray(found.astype(np.uint8))
+
+
+def to_table(name: str, rows: object, columns: Sequence[str] | None = None) -> TableData:
+    """Convert to a table of at most `MOST_ROWS` rows, with texts of `LONGEST_TEXT` characters.
+
+    Raises:
+        ValueError: this is no table, or it has too many columns.
+    """
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Sequence):
+        raise ValueError(f"log_table({name!r}): rows must be a list, not {type(rows).__name__}")
+    some = list(rows[:MOST_ROWS])
+    if some and all(isinstance(row, Mapping) for row in some):
+        heads = list(columns or dict.fromkeys(str(key) for row in some for key in row))
+        some = [[row.get(head) for head in heads] for row in some]
+    elif columns is None:
+        raise ValueError(f"log_table({name!r}): rows that are no mappings need columns=[…]")
+    else:
+        heads = list(columns)
+    if len(heads) > MOST_COLUMNS or any(len(row) != len(heads) for row in some):
+        raise ValueError(
+            f"log_table({name!r}): {len(heads)} columns; each row must have a value for each, and "
+            f"there are at most {MOST_COLUMNS}"
+        )
+    return TableData(
+        tuple(_short(str(head)) for head in heads),
+        tuple(tuple(_cell(value) for value in row) for row in some),
+    )
+
+
+def _cell(value: Any) -> Cell:
+    """Convert a value: numbers of NumPy and torch to those of Python, others to text."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    return value if isinstance(value, int | float | None) else _short(str(value))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
+
+
+def _check_name(name: object, known: Mapping[str, object], most: int) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in TRAIN_METRICS:
+        raise ValueError(
+            f"{name!r} cannot be logged under this name: a name begins with a letter, has at most "
+            f"100 letters, digits, _, -, . and /, and is none of {', '.join(TRAIN_METRICS)}"
+        )
+    if name not in known and len(known) >= most:
+        raise ValueError(f"{name!r} is not logged: there are {most} names already")
+
+
+def _reduced(values: Tensor, reduce: Reduction) -> Tensor:
+    match reduce:
+        case "mean" | "sum":
+            return values.sum()
+        case "min":
+            return values.min()
+        case "max":
+            return values.max()
+        case "last":
+            return values.reshape(-1)[-1]
+
+
+def _parsed(text: str) -> float | Fraction:
+    if not _SUM.fullmatch(text):
+        raise ValueError(f"not a sum: {text[:40]!r}")
+    return parse_sum(text)
+
+
+def _plain(values: Sequence[Tensor | float | Fraction]) -> list[float | Fraction]:
+    return [value.item() if isinstance(value, Tensor) else value for value in values]

@@ -1,0 +1,330 @@
+"""Metrics of a whole evaluation set, such as F1, AUROC or a rank correlation.
+
+They are no means over samples. A metric is a `torchmetrics.Metric`, whose states are merged over
+ranks, or a function of arrays that hold the inputs of all samples. Rank 0 computes the value.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, Protocol, cast
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from instar.distributed.agree import agree, gather_parts, raise_on_all_ranks
+from instar.distributed.world import World
+from instar.models.loss import at_least_float32
+
+Inputs = Sequence[Tensor]
+"""what a metric gets of a batch, e.g. predictions and targets"""
+State = dict[str, list[Tensor]]
+
+
+FEW_SAMPLES = 1024
+"""largest evaluation set that rank 0 scores at once"""
+FEWEST_IN_UPDATE = 64
+"""samples of an update in larger ones: some metrics are NaN after an update with one sample"""
+
+
+class SetMetric(Protocol):
+    """A metric of a whole evaluation set, on one rank."""
+
+    def add(self, inputs: Inputs) -> None:
+        """Add a batch."""
+        ...
+
+    def finish(self) -> None:
+        """Pass the batches that are still held to the metric, which may reject them."""
+        ...
+
+    def state(self) -> State:
+        """Return what this rank has added; empty without a batch."""
+        ...
+
+    def merge(self, states: Sequence[State]) -> None:
+        """Replace the state by the states of several ranks, in the order of their samples."""
+        ...
+
+    def compute(self) -> object:
+        """Return the value, after `finish`."""
+        ...
+
+
+def set_metrics(
+    declare: Callable[[], Mapping[str, object]], device: torch.device, samples: int
+) -> dict[str, SetMetric]:
+    """Return what accumulates each metric that `declare` returns.
+
+    Args:
+        samples: of the evaluation set.
+
+    Raises:
+        TypeError: a metric is neither a `torchmetrics.Metric` nor a function.
+    """
+    found: dict[str, SetMetric] = {}
+    with _quiet():
+        declared = declare()
+    # an object of torchmetrics exists only if its user has imported the library
+    library: Any = sys.modules.get("torchmetrics")
+    for name, metric in declared.items():
+        if library is not None and isinstance(metric, library.Metric):
+            few = samples <= FEW_SAMPLES
+            found[name] = _AtOnce(metric) if few else _States(metric, device)
+        elif callable(metric) and not isinstance(metric, nn.Module):
+            found[name] = _Gathered(metric)
+        else:
+            raise TypeError(
+                f"the metric {name} must be a torchmetrics.Metric or a function of arrays, not "
+                f"{type(metric).__name__}"
+            )
+    return found
+
+
+def compute(world: World, metrics: Mapping[str, SetMetric]) -> dict[str, float]:
+    """Return the value of each metric over the batches of all ranks. A collective.
+
+    The ranks' samples must be contiguous and in the order of ranks, and rank 0 must have some.
+    """
+    if not metrics:
+        return {}
+    if world.size > 1:
+        _merge(world, metrics)
+    values: dict[str, str] = {}
+    with raise_on_all_ranks(world, "computing metrics"):
+        if world.is_main:
+            for name, metric in metrics.items():
+                with _named(name):
+                    metric.finish()
+                    value = metric.compute()
+                values[name] = repr(_number(name, value))
+    # floats as text, because JSON has no NaN
+    agreed = cast(dict[str, str], agree(world, values))
+    return {name: float(value) for name, value in agreed.items()}
+
+
+def _merge(world: World, metrics: Mapping[str, SetMetric]) -> None:
+    """Merge the states of all ranks on rank 0. A collective."""
+    part, own = b"", dict[str, Tensor]()
+    with raise_on_all_ranks(world, "collecting metrics"):
+        for number, (name, metric) in enumerate(metrics.items()):
+            with _named(name):
+                state = metric.state()
+            for key, tensors in state.items():
+                for place, tensor in enumerate(tensors):
+                    own[f"{number}/{key}/{place}"] = tensor.cpu().contiguous().clone()
+        part = safetensors.torch.save(own)
+    parts = gather_parts(world, part)
+    with raise_on_all_ranks(world, "merging metrics"):
+        gathered = [safetensors.torch.load(part) for part in parts]
+        for number, metric in enumerate(metrics.values() if world.is_main else ()):
+            states = [_of(tensors, str(number)) for tensors in gathered]
+            if len(states := [state for state in states if state]) > 1:
+                metric.merge(states)
+
+
+def update(metrics: Mapping[str, SetMetric], inputs: Mapping[str, Inputs]) -> None:
+    """Add a batch to each metric.
+
+    Raises:
+        ValueError: a metric has no inputs or rejects them; names it.
+    """
+    for name in metrics.keys() ^ inputs.keys():
+        raise ValueError(
+            f"measure's {name} must be a tuple of the tensors that metrics()['{name}'] takes"
+            if name in metrics
+            else f"measure's {name} is a tuple, and metrics() declares no {name} that takes it"
+        )
+    for name, metric in metrics.items():
+        with _named(name):
+            metric.add([at_least_float32(tensor.detach()) for tensor in inputs[name]])
+
+
+def try_out(metrics: Mapping[str, SetMetric], inputs: Mapping[str, Inputs]) -> None:
+    """Add a single batch, of which a value may or may not be computed.
+
+    Raises:
+        ValueError: a metric rejects its inputs, or its value is not one number.
+    """
+    update(metrics, inputs)
+    for name, metric in metrics.items():
+        with _named(name):
+            metric.finish()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                value = metric.compute()
+            except Exception:
+                continue  # e.g. a batch with a single class
+        _number(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (RuntimeError, TypeError, ValueError):
+        shown = (
+            f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        )
+        raise ValueError(
+            f"the metric {name} must be one number, not {shown}: choose an average, or declare a "
+            "metric for each value"
+        ) from None
+
+
+class _Held:
+    """Holds the inputs of all batches."""
+
+    def __init__(self) -> None:
+        self._batches: list[list[Tensor]] = []
+
+    def add(self, inputs: Inputs) -> None:
+        self._batches.append([tensor.cpu() for tensor in inputs])
+
+    def finish(self) -> None: ...
+
+    def state(self) -> State:
+        places = enumerate(zip(*self._batches, strict=True))
+        return {str(place): list(tensors) for place, tensors in places}
+
+    def merge(self, states: Sequence[State]) -> None:
+        self._batches = [
+            list(batch)
+            for state in states
+            for batch in zip(*(state[str(n)] for n in range(len(state))), strict=True)
+        ]
+
+
+class _Gathered(_Held):
+    """A function of the inputs of all samples, one NumPy array each."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self._function = function
+
+    def compute(self) -> object:
+        columns = zip(*self._batches, strict=True)
+        return self._function(*(torch.cat(column).numpy() for column in columns))
+
+
+class _AtOnce(_Held):
+    """A `torchmetrics.Metric` of a small set, updated with all samples at once."""
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self._metric = _prepared(metric, torch.device("cpu"))
+
+    def finish(self) -> None:
+        for inputs in _joined(self._batches):
+            self._metric.update(*inputs)
+        self._batches = []
+
+    def compute(self) -> object:
+        return self._metric.compute()
+
+
+class _States:
+    """A `torchmetrics.Metric` whose states are merged."""
+
+    def __init__(self, metric: Any, device: torch.device) -> None:
+        self._metric = _prepared(metric, device)
+        self._held: list[list[Tensor]] = []
+
+    def add(self, inputs: Inputs) -> None:
+        self._held.append([*inputs])
+        if sum(len(batch[0]) for batch in self._held if batch) >= FEWEST_IN_UPDATE:
+            self.finish()
+
+    def finish(self) -> None:
+        for inputs in _joined(self._held):
+            self._metric.update(*inputs)
+        self._held = []
+
+    def state(self) -> State:
+        self.finish()
+        if not any(part.update_called for part in _parts(self._metric)):
+            return {}
+        return {
+            f"{number}.{key}": [state] if isinstance(state, Tensor) else list(state)
+            for number, part in enumerate(_parts(self._metric))
+            for key, state in part.metric_state.items()
+        }
+
+    def merge(self, states: Sequence[State]) -> None:
+        for number, part in enumerate(_parts(self._metric)):
+            for key, state in part.metric_state.items():
+                found = [one.get(f"{number}.{key}", []) for one in states]
+                tensors = [tensor.to(part.device) for each in found for tensor in each]
+                # as torchmetrics itself: lists are joined, tensors stacked and reduced
+                reduce = part._reductions[key]
+                if not isinstance(state, list):
+                    stacked = torch.stack(tensors)
+                    setattr(part, key, stacked if reduce is None else reduce(stacked))
+                else:
+                    setattr(part, key, reduce(tensors) if reduce and tensors else tensors)
+
+    def compute(self) -> object:
+        return self._metric.compute()
+
+
+def _prepared(metric: Any, device: torch.device) -> Any:
+    """Return the metric, empty and on the device. Its sums are in float64, so that they hardly depend
+    on the number of batches and ranks."""
+    metric.reset()
+    metric = metric.to(device)
+    for part in _parts(metric):
+        # else `compute` would start a collective of its own, on rank 0 alone
+        part.distributed_available_fn = _never
+        for key, state in part.metric_state.items():
+            if isinstance(state, Tensor) and state.is_floating_point():
+                setattr(part, key, state.double())
+    return metric
+
+
+def _parts(metric: Any) -> list[Any]:
+    """Return the metric and those that it is made of."""
+    return [module for module in metric.modules() if hasattr(module, "metric_state")]
+
+
+def _never() -> bool:
+    return False
+
+
+def _joined(batches: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+    """Join consecutive batches whose samples have the same shapes."""
+    for _, group in groupby(batches, lambda batch: [tensor.shape[1:] for tensor in batch]):
+        yield [torch.cat(tensors) for tensors in zip(*group, strict=True)]
+
+
+def _of(tensors: Mapping[str, Tensor], number: str) -> State:
+    """Return the state of the metric of this number, from the tensors that a rank has sent."""
+    found: State = {}
+    # safetensors returns names in an order of its own
+    for name in sorted(tensors, key=lambda name: int(name.rpartition("/")[2])):
+        owner, key, _ = name.split("/")
+        if owner == number:
+            found.setdefault(key, []).append(tensors[name])
+    return found
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Context manager that names the metric in an error."""
+    try:
+        with _quiet():
+            yield
+    except Exception as error:
+        raise ValueError(f"the metric {name} failed: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager without torchmetrics' notes on the memory that a metric needs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Metric `\w+` will save all")
+        yield

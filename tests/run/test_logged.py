@@ -1,0 +1,200 @@
+"""What a task's code logs is recorded, exactly, on any number of ranks and after a resume."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import science
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from tiny_run import Place, codes, events, said
+
+from instar.data.split import divide_samples
+from instar.distributed.world import World
+from instar.logs.read.record import read
+from instar.logs.web.sections import sections
+from instar.record.media import read_image, to_png
+from instar.record.rundir import RunDir
+from instar.tasks.logged import Logged, log, recording, to_pixels, to_table, weighted
+
+ALONE = World(0, 0, 1, torch.device("cpu"), "none")
+SETTINGS = (
+    "task=hooked:Logging",
+    "train.until=[12it]",
+    "record.log_interval=5",
+    "test.at_end=false",
+)
+NAMES = {"number", "size", "seen", "lowest", "highest", "latest"}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return science.place(tmp_path)
+
+
+def numbers(run_dir: Path, kind: str) -> dict[int, dict[str, float]]:
+    return {e["step"]: {n: e["extra"][n] for n in NAMES} for e in events(run_dir, kind)}
+
+
+def test_numbers_are_the_same_on_any_number_of_ranks_and_after_a_resume(place: Place) -> None:
+    found = {}
+    for ranks in (1, 2, 3):
+        run_dir = place.path / f"w{ranks}"
+        children = place.train(run_dir, *SETTINGS, ranks=ranks)
+        assert codes(children) == [0] * ranks, said(children)
+        found[ranks] = numbers(run_dir, "train"), numbers(run_dir, "eval")
+    trained, evaluated = found[1]
+    assert list(trained) == [1, 5, 10, 12]
+    # 36 samples to train on: batches of 8, and one of 4 at the end of the epoch
+    assert [row["seen"] for row in trained.values()] == [8, 28, 36, 16]
+    split = divide_samples(80, val=21, test=23, seed=1337)
+    assert {row["number"] for row in evaluated.values()} == {np.mean(split["val"])}
+    first = 8 * trained[1]["number"] + 28 * trained[5]["number"]
+    assert first == pytest.approx(np.sum(split["train"]))
+    assert 36 * trained[10]["number"] == pytest.approx(np.sum(split["train"]))
+    for row in (*trained.values(), *evaluated.values()):
+        assert row["lowest"] <= row["number"] <= row["highest"]
+    assert {row["seen"] for row in evaluated.values()} == {21}
+    for ranks in (2, 3):
+        for ours, theirs in zip(found[ranks], found[1], strict=True):
+            for step, row in theirs.items():
+                same = NAMES - {"latest", "size"}
+                assert {n: ours[step][n] for n in same} == {n: row[n] for n in same}
+
+    parts = place.path / "parts"
+    for until in (7, 12):
+        settings = (*SETTINGS, f"train.until=[{until}it]", "resume=auto", "early_stopping.rules=[]")
+        children = place.train(parts, *settings, ranks=2)
+        assert codes(children) == [0, 0], said(children)
+    assert numbers(parts, "train")[10] == found[2][0][10]
+
+
+def test_the_first_image_and_table_of_a_record_are_kept(place: Place) -> None:
+    run_dir = place.path / "run"
+    children = place.train(run_dir, *SETTINGS, ranks=2)
+    assert codes(children) == [0, 0], said(children)
+    images = events(run_dir, "image")
+    assert {(e["split"], e["name"]) for e in images} == {
+        (split, name) for split in ("train", "val") for name in ("gray/../x", "color")
+    }
+    (first,) = [e for e in images if (e["split"], e["step"], e["name"]) == ("train", 1, "color")]
+    content = read_image(run_dir, first["path"])
+    assert content is not None
+    shown = np.asarray(Image.open(io.BytesIO(content)))
+    assert shown.shape == (first["height"], first["width"], 3) == (3, 5, 3)
+    assert shown[0, 0].tolist() == [255, 128, 0]
+    assert {path.parent for path in run_dir.rglob("*.png")} == {run_dir / "media"}
+    for table in events(run_dir, "table"):
+        assert table["columns"] == ["number", "loss"]
+        assert table["rows"][0][1] >= table["rows"][1][1]
+
+    children = place.instar("logs", "events", run_dir, "--kind", "image", "--kind", "table")
+    assert codes(children) == [0], said(children)
+    assert re.search(r"image gray/../x \(train\): 2 . 4, media/train-1-", said(children))
+    assert 'table worst (val): 2 rows, the first {"number": ' in said(children)
+
+    record = read(RunDir(run_dir))
+    assert "val/seen" in record.metrics
+    found = {each.get("title"): each for each in sections("results", record)}
+    assert found["Images"]["items"][0]["src"].startswith("data:image/png;base64,")
+    last = max(e["step"] for e in events(run_dir, "table") if e["split"] == "val")
+    assert found[f"worst (val), step {last}"]["heads"] == ["number", "loss"]
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1), (4, 3, 3), (4, 3, 4)])
+@pytest.mark.parametrize("dtype", ["u1", "f4", "f8", "?"])
+def test_an_image_is_read_back_as_it_was(shape: tuple[int, ...], dtype: str) -> None:
+    drawn: NDArray[Any] = np.random.default_rng(0).integers(0, 256, shape)
+    drawn = drawn > 99 if dtype == "?" else drawn / 255 if dtype[0] == "f" else drawn
+    pixels = to_pixels("x", drawn.astype(dtype))
+    wanted = np.rint(drawn.astype(float) * (1 if dtype == "u1" else 255))
+    shown = np.asarray(Image.open(io.BytesIO(to_png(pixels))))
+    np.testing.assert_array_equal(shown.reshape(shape), wanted)
+
+
+WRONG = {
+    "permute": (torch.zeros(3, 8, 8), "permute(1, 2, 0)"),
+    "a batch": (np.zeros((2, 8, 8, 3)), "not [2, 8, 8, 3]"),
+    "empty": (np.zeros((0, 8)), "not [0, 8]"),
+    "large": (np.zeros((1, 2049)), "2049 × 1 pixels are more than 2048"),
+    "whole numbers": (np.zeros((4, 4), dtype=np.int64), "not int64"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_image_is_refused(case: str) -> None:
+    given, message = WRONG[case]
+    with pytest.raises(ValueError, match=r"log_image\('x'\)") as caught:
+        to_pixels("x", given)
+    assert message in str(caught.value)
+
+
+def test_tables_are_bounded() -> None:
+    rows = [{"a": n, "b": "x" * 1000, "c": np.float32(n)} for n in range(500)]
+    table = to_table("t", rows)
+    assert table.columns == ("a", "b", "c")
+    assert len(table.rows) == 200
+    assert table.rows[7][0] == 7
+    assert len(str(table.rows[7][1])) == 500
+    assert table.rows[7][2] == 7.0
+    assert to_table("t", [(1, None)], ["x", "y"]).rows == ((1, None),)
+    for wrong in ({"a": 1}, [(1,)], "rows"):
+        with pytest.raises(ValueError, match="log_table"):
+            to_table("t", wrong)
+    with pytest.raises(ValueError, match="2 columns"):
+        to_table("t", [(1,)], ["x", "y"])
+
+
+@pytest.mark.parametrize("name", ["", "loss", "1st", "a b", "x" * 101, "a\nb", "<b>"])
+def test_names_that_could_be_mistaken_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be logged"), recording(Logged(ALONE)):
+        log(name, 1.0)
+
+
+def test_numbers_are_reduced_as_asked() -> None:
+    logged = Logged(ALONE)
+    with recording(logged):
+        with weighted(3):
+            log("mean", 1.0)
+        with weighted(1):
+            log("mean", torch.tensor(5.0))
+        with weighted(0):
+            log("mean", math.nan)
+        log("each", torch.tensor([1.0, 2.0, 6.0]))
+        log("top", torch.tensor([1, 7, 3]), reduce="max")
+        log("low", -2, reduce="min")
+        log("low", math.nan, reduce="min")
+        log("last", torch.tensor([1.0, 2.0]), reduce="last")
+        with pytest.raises(ValueError, match="the same in each call"):
+            log("top", 1, reduce="min")
+    log("elsewhere", 1.0)
+    found = logged.numbers()
+    assert math.isnan(found.pop("low"))
+    assert found == {"mean": 2.0, "each": 3.0, "top": 7.0, "last": 2.0}
+    again = Logged(ALONE)
+    again.restore([json.loads(json.dumps(logged.state()))])
+    assert {n: v for n, v in again.numbers().items() if n != "low"} == found
+
+
+def test_a_record_cannot_name_other_files(tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    outside = tmp_path / "secret.png"
+    outside.write_bytes(to_png(np.zeros((1, 1, 1), dtype=np.uint8)))
+    name = f"media/train-1-{'0' * 16}.png"
+    for path in ("secret.png", "media/../secret.png", str(outside), f"{name}\n", "media/x.png"):
+        assert read_image(tmp_path, path) is None
+    (tmp_path / name).symlink_to(outside)
+    assert read_image(tmp_path, name) is None
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_bytes(b"<svg/>")
+    assert read_image(tmp_path, name) is None
+    (tmp_path / name).write_bytes(outside.read_bytes())
+    assert read_image(tmp_path, name) == outside.read_bytes()

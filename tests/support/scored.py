@@ -1,0 +1,192 @@
+"""Tasks with metrics of a whole evaluation set, and evaluations of what samples say of themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from science import Halves, Net
+from torch import Tensor, nn
+from torchmetrics import MeanSquaredError, Metric
+from torchmetrics.classification import BinaryAUROC, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.regression import PearsonCorrCoef, R2Score, SpearmanCorrCoef
+
+from instar.config.schema import ParallelConfig
+from instar.custom import Batch
+from instar.data.arrays import InMemorySource
+from instar.data.columns import Columns
+from instar.distributed.signals import StopSignal
+from instar.distributed.world import World, join
+from instar.run.loop.evaluate import evaluate
+from instar.run.loop.sync_point import SyncPoint
+from instar.tasks.task import Measured, Tally
+
+
+def largest_gap(said: NDArray[Any], true: NDArray[Any]) -> float:
+    """Depends on the order of the samples."""
+    return float(np.max(np.abs(np.cumsum(said - true))))
+
+
+CLASSES = 3
+NAMES = ("f1", "auroc", "r2", "pearson", "spearman", "root", "gap")
+
+
+def metrics() -> dict[str, Any]:
+    return {
+        "f1": MulticlassF1Score(CLASSES, average="macro"),
+        "auroc": MulticlassAUROC(CLASSES),
+        "r2": R2Score(),
+        "pearson": PearsonCorrCoef(),
+        "spearman": SpearmanCorrCoef(),
+        "root": MeanSquaredError() ** 0.5,
+        "gap": largest_gap,
+    }
+
+
+def inputs(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+    classes, values = (batch["chances"], batch["label"]), (batch["said"], batch["true"])
+    return {name: classes if name in ("f1", "auroc") else values for name in NAMES}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A task whose samples say themselves what is predicted of them."""
+
+    metrics: tuple[str, ...] = ("loss", *NAMES)
+    cluster: int = 1
+    random: bool = False
+
+    def set_metrics(self) -> Mapping[str, object]:
+        return metrics()
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return {"missed": 1 - metrics["f1"]}
+
+    def measure(self, model: nn.Module, batch: Batch, *, predict: bool) -> Measured:
+        del model, predict
+        return Measured({"loss": Tally(batch["said"], batch["said"].abs())}, inputs(batch))
+
+
+def columns(samples: int) -> Columns:
+    drawn = np.random.default_rng(samples)
+    true = drawn.normal(0.5, 3, samples).astype(np.float32)
+    return {
+        "chances": drawn.dirichlet([1] * CLASSES, samples).astype(np.float32),
+        "label": drawn.integers(CLASSES, size=samples),
+        "true": true,
+        "said": true + drawn.normal(0, 1, samples).astype(np.float32),
+    }
+
+
+def score(world: World, samples: int, batch_size: int) -> dict[str, float]:
+    found = evaluate(
+        Scored(),  # type: ignore[arg-type]
+        nn.Identity(),
+        InMemorySource(columns(samples)),
+        world,
+        batch_size=batch_size,
+        limit=None,
+        seed=0,
+        autocast=nullcontext,
+        safe=SyncPoint(world, StopSignal()),
+    )
+    assert found is not None
+    return found.values()
+
+
+def score_all(folder: str, cases: Sequence[tuple[int, int]]) -> int:
+    """The body of a rank."""
+    with join(ParallelConfig(), "cpu") as world:
+        told = [score(world, *case) for case in cases]
+        Path(folder, f"w{world.size}-{world.rank}").write_text(json.dumps(told))
+    return 0
+
+
+class Once(nn.Module):
+    """Counts how often it is run."""
+
+    runs = 0
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.up, self.down = net.up, net.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        Once.runs += 1
+        found: Tensor = self.down(self.up(x).relu())
+        return found
+
+
+def doubts(chances: NDArray[Any]) -> float:
+    return float(np.median(1 - chances.max(1)))
+
+
+class Outputs(Halves):
+    """One forward pass gives the loss, the metrics and the predictions."""
+
+    better = {"accuracy": "max", "auroc": "max", "doubt": "min"}  # noqa: RUF012
+
+    def module(self, shape: Any) -> nn.Module:
+        return Once(Net(shape))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        logits = model(batch["x"])
+        return F.cross_entropy(logits, batch["side"], reduction="none"), logits
+
+    def metrics(self) -> dict[str, Metric | Any]:
+        return {"auroc": BinaryAUROC(), "doubt": doubts}
+
+    def measure(self, logits: Tensor, batch: Batch) -> dict[str, Any]:
+        chances = logits.softmax(1)
+        return {
+            "accuracy": logits.argmax(1) == batch["side"],
+            "auroc": (chances[:, 1], batch["side"]),
+            "doubt": (chances,),
+        }
+
+    def predict(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {
+            "side": batch["side"],
+            "side.predicted": logits.argmax(1),
+            "chances": logits.softmax(1),
+        }
+
+
+class Unknown(Outputs):
+    better = {"accuracy": "max", "doubt": "min"}  # noqa: RUF012
+
+
+class PerClass(Outputs):
+    def metrics(self) -> dict[str, Any]:
+        f1 = MulticlassF1Score(2, average="none")
+        return {"auroc": f1, "doubt": doubts}
+
+    def measure(self, logits: Tensor, batch: Batch) -> dict[str, Any]:
+        return super().measure(logits, batch) | {"auroc": (logits, batch["side"])}
+
+
+class NoTuple(Outputs):
+    def measure(self, logits: Tensor, batch: Batch) -> dict[str, Any]:
+        return super().measure(logits, batch) | {"auroc": logits[:, 1]}
+
+
+class Undeclared(Outputs):
+    def metrics(self) -> dict[str, Any]:
+        return {"doubt": doubts}
+
+
+class Rejecting(Outputs):
+    def measure(self, logits: Tensor, batch: Batch) -> dict[str, Any]:
+        return super().measure(logits, batch) | {"auroc": (logits[:, 1],)}
+
+
+class NoMetric(Outputs):
+    def metrics(self) -> dict[str, Any]:
+        return {"auroc": 0.5, "doubt": doubts}

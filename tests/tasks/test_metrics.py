@@ -1,0 +1,134 @@
+"""Metrics of a whole evaluation set: the same on any number of ranks, and in everything that a run
+says and decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import science
+import scored
+import torch
+from forks import MODULES, Forks, children_as_ranks
+from science import evaluations, pointed, result, still_since
+from tiny_run import codes, said
+
+from instar.config.errors import ConfigError
+from instar.config.load import load
+from instar.data.columns import Columns
+from instar.distributed.world import World
+from instar.run.lifecycle.preflight import preflight
+from instar.run.lifecycle.trial import run_trial
+
+ALONE = World(0, 0, 1, torch.device("cpu"), "none")
+CASES = [(2, 64), (3, 1), (7, 64), (17, 3), (100, 5), (100, 64), (1500, 40)]
+"""samples and batch size: also with fewer samples, and fewer batches, than ranks"""
+
+
+def plain(columns: Columns) -> dict[str, float]:
+    """What torchmetrics says of all samples at once, in float64."""
+    tensors = {name: torch.from_numpy(np.asarray(values)) for name, values in columns.items()}
+    batch = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+    given, found = scored.inputs(batch), {}
+    for name, metric in scored.metrics().items():
+        if name == "gap":
+            found[name] = metric(*(tensor.numpy() for tensor in given[name]))
+        else:
+            metric.update(*given[name])
+            found[name] = float(metric.compute())
+    return found | {"missed": 1 - found["f1"]}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Forks]:
+    """Forks processes that have imported torchmetrics, which takes seconds."""
+    with Forks(*MODULES, "scored") as forks:
+        yield forks
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_any_number_of_ranks_computes_what_one_process_does(tmp_path: Path, server: Forks) -> None:
+    wanted = [plain(scored.columns(samples)) for samples, _ in CASES]
+    told = [scored.score(ALONE, *case) for case in CASES]
+    for ranks in (2, 3):
+        arguments = "scored:score_all", str(tmp_path), CASES
+        children = children_as_ranks(server, ranks, *arguments, place=tmp_path)
+        assert codes(children) == [0] * ranks, said(children)
+        texts = {(tmp_path / f"w{ranks}-{rank}").read_text() for rank in range(ranks)}
+        assert len(texts) == 1
+        told += json.loads(texts.pop())
+    for found, expected in zip(told, 3 * wanted, strict=True):
+        assert set(found) == {"loss", *expected}
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6, nan_ok=True), name
+
+
+def test_a_run_follows_them(tmp_path: Path, server: Forks) -> None:
+    """Best checkpoint and early stopping by metrics of the whole set; the test's come from the same
+    pass as its predictions."""
+    place = science.place(tmp_path, server)
+    run_dir = tmp_path / "run"
+    settings = (
+        "task=scored:Outputs",
+        "checkpoint.best_of=[auroc, doubt]",
+        "early_stopping.rules=[{metric: auroc, patience: 3}]",
+    )
+    children = place.train(run_dir, *settings, ranks=2)
+    assert codes(children) == [0, 0], said(children)
+    rows = evaluations(run_dir)
+    best = max(rows, key=lambda row: row[1]["auroc"])[0]
+    assert pointed(run_dir, "best") == f"step-{best}"
+    surest = min(rows, key=lambda row: row[1]["doubt"])[0]
+    assert pointed(run_dir, "best-doubt") == f"step-{surest}"
+    aurocs = [metrics["auroc"] for _, metrics in rows]
+    assert rows[-1][0] == 60 or still_since(aurocs, better="max") == 3
+
+    tested = result(run_dir)["metrics"]
+    table = pq.read_table(run_dir / "test" / "predictions.parquet")
+    side = table["side"].to_numpy()
+    chances = np.array(table["chances"].to_pylist())
+    above = chances[side == 1, 1][:, None] - chances[side == 0, 1]
+    assert tested["auroc"]["value"] == pytest.approx(
+        np.mean((above > 0) + (above == 0) / 2), abs=1e-6
+    )
+    assert tested["doubt"]["value"] == pytest.approx(np.median(1 - chances.max(1)), abs=1e-6)
+    assert tested["auroc"]["standard_error"] is None
+    assert tested["auroc"]["weight"] == 23
+
+
+@pytest.mark.parametrize("limit", [3, 4, 21])
+def test_an_evaluation_runs_the_model_once_per_batch(tmp_path: Path, limit: int) -> None:
+    science.place(tmp_path)
+    settings = ("task=scored:Outputs", "checkpoint.best_of=[auroc]", f"data.val={limit}")
+    with science.trainer(tmp_path / "run", *settings) as run:
+        scored.Once.runs = 0
+        run.evaluate()
+    assert scored.Once.runs == min(limit, 8)
+
+
+REFUSED = {
+    "Unknown": "Unknown.better must name auroc of metrics() too",
+    "PerClass": "the metric auroc must be one number, not a tensor [2]",
+    "NoTuple": "measure's auroc must be a tuple of the tensors that metrics()['auroc'] takes",
+    "Undeclared": "measure's auroc is a tuple, and metrics() declares no auroc that takes it",
+    "Rejecting": "the metric auroc failed: TypeError",
+    "NoMetric": "the metric auroc must be a torchmetrics.Metric or a function of arrays, not float",
+}
+
+
+@pytest.mark.parametrize("task", REFUSED)
+def test_mistakes_are_named_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    science.place(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    loaded = load(
+        "run.yaml", [f"task=scored:{task}", "precision=fp32", "checkpoint.best_of=[loss]"]
+    )
+    with pytest.raises(ConfigError) as caught:
+        run_trial(preflight(loaded, 1), ALONE)
+    assert REFUSED[task] in str(caught.value)
