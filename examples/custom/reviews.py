@@ -22,7 +22,7 @@ class Judge(nn.Module):
         return self.verdict(read[torch.arange(len(tokens)), length - 1])
 
 
-THINGS = "The plot,The cast,The score,Her voice,His part,The end,Each scene,The light".split(",")
+THINGS = ("The plot", "The cast", "The score", "Her voice", "His part", "The end", "Each scene")
 WORDS = {"great": 1, "moving": 1, "clever": 1, "funny": 1, "dull": 0, "flat": 0, "silly": 0}
 
 
@@ -54,10 +54,12 @@ class Reviews(CustomTask):
         return [{"params": body, "lr": config.lr / 10}, {"params": head}]
 
     def loss(self, model, batch):
-        return F.cross_entropy(model(*batch[0]), batch[1], reduction="none")
+        read, good = batch
+        logits = model(*read)
+        return F.cross_entropy(logits, good, reduction="none"), logits
 
-    def measure(self, model, batch):
-        return {"accuracy": model(*batch[0]).argmax(1) == batch[1]}
+    def measure(self, logits, batch):
+        return {"accuracy": logits.argmax(1) == batch[1]}
 
-    def predict(self, model, batch):
-        return {"good": batch[1], "good.predicted": model(*batch[0]).argmax(1)}
+    def predict(self, logits, batch):
+        return {"good": batch[1], "good.predicted": logits.argmax(1)}

@@ -50,13 +50,12 @@ class Sounds(CustomTask):
         heard, instrument, pitch = batch
         named, height = model(*heard)
         loss = F.cross_entropy(named, instrument, reduction="none")
-        return loss + self.model.pitch_weight * (height - pitch).square()
+        return loss + self.model.pitch_weight * (height - pitch).square(), (named, height)
 
-    def measure(self, model, batch):
-        heard, instrument, pitch = batch
-        named, height = model(*heard)
+    def measure(self, outputs, batch):
+        (named, height), (_, instrument, pitch) = outputs, batch
         return {"accuracy": named.argmax(1) == instrument, "pitch_error": (height - pitch).abs()}
 
-    def predict(self, model, batch):
-        named, height = model(*batch[0])
+    def predict(self, outputs, batch):
+        named, height = outputs
         return {"instrument": batch[1], "instrument.predicted": named.argmax(1), "pitch": height}

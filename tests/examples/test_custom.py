@@ -17,7 +17,7 @@ SIZES = {
     "digits": {"train": 800, "val": 100, "test": 100},
     "houses": {"train": 700, "val": 100, "test": 100},
     "molecules": {"train": 480, "val": 60, "test": 60},
-    "reviews": {"train": 538, "val": 67, "test": 67},
+    "reviews": {"train": 470, "val": 59, "test": 59},
     "sounds": {"train": 480, "val": 60, "test": 60},
 }
 GPT = """\
