@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.generation.logits_process import (
 from instar.config.language import ModelConfig
 from instar.data.text.tokenizer import ByteTokenizer, train_bpe
 from instar.models.architecture import resolve
-from instar.models.gpt import GPT
+from instar.models.gpt import GPT, KVCache
 from instar.models.module import SMALL_FLOPS, enough_threads
 from instar.models.sampling import TextStream, continuations, filtered, generate
 
@@ -84,6 +85,40 @@ def test_draws_follow_the_distribution_of_the_model(model: GPT) -> None:
     expected = (model(PROMPT[:1])[0, -1] / 2.0).softmax(-1)
     shares = torch.bincount(drawn, minlength=ARCH.vocab_size) / 4000
     torch.testing.assert_close(shares, expected, rtol=0.0, atol=0.04)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"positions": "learned", "n_layer": 2},
+        {"positions": "rope", "n_layer": 2, "n_kv_head": 1, "qk_norm": True},
+        {"n_layer": 1, "n_head": 4, "n_kv_head": 2},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_cache_of_keys_and_values_changes_no_logits(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = GPT(resolve(ModelConfig(**{"n_embd": 16, "n_head": 2, "context": 8} | options), 20))
+    model.init_weights(0)
+    model.eval().to(dtype)
+    tokens = torch.arange(16).view(2, 8) * 7 % 20
+    cache = KVCache()
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in (tokens[:, :3], *tokens[:, 3:].split(1, 1))]
+        found, whole = torch.cat(parts, 1), model(tokens)
+    assert len(cache) == 8
+    close = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0, "atol": 0.05}
+    torch.testing.assert_close(found, whole, **close)
+    with pytest.raises(ValueError, match="9 tokens do not fit into a context of 8"):
+        model(tokens[:, :1], cache=cache)
+
+
+def test_tokens_beyond_the_context_are_those_of_the_window(model: GPT) -> None:
+    tokens = generate(model, PROMPT, 20, temperature=0)
+    for end in range(3, 23):
+        logits = model(tokens[:, max(0, end - ARCH.context) : end])[:, -1]
+        assert torch.equal(tokens[:, end], logits.argmax(-1))
 
 
 def test_only_the_last_context_is_seen(model: GPT) -> None:

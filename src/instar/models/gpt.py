@@ -65,7 +65,12 @@ class GPT(nn.Module):
         self.reset_buffers()
 
     def forward(
-        self, inputs_BT: Tensor, targets_BT: Tensor | None = None, *, each: bool = False
+        self,
+        inputs_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        each: bool = False,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Computes logits or the loss.
 
@@ -73,6 +78,8 @@ class GPT(nn.Module):
             inputs_BT: token ids, at most `context` of them per sample.
             targets_BT: token ids; −1 marks positions without loss.
             each: return the loss of each sample, without gradients.
+            cache: of the tokens before `inputs_BT`, to which these are added: first all tokens of a
+                prompt, then one at a time. For inference.
 
         Returns:
             logits (B, T, V); with targets the sum of the cross entropies in nats, a float32 scalar,
@@ -81,15 +88,16 @@ class GPT(nn.Module):
         Raises:
             ValueError: there are more tokens than the context has.
         """
-        T = inputs_BT.shape[1]
-        if self.arch.context < T:
-            raise ValueError(f"{T} tokens do not fit into a context of {self.arch.context}")
+        begin = len(cache) if cache is not None else 0
+        end = begin + inputs_BT.shape[1]
+        if self.arch.context < end:
+            raise ValueError(f"{end} tokens do not fit into a context of {self.arch.context}")
         x_BTD = self.token_embedding(inputs_BT)
         rotation = None
         if self.arch.positions == "learned":
-            x_BTD = x_BTD + self.position_embedding.weight[:T]
+            x_BTD = x_BTD + self.position_embedding.weight[begin:end]
         else:
-            rotation = (self.rope_cos[:T], self.rope_sin[:T])
+            rotation = (self.rope_cos[begin:end], self.rope_sin[begin:end])
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
         for block in self.blocks:
@@ -103,7 +111,7 @@ class GPT(nn.Module):
                     preserve_rng_state=self.arch.dropout > 0,
                 )
             else:
-                x_BTD = block(x_BTD, rotation, openings)
+                x_BTD = block(x_BTD, rotation, openings, cache)
         x_BTD = self.final_norm(x_BTD, openings)
         weight_VD = (self.token_embedding if self.arch.tied else self.head).effective()
         if targets_BT is None:
@@ -155,6 +163,24 @@ class GPT(nn.Module):
         set_parameters(self, self.arch.parameters(), seed)
 
 
+class KVCache:
+    """Keys and values (B, K, T, C) of the tokens that a model has seen, for each layer."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        """Number of tokens T."""
+        return self._layers[0][0].shape[2] if self._layers else 0
+
+    def extend(self, layer: int, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds the keys and values of further tokens to a layer; returns those of all."""
+        if (past := self._layers.get(layer)) is not None:
+            k_BKTC, v_BKTC = torch.cat((past[0], k_BKTC), 2), torch.cat((past[1], v_BKTC), 2)
+        self._layers[layer] = k_BKTC, v_BKTC
+        return k_BKTC, v_BKTC
+
+
 class _Block(nn.Module):
     def __init__(self, arch: Architecture, table: Mapping[str, Parameter], layer: int) -> None:
         super().__init__()
@@ -163,14 +189,18 @@ class _Block(nn.Module):
         self.layer = layer
         self.is_masked = arch.mask is not None and arch.mask.has("layers", layer)
         self.attn_norm = _Norm(arch, table, f"{name}.attn_norm")
-        self.attn = _Attention(arch, table, f"{name}.attn")
+        self.attn = _Attention(arch, table, layer)
         self.mlp_norm = _Norm(arch, table, f"{name}.mlp_norm")
         self.mlp = _MLP(arch, table, f"{name}.mlp")
 
     def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, openings: Tensor | None
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        openings: Tensor | None,
+        cache: KVCache | None = None,
     ) -> Tensor:
-        attended = self.attn(self.attn_norm(x, openings), rotation, openings)
+        attended = self.attn(self.attn_norm(x, openings), rotation, openings, cache)
         if self.is_masked and openings is not None:
             attended = attended * openings[self.layer]
         x = x + _dropout(attended, self.dropout, self.training)
@@ -181,8 +211,10 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, arch: Architecture, table: Mapping[str, Parameter], name: str) -> None:
+    def __init__(self, arch: Architecture, table: Mapping[str, Parameter], layer: int) -> None:
         super().__init__()
+        name = f"blocks.{layer}.attn"
+        self.layer = layer
         self.head_dim, self.dropout = arch.head_dim, arch.dropout
         self.query = _linear(arch, table, f"{name}.query")
         self.key = _linear(arch, table, f"{name}.key")
@@ -210,14 +242,15 @@ class _Attention(nn.Module):
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         openings_H: Tensor | None,
+        cache: KVCache | None,
     ) -> Tensor:
         q_BTHC, k_BTKC, v_BTKC = self.heads(x_BTD, rotation)
-        y_BHTC = causal_attention(
-            q_BTHC.to(v_BTKC.dtype).transpose(1, 2),
-            k_BTKC.to(v_BTKC.dtype).transpose(1, 2),
-            v_BTKC.transpose(1, 2),
-            self.dropout if self.training else 0.0,
-        )
+        q_BHTC = q_BTHC.to(v_BTKC.dtype).transpose(1, 2)
+        k_BKTC = k_BTKC.to(v_BTKC.dtype).transpose(1, 2)
+        v_BKTC = v_BTKC.transpose(1, 2)
+        if cache is not None:
+            k_BKTC, v_BKTC = cache.extend(self.layer, k_BKTC, v_BKTC)
+        y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, self.dropout if self.training else 0.0)
         if self.masked and openings_H is not None:
             y_BHTC = y_BHTC * openings_H[:, None, None].to(y_BHTC.dtype)
         out: Tensor = self.output(y_BHTC.transpose(1, 2).flatten(2))
@@ -225,8 +258,15 @@ class _Attention(nn.Module):
 
 
 def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: float) -> Tensor:
-    """softmax(q kᵀ / √C + causal mask) v, (B, H, T, C); K divides H (arXiv 2305.13245)."""
+    """softmax(q kᵀ / √C + causal mask) v, (B, H, T, C); K divides H (arXiv 2305.13245).
+
+    A single query, with any number of keys, is that of the last token.
+    """
     grouped = k_BKTC.shape[1] < q_BHTC.shape[1]
+    if q_BHTC.shape[2] == 1:
+        return F.scaled_dot_product_attention(
+            q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, enable_gqa=grouped
+        )
     low = q_BHTC.dtype == torch.bfloat16
     scores_held = materializes_scores(q_BHTC.shape[-2], low, q_BHTC.device.type)
     if not scores_held or torch.compiler.is_compiling():

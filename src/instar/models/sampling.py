@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from instar.data.text.tokenizer import Tokenizer
-from instar.models.gpt import GPT, named_generator
+from instar.models.gpt import GPT, KVCache, named_generator
 from instar.models.module import enough_threads, evaluating
 from instar.models.shape import count_parameters
 
@@ -82,11 +82,16 @@ def stream(
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, not {top_p:g}")
     flops_per_token = 2.0 * count_parameters(model.arch).total
-    tokens_BT = tokens_BT[:, -model.arch.context :]
+    context = model.arch.context
+    tokens_BT = tokens_BT[:, -context:]
+    cache = KVCache()
     while True:
-        flops = flops_per_token * tokens_BT.numel()
+        if len(cache) == context:  # positions are counted from the first token of the window
+            cache = KVCache()
+        new_BT = tokens_BT[:, len(cache) :]
+        flops = flops_per_token * new_BT.numel()
         with evaluating(model), enough_threads(flops), torch.no_grad():
-            logits_BV = model(tokens_BT)[:, -1].float()
+            logits_BV = model(new_BT, cache=cache)[:, -1].float()
         if not logits_BV.isfinite().all():
             raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
         logits_BV = logits_BV[:, :vocab_size]
@@ -95,7 +100,7 @@ def stream(
         else:
             next_B = _draw(filtered(logits_BV / temperature, top_k, top_p), generator)
         yield next_B
-        tokens_BT = torch.cat((tokens_BT, next_B[:, None]), 1)[:, -model.arch.context :]
+        tokens_BT = torch.cat((tokens_BT, next_B[:, None]), 1)[:, -context:]
 
 
 def filtered(logits_BV: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
