@@ -260,7 +260,7 @@ def test_ten_paintings_take_less_than_a_hundredth_of_a_second() -> None:
         console = open_console(stream, TERMINAL)
         for _ in range(50):
             start = time.thread_time()
-            console._screen.update(train_line(TRAIN, eta_s=4920, width=80))
+            console.screen.update(train_line(TRAIN, eta_s=4920, width=80))
             took.append(time.thread_time() - start)
         console.close()
     assert statistics.median(took) * 10 < REPAINT_SHARE
@@ -333,5 +333,5 @@ def test_a_warning_from_elsewhere_scrolls_above_the_current_step(
 def test_a_live_screen_is_what_a_terminal_gets() -> None:
     with terminal() as (stream, _):
         console = open_console(stream, TERMINAL)
-        assert isinstance(console._screen, LiveScreen)
+        assert isinstance(console.screen, LiveScreen)
         console.close()

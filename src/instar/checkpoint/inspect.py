@@ -23,8 +23,10 @@ from instar.checkpoint.manifest import (
     UnreadableError,
     file_error,
     read_manifest,
+    verifying,
 )
 from instar.config.files import open_regular
+from instar.record.progress import Advance, progress
 
 if TYPE_CHECKING:
     import torch
@@ -176,10 +178,13 @@ def check(path: Path) -> Check:
     except CheckpointError as error:
         return Check(path, (str(error),), (), 0, time.perf_counter() - begun)
 
-    with ThreadPoolExecutor(_THREADS) as threads:  # hashing and reading release the GIL
+    with (
+        verifying(path, manifest) as advance,
+        ThreadPoolExecutor(_THREADS) as threads,  # hashing and reading release the GIL
+    ):
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
         checks = {
-            name: threads.submit(file_error, path / name, manifest.files[name])
+            name: threads.submit(file_error, path / name, manifest.files[name], advance)
             for name in largest_first
         }
     wrong = [found for name in manifest.files if (found := checks[name].result())]
@@ -222,14 +227,15 @@ def compare_tensors(a: Path, b: Path) -> dict[str, list[Difference]]:
         CheckpointError: a manifest or a tensor file cannot be read.
     """
     files = dict.fromkeys([*_tensor_files(read_manifest(a)), *_tensor_files(read_manifest(b))])
-    return {name: list(_compare_files(a / name, b / name)) for name in files}
+    with progress(f"comparing {a.name} and {b.name}") as advance:
+        return {name: list(_compare_files(a / name, b / name, advance)) for name in files}
 
 
 def _tensor_files(manifest: Manifest) -> list[str]:
     return [name for name in manifest.files if name.endswith(SUFFIX)]
 
 
-def _compare_files(a: Path, b: Path) -> Iterator[Difference]:
+def _compare_files(a: Path, b: Path, advance: Advance) -> Iterator[Difference]:
     from safetensors import SafetensorError, safe_open
 
     in_a, in_b = (read_header(path) if path.exists() else {} for path in (a, b))
@@ -246,6 +252,7 @@ def _compare_files(a: Path, b: Path) -> Iterator[Difference]:
                     yield Difference(name, verdict, in_a.get(name), in_b.get(name))
                 else:
                     yield _compare(name, in_a[name], in_b[name], reads[a](name), reads[b](name))
+                    advance(in_a[name].size_bytes)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{a} or {b}: {error}") from error
 

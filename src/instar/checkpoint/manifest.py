@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +20,7 @@ import xxhash
 from instar.config.errors import InstarError
 from instar.config.files import open_regular, read_regular
 from instar.record.events import Count, Moment, from_words, to_words
+from instar.record.progress import Advance, progress
 
 SUFFIX = ".safetensors"
 STATE = "state.json"
@@ -160,12 +162,14 @@ def describe(path: Path, pattern: str) -> FileEntry:
     return FileEntry(path.stat().st_size, _hash(path), pattern)
 
 
-def file_error(path: Path, saved: FileEntry) -> CheckpointError | None:
-    """Returns an error if a file does not match its entry."""
+def file_error(
+    path: Path, saved: FileEntry, advance: Advance = lambda _: None
+) -> CheckpointError | None:
+    """Returns an error if a file does not match its entry; `advance` counts the bytes read."""
     try:
         if (size := path.stat().st_size) != saved.size_bytes:
             return CheckpointError(f"{path}: {size} bytes, but {saved.size_bytes} were saved")
-        if _hash(path) != saved.xxh3_128:
+        if _hash(path, advance) != saved.xxh3_128:
             return CheckpointError(f"{path}: content has changed: its checksum does not match")
     except FileNotFoundError:
         return CheckpointError(f"{path}: missing")
@@ -182,9 +186,16 @@ def verify(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: the first file that is missing or does not match.
     """
-    for name, entry in manifest.files.items():
-        if error := file_error(folder / name, entry):
-            raise error
+    with verifying(folder, manifest) as advance:
+        for name, entry in manifest.files.items():
+            if error := file_error(folder / name, entry, advance):
+                raise error
+
+
+def verifying(folder: Path, manifest: Manifest) -> AbstractContextManager[Advance]:
+    """Shows the progress of reading all files of a checkpoint."""
+    total = sum(entry.size_bytes for entry in manifest.files.values())
+    return progress(f"verifying {folder}", total)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -263,9 +274,10 @@ def _object(raw: bytes, path: Path) -> dict[str, Any]:
     return content
 
 
-def _hash(path: Path) -> str:
+def _hash(path: Path, advance: Advance = lambda _: None) -> str:
     digest = xxhash.xxh3_128()
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
+            advance(len(chunk))
     return digest.hexdigest()

@@ -11,6 +11,7 @@ import click
 
 from instar.cli.options import CommandGroup, NewFolder, json_option
 from instar.cli.output import print_json
+from instar.record.progress import tracked
 
 if TYPE_CHECKING:
     from instar.checkpoint.inspect import Check
@@ -45,7 +46,7 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
 
     root = _root(run)
     line = line_of(root)
-    rows = [_row(path, verify, line) for path in checkpoints(root)]
+    rows = [_row(path, verify, line) for path in _each(checkpoints(root))]
     if as_json:
         print_json(rows)
     elif rows:
@@ -124,7 +125,7 @@ def verify(where: str, every: bool, as_json: bool) -> int:
     if not paths:
         raise CheckpointError(f"{_root(where)} has no checkpoint yet")
     checks = []
-    for path in paths:
+    for path in _each(paths):
         checks.append(check(path))
         if not as_json:
             print_check(checks[-1])
@@ -275,6 +276,10 @@ def checkpoint_at(text: str) -> Path:
 
     with _checkpoint_errors(EXPECTED):
         return resolve(text)
+
+
+def _each(paths: list[Path]) -> Iterator[Path]:
+    return tracked(paths, "reading checkpoints", "checkpoints", len(paths))
 
 
 def _root(text: str) -> Path:

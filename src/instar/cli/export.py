@@ -15,6 +15,7 @@ import click
 from instar.cli.output import as_text, chosen, deliver, output_options, read_all, runs_argument
 from instar.config.files import read_regular
 from instar.record.atomic import atomic_file, sync_file
+from instar.record.progress import tracked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -153,7 +154,8 @@ def export(
     if output is None and to in TABLES and as_json:
         raise _usage("--json describes written files, but there is none", "name one with -o")
     read = read_all(found)
-    written = [write(record, superseded) for record in read.records]
+    records = tracked(read.records, f"exporting to {to}", "runs", len(read.records))
+    written = [write(record, superseded) for record in records]
     for record in read.records:
         for fault in record.faults:
             click.echo(fault, err=True)
@@ -307,7 +309,8 @@ def _write_csv(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
     try:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(rows.columns)
-        writer.writerows(zip(*(rows.texts(name) for name in rows.columns), strict=True))
+        cells = zip(*(rows.texts(name) for name in rows.columns), strict=True)
+        writer.writerows(tracked(cells, f"writing {record.run.path}", "rows", len(rows)))
         text.flush()
     finally:
         text.detach()

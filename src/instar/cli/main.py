@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -20,6 +20,10 @@ from instar import __version__
 from instar.cli.options import LazyGroup
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
+from instar.record.progress import Display, showing
+
+if TYPE_CHECKING:
+    from instar.record.console import LiveScreen, PlainScreen
 
 COMMANDS = {
     "init": ("instar.cli.config:init", "Write a commented config to start from."),
@@ -63,6 +67,15 @@ PATH_ERRORS = {
 READER_GONE = 141
 
 
+def _open_screen() -> LiveScreen | PlainScreen:
+    from instar.record.console import open_screen
+
+    return open_screen(sys.stderr)
+
+
+_display = Display(_open_screen, owns=True)
+
+
 @click.group(
     cls=LazyGroup,
     table=COMMANDS,
@@ -90,7 +103,10 @@ def run_command(run: Callable[[], int]) -> int:
     except BrokenPipeError:
         _silence_stdout()
         return READER_GONE
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as error:
+        with suppress(OSError):  # the terminal has closed
+            for note in getattr(error, "__notes__", ()):
+                click.echo(note, err=True)
         return INTERRUPTED
     except InstarError as error:
         if isinstance(error, StdoutFails):
@@ -119,12 +135,27 @@ def run_command(run: Callable[[], int]) -> int:
 
 def entry() -> NoReturn:
     """Entry point of the installed command."""
-    watch_streams()
-    code = main()
-    from instar.distributed.signals import ignore_stop_signals
+    from instar.distributed.signals import PromptInterrupt, exit_now, ignore_stop_signals
 
-    ignore_stop_signals()
+    watch_streams()
+    with PromptInterrupt(_leave):
+        code = main()
+        ignore_stop_signals()
+    if code == INTERRUPTED:
+        exit_now(code)  # the interpreter would wait for threads
     sys.exit(code)
+
+
+def _leave() -> NoReturn:
+    """End an interrupted command that cannot end by itself in time: a library is at work in it."""
+    from instar.distributed.signals import exit_now
+    from instar.record.atomic import abandon
+
+    abandon()
+    with suppress(OSError):
+        if (work := _display.current) is not None:
+            os.write(2, f"\n{work.interrupted}\n".encode(errors="replace"))
+    exit_now(INTERRUPTED)
 
 
 def _run_with_trust(args: list[str]) -> int:
@@ -152,7 +183,10 @@ def _run(args: list[str]) -> int:
         return shell_complete(instar, {}, "instar", "_INSTAR_COMPLETE", instruction)
     try:
         click.Context.formatter_class = HelpFormatter
-        with instar.make_context("instar", args, terminal_width=_help_width()) as context:
+        with (
+            instar.make_context("instar", args, terminal_width=_help_width()) as context,
+            showing(_display),
+        ):
             result: Any = instar.invoke(context)
     except click.exceptions.Exit as end:
         return end.exit_code

@@ -166,11 +166,21 @@ def _launch(
 
 
 def _one_rank(loaded: Loaded, resume: Resume | None, only_test: bool, profile: int) -> int:
+    from instar.distributed.failure import NOTHING_STARTED
+    from instar.distributed.launch import say
+    from instar.distributed.placement import placement
     from instar.distributed.rank_log import run_rank
     from instar.distributed.signals import StopSignal
+    from instar.record.atomic import abandon
 
-    # before importing torch: a signal in the meantime takes effect at the first sync point
-    with StopSignal(last=True) as signal:
+    def leave() -> None:
+        abandon()
+        if placement(os.environ).rank == 0:
+            say(NOTHING_STARTED)
+
+    # before importing torch
+    with StopSignal(last=True, before_start=leave) as signal:
+        signal.resumable = resume is not None or loaded.config.resume == "auto"
 
         def work(log: RankLog) -> None:
             from instar.run.lifecycle.worker import run

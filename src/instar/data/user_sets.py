@@ -143,7 +143,7 @@ class IterableStream:
         ValueError: an item cannot be used, or there are none.
     """
 
-    lanes = 1
+    lanes, counted = 1, "samples"
 
     def __init__(self, begin: Callable[[], Iterable[Any]], fields: Sequence[str]) -> None:
         self._begin, self._fields = begin, tuple(fields)

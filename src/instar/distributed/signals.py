@@ -39,6 +39,8 @@ STOP_SIGNALS = (
 )
 _INTERACTIVE = (signal.SIGINT, signal.SIGQUIT)
 _training = threading.Event()
+PROMPT_S = 0.7
+"""how long after Ctrl-C a command may take to end by itself"""
 SAVE_S = 5.0
 """how long after the first signal a second SIGTERM still lets the run save"""
 
@@ -63,15 +65,24 @@ class StopSignal:
         signals: tuple[signal.Signals, ...] = STOP_SIGNALS,
         moment_s: float | None = None,
         last: bool = False,
+        before_start: Callable[[], None] | None = None,
     ) -> None:
-        """`last`: the process exits afterwards; after a stop, ignore further signals at the end."""
+        """
+        Args:
+            last: the process exits afterwards; after a stop, ignore further signals at the end.
+            before_start: unless None, a process that has not ended `PROMPT_S` seconds after the first
+                signal, and has not set `started`, calls this from another thread and exits.
+        """
         self.resumable = False
         """whether the run could be resumed if this process ended now"""
+        self.started = False
+        """whether there may be something to save"""
         self.requested: str | None = None
         self.insisted = False
         self._on_repeat = on_repeat or self._leave
         self._signals = signals
         self._last = last
+        self._before_start = before_start
         self._moment_s = _usual_moment_s(os.environ) if moment_s is None else moment_s
         self._requested = threading.Event()
         self._open = False
@@ -132,6 +143,8 @@ class StopSignal:
                 if first == -math.inf:
                     first = last = now
                     self._request(number)
+                    if self._before_start is not None:
+                        threading.Thread(target=self._give_up, daemon=True, name="give-up").start()
                 elif now - last > self._moment_s:
                     last = now
                     terms += number == signal.SIGTERM
@@ -139,6 +152,12 @@ class StopSignal:
                     if is_repeat or number in _INTERACTIVE:
                         self.insisted = True
                         self._on_repeat()
+
+    def _give_up(self) -> None:
+        time.sleep(PROMPT_S)
+        if self._open and not self.started and self._before_start is not None:
+            self._before_start()
+            self._leave()
 
     def _leave(self) -> NoReturn:
         exit_now((Interrupted if self.resumable else StoppedUnsaved).exit_code)
@@ -150,6 +169,46 @@ class StopSignal:
             signal.set_wakeup_fd(-1)
             for number, handler in self._before.items():
                 signal.signal(number, handler)
+
+
+class PromptInterrupt:
+    """While open, Ctrl-C ends the process within `limit_s` seconds, whatever it is doing.
+
+    Python raises KeyboardInterrupt between two instructions of the main thread, which may be inside
+    a library for minutes, or wait for threads that are. If the process has not ended by then,
+    `leave` is called from another thread; it ends the process. Code with its own handler of SIGINT,
+    such as `StopSignal`, is left alone.
+    """
+
+    def __init__(self, leave: Callable[[], NoReturn], limit_s: float = PROMPT_S) -> None:
+        self._leave, self._limit_s = leave, limit_s
+        self._ended = threading.Event()
+
+    def __enter__(self) -> PromptInterrupt:
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._watch, daemon=True, name="interrupt").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        signal.set_wakeup_fd(self._before)
+        self._sender.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self) -> None:
+        if not self._ended.is_set():  # a forked child would write its signals into our socket
+            signal.set_wakeup_fd(-1)
+
+    def _watch(self) -> None:
+        with self._receiver, self._sender:
+            while numbers := self._receiver.recv(64):
+                is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+                if signal.SIGINT not in numbers or not is_default:
+                    continue
+                if not self._ended.wait(self._limit_s):
+                    self._leave()
 
 
 def ignore_stop_signals() -> None:

@@ -109,10 +109,22 @@ def holding(make: Callable[[], None], path: Path) -> Iterator[None]:
         if held:
             break
         os.close(descriptor)
+    _held.add(path)
     try:
         yield
     finally:
+        _held.discard(path)
         os.close(descriptor)
+
+
+_held: set[Path] = set()
+"""What this process is writing."""
+
+
+def abandon() -> None:
+    """Remove what this process is writing and has not published; it ends without unwinding."""
+    for path in [*_held]:
+        remove_tree(path)
 
 
 @contextmanager

@@ -41,59 +41,59 @@ class Console:
     """Prints progress and events of a run. Errors of the stream are never raised."""
 
     def __init__(self, screen: PlainScreen | LiveScreen) -> None:
-        self._screen = screen
+        self.screen = screen
         self._unit = TOK
 
     @property
     def due(self) -> bool:
         """Whether `progress` would be shown now, so that the caller can skip computing it."""
-        return self._screen.due
+        return self.screen.due
 
     def header(self, event: RunStarted, where: Path) -> None:
         self._unit = unit_text(event.unit)
-        self._screen.show(header_line(event, where), "bold")
+        self.screen.show(header_line(event, where), "bold")
         if event.splits:
-            self._screen.show(f"data  {sizes_text(event.splits)}")
+            self.screen.show(f"data  {sizes_text(event.splits)}")
 
     def progress(self, event: Train, eta_s: float | None = None) -> None:
         """Shows the current step in place, at most ten times per second."""
-        if self._screen.due:
-            self._screen.update(self._train_line(event, eta_s))
+        if self.screen.due:
+            self.screen.update(self._train_line(event, eta_s))
 
     def train(self, event: Train, eta_s: float | None = None) -> None:
         """Prints a line for a step."""
-        self._screen.show(self._train_line(event, eta_s))
+        self.screen.show(self._train_line(event, eta_s))
 
     def _train_line(self, event: Train, eta_s: float | None) -> str:
-        return train_line(event, eta_s=eta_s, width=self._screen.width, unit=self._unit)
+        return train_line(event, eta_s=eta_s, width=self.screen.width, unit=self._unit)
 
     def evaluated(self, event: Eval) -> None:
-        self._screen.show(eval_line(event, width=self._screen.width, unit=self._unit), "cyan")
+        self.screen.show(eval_line(event, width=self.screen.width, unit=self._unit), "cyan")
 
     def operated(self, event: OperationEvent) -> None:
         for line in operation_lines(event):
-            self._screen.show(line, "magenta")
+            self.screen.show(line, "magenta")
 
     def saved(self, event: Saved) -> None:
-        self._screen.show(saved_line(event), "dim")
+        self.screen.show(saved_line(event), "dim")
 
     def say(self, text: str) -> None:
-        self._screen.show(text)
+        self.screen.show(text)
 
     def warn(self, text: str) -> None:
-        self._screen.show(f"warning: {text}", "yellow")
+        self.screen.show(f"warning: {text}", "yellow")
 
     def finished(
         self, event: RunFinished, where: Path, *, stopped: str = "", go_on: str = ""
     ) -> None:
         """Prints the summary; `stopped` is why it ended early, `go_on` the command that resumes."""
-        self._screen.update("")
+        self.screen.update("")
         for line in finished_lines(event, where, stopped, go_on, self._unit):
-            self._screen.show(line, "bold")
+            self.screen.show(line, "bold")
 
     def close(self) -> None:
         """Restores the terminal; closing twice does nothing."""
-        self._screen.close()
+        self.screen.close()
 
 
 def open_console(

@@ -37,6 +37,7 @@ _ASCII = str.maketrans(
         "−": "-",
         "–": "-",
         "─": "-",
+        "━": "=",
         "│": "|",
         "‖": "|",
         "ε": "eps",
@@ -250,6 +251,51 @@ def finished_lines(
         parts.append(f"{si(event.tokens_per_s)} {unit}/s")
     lines = ["  ".join([*parts, f"→ {where}"])]
     return lines + ([f"resume with: {go_on}"] if go_on else [])
+
+
+_BAR = 20
+"""Columns of a progress bar."""
+
+
+def progress_line(
+    doing: str,
+    done: float,
+    total: float | None,
+    unit: str,
+    seconds: float,
+    width: int | None = None,
+) -> str:
+    """`verifying step-2000  ━━━━━━━━────────────  41%  1.20 GiB of 2.90 GiB  512 MiB/s  3.4s left`;
+    without a total `counting corpus  12,300 documents  410 documents/s  30s`.
+
+    Args:
+        done, total: in `unit`: B for bytes, else a plural.
+        seconds: since the work began.
+        width: columns of a terminal; None: there is none, so no bar is drawn.
+    """
+    rate = done / seconds if seconds > 0 else 0.0
+    speed = (2, f"{bytes_text(rate)}/s" if unit == "B" else f"{si(rate)} {unit}/s")
+    if not total:
+        parts = [(1, _amount(done, unit)), speed] if done else []
+        parts.append((0, duration(seconds)))
+    else:
+        share = min(1.0, done / total)
+        so_far = bytes_text(done) if unit == "B" else f"{done:,.0f}"
+        parts = [(0, percent(share)), (3, f"{so_far} of {_amount(total, unit)}")]
+        parts += [speed, (1, f"{duration((total - done) / rate)} left")] if 0 < done < total else []
+        if width is not None:
+            full = round(share * _BAR)
+            parts.insert(0, (4, "━" * full + "─" * (_BAR - full)))
+    if width is None:
+        return _fit(doing, parts, None)
+    first = min(len(doing), max(width // 3, width - 60))
+    line = _fit("x" * first, parts, width - 1)[first:]
+    room = width - 1 - len(line)
+    return (doing if len(doing) <= room else f"{doing[: room - 1]}…") + line
+
+
+def _amount(number: float, unit: str) -> str:
+    return bytes_text(number) if unit == "B" else f"{number:,.0f} {unit}"
 
 
 def printable(text: str, encoding: str | None) -> str:

@@ -14,6 +14,7 @@ from instar.config.graph import GraphModelConfig, HeadConfig
 from instar.data.columns import Column, Columns, Ragged
 from instar.data.order import Int64Array
 from instar.data.source import Source
+from instar.record.progress import tracked
 
 NO_CLASS = -1
 """Class of a graph or node without a target."""
@@ -49,7 +50,8 @@ def survey_graphs(
     present = {head.name: np.zeros(head.classes or 0, dtype=np.bool_) for head in model.heads}
     samples = nodes = edges = features = graph_features = edge_features = 0
     for split, numbers in splits.items():
-        for begin in range(0, len(numbers), _READ_AT_ONCE):
+        begins = range(0, len(numbers), _READ_AT_ONCE)
+        for begin in tracked(begins, f"checking the {split} split", "blocks", len(begins)):
             chunk = numbers[begin : begin + _READ_AT_ONCE]
             columns = source.read(chunk)
             missing = [*_missing(columns, model)]

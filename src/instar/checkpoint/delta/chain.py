@@ -168,12 +168,13 @@ def load(folder: Path, number: int | None = None) -> dict[str, Tensor]:
     """
     end, replay = replay_to(folder, number)
     found = {}
-    for name, entry in replay.outline.items():
-        found[name] = empty(entry)
-        words = to_bits(found[name]).words
-        at = 0
-        for block in replay.blocks(name):
-            words[at : at + block.size] = block
-            at += block.size
+    with replay.progress(f"reading {folder}") as advance:
+        for name, entry in replay.outline.items():
+            found[name] = empty(entry)
+            words = to_bits(found[name]).words
+            at = 0
+            for block in replay.blocks(name, advance):
+                words[at : at + block.size] = block
+                at += block.size
     replay.check()
     return found | {alias: found[name] for alias, name in end.aliases.items()}

@@ -36,6 +36,7 @@ from instar.checkpoint.manifest import SUFFIX, CheckpointError, encode_json
 from instar.config.files import read_regular
 from instar.record import atomic
 from instar.record.events import Count
+from instar.record.progress import progress
 
 INDEX = "index.json"
 HEAD = "instar"
@@ -109,16 +110,17 @@ def locked(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     deadline = time.monotonic() + LOCK_LIMIT_S
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"{folder}: another process is writing this chain"
-                    ) from error
-                time.sleep(_POLL_S)
+        with progress(f"waiting for another process that writes {folder}"):
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise CheckpointError(
+                            f"{folder}: another process is writing this chain"
+                        ) from error
+                    time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)

@@ -10,13 +10,14 @@ from instar.checkpoint.delta.replay import Replay
 from instar.checkpoint.delta.state import Outline, State, StateHash, open_state, outline
 from instar.checkpoint.manifest import CheckpointError
 from instar.record import atomic
+from instar.record.progress import tracked
 
 
 def compare(base: State, new: State, writer: LinkWriter, values: Values) -> tuple[str, str]:
     """Writes the differences of two states of the same tensors; returns the hashes of both."""
     entries = outline(new)
     hashes = StateHash(entries), StateHash(entries)
-    for name in sorted(new):
+    for name in tracked(sorted(new), "comparing", "tensors"):
         for number, (old_words, new_words) in enumerate(
             zip(base[name].blocks(), new[name].blocks(), strict=True)
         ):

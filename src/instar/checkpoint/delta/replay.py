@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from instar.checkpoint.delta.encoding import Words
@@ -18,6 +20,7 @@ from instar.checkpoint.delta.state import (
 )
 from instar.checkpoint.manifest import CheckpointError
 from instar.record import atomic
+from instar.record.progress import Advance, progress, tracked
 
 
 class Replay:
@@ -51,8 +54,12 @@ class Replay:
         self._base_hash = StateHash(self.outline)
         self._hashes = [(link, StateHash(self.outline)) for link in hashed]
 
-    def blocks(self, name: str) -> Iterator[Words]:
-        """Yields the blocks of a tensor in the result, as views or copies."""
+    def progress(self, doing: str) -> AbstractContextManager[Advance]:
+        """Shows how much of the state is rebuilt."""
+        return progress(doing, sum(entry.size_bytes for entry in self.outline.values()))
+
+    def blocks(self, name: str, advance: Advance = lambda _: None) -> Iterator[Words]:
+        """Yields the blocks of a tensor in the result, as views or copies; `advance` counts bytes."""
         hashes = {id(link): digest for link, digest in self._hashes}
         for number, words in enumerate(self._base[name].blocks()):
             self._base_hash.update(name, words)
@@ -64,6 +71,7 @@ class Replay:
                 if id(link) in hashes:
                     hashes[id(link)].update(name, words)
             yield words
+            advance(words.nbytes)
 
     def check(self) -> None:
         """Compares the hashes, after all blocks of all tensors have been taken.
@@ -85,9 +93,10 @@ class Replay:
 
     def run(self) -> None:
         """Rebuilds and checks the state without keeping it."""
-        for name in self.outline:
-            for _ in self.blocks(name):
-                pass
+        with self.progress(f"verifying the states of {self._name}") as advance:
+            for name in self.outline:
+                for _ in self.blocks(name, advance):
+                    pass
         self.check()
 
     def write(self, target: Path) -> None:
@@ -97,8 +106,12 @@ class Replay:
             CheckpointError: a hash differs, or the file cannot be written.
         """
         try:
-            with atomic.atomic_file(target.absolute()) as temporary:
-                write_state(temporary, self.outline, file_header(self.outline), self.blocks)
+            with (
+                atomic.atomic_file(target.absolute()) as temporary,
+                self.progress(f"writing {target}") as advance,
+            ):
+                blocks = partial(self.blocks, advance=advance)
+                write_state(temporary, self.outline, file_header(self.outline), blocks)
                 self.check()
         except OSError as error:
             raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
@@ -152,7 +165,7 @@ def verify(folder: Path) -> list[Link]:
     """
     chain = links(folder)
     problems = []
-    for segment in segments(chain):
+    for segment in tracked(segments(chain), f"verifying {folder}", "segments"):
         try:
             replay_of(segment, every=True).run()
         except CheckpointError as error:

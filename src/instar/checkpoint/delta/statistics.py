@@ -17,6 +17,7 @@ from instar.checkpoint.delta.link import LinkFile, read_link
 from instar.checkpoint.delta.state import Outline, block_words, open_state, outline, word_count
 from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.manifest import CheckpointError
+from instar.record.progress import tracked
 
 _LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 
@@ -86,7 +87,9 @@ def statistics(folder: Path) -> list[LinkStatistics]:
     Raises:
         CheckpointError: there is no chain, or a file is missing or damaged.
     """
-    return [found for segment in segments(links(folder)) for found in _of_segment(segment)]
+    chain = links(folder)
+    each = (found for segment in segments(chain) for found in _of_segment(segment))
+    return list(tracked(each, f"reading {folder}", "links", len(chain)))
 
 
 def _of_segment(segment: Segment) -> Iterator[LinkStatistics]:

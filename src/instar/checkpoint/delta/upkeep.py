@@ -59,10 +59,14 @@ def _squash(folder: Path, first: int, last: int) -> Link:
     before = replay_of(Segment(segment.anchor, segment.links[:at]))
     after = replay_of(segment)
     head = squashed[-1].footer
-    with atomic.atomic_file(end.file) as temporary, temporary.open("wb") as file:
+    with (
+        atomic.atomic_file(end.file) as temporary,
+        temporary.open("wb") as file,
+        after.progress(f"squashing {first} to {last}") as advance,
+    ):
         writer = LinkWriter(file, after.outline, values)
         for name, entry in after.outline.items():
-            blocks = zip(before.blocks(name), after.blocks(name), strict=True)
+            blocks = zip(before.blocks(name), after.blocks(name, advance), strict=True)
             for number, (old, new) in enumerate(blocks):
                 if (delta := encode(old, new, coding(entry.dtype, values))) is not None:
                     writer.add(name, number, delta)

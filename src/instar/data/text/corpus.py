@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError, near_path
 from instar.config.files import open_regular
 from instar.data.order import Int64Array
+from instar.record.progress import Advance, progress
 
 STDLIB = "stdlib"
 _TEXT_NAMES = """
@@ -97,13 +98,20 @@ def open_corpus(source: str, text_field: str) -> Corpus:
         ConfigError: there are no files, or rows lack `text_field`.
     """
     found = _stdlib() if source == STDLIB else [_format(p, text_field) for p in _find(source)]
-    sizes_of_files = [np.fromiter(file.sizes(), dtype=np.int64) for file in found]
+    with progress(f"reading {source}") as advance:
+        sizes_of_files = [np.fromiter(_told(file.sizes(), advance), np.int64) for file in found]
     sizes = np.concatenate(sizes_of_files) if sizes_of_files else np.empty(0, np.int64)
     if not sizes.any():
         what = "is empty" if len(found) == 1 else f"has no text in its {len(found)} files"
         raise ConfigError.one(f"{source} {what}", where="data.source", key="data.source")
     firsts = np.cumsum([0, *(one.size for one in sizes_of_files)], dtype=np.int64)
     return Corpus(files=tuple(found), firsts=firsts, sizes=sizes)
+
+
+def _told(sizes: Iterator[int], advance: Advance) -> Iterator[int]:
+    for size in sizes:
+        advance(size)
+        yield size
 
 
 def check_source(source: str) -> None:

@@ -78,7 +78,7 @@ def prepare_data(
             count_lanes(part, folder, say)
         elif part.read_from_start:
             check_stream(part, folder)
-        verify_changed(folder, say)
+        verify_changed(folder)
     if data.transform is not None:
         load_named(data.transform, key="data.transform")
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import glob
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
+from instar.record.progress import folder_bytes, progress
 
 if TYPE_CHECKING:
     import datasets
@@ -56,13 +57,29 @@ def load_rows(data: DataConfig) -> datasets.Dataset:
         else:
             builder = _builder(data)
             _check_split(builder, data)
-            builder.download_and_prepare()
+            with progress(
+                f"downloading and converting {data.source}",
+                builder.info.dataset_size,
+                left="downloaded files are kept; the same command goes on",
+                measured=_written(builder, data.source),
+            ):
+                builder.download_and_prepare()
             rows = builder.as_dataset(split=data.source_split)
     assert isinstance(rows, library.Dataset)
     _check_column(rows.features, data)
     if not len(rows):
         raise _at_source(f"{data.source} has no rows in its split {data.source_split}")
     return rows
+
+
+def _written(builder: Any, source: str) -> Callable[[], float]:
+    """Return a function that measures how many bytes of a data set the library has written."""
+    import huggingface_hub
+
+    hub = Path(huggingface_hub.constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}")
+    folders = (hub, Path(f"{builder.cache_dir}.incomplete"))
+    before = sum(map(folder_bytes, folders))
+    return lambda: sum(map(folder_bytes, folders)) - before
 
 
 def load_stream(data: DataConfig) -> datasets.IterableDataset:

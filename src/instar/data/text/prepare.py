@@ -63,8 +63,8 @@ from instar.data.text.tokenizer import (
     train_bpe,
     train_char,
 )
-from instar.data.text.verify import ProgressText
 from instar.record.atomic import atomic_dir
+from instar.record.progress import Advance, progress, tracked
 
 _PATHS = ("source", "val_source", "tokenizer")
 _BPE_SAMPLE_BYTES = 8 << 20
@@ -102,9 +102,7 @@ def prepare(
     with atomic_dir(folder, key="data.path", first_wins=True) as aside:
         splits: dict[str, tuple[Shard, ...]] = {}
         for name, (documents, parts) in plan.splits.items():
-            splits[name], sizes = _write_split(
-                aside, name, documents, parts, plan.tokenizer, data, say
-            )
+            splits[name], sizes = _write_split(aside, name, documents, parts, plan.tokenizer, data)
             if name == "train" and documents.rows is not None:
                 index = RowIndex(documents.rows, parts[:, 0].copy(), sizes)
                 write_index(aside, index, plan.tokenizer.fingerprint)
@@ -188,10 +186,14 @@ class _Documents:
         """Return the bytes of each document."""
         return id_bytes(self.ids) if self.corpus is None else self.corpus.sizes
 
-    def tokens(self, parts: Parts, tokenizer: Tokenizer) -> Pieces:
-        if self.corpus is None:
-            return id_pieces(self.ids, parts)
-        return _encoded(tokenizer, self.corpus, parts)
+    def tokens(self, parts: Parts, tokenizer: Tokenizer, advance: Advance) -> Pieces:
+        """Yield the tokens of the parts; `advance` counts the bytes of their documents."""
+        if self.corpus is not None:
+            yield from _encoded(tokenizer, self.corpus, parts, advance)
+            return
+        for number, ids in id_pieces(self.ids, parts):
+            yield number, ids
+            advance(ids.nbytes)
 
 
 def _open_rows(data: DataConfig, tokenizer: Tokenizer | None) -> _Documents:
@@ -289,13 +291,21 @@ def _amounts(data: DataConfig, wanted: Int64Array) -> str:
 def _train_tokenizer(corpus: Corpus, train: Parts, data: DataConfig, seed: int) -> Tokenizer:
     """Train a tokenizer: characters of the training split, or BPE on a bounded sample."""
     if data.tokenizer == "char":
-        return train_char(piece or SEPARATOR for _, piece in _pieces(corpus, train))
+        pieces = tracked(_pieces(corpus, train), "collecting characters", "pieces")
+        return train_char(piece or SEPARATOR for _, piece in pieces)
     sample = train.copy()
     sizes = train[:, 2] - train[:, 1]
     sample[:, 2] = train[:, 1] + first_bytes(sizes, _BPE_SAMPLE_BYTES, seed, "sample")
     sample = sample[sample[:, 2] > sample[:, 1]]
-    texts = (piece for _, piece in _pieces(corpus, sample) if piece is not None)
-    return train_bpe(texts, data.vocab_size)
+    with progress(f"training a tokenizer of {data.vocab_size:,} tokens") as advance:
+
+        def texts() -> Iterator[str]:
+            for _, piece in _pieces(corpus, sample):
+                if piece is not None:
+                    yield piece
+                    advance(len(piece))
+
+        return train_bpe(texts(), data.vocab_size)
 
 
 def _pieces(corpus: Corpus, parts: Parts) -> Iterator[tuple[int, str | None]]:
@@ -307,7 +317,7 @@ def _pieces(corpus: Corpus, parts: Parts) -> Iterator[tuple[int, str | None]]:
             yield number, piece
 
 
-def _encoded(tokenizer: Tokenizer, corpus: Corpus, parts: Parts) -> Pieces:
+def _encoded(tokenizer: Tokenizer, corpus: Corpus, parts: Parts, advance: Advance) -> Pieces:
     """Yield the tokens of the parts' text, with a separator between documents."""
     separator = separator_of(tokenizer)
     batch: list[tuple[int, str | None]] = []
@@ -316,6 +326,7 @@ def _encoded(tokenizer: Tokenizer, corpus: Corpus, parts: Parts) -> Pieces:
         encoded = iter(tokenizer.encode_batch([text for _, text in batch if text is not None]))
         for number, piece in batch:
             yield number, separator if piece is None else next(encoded)
+            advance(len((piece or "").encode()))
 
     characters = 0
     for number, piece in _pieces(corpus, parts):
@@ -334,7 +345,6 @@ def _write_split(
     parts: Parts,
     tokenizer: Tokenizer,
     data: DataConfig,
-    say: Say,
     files: str = "",
 ) -> tuple[tuple[Shard, ...], Int64Array]:
     """Write a split's token shards; return them and the tokens per document, separators included.
@@ -344,15 +354,13 @@ def _write_split(
     writer = ShardWriter(
         folder, files or name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size
     )
-    progress, count = ProgressText(say), 0
     sizes = np.zeros(len(parts), dtype=np.int64)
-    for document, some in documents.tokens(parts, tokenizer):
-        writer.append(some)
-        sizes[document] += some.size
-        count += some.size
-        progress.at(
-            f"tokenising {name}: {document + 1:,} of {len(parts):,} documents, {count:,} tokens"
-        )
+    total = int((parts[:, 2] - parts[:, 1]).sum())
+    with progress(f"tokenising {name}", total) as advance:
+        for document, some in documents.tokens(parts, tokenizer, advance):
+            writer.append(some)
+            sizes[document] += some.size
+    count = int(sizes.sum())
     if count < 2:
         key, source = "data.source", data.source
         if name != "train" and data.val_source is not None:
@@ -473,7 +481,7 @@ def _add_training_tokens(folder: Path, data: DataConfig, say: Say) -> None:
     _check_content(documents, index.record, data, folder)
     say(f"tokenising the training split of {data.source} → {folder}")
     parts, files = whole(index.chosen, documents.sizes), f"train-{secrets.token_hex(4)}"
-    shards, sizes = _write_split(folder, "train", documents, parts, tokenizer, data, say, files)
+    shards, sizes = _write_split(folder, "train", documents, parts, tokenizer, data, files)
     if not np.array_equal(sizes, index.counts):
         raise ConfigError.one(
             "the tokens of the rows are not as many as were counted",

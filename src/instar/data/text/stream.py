@@ -47,6 +47,10 @@ class SampleStream(Protocol):
     def lanes(self) -> int: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def counted(self) -> str:
+        """What a count counts, in the plural, e.g. "tokens"."""
+        ...
 
     def open(self, lane: int, seek: SeekPoint, note: Note) -> Generator[Any, None, int]:
         """Yield a lane's samples from `first_after(seek.offset)` on, and return the lane's count.
@@ -146,6 +150,7 @@ class _TokenSamples(ABC):
     """Samples of at most context + 1 successive tokens of a lane."""
 
     kind: str
+    counted: str
 
     def __init__(self, tokens: TokenLanes, context: int) -> None:
         self._tokens, self.context = tokens, context
@@ -202,7 +207,7 @@ class PackedStream(_TokenSamples):
     Every token of a lane but the first is a target once; a lane's last window may be shorter.
     """
 
-    kind = "packed"
+    kind, counted = "packed", "tokens"
     spacing = 1 << 16
 
     def open(
@@ -253,7 +258,7 @@ class DocumentStream(_TokenSamples):
     Documents too short to have a target are skipped.
     """
 
-    kind = "documents"
+    kind, counted = "documents", "documents"
     spacing = 1 << 8
 
     def open(

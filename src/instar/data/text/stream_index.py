@@ -44,6 +44,7 @@ from instar.data.text.stream_source import (
 from instar.data.text.tokenizer import load_tokenizer
 from instar.data.workers import WorkerLost, Workers
 from instar.record.atomic import replace_file
+from instar.record.progress import tracked
 
 LANES_FORMAT = "instar-lanes/1"
 LANES_FILE = "lanes.json"
@@ -198,12 +199,12 @@ def _counted(
     context = 1  # counts do not depend on it
     if not workers:
         reader = _reader(_cut(tokens, data, context), folder)
-        for lane in range(tokens.lanes):
+        for lane in tracked(range(tokens.lanes), "counting", "lanes", tokens.lanes):
             told(lane, reader.count(lane))
         return counts
     with Workers(partial(_worker, data, folder, context), workers) as hosts:
         coming = [hosts.call(lane % workers, "count", lane) for lane in range(tokens.lanes)]
-        for lane, future in enumerate(coming):
+        for lane, future in enumerate(tracked(coming, "counting", "lanes", tokens.lanes)):
             told(lane, future.result())
     return counts
 

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.data.text.seek_points import START, SeekPoints
+from instar.data.text.seek_points import START, SeekPoint, SeekPoints
 from instar.data.text.stream import SampleStream
 from instar.distributed.failure import RunFailed
+from instar.record.progress import progress
 
 
 class StreamUnfit(RunFailed):
@@ -91,7 +92,16 @@ class LaneReader:
     def count(self, lane: int) -> int | NDArray[np.uint32]:
         """Return `SampleStream.measure` of a lane, and save its seek points."""
         self._points.begin(lane, START)
-        count = self._stream.measure(lane, partial(self._points.note, lane))
+        with progress(f"counting lane {lane}", unit=self._stream.counted) as advance:
+            before = 0
+
+            def note(point: SeekPoint) -> None:
+                nonlocal before
+                self._points.note(lane, point)
+                advance(point.offset - before)
+                before = point.offset
+
+            count = self._stream.measure(lane, note)
         self._points.end(lane, count if isinstance(count, int) else count.size)
         self._points.save()
         return count

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -18,16 +17,21 @@ from instar.config.files import cache_home, read_regular
 from instar.data.source import TokenArray
 from instar.data.text.shards import Shard, TokenDataset, open_dataset
 from instar.record.atomic import atomic_file
+from instar.record.progress import progress
 
 
 def verify_tokens(dataset: TokenDataset) -> None:
     """Read every token. Raises ConfigError with each shard that differs from what was written."""
-    found = [_damage(dataset, shard, tokens) for shard, tokens in _shards(dataset)]
+    with progress(f"verifying {dataset.path}") as advance:
+        found = []
+        for shard, tokens in _shards(dataset):
+            found.append(_damage(dataset, shard, tokens))
+            advance(tokens.nbytes)
     if problems := [problem for problem in found if problem is not None]:
         raise ConfigError(*problems)
 
 
-def verify_changed(folder: str | Path, say: Callable[[str], None] = lambda _: None) -> None:
+def verify_changed(folder: str | Path) -> None:
     """Verify the shards that have changed since their last verification.
 
     Results are cached in the user's cache folder, by each file's size, time and inode.
@@ -43,16 +47,15 @@ def verify_changed(folder: str | Path, say: Callable[[str], None] = lambda _: No
     if not changed:
         return
     problems: list[ConfigProblem] = []
-    total, done = sum(stamps[file][0] for file in changed), 0
-    progress = ProgressText(say)
-    for shard, tokens in _shards(dataset, only=changed):
-        problem = _damage(dataset, shard, tokens)
-        if problem is None:
-            verified[shard.file] = stamps[shard.file]
-        else:
-            problems.append(problem)
-        done += stamps[shard.file][0]
-        progress.at(f"verifying {dataset.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+    total = sum(stamps[file][0] for file in changed)
+    with progress(f"verifying {dataset.path}", total) as advance:
+        for shard, tokens in _shards(dataset, only=changed):
+            problem = _damage(dataset, shard, tokens)
+            if problem is None:
+                verified[shard.file] = stamps[shard.file]
+            else:
+                problems.append(problem)
+            advance(stamps[shard.file][0])
     if kept is not None:
         known = {file: verified[file] for file in stamps if file in verified}
         # on failure the shards are verified again next time
@@ -64,20 +67,6 @@ def verify_changed(folder: str | Path, say: Callable[[str], None] = lambda _: No
 
 Stamp = tuple[int, int, int, str]
 """A shard's size in bytes, mtime in ns and inode, and the fingerprint of its tokens."""
-_QUIET_S, _TELL_EVERY_S = 2.0, 10.0
-
-
-class ProgressText:
-    """Reports the progress of a long task: after two seconds, then every ten."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._told = time.monotonic() + _QUIET_S - _TELL_EVERY_S
-
-    def at(self, text: str) -> None:
-        if time.monotonic() - self._told > _TELL_EVERY_S:
-            self._told = time.monotonic()
-            self._say(text)
 
 
 def _shards(

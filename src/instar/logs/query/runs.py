@@ -15,6 +15,7 @@ from instar.logs.query.labels import NONE, RunLabels, labels_of
 from instar.logs.query.state import STATES, RunStatus, run_status
 from instar.logs.read.summary_cache import CachedSummary, cached_summary
 from instar.record.events import to_words
+from instar.record.progress import tracked
 from instar.record.rundir import RunDir, runs_in
 
 _LATEST = "latest"
@@ -215,7 +216,8 @@ def _rows(runs: Sequence[tuple[RunDir, RunLabels]], now: float | None) -> list[R
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda each: _row(each[0], each[1], now), runs))
+        rows = pool.map(lambda each: _row(each[0], each[1], now), runs)
+        return list(tracked(rows, "reading records", "runs", len(runs)))
 
 
 def _row(run: RunDir, labels: RunLabels, now: float | None) -> Row:

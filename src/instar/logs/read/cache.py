@@ -52,6 +52,7 @@ from instar.logs.read.sidecar import (
     stamp_of,
     write_checked,
 )
+from instar.record.progress import tracked
 from instar.record.rundir import RunDir
 
 SMALL_BYTES = 1 << 20
@@ -448,7 +449,7 @@ def fill(runs: Sequence[RunDir]) -> None:
     with suppress(WorkerLost), Workers(_Filler, count) as workers:
         largest = sorted(unread, key=lambda run: -unread[run])
         pending = [workers.call(n % count, "fill", run) for n, run in enumerate(largest)]
-        for answer in pending:
+        for answer in tracked(pending, "reading records", "runs", len(pending)):
             answer.result()
 
 

@@ -28,6 +28,7 @@ from instar.record.events import (
     RunStarted,
     decode,
 )
+from instar.record.progress import tracked
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -366,4 +367,4 @@ def read_many(runs: Sequence[RunDir]) -> list[RunRecord]:
         RecordError: see `read`.
     """
     cache.fill(runs)
-    return [read(run) for run in runs]
+    return [read(run) for run in tracked(runs, "reading records", "runs", len(runs))]

@@ -30,6 +30,7 @@ from instar.logs.read.columns import (
     tables_of,
 )
 from instar.record.events import NOT_AN_EVENT, VERSION, Event, RecordError, decode
+from instar.record.progress import Advance, progress
 
 if TYPE_CHECKING:
     from instar.logs.read.columns import Column
@@ -166,8 +167,10 @@ def scan(
     after: Content | None = None,
     most_bytes: int | None = None,
     until: int | None = None,
+    advance: Advance = lambda _: None,
 ) -> Content:
-    """Reads about `most_bytes` of a record after `after`, and nothing past the byte `until`.
+    """Reads about `most_bytes` of a record after `after`, and nothing past the byte `until`;
+    `advance` counts the bytes.
 
     Raises:
         RecordError: the file cannot be read.
@@ -181,6 +184,7 @@ def scan(
             end = start.end
             for block, end in blocks(file, start.end, until):
                 reading.take(block, CELLS + end - start.end)
+                advance(len(block))
                 if most_bytes is not None and end - start.end >= most_bytes:
                     break
     except OSError as error:
@@ -286,19 +290,21 @@ def pieces(
         RecordError: the file cannot be read.
     """
     last = after or Content()
-    try:
-        count = usable_cores() if workers is None else workers
-        for more in _spread(path, last, count, until):
+    with progress(f"reading {path}") as advance:
+        try:
+            count = usable_cores() if workers is None else workers
+            for more in _spread(path, last, count, until):
+                yield more
+                advance(more.end - last.end)
+                last = more
+        except (WorkerLost, OSError):
+            pass  # the rest is read here
+        while True:
+            more = scan(path, last, AT_ONCE_BYTES, until, advance)
             yield more
+            if more.end - last.end < AT_ONCE_BYTES:
+                return
             last = more
-    except (WorkerLost, OSError):
-        pass  # the rest is read here
-    while True:
-        more = scan(path, last, AT_ONCE_BYTES, until)
-        yield more
-        if more.end - last.end < AT_ONCE_BYTES:
-            return
-        last = more
 
 
 def _spread(path: Path, after: Content, most: int, until: int | None) -> Iterator[Content]:

@@ -33,6 +33,7 @@ from instar.models.hf.tokenizer import from_fast, to_fast
 from instar.models.shape import ArchitectureError
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
+from instar.record.progress import folder_bytes, progress
 from instar.record.rundir import RunDir
 
 WEIGHTS = "model.safetensors"
@@ -72,7 +73,10 @@ def export_folder(
     tokenizer = load_tokenizer(run) if (run / TOKENIZER_FILE).is_file() else None
     config = to_config(arch, end_id=tokenizer.end_id if tokenizer else None)
     tensors = to_tensors(arch, checkpoint.tensors(component) if weights is None else weights)
-    with atomic_dir(folder) as temporary:
+    with (
+        atomic_dir(folder) as temporary,
+        progress(f"writing {folder}", _bytes(tensors), measured=lambda: folder_bytes(temporary)),
+    ):
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         atomic.adopt_file(temporary / WEIGHTS)
         if tokenizer:
@@ -106,7 +110,10 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
         name=_name(run_dir), model=model, data=_data_section(tokenizer, run_dir)
     )
     origins = {f"model.{field}": f"{folder.name}/{CONFIG}" for field in model.model_fields_set}
-    with atomic_dir(run_dir) as temporary:
+    with (
+        atomic_dir(run_dir) as temporary,
+        progress(f"writing {run_dir}", _bytes(tensors), measured=lambda: folder_bytes(temporary)),
+    ):
         run = RunDir(temporary)
         run.logs.mkdir()
         if tokenizer:
@@ -121,6 +128,10 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
             temporary, 0, {"model": tensors}, {}, architecture=arch.to_dict(), facts=facts
         )
     return RunDir(run_dir).checkpoints / made.name
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any]:

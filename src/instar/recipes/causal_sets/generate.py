@@ -11,7 +11,6 @@ The features of a sample are functions of the order alone: no coordinates, no ti
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from instar.data.arrays import holds_arrays, open_arrays, write_arrays
 from instar.data.columns import Ragged
 from instar.data.order import key_bytes
 from instar.recipes.causal_sets.options import CausalSetsConfig, conflicts
+from instar.record.progress import progress
 
 Float64Array = NDArray[np.float64]
 Relation = NDArray[np.bool_]
@@ -37,7 +37,6 @@ SECTION = "data.causal_sets"
 _KIND = "causal-sets/1"
 _BLOCK_SETS = 256
 _PREVIEW_SETS = 100
-_REPORT_EVERY_S = 10.0
 
 
 def prepare(
@@ -63,7 +62,7 @@ def prepare(
     if not holds_arrays(path):
         say(f"generating {options.sets:,} causal sets → {path}")
         about = {"kind": _KIND, "seed": seed, **options.model_dump(mode="json")}
-        write_arrays(path, _blocks(options, seed, say), about)
+        write_arrays(path, _blocks(options, seed), about)
     _check_options(options, path)
     return path
 
@@ -214,18 +213,12 @@ def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:
     return Ragged(np.concatenate(arrays), np.cumsum(sizes))
 
 
-def _blocks(
-    options: CausalSetsConfig, seed: int, say: Callable[[str], None]
-) -> Iterator[dict[str, NDArray[Any] | Ragged]]:
-    began = last_report = time.monotonic()
-    for begin in range(0, options.sets, _BLOCK_SETS):
-        end = min(begin + _BLOCK_SETS, options.sets)
-        yield causal_sets(options, seed, begin, end)
-        if time.monotonic() - last_report > _REPORT_EVERY_S:
-            last_report = time.monotonic()
-            say(
-                f"{end:,} of {options.sets:,} causal sets, {end / (last_report - began):,.0f} a second"
-            )
+def _blocks(options: CausalSetsConfig, seed: int) -> Iterator[dict[str, NDArray[Any] | Ragged]]:
+    with progress("generating", options.sets, "causal sets") as advance:
+        for begin in range(0, options.sets, _BLOCK_SETS):
+            end = min(begin + _BLOCK_SETS, options.sets)
+            yield causal_sets(options, seed, begin, end)
+            advance(end - begin)
 
 
 def _check_options(options: CausalSetsConfig, folder: Path) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from instar.config.errors import InstarError
 from instar.config.files import open_regular
 from instar.record.events import NOT_AN_EVENT, Event, Placed, Warn, decode
+from instar.record.progress import tracked
 from instar.record.recorder import Sink
 from instar.record.trackers.tracker import Outcome, TrackedRun, Tracker, outcome
 
@@ -223,7 +224,8 @@ def replay(tracker: Tracker, run: TrackedRun, record: Path, last_steps: Mapping[
     result: Outcome = "finished"
     try:
         tracker.start(run)
-        for count, (event, _) in enumerate(kept_lines(record, last_steps), 1):
+        events = tracked(kept_lines(record, last_steps), f"exporting {run.folder}", "events")
+        for count, (event, _) in enumerate(events, 1):
             tracker.take(event)
             result = outcome(result, event)
             if count % FLUSH_EVERY == 0:

@@ -14,6 +14,7 @@ import torch
 
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.parallel import sync
+from instar.record.progress import tracked
 from instar.run.changes.scheduled import stages_ahead
 from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states, restore_generators
@@ -43,7 +44,8 @@ def compile_stages(state: RunState, parts: Components) -> int:
     stepper: Stepper | None = None
     before: State | None = None
     number = 0
-    for number, stage in enumerate(stages_ahead(state, parts), start=1):
+    stages = tracked(stages_ahead(state, parts), "compiling", "stages")
+    for number, stage in enumerate(stages, start=1):
         parts.sync.begin(f"compiling stage {number}", state.step)
         task = parts.task.at(stage.architecture, stage.settings.context)
         # the same model is recompiled only if the shape of its samples changes

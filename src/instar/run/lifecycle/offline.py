@@ -53,6 +53,7 @@ from instar.models.module import load_buffers
 from instar.models.shape import Growable, count_parameters
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
+from instar.record.progress import folder_bytes, progress
 from instar.record.rundir import RunDir
 from instar.run.changes.live_growth import probe, probe_samples
 from instar.run.lifecycle.resume import began_with
@@ -162,7 +163,10 @@ def grow(
         raise CheckpointError(f"{source.path}: {error}") from error
     model, state = _in_force(config, history, source)
     result = _carry_out(operations, config.seed, history, state, source)
-    with atomic_dir(out) as temporary:
+    with (
+        atomic_dir(out) as temporary,
+        progress(f"writing {out}", measured=lambda: folder_bytes(temporary)),
+    ):
         new_run = RunDir(temporary)
         new_run.logs.mkdir()
         for file in (run.config, run.path / TOKENIZER_FILE):

@@ -47,6 +47,7 @@ from instar.record.atomic import finish_deleting, replace_file, sweep
 from instar.record.console import Console, open_console, silent_console
 from instar.record.control import Inbox
 from instar.record.events import Failed, RecordError, RunStarted
+from instar.record.progress import Display, showing
 from instar.record.recorder import Recorder, Silent, Sink
 from instar.record.rundir import RunDir, create_run_dir, hold, this_process
 from instar.record.system import gpu_bytes, machine, versions
@@ -173,6 +174,8 @@ def _run_rank(
     ):
         console = open_console() if world.is_main else silent_console()
         record.enter_context(closing(console))
+        display = Display(lambda: console.screen, owns=False) if world.is_main else None
+        record.enter_context(showing(display))
         requested, launch_key = resume, f"{LAUNCH_KEY}/{next(_calls)}"
         resume, before = _agree_to_resume(loaded, resume, world, launch_key)
         start, resumed, warnings = None, None, list[str]()
@@ -223,6 +226,7 @@ def _run_rank(
         check_hooks([*prepared.spec.task(prepared.config).hooks(), *hooks], world)
         if SyncPoint(world, signal).sync():
             raise stopped_before_start(resumable=signal.resumable)
+        signal.started = True
         run_dir = resume.run if resume else _agree_on_run_dir(prepared, loaded, world, launch_key)
         with raise_on_all_ranks(world, "taking the run's folder"):
             if world.is_main:

@@ -25,6 +25,7 @@ from instar.distributed.all_reduce import exact_sums, total
 from instar.distributed.failure import exits_fail
 from instar.distributed.world import World
 from instar.models.module import evaluating
+from instar.record.progress import tracked
 from instar.run.loop.generators import EVALUATION, generators_kept, seed_generators
 from instar.run.loop.step import to_device
 from instar.run.loop.sync_point import SyncPoint
@@ -155,7 +156,8 @@ def evaluate(
     places: list[int] = []
     kept = generators_kept(world.device) if task.random else nullcontext()
     with evaluating(model), torch.no_grad(), kept, recording(logged):
-        for round_number in range(math.ceil(len(batches) / world.size)):
+        rounds = range(math.ceil(len(batches) / world.size))
+        for round_number in tracked(rounds, "evaluating", "micro-batches", len(rounds)):
             chosen = own_batches[round_number] if round_number < len(own_batches) else None
             if chosen is not None and task.random:
                 # random numbers must depend neither on the number of ranks nor on training

@@ -1,0 +1,217 @@
+"""Progress of long work: counted where it is done, shown by whoever listens.
+
+`progress` opens a piece of work and yields the function that counts it. Nothing is counted unless
+the caller listens (`showing`), as the command line does. After Ctrl-C the KeyboardInterrupt has a
+note of what was interrupted and what is left of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from instar.record.console import LiveScreen, PlainScreen
+
+Advance = Callable[[float], object]
+Item = TypeVar("Item")
+
+AGAIN = "nothing was written; the same command starts again"
+BAR_AFTER_S = 1.0
+"""Work that takes less has no bar on a terminal."""
+LINE_EVERY_S = 10.0
+"""Time between lines where there is no terminal; work that takes less has none."""
+_TICK_S = 0.1
+_MEASURE_S = 1.0
+
+
+@dataclass(eq=False)
+class Activity:
+    """A piece of work. `done` and `total` are in `unit`, B for bytes; `left` is what an interruption
+    leaves and how to go on."""
+
+    doing: str
+    total: float | None
+    unit: str
+    left: str
+    measured: Callable[[], float] | None
+    done: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    _measured_at: float = float("-inf")
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def advance(self, amount: float) -> None:
+        """Counts; from any thread."""
+        with self._lock:
+            self.done += amount
+
+    def line(self, width: int | None) -> str:
+        from instar.record.format import progress_line
+
+        now = time.monotonic()
+        if self.measured is not None and now - self._measured_at >= _MEASURE_S:
+            self._measured_at = now
+            with suppress(OSError):  # files come and go
+                self.done = self.measured()
+        seconds = now - self.began
+        return progress_line(self.doing, self.done, self.total, self.unit, seconds, width)
+
+    @property
+    def interrupted(self) -> str:
+        """What to say after an interruption."""
+        return f"interrupted while {self.doing}: {self.left}"
+
+    def note(self, error: KeyboardInterrupt) -> None:
+        if not hasattr(error, "__notes__"):
+            error.add_note(self.interrupted)
+
+
+@contextmanager
+def progress(
+    doing: str,
+    total: float | None = None,
+    unit: str = "B",
+    *,
+    left: str = AGAIN,
+    measured: Callable[[], float] | None = None,
+) -> Iterator[Advance]:
+    """Shows the block's work while it runs, and yields the function that counts what is done.
+
+    Args:
+        doing: what is done, e.g. "verifying step-2000".
+        total: how much there is to do; None: unknown.
+        unit: B for bytes, else a plural such as "documents".
+        left: after Ctrl-C, what is left of the work and how to go on.
+        measured: returns how much is done, if the block cannot count: a single call of a library.
+    """
+    display = _display.get()
+    work = Activity(doing, total, unit, left, measured)
+    try:
+        if display is None:
+            yield _ignore
+        else:
+            with display.shown(work):
+                yield work.advance
+    except KeyboardInterrupt as error:
+        work.note(error)
+        raise
+    except GeneratorExit:  # an exception, or a break, leaves a loop over `tracked`
+        if display is not None:
+            display.left = work
+        raise
+
+
+def tracked(
+    items: Iterable[Item],
+    doing: str,
+    unit: str,
+    total: float | None = None,
+    *,
+    left: str = AGAIN,
+) -> Iterator[Item]:
+    """Yields the items, and counts each when the next one is asked for; see `progress`."""
+    with progress(doing, total, unit, left=left) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
+def folder_bytes(folder: Path) -> float:
+    """Returns the size of all files in a folder: how much a library has written, see `measured`."""
+    return float(sum(path.lstat().st_size for path in folder.rglob("*")))
+
+
+class Display:
+    """Shows the innermost work that takes long: a bar on a terminal, lines elsewhere."""
+
+    def __init__(self, open_screen: Callable[[], LiveScreen | PlainScreen], *, owns: bool) -> None:
+        """`owns`: close the screen after each work; it is opened when there is something to show."""
+        self._open, self._owns = open_screen, owns
+        self._screen: LiveScreen | PlainScreen | None = None
+        self._works: list[Activity] = []
+        self._ended = threading.Event()
+        self._painter: threading.Thread | None = None
+        self._told = 0.0
+        self.left: Activity | None = None
+        """the loop that was left last, unless other work has begun since"""
+
+    @property
+    def current(self) -> Activity | None:
+        """The innermost work."""
+        return self._works[-1] if self._works else None
+
+    @contextmanager
+    def shown(self, work: Activity) -> Iterator[None]:
+        self._works.append(work)
+        self.left = None
+        if self._painter is None:
+            self._ended.clear()
+            self._told = work.began
+            self._painter = threading.Thread(target=self._paint, daemon=True, name="progress")
+            self._painter.start()
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # closed before
+                self._works.remove(work)
+            if not self._works:
+                self.close()
+
+    def close(self) -> None:
+        """Shows nothing more of any work."""
+        self._works.clear()
+        if self._painter is not None:
+            self._ended.set()
+            self._painter.join()
+            self._painter = None
+        if self._screen is not None:
+            self._screen.update("")
+            if self._owns:
+                self._screen.close()
+            self._screen = None
+
+    def _paint(self) -> None:
+        pause = BAR_AFTER_S
+        while not self._ended.wait(pause):
+            pause = _TICK_S
+            now = time.monotonic()
+            works = [each for each in self._works if now - each.began >= BAR_AFTER_S]
+            work = works[-1] if works else None
+            if work is None:
+                continue
+            if self._screen is None:
+                self._screen = self._open()
+            if self._screen.width is None:
+                if now - self._told >= LINE_EVERY_S:
+                    self._told = now
+                    self._screen.show(work.line(None))
+            elif self._screen.due:
+                self._screen.update(work.line(self._screen.width))
+
+
+_display: ContextVar[Display | None] = ContextVar("display", default=None)
+
+
+@contextmanager
+def showing(display: Display | None) -> Iterator[None]:
+    """Shows the work of the block on a display; None: not at all."""
+    token = _display.set(display)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if display is not None and (work := display.current or display.left) is not None:
+            work.note(error)
+        raise
+    finally:
+        _display.reset(token)
+        if display is not None:
+            display.close()
+
+
+def _ignore(_: float) -> None: ...

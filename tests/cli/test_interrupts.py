@@ -1,0 +1,221 @@
+"""Ctrl-C at a terminal in the middle of each kind of long work.
+
+The inputs are large but take no space: files with holes, and records of one line again and again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from chains import save
+from forks import INSTAR, forks
+from safetensors.torch import save_file
+from terminal import environment, run_on_terminal
+from torch import zeros
+from written_runs import writing
+
+from instar.checkpoint.inspect import TensorEntry, encode_header
+from instar.checkpoint.manifest import MANIFEST, encode_manifest, read_manifest
+from instar.checkpoint.store import publish
+
+LARGE = 1 << 36
+"""bytes of a file with a hole: more than a disk gives in ten seconds"""
+HEARD_S = 3.0
+"""on a busy machine; without being heard, everything here takes longer"""
+_CSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+Prepare = Callable[[Path], Sequence[str]]
+
+
+def hole(path: Path, size: int = LARGE, begin: bytes = b"") -> None:
+    with path.open("wb") as file:
+        file.write(begin)
+        file.truncate(len(begin) + size)
+
+
+def tokens(place: Path) -> Sequence[str]:
+    hole(place / "text.txt")
+    return ["data", "prepare", "--source", "text.txt", "--tokenizer", "byte", "--path", "new"]
+
+
+def tokenizer(place: Path) -> Sequence[str]:
+    """Words of a million letters: the library does not return for minutes."""
+    chance = random.Random(0)
+    (place / "text.txt").write_text("".join(chance.choices("abcdefgh", k=1 << 20)))
+    return ["data", "prepare", "--source", "text.txt", "--tokenizer", "bpe", "--path", "new"]
+
+
+def lines(place: Path) -> list[str]:
+    line = json.dumps({"text": "so it goes " * 10}) + "\n"
+    (place / "text.jsonl").write_text(line * 1_000_000)
+    words = ["--source", "text.jsonl", "--tokenizer", "byte", "--path", "new"]
+    return ["data", "prepare", *words, "--set"]
+
+
+def rows(place: Path) -> Sequence[str]:
+    return [*lines(place), "data.kind=rows"]
+
+
+def stream(place: Path) -> Sequence[str]:
+    (place / "held.txt").write_text("a text that is held out\n" * 100)
+    return [*lines(place), "data.kind=stream", "--val-source", "held.txt", "--nproc", "2"]
+
+
+def checkpoint(place: Path) -> Path:
+    """A checkpoint whose model is very large."""
+    path = publish(place / "run", 1, {"model": {"w": zeros(4)}}, {}, architecture={})
+    manifest = read_manifest(path)
+    file = path / "model.safetensors"
+    hole(file, begin=file.read_bytes())
+    entry = msgspec.structs.replace(
+        manifest.files[file.name], size_bytes=file.stat().st_size, xxh3_128="0" * 32
+    )
+    files = manifest.files | {file.name: entry}
+    changed = msgspec.structs.replace(manifest, files=files)
+    (path / MANIFEST).write_bytes(encode_manifest(changed))
+    return path
+
+
+def verified(place: Path) -> Sequence[str]:
+    return ["checkpoint", "verify", str(checkpoint(place))]
+
+
+def listed(place: Path) -> Sequence[str]:
+    return ["checkpoint", "list", str(checkpoint(place).parents[1]), "--verify"]
+
+
+def chain(place: Path) -> Sequence[str]:
+    large = TensorEntry("U8", (LARGE,), LARGE)
+    hole(place / "a.safetensors", begin=encode_header({"w": large}))
+    hole(place / "b.safetensors", begin=encode_header({"w": large}))
+    return ["delta", "create", "a.safetensors", "b.safetensors", "new"]
+
+
+def exported(place: Path) -> Sequence[str]:
+    with writing(place / "run") as writer:
+        writer.start()
+        writer.train(1, 2.0)
+    events = place / "run" / "events.jsonl"
+    start, step = events.read_bytes().splitlines(keepends=True)
+    events.write_bytes(start + step * 600_000)
+    return ["logs", "export", "run", "--to", "csv", "-o", "new"]
+
+
+CASES: dict[str, tuple[Prepare, str]] = {
+    "tokens": (tokens, "tokenising"),
+    "a tokenizer": (tokenizer, "training a tokenizer"),
+    "rows": (rows, "downloading and converting"),
+    "a stream": (stream, "counting lane"),
+    "verify": (verified, "verifying"),
+    "list --verify": (listed, "verifying"),
+    "deltas": (chain, "comparing"),
+    "export": (exported, "exporting|reading|writing"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ctrl_c_is_heard_in_the_middle(case: str, tmp_path: Path) -> None:
+    prepare, doing = CASES[case]
+    argv = prepare(tmp_path)
+    before = files(tmp_path)
+    code, seen, seconds = interrupted(argv, tmp_path, doing)
+    assert code == 130, seen
+    assert seconds < HEARD_S, seen
+    assert re.search(rf"interrupted while [^\r\n]*({doing})", seen), seen
+    assert "again" in seen or "go" in seen
+    assert "Traceback" not in seen
+    assert files(tmp_path) - before <= (
+        {"new"} if case == "a stream" else set()
+    )  # what a stream holds out is prepared before
+    shutil.rmtree(tmp_path)
+
+
+def test_ctrl_c_is_heard_while_another_process_has_the_lock(tmp_path: Path) -> None:
+    save(tmp_path / "chain", 3)
+    descriptor = os.open(tmp_path / "chain", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        code, seen, seconds = interrupted(["delta", "gc", "chain"], tmp_path, "waiting for")
+    finally:
+        os.close(descriptor)
+    assert (code, seconds < HEARD_S) == (130, True), seen
+    assert "interrupted while waiting" in seen
+
+
+def test_ctrl_c_is_heard_while_a_rank_waits_for_others(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text to train on\n" * 100)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env = ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    argv = ["train", "--set", "data.source=text.txt", "--set", "data.tokenizer=byte"]
+    child = forks().start(INSTAR, argv, place=tmp_path, environment=env)
+
+    def is_waiting() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    assert child.wait_until(is_waiting)
+    child.signal(signal.SIGINT)
+    assert child.ended_within(HEARD_S)
+    assert child.code == 130
+    assert "start again with the same command" in child.output()
+    assert files(tmp_path) == {"text.txt", child.said.name}
+
+
+def test_the_second_run_of_an_interrupted_command_begins_anew(tmp_path: Path) -> None:
+    argv = tokens(tmp_path)
+    interrupted(argv, tmp_path, "tokenising")
+    (tmp_path / "text.txt").write_text("a text\n" * 100)
+    code, seen = run_on_terminal([forks().command, *argv], tmp_path, environment(), 80)
+    assert code == 0, seen
+    assert (tmp_path / "new" / "dataset.json").is_file()
+
+
+def test_saved_states_are_whole_after_an_interrupted_verify(tmp_path: Path) -> None:
+    state = {"w": zeros(4)}
+    save_file(state, tmp_path / "a.safetensors")
+    argv = verified(tmp_path)
+    path = Path(argv[-1])
+    stamps = {file: file.stat().st_mtime_ns for file in path.iterdir()}
+    interrupted(argv, tmp_path, "verifying")
+    assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == stamps
+
+
+def files(place: Path) -> set[str]:
+    """What is in a folder; caches of the interpreter apart."""
+    return {path.name for path in place.iterdir()} - {"__pycache__", "cache"}
+
+
+def interrupted(
+    argv: Sequence[str],
+    place: Path,
+    doing: str,
+) -> tuple[int, str, float]:
+    """Press Ctrl-C once what is done is shown; the exit code, what was seen, and the seconds after
+    which the process had ended."""
+    pressed: list[float] = []
+
+    def press(seen: str) -> bytes:
+        if not pressed and re.search(doing, _CSI.sub("", seen)):
+            pressed.append(time.monotonic())
+            return b"\x03"
+        return b""
+
+    env = environment() | {"HF_HOME": str(place / "cache"), "HF_DATASETS_OFFLINE": "1"}
+    code, seen = run_on_terminal([forks().command, *argv], place, env, 100, press)
+    assert pressed, seen
+    return code, _CSI.sub("", seen), time.monotonic() - pressed[0]
