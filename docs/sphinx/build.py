@@ -34,7 +34,7 @@ NAVIGATION = {
         "examples/causal_sets/README",
     ],
     "Grow": ["docs/schedule", "docs/growth", "docs/growth-study"],
-    "Analyze runs": ["docs/logs", "docs/dashboard"],
+    "Analyze runs": ["docs/logs", "docs/dashboard", "docs/python"],
     "Many runs": ["docs/fleet", "docs/delta"],
     "Reliability": ["docs/reliability", "docs/security"],
     "Reference": ["docs/reference/commands", "docs/reference/config"],

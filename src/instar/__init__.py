@@ -1,3 +1,19 @@
-"""Instar: training runs that grow while they train."""
+"""Instar: training runs that grow while they train. docs/python.md describes its use from Python."""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a function of `instar.api` when it is first used: `import instar` stays light."""
+    if name.startswith("_") or name not in __dir__():
+        raise AttributeError(f"module 'instar' has no attribute {name!r}")
+    return getattr(importlib.import_module("instar.api"), name)
+
+
+def __dir__() -> list[str]:
+    # `instar.train` is the module of `python -m instar.train`
+    names: list[str] = importlib.import_module("instar.api").__all__
+    return sorted({*names, "__version__"} - {"train"})

@@ -86,7 +86,7 @@ def demo(overrides: tuple[str, ...]) -> None:
     """
     from importlib.util import find_spec
 
-    from instar.api import train
+    from instar.api.training import train
     from instar.cli.train import sample
 
     click.echo("training a GPT that grows twice, on Python's standard library:", err=True)

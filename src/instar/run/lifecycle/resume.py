@@ -79,6 +79,11 @@ class Resume:
     """a person requested it and means the values on the command line; False for `resume: auto` and
     for restarted ranks, whose command line is the same each time"""
 
+    def words(self) -> list[str]:
+        """Return the options of a rank that resumes so."""
+        options = ["--resume", str(self.run.path), "--from", self.start]
+        return options + [word for one in self.allow for word in ("--allow", one)]
+
 
 @dataclass(frozen=True)
 class Continuation:

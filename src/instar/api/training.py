@@ -90,12 +90,69 @@ def launch(
         Interrupted: all ranks stopped at the same step after a stop signal (SIGINT, SIGTERM,
             SIGHUP, …); its subclass StoppedUnsaved if there is nothing to resume.
     """
+    return _launch(
+        None if config is None else os.fspath(config),
+        overrides,
+        None,
+        world_size=world_size,
+        devices=devices,
+        max_restarts=max_restarts,
+    )
+
+
+def resume(
+    run: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    start: str = "latest",
+    allow: Sequence[str] = (),
+    world_size: int | None = None,
+    devices: Sequence[int] | None = None,
+    max_restarts: int = 0,
+) -> Path:
+    """Resume a run from a checkpoint, as `instar resume` does, and return its folder.
+
+    Args:
+        run: its folder, id or name, or `latest`.
+        overrides: settings that change, such as "train.until=4000it"; they are recorded.
+        start: latest, best, best-<metric>, or a step.
+        allow: what may differ from the run: architecture, data, tokenizer.
+        world_size, devices, max_restarts: see `launch`; the number of ranks may differ.
+
+    Raises:
+        ConfigError: there is no such run, or it cannot be resumed with these settings.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        RunFailed, Interrupted: see `launch`.
+    """
+    from instar.record.rundir import find_run
+    from instar.run.lifecycle.resume import Resume, named_checkpoint
+
+    found = Resume(find_run(os.fspath(run)), start, tuple(allow), fresh=start == "latest")
+    named_checkpoint(found)
+    return _launch(
+        str(found.run.config),
+        overrides,
+        found,
+        world_size=world_size,
+        devices=devices,
+        max_restarts=max_restarts,
+    )
+
+
+def _launch(
+    config: str | None,
+    overrides: Sequence[str],
+    resumed: Resume | None,
+    *,
+    world_size: int | None,
+    devices: Sequence[int] | None,
+    max_restarts: int,
+) -> Path:
     from instar.distributed.launch import run_ranks, say
     from instar.distributed.placement import resolve_ranks
     from instar.run.lifecycle.load import load_config
 
-    path = [] if config is None else [os.fspath(config)]
-    loaded = load_config(path[0] if path else None, overrides)
+    loaded = load_config(config, overrides)
     place = placement(os.environ)
     if place.is_set:
         raise ConfigError.one(
@@ -104,17 +161,20 @@ def launch(
             hint="call instar.api.train in each",
         )
     start = resolve_ranks(loaded.config.parallel, place, world_size, devices)
-    make_ready(loaded, start.ranks, None, say)
+    make_ready(loaded, start.ranks, resumed, say)
     parallel = loaded.config.parallel
+    words = [] if config is None or resumed is not None else [config]
+    words += [word for text in overrides for word in ("--set", text)]
+    words += [] if resumed is None else resumed.words()
     ended = run_ranks(
-        [*path, *(word for text in overrides for word in ("--set", text))],
+        words,
         start.ranks,
         start.devices or None,
         device=loaded.config.device,
         host=parallel.master_address,
         port=parallel.master_port,
         max_restarts=max_restarts,
-        resumable=loaded.config.resume == "auto",
+        resumable=resumed is not None or loaded.config.resume == "auto",
         config=loaded.packed(),
     )
     run_dir = ended.log.parents[1] if ended.log else None

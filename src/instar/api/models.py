@@ -1,0 +1,200 @@
+"""Trained models: loading, text, and loss on other text."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from instar.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from instar.data.text.tokenizer import Tokenizer
+    from instar.models.gpt import GPT
+
+Source = str | os.PathLike[str]
+"""a checkpoint's folder, or a run by its folder, id or name, or `latest`: its latest checkpoint"""
+
+
+def load_model(checkpoint: Source, device: str = "auto") -> GPT:
+    """Load a language model in evaluation mode; its moving average if there is one.
+
+    It is a torch module: tokens [B, T] → logits [B, T, vocabulary].
+
+    Args:
+        device: of torch, or auto: a GPU if there is one.
+
+    Raises:
+        ConfigError: there is no such run.
+        CheckpointError: there is no checkpoint, it is damaged, or it is no language model.
+    """
+    return _load(_folder(checkpoint), device)
+
+
+def load_tokenizer(checkpoint: Source) -> Tokenizer:
+    """Load the tokenizer beside a model, with `encode(text)` and `decode(ids)`.
+
+    Raises:
+        ConfigError: there is no such run, or it has no tokenizer.
+        CheckpointError: the run has no checkpoint.
+    """
+    return _tokenizer(_folder(checkpoint))
+
+
+def sample(
+    checkpoint: Source,
+    prompt: str = "\n",
+    *,
+    max_tokens: int = 200,
+    num: int = 1,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    device: str = "auto",
+) -> list[str]:
+    """Generate texts, each with the prompt at its beginning, as `instar sample` does.
+
+    Args:
+        max_tokens: length of each text, without the prompt.
+        num: number of texts.
+        temperature: 0 takes the most likely token.
+        top_k: sample among the k most likely tokens only.
+        top_p: sample among the most likely tokens whose probabilities sum to this (nucleus).
+        stop: a text ends before the first of these.
+
+    Raises:
+        ConfigError: there is no such run, or the prompt or a stop text is empty.
+        CheckpointError: there is no checkpoint, it is damaged, or its logits are not finite.
+    """
+    texts = [""] * num
+    pieces = stream_samples(
+        checkpoint,
+        prompt,
+        max_tokens=max_tokens,
+        num=num,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        seed=seed,
+        device=device,
+    )
+    for number, piece in pieces:
+        texts[number] += piece
+    return texts
+
+
+def stream_samples(
+    checkpoint: Source,
+    prompt: str,
+    *,
+    max_tokens: int,
+    num: int = 1,
+    device: str = "auto",
+    stop: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[tuple[int, str]]:
+    """Yield pieces of the texts of `sample` as they are generated, each with the number of its text.
+
+    The first piece of a text is the prompt; a text is complete when the next begins.
+    """
+    path = _folder(checkpoint)
+
+    from instar.checkpoint.manifest import CheckpointError
+    from instar.models.sampling import continuations
+
+    tokenizer = _tokenizer(path)
+    tokens = tokenizer.encode(prompt).tolist()
+    if not tokens or "" in stop:
+        where = "stop" if tokens else "prompt"
+        raise ConfigError.one(
+            f"the {where} text is empty", where=f"--{where}", hint="give at least one token"
+        )
+    model = _load(path, device)
+    pieces = continuations(model, tokenizer, tokens, max_tokens, num, stops=stop, **options)
+    begun = -1
+    try:
+        for number, piece in pieces:
+            if number > begun:
+                begun = number
+                yield number, tokenizer.decode(tokens)
+            yield number, piece
+    except FloatingPointError as error:
+        raise CheckpointError(f"{path}: {error}; use an earlier checkpoint") from error
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """How well a model predicts a text."""
+
+    loss: float
+    """mean over tokens, nats"""
+    tokens: int
+    """predicted: all but the first"""
+    bytes: int
+    """of the text, UTF-8"""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between tokenizers."""
+        return self.loss * self.tokens / self.bytes / math.log(2)
+
+
+def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
+    """Measure how well a model predicts a text, window by window of its context.
+
+    Raises:
+        ConfigError: there is no such run, or the text has fewer than two tokens.
+        CheckpointError: there is no checkpoint, it is damaged, or it is no language model.
+    """
+    path = _folder(checkpoint)
+
+    import torch
+
+    from instar.record.progress import tracked
+
+    ids = _tokenizer(path).encode(text).tolist()
+    if len(ids) < 2:
+        raise ConfigError.one(f"the text has {len(ids)} tokens; give at least two")
+    model = _load(path, device)
+    place = next(model.parameters()).device
+    context = model.arch.context
+    total = 0.0
+    begins: Sequence[int] = range(0, len(ids) - 1, context)
+    with torch.no_grad():
+        for begin in tracked(begins, "evaluating", "windows", len(begins)):
+            window_1T = torch.tensor([ids[begin : begin + context + 1]], device=place)
+            total += float(model(window_1T[:, :-1], window_1T[:, 1:]))
+    return TextLoss(total / (len(ids) - 1), len(ids) - 1, len(text.encode()))
+
+
+def _folder(checkpoint: Source) -> Path:
+    from instar.checkpoint.listing import resolve
+
+    return resolve(os.fspath(checkpoint))
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    from instar.data.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(path.absolute().parent.parent)
+
+
+def _load(path: Path, device: str) -> GPT:
+    import torch
+
+    from instar.models.gpt import load_gpt
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_gpt(path, device)

@@ -1,0 +1,174 @@
+"""Runs on disk as values and tables: what `instar logs` prints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instar.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import pandas as pd
+
+    from instar.logs.query.compare import Comparison
+    from instar.logs.read.record import RunRecord, Series
+
+
+class Run:
+    """A run as it was when it was loaded, also while it trains. `load_run` makes one."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+        """events and faults too"""
+        self.path = record.run.path
+        self.id = record.run.id
+        self.name = record.run.name
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of all metrics: `loss`, `lr`, `val/loss`, …"""
+        return self.record.metrics
+
+    def metric(self, name: str) -> Series:
+        """Return a metric by its name or an alias such as `val_loss`, without superseded points.
+
+        `value`, `step`, `tokens`, `time` and the other axes of the result are arrays, [n].
+
+        Raises:
+            ConfigError: the run has no such metric; suggests one.
+        """
+        return self.record.series(name).current()
+
+    def table(self, *metrics: str) -> dict[str, npt.NDArray[Any]]:
+        """Return equally long columns by name: step, tokens, … and the metrics; by default all.
+
+        A row is a step at which something was measured; what was not measured there is NaN.
+
+        Raises:
+            ConfigError: the run has no such metric; suggests one.
+        """
+        from instar.logs.read.rows import rows_of
+
+        return rows_of([self.metric(name) for name in metrics or self.metrics]).values
+
+    def to_pandas(self, *metrics: str) -> pd.DataFrame:
+        """Return `table` as a DataFrame.
+
+        Raises:
+            ConfigError: the run has no such metric, or pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError.one(
+                "to_pandas needs the library `pandas`, which is not installed",
+                hint="pip install pandas, or use table(), whose columns are arrays",
+            ) from None
+        return pandas.DataFrame(self.table(*metrics))
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `instar logs summary --json` prints: state, best and last values, times, …"""
+        from instar.logs.query.summary import summarize, to_json
+
+        return to_json(summarize(self.record))
+
+    def config(self) -> dict[str, Any]:
+        """Return the values in force at the latest checkpoint by dotted key; secrets are redacted.
+
+        Raises:
+            ConfigError: the config cannot be read.
+        """
+        from instar.logs.query.config import config_values
+
+        (found,), faults = config_values([self.record.run])
+        if faults:
+            raise ConfigError.one(faults[0])
+        return found
+
+    def checkpoints(self) -> list[Path]:
+        """Return the folders of the checkpoints, oldest first."""
+        from instar.checkpoint.listing import checkpoints
+
+        return checkpoints(self.path)
+
+
+def load_run(
+    run: str | os.PathLike[str] = "latest", folder: str | os.PathLike[str] = "runs"
+) -> Run:
+    """Load a run by its path, id or name, or the `latest`; the last one if several match.
+
+    Args:
+        folder: where ids and names are looked up.
+
+    Raises:
+        ConfigError: there is no such run; suggests one.
+        RecordError: its record cannot be read.
+    """
+    from instar.logs.query.runs import find_runs
+    from instar.logs.read.record import read
+
+    return Run(read(find_runs([os.fspath(run)], Path(folder))[-1]))
+
+
+def list_runs(
+    folder: str | os.PathLike[str] = "runs",
+    *,
+    state: str | None = None,
+    name: str | None = None,
+    last: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return what `instar logs list --json` prints of each run in a folder, the latest last.
+
+    Args:
+        state: only runs that are running, finished, stopped or crashed.
+        name: only runs with this name, id or pattern.
+        last: only so many.
+
+    Raises:
+        ConfigError: there is no such state.
+    """
+    from instar.logs.query.runs import list_runs as rows_of
+    from instar.logs.query.runs import to_json
+    from instar.record.rundir import runs_in
+
+    rows = rows_of(runs_in(Path(folder)), state=state, name=name, last=last)
+    return [to_json(row) for row in rows]
+
+
+def compare(
+    runs: Sequence[Run],
+    metrics: Sequence[str] = (),
+    *,
+    at: Sequence[str] = (),
+    axis: str = "step",
+    at_loss: float | None = None,
+) -> Comparison:
+    """Compare two or more runs at equal places, as `instar logs compare` does.
+
+    Args:
+        metrics: names or patterns, such as `val/*`; default: the losses.
+        at: places such as "step=1000" or "tokens=1.5B"; default: five along `axis`.
+        at_loss: also where each run first reaches this validation loss.
+
+    Raises:
+        ConfigError: no run has such a metric, or a place cannot be parsed.
+    """
+    from instar.logs.query.alignment import axis_named, parse_place
+    from instar.logs.query.compare import compare as compared
+    from instar.logs.query.groups import group_runs
+
+    groups, _ = group_runs([run.record.run for run in runs])
+    return compared(
+        groups,
+        [run.record for run in runs],
+        metrics=metrics,
+        places=[parse_place(place) for place in at],
+        axis=axis_named(axis),
+        target=at_loss,
+    )

@@ -1,0 +1,135 @@
+"""Instar from Python: the same results as the commands, errors for people, light imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forks import Forks
+from terminal import environment, into_pipes
+from tiny_run import CONFIG, TEXT
+
+import instar
+from instar.checkpoint.manifest import CheckpointError
+from instar.config.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
+    """Two runs of one config and two seeds, trained by the command."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "squares.txt").write_text(TEXT)
+    (folder / "run.yaml").write_text(CONFIG)
+    trained = [
+        ["train", "run.yaml", "--set", f"record.run_dir=runs/{name}", "--set", f"seed={seed}"]
+        for seed, name in enumerate(("tortured-kmn42", "tortured-pqr73"))
+    ]
+    for shown in into_pipes(folder, trained, environment(), forks.python):
+        assert shown.code == 0, shown.text
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def printed(forks: Forks, *words: str) -> str:
+    done = subprocess.run([forks.command, *words], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_runs_are_listed_as_the_command_lists_them(forks: Forks) -> None:
+    assert instar.list_runs() == json.loads(printed(forks, "logs", "list", "--json"))
+    assert [row["id"] for row in instar.list_runs(last=1)] == ["pqr73"]
+    assert instar.list_runs("nothing") == []
+
+
+def test_a_run_has_metrics_summary_config_and_checkpoints(forks: Forks, place: Path) -> None:
+    run = instar.load_run("tortured-kmn42")
+    assert (run.name, run.id) == ("tortured", "kmn42")
+    summary = json.loads(printed(forks, "logs", "summary", "tortured-kmn42", "--json"))
+    assert [run.summary()] == summary
+    assert run.config()["train.ema"] == 0.9
+    assert run.checkpoints()[-1].name == "step-24"
+    curve = run.metric("val_loss")
+    assert curve.step.tolist() == [7, 14, 21, 24]
+    assert instar.load_run(place / "runs" / "tortured-kmn42").metrics == run.metrics
+
+
+def test_a_table_is_the_one_that_is_exported(forks: Forks, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    printed(forks, "logs", "export", "tortured-kmn42", "--to", "parquet", "-o", str(tmp_path))
+    expected = pq.read_table(next(tmp_path.glob("*.parquet"))).to_pandas()
+    run = instar.load_run("tortured-kmn42")
+    frame = run.to_pandas()
+    assert list(frame) == list(expected)
+    for name in frame:
+        np.testing.assert_array_equal(frame[name], expected[name])
+    assert list(run.table("lr"))[-1] == "lr"
+
+
+def test_runs_are_compared_at_equal_places() -> None:
+    runs = [instar.load_run(name) for name in ("tortured-kmn42", "tortured-pqr73")]
+    found = instar.compare(runs, ["val/loss"], at=["step=14"])
+    assert found.config["seed"] == (0, 1)
+    means = [cells[0].mean for cells in found.metrics["val/loss"]]
+    values = [run.metric("val/loss").value[1] for run in runs]
+    assert means == pytest.approx(values)
+
+
+def test_a_model_writes_what_the_command_writes(forks: Forks) -> None:
+    options = ["--prompt", "1 ", "--tokens", "20", "--samples", "2", "--device", "cpu"]
+    said = printed(forks, "sample", "tortured-kmn42", *options)
+    texts = instar.sample("tortured-kmn42", "1 ", max_tokens=20, num=2, device="cpu")
+    assert said == f"{texts[0]}\n{'─' * 8}\n{texts[1]}\n"
+
+
+def test_a_loaded_model_predicts_as_it_is_evaluated() -> None:
+    path = instar.load_run("tortured-kmn42").checkpoints()[-1]
+    model, tokenizer = instar.load_model(path, "cpu"), instar.load_tokenizer(path)
+    assert not model.training
+    text = TEXT[:500]
+    ids = torch.tensor(tokenizer.encode(text).tolist())
+    context = model.arch.context
+    losses = []
+    with torch.no_grad():
+        for window in ids.unfold(0, context + 1, context):
+            logits = model(window[None, :-1])[0].double()
+            losses.append(torch.nn.functional.cross_entropy(logits, window[1:], reduction="none"))
+    whole = 1 + context * len(losses)
+    found = instar.evaluate(path, tokenizer.decode(ids[:whole].tolist()), "cpu")
+    assert found.loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert found.tokens == whole - 1
+    assert found.perplexity == pytest.approx(np.exp(found.loss))
+    assert found.bits_per_byte == pytest.approx(found.loss / np.log(2), rel=0.01)
+
+
+def test_errors_say_what_instead() -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        instar.load_run("tortured-kmn")
+    with pytest.raises(ConfigError, match="did you mean 'val/loss'"):
+        instar.load_run("tortured-kmn42").metric("val/los")
+    with pytest.raises(ConfigError, match="at least two"):
+        instar.evaluate("tortured-kmn42", "1")
+    with pytest.raises((ConfigError, CheckpointError)):
+        instar.load_model("nothing")
+    with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
+        instar.load_modle  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_importing_instar_imports_nothing_else() -> None:
+    show = "import sys, instar; instar.load_run; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", show], env=os.environ, capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "instar.api.runs" in loaded
+    assert not {"torch", "numpy", "pydantic", "pandas"} & loaded
