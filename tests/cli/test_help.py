@@ -142,4 +142,4 @@ def test_an_unforeseen_error_keeps_its_traceback() -> None:
 
 def test_shells_can_complete() -> None:
     done = instar(_INSTAR_COMPLETE="bash_complete", COMP_WORDS="instar co", COMP_CWORD="1")
-    assert done.stdout == "plain,control\nplain,config\n"
+    assert done.stdout == "plain,control\nplain,config\nplain,completion\n"

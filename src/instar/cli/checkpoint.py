@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.cli.completion import candidates
 from instar.cli.options import CommandGroup, NewFolder, json_option
 from instar.cli.output import print_json
 from instar.record.progress import tracked
@@ -31,7 +32,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("list")
-@click.argument("run")
+@click.argument("run", shell_complete=candidates.run_names)
 @click.option(
     "--verify", is_flag=True, help="Read every byte and report which checkpoints are whole."
 )
@@ -63,7 +64,7 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
 
 
 @checkpoint.command()
-@click.argument("where", metavar="CHECKPOINT|RUN")
+@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
 @click.option("--tensors", is_flag=True, help="Also list every tensor, its type and shape.")
 @click.option(
     "--config", "config_only", is_flag=True, help="Print the config that the run began with."
@@ -108,7 +109,7 @@ def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None
 
 
 @checkpoint.command()
-@click.argument("where", metavar="CHECKPOINT|RUN")
+@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
 @click.option("--all", "every", is_flag=True, help="Every checkpoint of the run, not one.")
 @json_option
 def verify(where: str, every: bool, as_json: bool) -> int:
@@ -137,8 +138,8 @@ def verify(where: str, every: bool, as_json: bool) -> int:
 
 
 @checkpoint.command()
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", metavar="A", shell_complete=candidates.checkpoints)
+@click.argument("b", metavar="B", shell_complete=candidates.checkpoints)
 @click.option(
     "--tensors", is_flag=True, help="List the tensors of all files, not only the model's."
 )
@@ -178,7 +179,7 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
 
 
 @checkpoint.command()
-@click.argument("where", metavar="CHECKPOINT|RUN")
+@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
 @click.option("--against", metavar="CHECKPOINT|RUN", help="Default: the one saved before it.")
 @json_option
 def analyze(where: str, against: str | None, as_json: bool) -> None:
@@ -203,7 +204,7 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
 
 
 @checkpoint.command()
-@click.argument("where", metavar="CHECKPOINT|RUN")
+@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
 @click.argument("folder", type=NewFolder())
 @click.option("--to", "_to", type=click.Choice(["hf"]), required=True, help="hf: transformers.")
 @click.option("--ema", is_flag=True, help="Export the moving average of the weights.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.cli.completion import candidates
 from instar.cli.options import CommandGroup, NewFolder, json_option
 from instar.cli.output import (
     picture_kind,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from instar.checkpoint.delta.statistics import LinkStatistics
 
 path_type = click.Path(path_type=Path)
-chain_argument = click.argument("where", metavar="CHAIN|RUN")
+chain_argument = click.argument("where", metavar="CHAIN|RUN", shell_complete=candidates.run_names)
 link_option = click.option(
     "--link", "number", type=click.IntRange(0), help="Its number; default: the last."
 )
@@ -79,7 +80,7 @@ def apply(base: Path, link: Path, target: Path) -> None:
 
 
 @delta.command()
-@click.argument("where", metavar="CHAIN|RUN|LINK")
+@click.argument("where", metavar="CHAIN|RUN|LINK", shell_complete=candidates.run_names)
 @json_option
 def verify(where: str, as_json: bool) -> None:
     """Read every byte of a chain, rebuild every state and compare its hash; of a LINK, its checksum.

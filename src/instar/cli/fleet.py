@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from instar.cli.completion import candidates
 from instar.cli.options import CommandGroup, json_option, set_option, trust_option
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
@@ -136,7 +137,7 @@ def up(
 
 
 @fleet.command()
-@click.argument("name")
+@click.argument("name", shell_complete=candidates.fleets)
 @only_option
 @click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
 @detach_option
@@ -169,7 +170,7 @@ def host(folder: Path, index: int) -> int:
 
 
 @fleet.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=candidates.fleets)
 @click.option("--watch", is_flag=True, help="Keep it up to date until the fleet has ended.")
 @json_option
 def status(name: str | None, watch: bool, as_json: bool) -> int:
@@ -201,7 +202,7 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
 
 
 @fleet.command()
-@click.argument("name")
+@click.argument("name", shell_complete=candidates.fleets)
 @click.argument("instance", required=False)
 @click.argument("process", required=False)
 @click.option(
@@ -231,7 +232,7 @@ def logs(name: str, instance: str | None, process: str | None, follow: bool, lin
 
 
 @fleet.command()
-@click.argument("name")
+@click.argument("name", shell_complete=candidates.fleets)
 @click.argument("instances", nargs=-1, required=True)
 def stop(name: str, instances: tuple[str, ...]) -> None:
     """Stop INSTANCES (indices or names) of a running fleet; the others go on."""
@@ -256,7 +257,7 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
 
 
 @fleet.command()
-@click.argument("name")
+@click.argument("name", shell_complete=candidates.fleets)
 @click.option("--kill", is_flag=True, help="Kill at once instead of asking.")
 def down(name: str, kill: bool) -> int:
     """Stop a running fleet: jobs, then services; return when everything has ended."""

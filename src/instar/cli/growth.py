@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.cli.completion import candidates
 from instar.cli.options import NewFolder, json_option, trust_option
 from instar.cli.output import print_json
 
@@ -24,7 +25,7 @@ _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
     epilog="Operations and their options: docs/growth.md, e.g. --op widen_mlp=1024 "
     "--op 'insert_layers=2 where=even' --op 'set_lora_rank={target: attn, rank: 8}'"
 )
-@click.argument("where", metavar="CHECKPOINT|RUN")
+@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
 @click.argument("out", type=NewFolder())
 @click.option(
     "--op",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from instar.cli.completion import candidates
 from instar.cli.options import LazyGroup
 from instar.cli.output import (
     OUT_DIR,
@@ -340,7 +341,7 @@ def compare(
 
 
 @click.command()
-@click.argument("run", default="latest")
+@click.argument("run", default="latest", shell_complete=candidates.run_names)
 @click.option(
     "-n",
     "count",

@@ -50,6 +50,10 @@ COMMANDS = {
     "schedule": ("instar.cli.config:schedule", "Check schedules before a run."),
     "data": ("instar.cli.data:data", "Prepare and inspect training data."),
     "config": ("instar.cli.config:config", "Show, validate and compare configs."),
+    "completion": (
+        "instar.cli.completion.command:completion",
+        "Print the script with which a shell completes commands.",
+    ),
 }
 
 INTERRUPTED = 130

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from instar.cli.completion import candidates
 from instar.config.user_code import FLAG, TRUST_VARIABLE
 
 MOST_RANKS = 2**16
@@ -23,6 +24,7 @@ set_option = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
+    shell_complete=candidates.keys,
     help="Override a key of the file, e.g. model.n_layer=6; may be given several times.",
 )
 
@@ -71,7 +73,13 @@ def rank_options(command: Command) -> Command:
 def from_option(default: str, words: str) -> Callable[[Command], Command]:
     """Add the option --from, a checkpoint of a run; `words` is its help."""
     return click.option(
-        "--from", "start", default=default, show_default=True, metavar="CHECKPOINT", help=words
+        "--from",
+        "start",
+        default=default,
+        show_default=True,
+        metavar="CHECKPOINT",
+        shell_complete=candidates.starts,
+        help=words,
     )
 
 

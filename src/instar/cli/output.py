@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import click
 
+from instar.cli.completion import candidates
 from instar.cli.options import Command
 from instar.config.errors import ConfigError, unfiltered, visible
 from instar.logs.text.encoding import ENCODING
@@ -168,7 +169,9 @@ def print_json(value: Any) -> None:
 WIDTH = 80
 """Width in columns without a terminal."""
 
-runs_argument = click.argument("runs", nargs=-1, metavar="[RUN]...")
+runs_argument = click.argument(
+    "runs", nargs=-1, metavar="[RUN]...", shell_complete=candidates.run_names
+)
 json_format_option = click.option(
     "--json", "as_json", is_flag=True, help="The same as --format json."
 )

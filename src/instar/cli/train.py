@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.cli.completion import candidates
 from instar.cli.options import (
     allow_option,
     from_option,
@@ -52,7 +53,12 @@ if TYPE_CHECKING:
     show_default=True,
     help="Maximum number of restarts of all ranks from the last checkpoint after a failure.",
 )
-@click.option("--resume", metavar="RUN", help="Resume this run; CFG is its run.yaml.")
+@click.option(
+    "--resume",
+    metavar="RUN",
+    shell_complete=candidates.run_names,
+    help="Resume this run; CFG is its run.yaml.",
+)
 @click.option("--from", "start", default="latest", help="With --resume: latest, best, or a step.")
 @trust_option
 @allow_option("With --resume: resume although this has changed.")
@@ -234,7 +240,7 @@ def _indices(devices: str | None) -> list[int] | None:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=candidates.run_names)
 @rank_options
 @from_option("latest", "latest, best, best-<metric>, or a step.")
 @set_option
@@ -254,7 +260,7 @@ def resume(context: click.Context, /, run: str, **options: Any) -> int:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=candidates.run_names)
 @rank_options
 @from_option("best", "best, best-<metric>, latest, or a step.")
 @set_option
@@ -271,7 +277,7 @@ def test(context: click.Context, /, run: str, **options: Any) -> int:
 
 
 @click.command()
-@click.argument("run", metavar="RUN|CHECKPOINT")
+@click.argument("run", metavar="RUN|CHECKPOINT", shell_complete=candidates.checkpoints)
 @click.option("--prompt", default="\n", show_default="a new line", help="Text to continue.")
 @click.option("--max-tokens", "--tokens", default=200, show_default=True, type=click.IntRange(1))
 @click.option("--num", "--samples", default=1, show_default=True, type=click.IntRange(1, 10**4))
@@ -307,7 +313,7 @@ class NotRunning(InstarError):  # noqa: N818
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=candidates.run_names)
 @click.argument("command", type=click.Choice(["save", "stop", "status"]))
 @click.option(
     "--timeout",

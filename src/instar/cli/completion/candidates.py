@@ -1,0 +1,107 @@
+"""What a shell completes: runs, their checkpoints, keys of configs, fleets.
+
+Only names of files are read, nothing of their content, and no code but that of this package is run.
+Each function has the signature of click's `shell_complete`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+from instar import __version__
+
+Items = list[CompletionItem[str]]
+
+_RUNS, _FLEETS = Path("runs"), Path("fleets")
+
+
+def run_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
+    """Folders of `runs` that are runs, and `latest`."""
+    names = sorted(run.name for run in _runs())
+    return _matching(["latest", *names] if names else [], incomplete)
+
+
+def checkpoints(context: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
+    """Runs; after a slash, the checkpoints of runs."""
+    if "/" not in incomplete:
+        return run_names(context, parameter, incomplete)
+    return _matching([str(path) for run in _runs() for path in _saved(run)], incomplete)
+
+
+def starts(context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
+    """What --from takes: pointers and steps of the run that is named before it."""
+    # after an option without its value, click leaves all arguments in `args`
+    given = [context.params.get("run"), context.params.get("resume"), *context.args]
+    named = next((str(name) for name in given if name), "")
+    runs = [Path(named), _RUNS / named] if named and named != "latest" else [*_runs()][-1:]
+    found: list[str] = []
+    for run in runs:
+        with suppress(OSError):
+            names = (path.name for path in (run / "checkpoints").iterdir())
+            found += [name.removeprefix("step-") for name in names if not name.startswith(".")]
+    return _matching(sorted(found, key=_by_number) or ["latest", "best"], incomplete)
+
+
+def keys(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
+    """Dotted keys of the config, for --set; nothing once a value has begun."""
+    return [] if "=" in incomplete else _matching(_keys(), incomplete, others=False)
+
+
+def fleets(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
+    """Folders of `fleets`."""
+    with suppress(OSError):
+        return _matching(sorted(path.name for path in _FLEETS.iterdir()), incomplete)
+    return []
+
+
+def _runs() -> Iterator[Path]:
+    """Yield the runs in `runs`, the most recently changed last."""
+    with suppress(OSError):
+        paths = [path for path in _RUNS.iterdir() if (path / "run.yaml").is_file()]
+        yield from sorted(paths, key=lambda path: path.stat().st_mtime_ns)
+
+
+def _saved(run: Path) -> list[Path]:
+    folder = run / "checkpoints"
+    paths = folder.glob("step-*") if folder.is_dir() else ()
+    return sorted(paths, key=lambda path: _by_number(path.name))
+
+
+def _by_number(name: str) -> tuple[float, str]:
+    digits = name.removeprefix("step-")
+    return (float(digits) if digits.isdecimal() else -1.0), name
+
+
+def _matching(names: Iterable[str], incomplete: str, *, others: bool = True) -> Items:
+    """Return the names that begin so; if there is none, with `others` any file."""
+    found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return found or ([CompletionItem(incomplete, type="file")] if others else [])
+
+
+def _keys() -> list[str]:
+    """Return the keys of the built-in tasks. They are cached: the schema takes long to import."""
+    from instar.config.files import cache_home, read_regular
+
+    home = cache_home("completion")
+    schema = Path(__file__).parents[2] / "config"
+    state = [__version__, *sorted(path.stat().st_mtime_ns for path in schema.glob("*.py"))]
+    if home is not None:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            kept = json.loads(read_regular(home / "keys.json"))
+            if kept["of"] == state:
+                return [str(key) for key in kept["keys"]]
+
+    from instar.config.fields import ROOTS, keys, root_of
+    from instar.record.atomic import atomic_file
+
+    every = dict.fromkeys(key for task in ROOTS for key in keys(root_of(task)))
+    if home is not None:
+        with suppress(OSError), atomic_file(home / "keys.json", durable=False) as aside:
+            aside.write_text(json.dumps({"of": state, "keys": [*every]}))
+    return [*every]
