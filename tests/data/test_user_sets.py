@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -28,6 +29,12 @@ Y = np.arange(20) % 3
 Pair = namedtuple("Pair", "x y")
 
 
+@dataclass
+class Row:
+    x: Any
+    y: Any
+
+
 class Reading(IterableDataset[Any]):
     """Items 0 to n - 1, or without end."""
 
@@ -49,6 +56,7 @@ FORMS: dict[str, Callable[[], Any]] = {
     "arrays": lambda: {"x": X, "y": Y},
     "pairs": lambda: list(zip(X, Y, strict=True)),
     "named tuples": lambda: [Pair(x, y) for x, y in zip(X, Y, strict=True)],
+    "dataclasses": lambda: [Row(torch.from_numpy(x), y) for x, y in zip(X, Y, strict=True)],
     "dictionaries": lambda: [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)],
     "a generator": lambda: ({"x": x, "y": y} for x, y in zip(X, Y, strict=True)),
     "a TensorDataset": tensors,
@@ -125,6 +133,11 @@ def test_graphs_are_ragged_and_their_text_is_left_out(given: Callable[[int], Any
             "a DataLoader with a range, which would not be used",
         ),
         (3, "a int; return arrays by name"),
+        (Row, "the class Row, not an object of it"),
+        (tensors, "a function, not what it returns"),
+        ([(X[0], 1), None], "sample 1 is None; return mappings, tuples or dataclasses of arrays"),
+        (random_split(tensors(), [15, 5]), "sample 0 is a Subset; data sets of splits are named"),
+        ({"training": tensors()}, "training is a TensorDataset, .*; data sets of splits are named"),
     ],
 )
 def test_what_is_wrong_with_samples_is_said(given: Any, message: str) -> None:
@@ -169,6 +182,7 @@ def test_parts_of_random_split_are_splits() -> None:
             {"train": tensors(), "val": tensors(), "valid": tensors()},
             "two of these are the same split",
         ),
+        ({"train": tensors(), "val": Subset(tensors(), [])}, "there are no samples"),
         ({"train": tensors(), "val": [(X[0], 0.5)]}, "val has y as float64, not int64 as in train"),
     ],
 )
@@ -255,6 +269,16 @@ def test_a_stream_that_changes_is_refused() -> None:
     found = stream(lambda: ((X[0], n) for n in passes.pop(0)))
     with pytest.raises(StreamChanged, match="item 2 is not what it was"):
         taken(found, 0, 1)
+
+
+def test_an_error_of_the_iterable_says_how_far_it_came() -> None:
+    def items() -> Iterator[Any]:
+        yield from Reading(70)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        taken(stream(lambda: items, order="sequential"), 66, 1)
+    assert "after 70 items of the iterable" in raised.value.__notes__
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
         ):
             raise ValueError(
                 f"sample {number}: {name} is {array.dtype}{list(array.shape)}, "
-                f"in the first sample {head.dtype}{list(head.shape)}"
+                f"in the first sample {head.dtype}{list(head.shape)}; only the first axis may vary"
             )
     if all(array.shape == head.shape for array in arrays):
         return np.stack(arrays)

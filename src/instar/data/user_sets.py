@@ -19,7 +19,7 @@ import xxhash
 from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig
 from instar.data.arrays import Arrays, InMemorySource
-from instar.data.columns import Columns, difference, stack
+from instar.data.columns import Columns, Ragged, difference, stack
 from instar.data.order import Int64Array, Order
 from instar.data.source import Concatenated, Source, close
 from instar.data.split import SampleSet, divide_samples
@@ -36,10 +36,11 @@ from instar.data.user_source import (
     is_iterable,
     of_whole_graph,
     sample_of,
-    splits_of,
     transformed,
 )
 
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""Names that data sets of splits may have, and the split that each means."""
 _COMPARED = 64
 """The number of first samples that are compared at every pass."""
 _KEPT = 256
@@ -70,10 +71,10 @@ def sample_set(
         source = as_source(given, fields)
         return SampleSet(source, split_samples(source, data, seed), data)
     train = data_set(parts.pop("train"))
-    held = {name: as_source(part, fields) for name, part in parts.items()}
+    held = {name: _part(name, part, fields) for name, part in parts.items()}
     if _is_read_forward(train):
         return StreamedSet(IterableStream(_passes(make, train), fields), held, data)
-    sources = {"train": as_source(train, fields), **held}
+    sources = {"train": _part("train", train, fields), **held}
     first = {name: source.read(np.zeros(1, np.int64)) for name, source in sources.items()}
     for name, columns in first.items():
         if found := difference(first["train"], columns):
@@ -82,6 +83,36 @@ def sample_set(
     ends = dict(zip(sources, together.offsets[1:].tolist(), strict=True))
     members = {name: np.arange(ends[name] - len(part), ends[name]) for name, part in held.items()}
     return SampleSet(together, split_samples(together, data, seed, members), data)
+
+
+def splits_of(given: object) -> dict[str, object] | None:
+    """Return the data set of each split if that is what was given, in the order of `HELD_OUT`.
+
+    Raises:
+        ValueError: data sets have other names than those of splits, or two mean the same one.
+    """
+    if not isinstance(given, Mapping) or "train" not in given:
+        return None
+    unknown = [str(name) for name in given if name not in SPLITS]
+    if unknown and isinstance(given["train"], list | tuple | Ragged | np.ndarray):
+        return None  # columns, one of which has the name of a split
+    if unknown:
+        raise ValueError(
+            f"a data set {', '.join(unknown)} besides train; splits are train, val (or validation) "
+            "and test"
+        )
+    found = {SPLITS[name]: each for name, each in given.items()}
+    if len(found) < len(given):
+        raise ValueError(f"{', '.join(given)}: two of these are the same split")
+    return {name: found[name] for name in ("train", "val", "test") if name in found}
+
+
+def _part(name: str, given: object, fields: Sequence[str]) -> Source:
+    try:
+        return as_source(given, fields)
+    except Exception as error:
+        error.add_note(f"in the {name} split")
+        raise
 
 
 def _is_read_forward(train: object) -> bool:
@@ -150,7 +181,7 @@ class IterableStream:
         items = list(islice(begin(), _COMPARED))
         if not items:
             raise ValueError("there are no samples")
-        first = [self._sample(*item) for item in enumerate(items)]
+        first = list(self._converted(items))
         self._of_graph = (
             of_whole_graph([sample for _, sample in first]) if is_graph(items[0]) else None
         )
@@ -169,8 +200,7 @@ class IterableStream:
             StreamChanged: one of the first items is another one than before.
         """
         number = 0
-        for number, item in enumerate(self._begin(), 1):
-            sample = self._sample(number - 1, item)
+        for number, sample in enumerate(self._converted(self._begin()), 1):
             if number <= len(self._first) and self._digest(sample) != self._first[number - 1]:
                 raise StreamChanged(
                     f"item {number - 1} is not what it was when the iterable was read before; it must "
@@ -201,12 +231,16 @@ class IterableStream:
     def measure(self, lane: int, note: Note) -> int:
         return sum(1 for _ in self.open(lane, START, note))
 
-    def _sample(self, number: int, item: object) -> Item:
+    def _converted(self, items: Iterable[object]) -> Iterator[Item]:
+        number = 0
         try:
-            sample = graph_sample(item) if is_graph(item) else sample_of(item, self._fields)
-            return number, sample
-        except ValueError as error:
-            error.add_note(f"in item {number} of the iterable")
+            for item in items:
+                graph = is_graph(item)
+                sample = graph_sample(item) if graph else sample_of(number, item, self._fields)
+                yield number, sample
+                number += 1
+        except Exception as error:
+            error.add_note(f"after {number:,} items of the iterable")
             raise
 
     def _digest(self, sample: Item) -> str:

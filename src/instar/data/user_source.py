@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -112,8 +113,6 @@ FORMS = (
     "return arrays by name, each [samples, …]; a list of samples, each with arrays by name; "
     "a data set with __len__ and __getitem__; or an iterable of samples"
 )
-SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""Names that data sets of splits may have, and the split that each means."""
 MOST_ITEMS = 1 << 20
 """The number of items that an iterable of unknown length may have to be read into memory."""
 _SOURCE = ("read", "weights", "fingerprint", "__len__")
@@ -151,10 +150,8 @@ def as_source(given: object, fields: Sequence[str] = ()) -> Source:
         raise ValueError(f"a single {type(given).__name__} without a name; {FORMS}")
     if is_iterable(given):
         given = _read(cast(Iterable[Any], given))
-    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-        lacking = ", without __len__" if hasattr(given, "__getitem__") else ""
-        kind = "None" if given is None else f"a {type(given).__name__}{lacking}"
-        raise ValueError(f"{kind}; {FORMS}")
+    if isinstance(given, type) or not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        raise ValueError(f"{_unusable(given)}; {FORMS}")
     each = cast(Sequence[Any], given)
     if not len(each):
         raise ValueError("there are no samples")
@@ -162,30 +159,8 @@ def as_source(given: object, fields: Sequence[str] = ()) -> Source:
         graphs = [graph_sample(each[number]) for number in range(len(each))]
         return _in_memory(graph_columns(graphs, of_whole_graph(graphs)))
     if isinstance(given, list | tuple):
-        return _in_memory(stack([sample_of(one, fields) for one in given]))
+        return _in_memory(stack([sample_of(*one, fields) for one in enumerate(given)]))
     return IndexedSource(each, fields)
-
-
-def splits_of(given: object) -> dict[str, object] | None:
-    """Return the data set of each split if that is what was given, in the order of `HELD_OUT`.
-
-    Raises:
-        ValueError: data sets have other names than those of splits, or two mean the same one.
-    """
-    if not isinstance(given, Mapping) or "train" not in given:
-        return None
-    unknown = [str(name) for name in given if name not in SPLITS]
-    if unknown and isinstance(given["train"], list | tuple | Ragged | np.ndarray):
-        return None  # columns, one of which has the name of a split
-    if unknown:
-        raise ValueError(
-            f"a data set {', '.join(unknown)} besides train; splits are train, val (or validation) "
-            "and test"
-        )
-    found = {SPLITS[name]: each for name, each in given.items()}
-    if len(found) < len(given):
-        raise ValueError(f"{', '.join(given)}: two of these are the same split")
-    return {name: found[name] for name in ("train", "val", "test") if name in found}
 
 
 def is_iterable(given: object) -> bool:
@@ -258,7 +233,8 @@ class IndexedSource:
         """Read items. Raises ValueError if an item is not numeric or differs from the first."""
         numbers = indices.tolist()
         with self._lock:
-            return stack([sample_of(item, self._fields) for item in self._read(numbers)], numbers)
+            items = zip(numbers, self._read(numbers), strict=True)
+            return stack([sample_of(*item, self._fields) for item in items], numbers)
 
     def _read(self, numbers: list[int]) -> Iterator[Any]:
         items: Any = self._items
@@ -283,8 +259,10 @@ class IndexedSource:
         self._lock = threading.Lock()
 
 
-def sample_of(item: object, fields: Sequence[str] = ()) -> Mapping[str, Any]:
+def sample_of(number: int, item: object, fields: Sequence[str] = ()) -> Mapping[str, Any]:
     """Return an item as arrays by name. Raises ValueError if its parts have no names."""
+    if dataclasses.is_dataclass(item):
+        item = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
     if isinstance(item, Mapping):
         return {str(name): _untorched(str(name), value) for name, value in item.items()}
     if isinstance(item, tuple | list):
@@ -292,8 +270,10 @@ def sample_of(item: object, fields: Sequence[str] = ()) -> Mapping[str, Any]:
         parts = dict(zip(_names(fields, item), item, strict=True))
         return {name: _untorched(name, value) for name, value in parts.items()}
     if _is_array(item):
-        return sample_of((item,), fields)
-    raise ValueError(f"samples of type {type(item).__name__}; {FORMS}")
+        return sample_of(number, (item,), fields)
+    kind = "None" if item is None else f"a {type(item).__name__}"
+    hint = _NAMED_SPLITS if _is_set(item) else "; return mappings, tuples or dataclasses of arrays"
+    raise ValueError(f"sample {number} is {kind}{hint}")
 
 
 def numeric(columns: Columns) -> None:
@@ -328,8 +308,9 @@ def _column(name: str, value: object) -> Column:
     if isinstance(value, Ragged):
         return value
     if not isinstance(value, np.ndarray) or value.ndim == 0:
+        hint = _NAMED_SPLITS if _is_set(value) else ""
         raise ValueError(
-            f"{name} is a {type(value).__name__}, where an array [samples, …] is expected"
+            f"{name} is a {type(value).__name__}, where an array [samples, …] is expected{hint}"
         )
     return value
 
@@ -355,6 +336,27 @@ def _untorched(name: str, value: Any) -> Any:
         raise ValueError(f"{name} is a sparse or quantized tensor; give {name}.to_dense()")
     value = value.detach().cpu()
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+
+_NAMED_SPLITS = "; data sets of splits are named: {'train': …, 'val': …, 'test': …}"
+
+
+def _is_set(value: object) -> bool:
+    """Whether a value in the place of samples is a data set itself."""
+    indexed = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return (indexed or is_iterable(value)) and not isinstance(value, str | bytes)
+
+
+def _unusable(given: object) -> str:
+    """Describe what is no set of samples."""
+    if given is None:
+        return "None"
+    if isinstance(given, type):
+        return f"the class {given.__name__}, not an object of it"
+    kind = f"a {type(given).__name__}"
+    if hasattr(given, "__getitem__"):
+        return f"{kind}, without __len__"
+    return f"{kind}, not what it returns" if callable(given) else kind
 
 
 def _is_array(value: object) -> bool:
