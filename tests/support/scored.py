@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from science import Halves, Net
 from torch import Tensor, nn
-from torchmetrics import MeanSquaredError, Metric
+from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAUROC, MulticlassF1Score
 from torchmetrics.regression import PearsonCorrCoef, R2Score, SpearmanCorrCoef
 
@@ -22,6 +22,7 @@ from instar.config.schema import ParallelConfig
 from instar.custom import Batch
 from instar.data.arrays import InMemorySource
 from instar.data.columns import Columns
+from instar.data.split import divide_samples
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join
 from instar.run.loop.evaluate import evaluate
@@ -35,7 +36,9 @@ def largest_gap(said: NDArray[Any], true: NDArray[Any]) -> float:
 
 
 CLASSES = 3
-NAMES = ("f1", "auroc", "r2", "pearson", "spearman", "root", "gap")
+LAST_VALIDATED = divide_samples(80, val=21, test=23, seed=1337)["val"][-1]
+OF_CLASSES, OF_KNOWN = ("f1", "auroc"), ("known", "tail")
+NAMES = (*OF_CLASSES, "r2", "pearson", "spearman", "root", "gap", *OF_KNOWN)
 
 
 def metrics() -> dict[str, Any]:
@@ -47,12 +50,21 @@ def metrics() -> dict[str, Any]:
         "spearman": SpearmanCorrCoef(),
         "root": MeanSquaredError() ** 0.5,
         "gap": largest_gap,
+        "known": BinaryAUROC(),
+        "tail": largest_gap,
     }
 
 
 def inputs(batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of few samples for `OF_KNOWN`: of none on some ranks."""
     classes, values = (batch["chances"], batch["label"]), (batch["said"], batch["true"])
-    return {name: classes if name in ("f1", "auroc") else values for name in NAMES}
+    known = batch["known"]
+    return {
+        **dict.fromkeys(NAMES, values),
+        **dict.fromkeys(OF_CLASSES, classes),
+        "known": (batch["said"][known].sigmoid(), (batch["true"][known] > 0).long()),
+        "tail": (batch["said"][known], batch["true"][known]),
+    }
 
 
 @dataclass(frozen=True)
@@ -74,22 +86,31 @@ class Scored:
         return Measured({"loss": Tally(batch["said"], batch["said"].abs())}, inputs(batch))
 
 
-def columns(samples: int) -> Columns:
+def columns(samples: int, nan: bool = False) -> Columns:
+    """
+    Args:
+        nan: whether the last prediction is NaN.
+    """
     drawn = np.random.default_rng(samples)
     true = drawn.normal(0.5, 3, samples).astype(np.float32)
+    chances = drawn.dirichlet([1] * CLASSES, samples).astype(np.float32)
+    said = true + drawn.normal(0, 1, samples).astype(np.float32)
+    if nan:
+        chances[-1] = said[-1] = np.nan
     return {
-        "chances": drawn.dirichlet([1] * CLASSES, samples).astype(np.float32),
+        "chances": chances,
         "label": drawn.integers(CLASSES, size=samples),
         "true": true,
-        "said": true + drawn.normal(0, 1, samples).astype(np.float32),
+        "said": said,
+        "known": np.arange(samples) >= max(samples - 5, 5),
     }
 
 
-def score(world: World, samples: int, batch_size: int) -> dict[str, float]:
+def score(world: World, samples: int, batch_size: int, nan: bool = False) -> dict[str, float]:
     found = evaluate(
         Scored(),  # type: ignore[arg-type]
         nn.Identity(),
-        InMemorySource(columns(samples)),
+        InMemorySource(columns(samples, nan)),
         world,
         batch_size=batch_size,
         limit=None,
@@ -101,7 +122,7 @@ def score(world: World, samples: int, batch_size: int) -> dict[str, float]:
     return found.values()
 
 
-def score_all(folder: str, cases: Sequence[tuple[int, int]]) -> int:
+def score_all(folder: str, cases: Sequence[tuple[int, int, bool]]) -> int:
     """The body of a rank."""
     with join(ParallelConfig(), "cpu") as world:
         told = [score(world, *case) for case in cases]
@@ -185,6 +206,42 @@ class Undeclared(Outputs):
 class Rejecting(Outputs):
     def measure(self, logits: Tensor, batch: Batch) -> dict[str, Any]:
         return super().measure(logits, batch) | {"auroc": (logits[:, 1],)}
+
+
+class NoTensor(Outputs):
+    def measure(self, logits: Tensor, batch: Batch) -> dict[str, Any]:
+        return super().measure(logits, batch) | {"auroc": (logits[:, 1], [1.0])}
+
+
+class Single(Outputs):
+    def measure(self, logits: Tensor, batch: Batch) -> dict[str, Any]:
+        return super().measure(logits, batch) | {"doubt": (logits.mean(),)}
+
+
+class Several(Outputs):
+    def metrics(self) -> dict[str, Any]:
+        return super().metrics() | {"doubt": lambda chances: {"mean": chances.mean()}}
+
+
+class Collected(Outputs):
+    def metrics(self) -> dict[str, Any]:
+        return super().metrics() | {"auroc": MetricCollection([BinaryAUROC()])}
+
+
+def many(chances: NDArray[Any]) -> float:
+    """Fails for more samples than one batch has."""
+    return 1 / max(0, 9 - len(chances))
+
+
+class FailsOnAll(Outputs):
+    def metrics(self) -> dict[str, Any]:
+        return super().metrics() | {"doubt": many}
+
+
+class FailsOnLastRank(Outputs):
+    def measure(self, logits: Tensor, batch: Batch) -> dict[str, Any]:
+        wrong = {"auroc": (logits.argmax(),)} if LAST_VALIDATED in batch["number"] else {}
+        return super().measure(logits, batch) | wrong
 
 
 class NoMetric(Outputs):

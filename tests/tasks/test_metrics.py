@@ -4,6 +4,7 @@ says and decides."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import scored
 import torch
 from forks import MODULES, Forks, children_as_ranks
 from science import evaluations, pointed, result, still_since
-from tiny_run import codes, said
+from tiny_run import codes, events, said
 
 from instar.config.errors import ConfigError
 from instar.config.load import load
@@ -25,8 +26,10 @@ from instar.run.lifecycle.preflight import preflight
 from instar.run.lifecycle.trial import run_trial
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "none")
-CASES = [(2, 64), (3, 1), (7, 64), (17, 3), (100, 5), (100, 64), (1500, 40)]
+SIZES = [(2, 64), (3, 1), (7, 64), (17, 3), (100, 5), (100, 64), (1500, 40)]
 """samples and batch size: also with fewer samples, and fewer batches, than ranks"""
+CASES = [*((*size, False) for size in SIZES), (17, 3, True), (1500, 40, True)]
+"""and whether a prediction is NaN"""
 
 
 def plain(columns: Columns) -> dict[str, float]:
@@ -35,8 +38,11 @@ def plain(columns: Columns) -> dict[str, float]:
     batch = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     given, found = scored.inputs(batch), {}
     for name, metric in scored.metrics().items():
-        if name == "gap":
-            found[name] = metric(*(tensor.numpy() for tensor in given[name]))
+        said, true = given[name]
+        if not len(said) or said.isnan().any():
+            found[name] = math.nan
+        elif metric is scored.largest_gap:
+            found[name] = metric(said.numpy(), true.numpy())
         else:
             metric.update(*given[name])
             found[name] = float(metric.compute())
@@ -52,7 +58,7 @@ def server() -> Iterator[Forks]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_any_number_of_ranks_computes_what_one_process_does(tmp_path: Path, server: Forks) -> None:
-    wanted = [plain(scored.columns(samples)) for samples, _ in CASES]
+    wanted = [plain(scored.columns(samples, nan)) for samples, _, nan in CASES]
     told = [scored.score(ALONE, *case) for case in CASES]
     for ranks in (2, 3):
         arguments = "scored:score_all", str(tmp_path), CASES
@@ -112,10 +118,14 @@ def test_an_evaluation_runs_the_model_once_per_batch(tmp_path: Path, limit: int)
 
 REFUSED = {
     "Unknown": "Unknown.better must name auroc of metrics() too",
-    "PerClass": "the metric auroc must be one number, not a tensor [2]",
+    "PerClass": "the metric auroc must be one number, not Tensor [2]: choose an average",
     "NoTuple": "measure's auroc must be a tuple of the tensors that metrics()['auroc'] takes",
     "Undeclared": "measure's auroc is a tuple, and metrics() declares no auroc that takes it",
     "Rejecting": "the metric auroc failed: TypeError",
+    "NoTensor": "measure's auroc must be a tuple of tensors [samples, …]; number 2 of 2 is of type list",
+    "Single": "measure's doubt must be a tuple of tensors [samples, …]; number 1 of 1 is of type Tensor []",
+    "Several": "the metric doubt must be one number, not dict: choose an average, or declare a metric",
+    "Collected": "not MetricCollection; declare each of its metrics",
     "NoMetric": "the metric auroc must be a torchmetrics.Metric or a function of arrays, not float",
 }
 
@@ -132,3 +142,21 @@ def test_mistakes_are_named_before_the_run(
     with pytest.raises(ConfigError) as caught:
         run_trial(preflight(loaded, 1), ALONE)
     assert REFUSED[task] in str(caught.value)
+
+
+FAILING = {
+    "FailsOnAll": (0, "the metric doubt failed: ZeroDivisionError: division by zero"),
+    "FailsOnLastRank": (1, "measure's auroc must be a tuple of tensors"),
+}
+
+
+@pytest.mark.parametrize("task", FAILING)
+def test_a_metric_that_fails_ends_all_ranks(tmp_path: Path, server: Forks, task: str) -> None:
+    place = science.place(tmp_path, server)
+    rank, message = FAILING[task]
+    children = place.train(tmp_path / "run", f"task=scored:{task}", ranks=2)
+    assert 0 not in codes(children)
+    (failed,) = events(tmp_path / "run", "failed")
+    assert failed["rank"] == rank, failed
+    assert message in failed["message"]
+    assert message in said(children)

@@ -6,6 +6,7 @@ ranks, or a function of arrays that hold the inputs of all samples. Rank 0 compu
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from instar.models.loss import at_least_float32
 Inputs = Sequence[Tensor]
 """what a metric gets of a batch, e.g. predictions and targets"""
 State = dict[str, list[Tensor]]
-
+CPU = torch.device("cpu")
 
 FEW_SAMPLES = 1024
 """largest evaluation set that rank 0 scores at once"""
@@ -79,9 +80,10 @@ def set_metrics(
         elif callable(metric) and not isinstance(metric, nn.Module):
             found[name] = _Gathered(metric)
         else:
+            hint = "; declare each of its metrics" if isinstance(metric, nn.ModuleDict) else ""
             raise TypeError(
                 f"the metric {name} must be a torchmetrics.Metric or a function of arrays, not "
-                f"{type(metric).__name__}"
+                f"{type(metric).__name__}{hint}"
             )
     return found
 
@@ -124,8 +126,7 @@ def _merge(world: World, metrics: Mapping[str, SetMetric]) -> None:
         gathered = [safetensors.torch.load(part) for part in parts]
         for number, metric in enumerate(metrics.values() if world.is_main else ()):
             states = [_of(tensors, str(number)) for tensors in gathered]
-            if len(states := [state for state in states if state]) > 1:
-                metric.merge(states)
+            metric.merge([state for state in states if state])
 
 
 def update(metrics: Mapping[str, SetMetric], inputs: Mapping[str, Inputs]) -> None:
@@ -141,6 +142,12 @@ def update(metrics: Mapping[str, SetMetric], inputs: Mapping[str, Inputs]) -> No
             else f"measure's {name} is a tuple, and metrics() declares no {name} that takes it"
         )
     for name, metric in metrics.items():
+        for place, tensor in enumerate(given := inputs[name] or (None,)):
+            if not isinstance(tensor, Tensor) or not tensor.ndim:
+                raise ValueError(
+                    f"measure's {name} must be a tuple of tensors [samples, …]; number {place + 1} of "
+                    f"{len(given)} is of type {_shown(tensor)}"
+                )
         with _named(name):
             metric.add([at_least_float32(tensor.detach()) for tensor in inputs[name]])
 
@@ -168,13 +175,15 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (RuntimeError, TypeError, ValueError):
-        shown = (
-            f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        )
         raise ValueError(
-            f"the metric {name} must be one number, not {shown}: choose an average, or declare a "
-            "metric for each value"
+            f"the metric {name} must be one number, not {_shown(value)}: choose an average, or "
+            "declare a metric for each value"
         ) from None
+
+
+def _shown(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ + ("" if shape is None else f" {list(shape)}")
 
 
 class _Held:
@@ -208,68 +217,70 @@ class _Gathered(_Held):
         self._function = function
 
     def compute(self) -> object:
-        columns = zip(*self._batches, strict=True)
-        return self._function(*(torch.cat(column).numpy() for column in columns))
+        columns = [torch.cat(column).numpy() for column in zip(*self._batches, strict=True)]
+        return self._function(*columns) if any(map(len, columns)) else math.nan
 
 
 class _AtOnce(_Held):
     """A `torchmetrics.Metric` of a small set, updated with all samples at once."""
 
-    def __init__(self, metric: Any) -> None:
+    def __init__(self, metric: Any, device: torch.device = CPU) -> None:
         super().__init__()
-        self._metric = _prepared(metric, torch.device("cpu"))
+        self._metric = _prepared(metric, device)
+        self._nan = torch.zeros((), dtype=torch.bool, device=device)
+        """whether an input has NaN, which many metrics would rank or count like a number"""
 
     def finish(self) -> None:
         for inputs in _joined(self._batches):
-            self._metric.update(*inputs)
+            if any(map(len, inputs)):  # several metrics fail without a sample
+                self._metric.update(*inputs)
+                self._nan |= torch.stack([tensor.isnan().any() for tensor in inputs]).any()
         self._batches = []
 
     def compute(self) -> object:
+        decides = hasattr(self._metric, "nan_strategy")
+        if not _is_updated(self._metric) or (self._nan and not decides):
+            return math.nan
         return self._metric.compute()
 
 
-class _States:
+class _States(_AtOnce):
     """A `torchmetrics.Metric` whose states are merged."""
 
-    def __init__(self, metric: Any, device: torch.device) -> None:
-        self._metric = _prepared(metric, device)
-        self._held: list[list[Tensor]] = []
-
     def add(self, inputs: Inputs) -> None:
-        self._held.append([*inputs])
-        if sum(len(batch[0]) for batch in self._held if batch) >= FEWEST_IN_UPDATE:
+        self._batches.append([*inputs])
+        if sum(len(batch[0]) for batch in self._batches) >= FEWEST_IN_UPDATE:
             self.finish()
-
-    def finish(self) -> None:
-        for inputs in _joined(self._held):
-            self._metric.update(*inputs)
-        self._held = []
 
     def state(self) -> State:
         self.finish()
-        if not any(part.update_called for part in _parts(self._metric)):
+        if not _is_updated(self._metric):
             return {}
-        return {
+        states = {
             f"{number}.{key}": [state] if isinstance(state, Tensor) else list(state)
             for number, part in enumerate(_parts(self._metric))
             for key, state in part.metric_state.items()
         }
+        return {"nan": [self._nan], **states}
 
     def merge(self, states: Sequence[State]) -> None:
+        if not states:
+            return
+        self._nan = torch.stack([flag for state in states for flag in state["nan"]]).any()
         for number, part in enumerate(_parts(self._metric)):
+            part._update_count = max(1, part._update_count)  # rank 0 may have had no sample
             for key, state in part.metric_state.items():
                 found = [one.get(f"{number}.{key}", []) for one in states]
                 tensors = [tensor.to(part.device) for each in found for tensor in each]
                 # as torchmetrics itself: lists are joined, tensors stacked and reduced
                 reduce = part._reductions[key]
-                if not isinstance(state, list):
+                if isinstance(state, list):
+                    setattr(part, key, reduce(tensors) if reduce and tensors else tensors)
+                elif len(tensors) == 1:
+                    setattr(part, key, tensors[0])
+                else:
                     stacked = torch.stack(tensors)
                     setattr(part, key, stacked if reduce is None else reduce(stacked))
-                else:
-                    setattr(part, key, reduce(tensors) if reduce and tensors else tensors)
-
-    def compute(self) -> object:
-        return self._metric.compute()
 
 
 def _prepared(metric: Any, device: torch.device) -> Any:
@@ -289,6 +300,10 @@ def _prepared(metric: Any, device: torch.device) -> Any:
 def _parts(metric: Any) -> list[Any]:
     """Return the metric and those that it is made of."""
     return [module for module in metric.modules() if hasattr(module, "metric_state")]
+
+
+def _is_updated(metric: Any) -> bool:
+    return any(part.update_called for part in _parts(metric))
 
 
 def _never() -> bool:

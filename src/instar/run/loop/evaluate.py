@@ -143,17 +143,28 @@ def evaluate(
         the result, the same on every rank, or None if a stop was requested meanwhile.
 
     Raises:
-        RunFailed: a rank could not read its samples.
+        RunFailed, PeerError: a rank could not read or measure its samples.
     """
     started = time.perf_counter()
     indices = held_out_indices(len(source), limit, seed)
     batches = held_out_batches(indices, batch_size)
     own_batches = _share(batches, world)
     first = sum(map(len, batches[: _begin(batches, world, world.rank)]))
-    tallies: list[Mapping[str, Tally]] = []
+    tallies: list[tuple[Mapping[str, Tally], int]] = []
+    """with the number of the first held-out sample"""
     wholes = set_metrics(task.set_metrics, world.device, len(indices))
     logged = Logged(world)
-    places: list[int] = []
+
+    def measure(chosen: Int64Array, arrays: Columns, place: int) -> None:
+        batch = to_device(arrays, world.device)
+        with autocast(), weighted(len(chosen)):
+            measured = task.measure(model, batch, predict=on_predictions is not None)
+        tallies.append((measured.tallies, place))
+        update(wholes, measured.inputs)
+        if on_predictions is not None and measured.predictions:
+            on_predictions(chosen, measured.predictions)
+
+    failure: Exception | None = None
     kept = generators_kept(world.device) if task.random else nullcontext()
     with evaluating(model), torch.no_grad(), kept, recording(logged):
         rounds = range(math.ceil(len(batches) / world.size))
@@ -162,26 +173,20 @@ def evaluate(
             if chosen is not None and task.random:
                 # random numbers must depend neither on the number of ranks nor on training
                 seed_generators(seed, EVALUATION, int(chosen[0]))
-            arrays, failure = safe.attempt(partial(_read, source, chosen))
+            arrays = None
+            if failure is None:
+                arrays, failure = safe.attempt(partial(_read, source, chosen))
             safe.finish(safe.report(failure), failure)
             if safe.stop_requested:
                 return None
-            if arrays is not None:
-                batch = to_device(arrays, world.device)
-                with autocast(), weighted(0 if chosen is None else len(chosen)):
-                    measured = task.measure(model, batch, predict=on_predictions is not None)
-                tallies.append(measured.tallies)
-                places.append(first)
-                first += len(chosen) if chosen is not None else 0
-                update(wholes, measured.inputs)
-                if on_predictions is not None and measured.predictions and chosen is not None:
-                    on_predictions(chosen, measured.predictions)
+            if arrays is not None and chosen is not None:
+                # an error is raised on all ranks at the next report
+                _, failure = safe.attempt(partial(measure, chosen, arrays, first))
+                first += len(chosen)
+    safe.finish(safe.report(failure), failure)
     names = [name for name in task.metrics if name not in wholes]
     cut = {
-        name: [
-            _to_units(tally[name], at, task.cluster)
-            for tally, at in zip(tallies, places, strict=True)
-        ]
+        name: [_to_units(tally[name], place, task.cluster) for tally, place in tallies]
         for name in names
     }
     columns = {name: _columns([units.whole for units in cut[name]]) for name in names}
