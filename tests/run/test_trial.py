@@ -122,6 +122,16 @@ def test_samples_in_other_forms_are_the_same_samples(place: Place, attempt: Try,
     assert weights(place.path / "other", 6) == weights(place.path / "plain", 6)
 
 
+def test_another_batch_size_of_a_loader_is_a_warning(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place.path)
+    for size in (5, 8):
+        overrides = ["task=mistaken:Batched", f"train.batch_size={size}", "test.at_end=false"]
+        warned = "".join(preflight(load("run.yaml", overrides), 1).warnings)
+        assert ("not the batch_size 5 of the DataLoader" in warned) == (size == 8)
+
+
 @pytest.mark.parametrize("task", ["Graphs", "Uneven"])
 def test_ragged_samples_are_trained_on(place: Place, task: str) -> None:
     rules = ("test.at_end=false", "early_stopping.rules=[]", "checkpoint.best_of=[loss]")

@@ -82,6 +82,11 @@ class Mapped(Halves):
         return Items(self)
 
 
+class Batched(Halves):
+    def samples(self) -> Any:
+        return {"train": DataLoader(Items(self), batch_size=5), "val": Items(self)}
+
+
 class Graphs(CustomTask[Any, Any]):
     """Graphs of PyTorch Geometric: is the mean of the nodes' features positive?"""
 

@@ -199,6 +199,14 @@ def data_set(given: object) -> object:
     return given
 
 
+def loader_batch(given: object) -> int | None:
+    """Return the batch size of a torch `DataLoader`, that of the training samples if it is one of
+    several; None for anything else."""
+    torch = sys.modules.get("torch.utils.data")
+    train = given.get("train") if isinstance(given, Mapping) else given
+    return train.batch_size if torch is not None and isinstance(train, torch.DataLoader) else None
+
+
 def _read(items: Iterable[Any]) -> list[Any]:
     """Return all items. Raises ValueError if they are more than `MOST_ITEMS`."""
     read = list(islice(items, MOST_ITEMS + 1))

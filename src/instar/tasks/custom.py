@@ -27,6 +27,7 @@ from instar.config.user_code import what_happened
 from instar.data.columns import Columns
 from instar.data.split import SampleSet
 from instar.data.user_sets import StreamedSet, sample_set
+from instar.data.user_source import loader_batch
 from instar.distributed.failure import exits_fail
 from instar.models.loss import at_least_float32
 from instar.models.module import check_trainable, persistent_buffers
@@ -165,6 +166,8 @@ class CustomSpec(SampleSetSpec):
     own: CustomTask[Any, Any]
     first: tuple[weakref.ref[nn.Parameter], ...]
     """parameters of the model that was built to open the data"""
+    unused_batch: int | None
+    """the batch size of a DataLoader that `samples` returned; None: it returned something else"""
 
     @classmethod
     def open(cls, loaded: Loaded, world_size: int) -> Self:  # noqa: ARG003
@@ -180,9 +183,9 @@ class CustomSpec(SampleSetSpec):
             check_buffers(config.task, shape, _facts_in(module))
         first = tuple(map(weakref.ref, module.parameters()))
         del module
-        data = _opened(own, config)
+        data, unused_batch = _opened(own, config)
         data.held_out("val")
-        return cls(config, shape, data, own, first)
+        return cls(config, shape, data, own, first, unused_batch)
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
@@ -201,6 +204,14 @@ class CustomSpec(SampleSetSpec):
     @property
     def unit(self) -> str:
         return self.own.unit
+
+    @property
+    def warnings(self) -> list[str]:
+        size, unused = self.config.train.batch_size, self.unused_batch
+        if unused in (None, size):
+            return []
+        text = f"train.batch_size {size} is used, not the batch_size {unused} of the DataLoader"
+        return [f"{self.config.task}: {text}"]
 
     @property
     def built(self) -> Sequence[weakref.ref[nn.Parameter]]:
@@ -371,14 +382,18 @@ def _section(task: type[CustomTask[Any, Any]], config: RunConfig) -> Section:
     return task.Model.model_construct(given & values.keys(), **values)
 
 
-def _opened(own: CustomTask[Any, Any], config: RunConfig) -> SampleSet | StreamedSet:
-    """Return the user's samples, split by themselves or as the config says."""
+def _opened(
+    own: CustomTask[Any, Any], config: RunConfig
+) -> tuple[SampleSet | StreamedSet, int | None]:
+    """Return the user's samples, split by themselves or as the config says, and the batch size of a
+    DataLoader that held them."""
     name, data = config.task, config.data
     assert isinstance(data, SamplesConfig)
     with _telling(f"{name}.samples() failed"):
         given = own.samples()
     try:
-        return sample_set(own.samples, given, own.fields, data, config.data_seed)
+        found = sample_set(own.samples, given, own.fields, data, config.data_seed)
+        return found, loader_batch(given)
     except ConfigError:
         raise
     except ValueError as error:

@@ -154,6 +154,11 @@ class TaskSpec(ABC):
         return {}
 
     @property
+    def warnings(self) -> list[str]:
+        """What a run does other than the user's code suggests."""
+        return []
+
+    @property
     def built(self) -> Sequence[weakref.ref[torch.nn.Parameter]]:
         """Parameters of models that were built and discarded; no later model may have one."""
         return ()

@@ -44,13 +44,14 @@ class Prepared:
 
     @property
     def warnings(self) -> list[str]:
-        """What the run does other than its config suggests."""
+        """What the run does other than its config or the task's code suggests."""
         schedule, until = self.config.learning_rate, ", ".join(self.config.train.until)
         if not schedule.has_end or schedule.lr_decay_iters is not None:
-            return []
+            return self.spec.warnings
         return [
+            *self.spec.warnings,
             f"learning_rate.shape {schedule.shape} does not decay, because {until} has no last step; "
-            "set learning_rate.lr_decay_iters to the step at which the decay is to end"
+            "set learning_rate.lr_decay_iters to the step at which the decay is to end",
         ]
 
 
