@@ -2,7 +2,7 @@
 
 The pages are the README, which becomes the home page, and the Markdown files of docs, examples and
 benchmarks, in the places that they have in the repository, so that their links hold here and there.
-Two reference pages are generated. Every warning is an error, e.g. a broken link.
+The reference pages are generated. Every warning is an error, e.g. a broken link.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAVIGATION = {
     "Analyze runs": ["docs/logs", "docs/dashboard", "docs/python"],
     "Many runs": ["docs/fleet", "docs/delta"],
     "Reliability": ["docs/reliability", "docs/security"],
-    "Reference": ["docs/reference/commands", "docs/reference/config"],
+    "Reference": ["docs/reference/commands", "docs/reference/config", "docs/reference/python"],
     "Development": [
         "docs/architecture",
         "docs/decisions/README",
@@ -72,6 +72,7 @@ def gather(pages: Path) -> None:
     generated.mkdir()
     (generated / "commands.md").write_text(reference.commands(), "utf-8")
     (generated / "config.md").write_text(reference.config(), "utf-8")
+    (generated / "python.md").write_text(reference.python(), "utf-8")
     found = sorted(page for page in pages.rglob("*.md") if "results" not in page.parts)
     for page in found:
         text = LINK.sub(lambda link: _target(page, link[0]), page.read_text("utf-8"))  # noqa: B023

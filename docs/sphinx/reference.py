@@ -1,10 +1,12 @@
 """The reference pages, from the sources that the command line itself prints: every command with its
-options, and every key of a config with its type, default and meaning."""
+options, and every key of a config with its type, default and meaning; and from docstrings: every
+public name of Python."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from inspect import cleandoc
+from importlib import import_module
+from inspect import cleandoc, isclass
 
 import click
 
@@ -13,6 +15,18 @@ from instar.cli.main import instar
 from instar.config.fields import ROOTS, root_of, sections
 
 Row = Sequence[str]
+
+PUBLIC = (
+    ("Train", "instar", "launch resume"),
+    ("Train in this process", "instar.api", "train"),
+    ("Runs", "instar", "list_runs load_run Run compare"),
+    ("Models", "instar", "load_model load_tokenizer sample evaluate TextLoss"),
+    ("Custom tasks", "instar.custom", "CustomTask Ragged Shape Table log log_image log_table"),
+    ("Configs that are wrong", "instar.config.errors", "ConfigError"),
+    ("Checkpoints that cannot be read", "instar.checkpoint.manifest", "CheckpointError"),
+    ("Runs that fail", "instar.distributed.failure", "RunFailed Interrupted StoppedUnsaved"),
+)
+"""Title, module and names of what docs/python.md and docs/custom-task.md describe."""
 
 
 def commands() -> str:
@@ -79,6 +93,21 @@ def _keys(rows: Sequence[Row], cut: int) -> Iterator[str]:
             for key, kind, default, about in rows
         ],
     )
+
+
+def python() -> str:
+    """Return a page of directives that Sphinx fills from docstrings."""
+    lines = ["# Python", "", "How these are used: [From Python](../python.md).", ""]
+    for title, module, names in PUBLIC:
+        lines += [f"## {title}", "", "```{eval-rst}", f".. currentmodule:: {module}", ""]
+        for name in names.split():
+            is_class = isclass(getattr(import_module(module), name))
+            lines += [
+                f".. autoclass:: {name}\n   :members:" if is_class else f".. autofunction:: {name}"
+            ]
+            lines += [""]
+        lines += ["```", ""]
+    return "\n".join(lines)
 
 
 def _table(head: Row, rows: Sequence[Row]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import instar.api
 from instar.cli.main import COMMANDS
 from instar.config.fields import LANGUAGE, keys, root_of
 
@@ -45,6 +46,14 @@ def test_the_reference_has_every_command_and_key(site: Path) -> None:
     for name in COMMANDS:
         assert f'href="#instar-{name}"' in commands
     assert ">KEY=VALUE<" in commands
+
+
+def test_the_reference_has_every_name_of_python(site: Path) -> None:
+    python = (site / "docs/reference/python.html").read_text("utf-8")
+    for name in {*instar.api.__all__} - {"train"}:
+        assert f'id="instar.{name}"' in python
+    assert 'id="instar.api.train"' in python
+    assert 'id="instar.custom.CustomTask.loss"' in python
 
 
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:

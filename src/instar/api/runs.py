@@ -32,7 +32,7 @@ class Run:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of all metrics: `loss`, `lr`, `val/loss`, …"""
+        """The names of all metrics, such as `loss`, `lr` and `val/loss`."""
         return self.record.metrics
 
     def metric(self, name: str) -> Series:
