@@ -173,12 +173,19 @@ def test_numbers_are_reduced_as_asked() -> None:
         log("low", -2, reduce="min")
         log("low", math.nan, reduce="min")
         log("last", torch.tensor([1.0, 2.0]), reduce="last")
+        log("vast", torch.tensor([1e308, 1e308], dtype=torch.float64), reduce="sum")
+        log("vast", 1e308, reduce="sum")
+        log("even", 1e308)
+        log("even", 1e308)
         with pytest.raises(ValueError, match="the same in each call"):
             log("top", 1, reduce="min")
     log("elsewhere", 1.0)
     found = logged.numbers()
     assert math.isnan(found.pop("low"))
-    assert found == {"mean": 2.0, "each": 3.0, "top": 7.0, "last": 2.0}
+    assert found == {"mean": 2.0, "each": 3.0, "top": 7.0, "last": 2.0} | {
+        "vast": math.inf,
+        "even": 1e308,
+    }
     again = Logged(ALONE)
     again.restore([json.loads(json.dumps(logged.state()))])
     assert {n: v for n, v in again.numbers().items() if n != "low"} == found

@@ -118,20 +118,27 @@ def exact_sums(world: World, columns: Mapping[str, Sequence[float]]) -> dict[str
     """
     own_sums = [str(exact_sum(values)) for values in columns.values()]
     everyones = cast(list[list[str]], gather(world, own_sums))
-    sums = (float(sum(map(parse_sum, texts))) for texts in zip(*everyones, strict=True))
-    return dict(zip(columns, sums, strict=True))
+    sums = (exact_sum([*map(parse_sum, texts)]) for texts in zip(*everyones, strict=True))
+    return dict(zip(columns, map(rounded, sums), strict=True))
 
 
 def total(values: Sequence[float]) -> float:
     """Return the sum of `values`, rounded once, so that their order does not matter."""
-    return float(exact_sum(values))
+    return rounded(exact_sum(values))
 
 
 def exact_sum(values: Sequence[float | Fraction]) -> Fraction | float:
     """Return the sum without rounding; inf or nan if a value is not finite."""
-    if all(map(math.isfinite, values)):
-        return sum((Fraction(value) for value in values), Fraction())
-    return float(sum(values))
+    odd = [value for value in values if isinstance(value, float) and not math.isfinite(value)]
+    return sum(odd) if odd else sum((Fraction(value) for value in values), Fraction())
+
+
+def rounded(value: Fraction | float) -> float:
+    """Return the nearest float; inf beyond the largest one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def parse_sum(text: str) -> Fraction | float:

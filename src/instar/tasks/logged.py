@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from instar.distributed.agree import Json, gather
-from instar.distributed.all_reduce import exact_sum, parse_sum
+from instar.distributed.all_reduce import exact_sum, parse_sum, rounded
 from instar.distributed.world import World
 from instar.models.loss import at_least_float32
 from instar.record.events import TRAIN_METRICS
@@ -165,9 +165,9 @@ def _reduced_over_ranks(name: str, parts: Sequence[_Sums]) -> float:
     decisive = [float(part[3]) for part in parts]
     match reduce:
         case "mean":
-            return float(values / weights)
+            return rounded(values / weights)
         case "sum":
-            return float(values)
+            return rounded(values)
         case "min" | "max":
             return _extreme(decisive, reduce)
         case "last":
@@ -175,7 +175,7 @@ def _reduced_over_ranks(name: str, parts: Sequence[_Sums]) -> float:
 
 
 def _decisive(number: _Number) -> float:
-    values = [float(value) for value in _plain(number.values)]
+    values = [*map(rounded, _plain(number.values))]
     return _extreme(values, number.reduce) if number.reduce in ("min", "max") else values[-1]
 
 
