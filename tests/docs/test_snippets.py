@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,53 @@ HERE_DOCUMENT = re.compile(r"(?<=<<'END'\n).*?^END\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 
 
-def snippets(page: Path, language: str) -> list[str]:
-    return [text for kind, text in FENCE.findall(page.read_text("utf-8")) if kind == language]
+TYPED = ("bash", "console")
+"""fences of commands: alone, or after `$ ` and followed by what they print"""
+VARYING = (
+    (r"\b(run |[\w.]+-)[a-z][a-z2-9]{4}\b", r"\1ID"),
+    (r"\d[\d,.]*(?:e[+-]?\d+)?", "0"),
+    (r"\b0(?:ms|s|m0?|m0s|h0?|d0?)(?!\w)", "TIME"),
+    (r"\b0(?:[kMBT]|%|)(?= |$|→|/)", "0"),
+    (r"-{2,}|─+", "-"),
+    (r" +", " "),
+)
+"""what differs from one run or machine to another: ids, numbers, durations, the widths of columns"""
+
+
+def snippets(page: Path, *languages: str) -> list[tuple[str, str]]:
+    found = FENCE.findall(page.read_text("utf-8"))
+    return [(kind, text) for kind, text in found if kind in languages]
+
+
+def commands(kind: str, text: str) -> list[tuple[str, list[str] | None]]:
+    """The commands of a snippet, each with the lines that it prints, where these are given."""
+    if kind == "bash":
+        return [(text, None)]
+    parts = re.split(r"^\$ ((?:.*\\\n)*.*)\n", text, flags=re.MULTILINE)
+    return [
+        (command, printed.rstrip("\n").split("\n") if printed else [])
+        for command, printed in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+
+
+def alike(line: str) -> str:
+    """The line without what varies."""
+    for pattern, instead in VARYING:
+        line = re.sub(pattern, instead, line)
+    return line.strip()
+
+
+def is_printed(given: list[str], printed: list[str]) -> bool:
+    """Whether the lines of a page are those printed; `...` stands for any lines."""
+    pattern = "".join(
+        "(?:.*\n)*?" if line == "..." else re.escape(f"{alike(line)}\n") for line in given
+    )
+    return re.fullmatch(pattern, "".join(f"{alike(line)}\n" for line in printed)) is not None
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if snippets(p, "bash")], ids=lambda page: page.name
+    "page", [p for p in PAGES if snippets(p, *TYPED)], ids=lambda page: page.name
 )
 def test_the_commands_of_a_page_work_one_after_the_other(
     page: Path, tmp_path: Path, forks: Forks
@@ -49,22 +90,46 @@ def test_the_commands_of_a_page_work_one_after_the_other(
         "PATH": f"{first}:{forks.bin}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    for snippet in snippets(page, "bash"):
+    typed = [one for kind, text in snippets(page, *TYPED) for one in commands(kind, text)]
+    for snippet, given in typed:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", snippet],
             cwd=tmp_path,
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             check=False,
         )
-        assert done.returncode == 0, f"{snippet}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"{snippet}\n{done.stdout}"
+        if given is not None:
+            printed = done.stdout.splitlines()
+            assert is_printed(given, printed), f"{snippet}\n{done.stdout}\nis not\n" + "\n".join(
+                given
+            )
+
+
+def test_output_on_a_page_may_differ_in_numbers_only() -> None:
+    printed = ["run demo-r7f3a", "   2.8s  step 1,000  4.1k tok/s", "kept", "val 3.1"]
+    assert is_printed(["run demo-abcde", "1m05  step 6  972 tok/s", "...", "val 4.0"], printed)
+    assert is_printed(["..."], printed)
+    assert not is_printed(["run demo-r7f3a"], printed)
+    assert not is_printed(["...", "loss 3.1"], printed)
+    assert not is_printed(["...", "kept"], printed)
+
+
+def test_the_readme_lists_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    rows = re.findall(r"^\| (`.*`) \| ", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(extras)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_fence_says_what_it_is(page: Path) -> None:
     kinds = {kind for kind, _ in FENCE.findall(page.read_text("utf-8"))}
-    assert kinds <= {"bash", "text", "yaml", "json", "python"}
+    assert kinds <= {"bash", "console", "text", "yaml", "json", "python"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -76,12 +141,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_a_common_task_takes_at_most_two_commands_or_an_edit(tmp_path: Path) -> None:
     page = ROOT / "docs/tasks.md"
-    (_, *commands), edits = snippets(page, "bash"), snippets(page, "yaml")
-    assert len(commands) + len(edits) == page.read_text("utf-8").count("\n**") >= 30
-    for task in commands:
+    (_, *typed), edits = snippets(page, "bash"), snippets(page, "yaml")
+    assert len(typed) + len(edits) == page.read_text("utf-8").count("\n**") >= 30
+    for _, task in typed:
         edited = HERE_DOCUMENT.sub("", task.replace("\\\n", ""))
         assert len(edited.splitlines()) <= 2, task
-    for task in edits:
+    for _, task in edits:
         (tmp_path / "edited.yaml").write_text(task)
         load(str(tmp_path / "edited.yaml"))
 

@@ -58,7 +58,8 @@ def test_a_run_whose_holder_was_killed_has_crashed(tmp_path: Path) -> None:
         assert status(run).process == process.pid
         process.kill()
         process.wait()
-        assert status(run) == RunStatus("crashed", NO_REASON, False, "", None)
+        begins_again = f"instar resume {run.path}"
+        assert status(run) == RunStatus("crashed", NO_REASON, False, begins_again, None)
 
 
 @pytest.mark.parametrize(("resumable", "state"), [(False, "finished"), (True, "stopped")])

@@ -58,7 +58,7 @@ optimizer: {lr: 0.03, weight_decay: 0.0}
 learning_rate: {shape: constant, warmup_iters: 2}
 eval: {eval_epochs: 1, batch_size: 4}
 early_stopping: {rules: [{metric: loss, patience: 3}]}
-checkpoint: {on_best: true, best_of: [loss, accuracy]}
+checkpoint: {best_of: [loss, accuracy]}
 test: {at_end: true}
 record: {log_interval: 1, report: false}
 """

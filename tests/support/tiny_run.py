@@ -21,6 +21,7 @@ train: {{until: {STEPS}it, batch_size: 13, gradient_accumulation_steps: 3, ema: 
 optimizer: {{name: muon}}
 learning_rate: {{warmup_iters: 5, lr_decay_iters: {STEPS}}}
 eval: {{eval_interval: 7}}
+checkpoint: {{on_best: false}}
 record: {{log_interval: 1, sample_tokens: 4, report: false}}
 """
 

@@ -205,7 +205,6 @@ if not TYPE_CHECKING:
         "eval.eval_epochs": 1,
         "eval.batch_size": 64,
         "test.at_end": True,
-        "checkpoint.on_best": True,
     }
 )
 class GraphConfig(RunConfig):

@@ -265,7 +265,7 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt | None = Field(None, description="steps between saves")
     every_tokens: PositiveInt | None = Field(None, description="tokens between saves")
     every_minutes: Seconds | None = Field(10.0, description="minutes between saves")
-    on_best: bool = Field(False, description="save whenever a metric of best_of is the best so far")
+    on_best: bool = Field(True, description="save whenever a metric of best_of is the best so far")
     best_of: Texts = Field(
         ("loss",),
         description="metrics of which the best checkpoint is kept, the first being `best`, others "

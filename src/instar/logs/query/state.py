@@ -44,7 +44,8 @@ class RunStatus:
     resumable: bool
     """whether `checkpoints/latest` names a checkpoint with a manifest; its files are not verified"""
     go_on: str
-    """command that resumes a stopped or crashed run; empty: it cannot be resumed"""
+    """command that resumes a stopped or crashed run, or begins it again if nothing was saved; empty:
+    neither is possible"""
     process: int | None
     """id of the process that trains in the folder on this machine; 0: unknown"""
 
@@ -83,7 +84,9 @@ def run_status(
         return RunStatus("running", "", resumable, "", process)
     if state == "crashed" and not reason:
         reason = last_error(run, started.time if started else 0.0) or NO_REASON
-    can_resume = resumable and state in ("stopped", "crashed")
+    # a run of which nothing was saved begins again in its folder
+    can_begin = resumable or (run.config.exists() and not any(run.checkpoints.glob("step-*")))
+    can_resume = can_begin and state in ("stopped", "crashed")
     return RunStatus(state, reason, resumable, _resume(run) if can_resume else "", None)
 
 
