@@ -23,6 +23,7 @@ from chains import save
 from forks import INSTAR, forks
 from safetensors.torch import save_file
 from terminal import environment, run_on_terminal
+from tiny_run import CONFIG, TEXT
 from torch import zeros
 from written_runs import writing
 
@@ -142,6 +143,42 @@ def test_ctrl_c_is_heard_in_the_middle(case: str, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
 
 
+FOREVER = "train.until=1000000it"
+LAUNCH = f"import instar; instar.launch('run.yaml', ['{FOREVER}'])"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of a tiny model, and its config."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "squares.txt").write_text(TEXT)
+    (place / "run.yaml").write_text(CONFIG)
+    words = ["train", "run.yaml", "--set", "record.run_dir=runs/tiny-kmn42"]
+    code, seen = run_on_terminal([forks().command, *words], place, environment(), 80)
+    assert code == 0, seen
+    return place
+
+
+@pytest.mark.parametrize(
+    ("argv", "begun", "code", "told"),
+    [
+        (["sample", "tiny-kmn42", "--max-tokens", "1000000"], r"\w{9}", 130, ""),
+        (["find", "lr", "run.yaml", "--steps", "100000"], "training with", 130, "nothing was written"),
+        (["train", "run.yaml", "--set", FOREVER], "loss", 75, "resume with"),
+        (["-c", LAUNCH], "loss", 1, "Interrupted"),
+    ],
+    ids=["sample", "find lr", "train", "launch"],
+)  # fmt: skip
+def test_ctrl_c_ends_what_a_model_computes(
+    argv: list[str], begun: str, code: int, told: str, trained: Path
+) -> None:
+    program = forks().python if argv[0] == "-c" else forks().command
+    ended, seen, seconds = interrupted(argv, trained, begun, program)
+    assert ended == code, seen
+    assert seconds < HEARD_S, seen
+    assert told in seen
+
+
 def test_ctrl_c_is_heard_while_another_process_has_the_lock(tmp_path: Path) -> None:
     save(tmp_path / "chain", 3)
     descriptor = os.open(tmp_path / "chain", os.O_RDONLY)
@@ -201,9 +238,7 @@ def files(place: Path) -> set[str]:
 
 
 def interrupted(
-    argv: Sequence[str],
-    place: Path,
-    doing: str,
+    argv: Sequence[str], place: Path, doing: str, program: Path | None = None
 ) -> tuple[int, str, float]:
     """Press Ctrl-C once what is done is shown; the exit code, what was seen, and the seconds after
     which the process had ended."""
@@ -216,6 +251,6 @@ def interrupted(
         return b""
 
     env = environment() | {"HF_HOME": str(place / "cache"), "HF_DATASETS_OFFLINE": "1"}
-    code, seen = run_on_terminal([forks().command, *argv], place, env, 100, press)
+    code, seen = run_on_terminal([program or forks().command, *argv], place, env, 100, press)
     assert pressed, seen
     return code, _CSI.sub("", seen), time.monotonic() - pressed[0]

@@ -14,6 +14,7 @@ import torch
 from forks import Forks
 from terminal import environment, into_pipes
 from tiny_run import CONFIG, TEXT
+from torch.nn.modules.module import register_module_forward_hook
 
 import instar
 from instar.checkpoint.manifest import CheckpointError
@@ -110,6 +111,18 @@ def test_a_loaded_model_predicts_as_it_is_evaluated() -> None:
     assert found.tokens == whole - 1
     assert found.perplexity == pytest.approx(np.exp(found.loss))
     assert found.bits_per_byte == pytest.approx(found.loss / np.log(2), rel=0.01)
+
+
+def test_a_small_model_is_evaluated_with_one_thread() -> None:
+    torch.set_num_threads(2)
+    used = set[int]()
+    hook = register_module_forward_hook(lambda *_: used.add(torch.get_num_threads()))
+    try:
+        instar.evaluate("tortured-kmn42", TEXT[:100], "cpu")
+    finally:
+        hook.remove()
+    assert used == {1}
+    assert torch.get_num_threads() == 2
 
 
 def test_errors_say_what_instead() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
+from instar.distributed.placement import share_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -161,6 +162,8 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
 
     import torch
 
+    from instar.models.module import enough_threads
+    from instar.models.shape import count_parameters
     from instar.record.progress import tracked
 
     ids = _tokenizer(path).encode(text).tolist()
@@ -170,8 +173,9 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
     place = next(model.parameters()).device
     context = model.arch.context
     total = 0.0
-    begins: Sequence[int] = range(0, len(ids) - 1, context)
-    with torch.no_grad():
+    begins = range(0, len(ids) - 1, context)
+    flops = 2.0 * count_parameters(model.arch).total * min(len(ids), context)
+    with torch.no_grad(), enough_threads(flops):
         for begin in tracked(begins, "evaluating", "windows", len(begins)):
             window_1T = torch.tensor([ids[begin : begin + context + 1]], device=place)
             total += float(model(window_1T[:, :-1], window_1T[:, 1:]))
@@ -191,6 +195,8 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 
 def _load(path: Path, device: str) -> GPT:
+    share_cores(os.environ)
+
     import torch
 
     from instar.models.gpt import load_gpt

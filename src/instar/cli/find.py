@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,10 +122,8 @@ def batch(cfg: str | None, overrides: tuple[str, ...], most: int | None, as_json
 
 
 def _loaded(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:
-    from instar.distributed.placement import share_cores
     from instar.schedule.checks import load_checked
 
-    share_cores(os.environ)
     return load_checked(cfg, overrides)
 
 

@@ -139,8 +139,10 @@ def run_command(run: Callable[[], int]) -> int:
 
 def entry() -> NoReturn:
     """Entry point of the installed command."""
+    from instar.distributed.placement import share_cores
     from instar.distributed.signals import PromptInterrupt, exit_now, ignore_stop_signals
 
+    share_cores(os.environ)
     watch_streams()
     with PromptInterrupt(_leave):
         code = main()

@@ -16,6 +16,7 @@ from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import silent_console
+from instar.record.progress import progress
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
 from instar.run.lifecycle.build import build
@@ -65,9 +66,14 @@ def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trai
 
 def final_loss(prepared: Prepared, config: RunConfig, world: World, steps: int) -> float:
     """Train for a number of steps and return the validation loss; infinity if it diverges."""
-    with opened(prepared, config, world) as trainer:
+    doing = f"training with learning rate {config.optimizer.lr:.3g}"
+    with (
+        opened(prepared, config, world) as trainer,
+        progress(doing, steps, "steps") as advance,
+    ):
         while trainer.state.step < steps:
             trainer.step()
+            advance(1)
             if trainer.state.skipped_in_a_row == _SKIPPED:
                 return math.inf
         trainer.evaluate()
