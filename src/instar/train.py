@@ -7,6 +7,7 @@ import re
 import sys
 
 from instar.cli.main import main
+from instar.distributed.placement import share_cores
 from instar.distributed.signals import exit_now, exit_with_parent, ignore_stop_signals
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
@@ -14,6 +15,7 @@ _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 
 if __name__ == "__main__":
     exit_with_parent(os.environ)
+    share_cores(os.environ)
     code = main(["train", *(word for word in sys.argv[1:] if not _LOCAL_RANK.fullmatch(word))])
     ignore_stop_signals()
     exit_now(code)
