@@ -46,8 +46,8 @@ from instar.run.loop.state import Decision
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output import save
-from instar.tasks.custom import UserTask
 from instar.tasks.task import Measured, Tally
+from instar.tasks.user_task import UserTask
 
 CONFIG = """\
 name: halves

@@ -40,7 +40,7 @@ SPECS: Mapping[str, str] = {
     "graph": "instar.tasks.graph_spec:GraphSpec",
 }
 """`TaskSpec` of each built-in task; its module imports no torch."""
-CUSTOM_SPEC = "instar.tasks.custom:CustomSpec"
+CUSTOM_SPEC = "instar.tasks.custom_spec:CustomSpec"
 
 
 def spec_class(task: str) -> type[TaskSpec]:

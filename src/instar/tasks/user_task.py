@@ -1,0 +1,175 @@
+"""Running a custom task: calls the user's object, and checks what it returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from instar.data.columns import Columns
+from instar.distributed.failure import exits_fail
+from instar.models.loss import at_least_float32
+from instar.tasks.custom import CustomTask
+from instar.tasks.custom_spec import CustomSpec, kind_of, made, name_of
+from instar.tasks.task import Batch, Measured, Tally, Task
+
+
+class UserTask(Task):
+    """`Task` of a `CustomTask`: calls it, and checks what it returns."""
+
+    spec: CustomSpec
+
+    @property
+    def own(self) -> CustomTask[Any, Any]:
+        """The user's object."""
+        return self.spec.own
+
+    @property
+    def random(self) -> bool:
+        """Always true: a user's model may draw, so generators are seeded for every micro-batch."""
+        return True
+
+    def shell(self) -> nn.Module:
+        return made(self.own, self.architecture, self.config.seed)
+
+    def optimizer(self, model: nn.Module) -> Any:
+        with exits_fail(f"{name_of(self.own)}.optimizer"):
+            return self.own.optimizer(model, self.config.optimizer)
+
+    def lr_share(self, step: int, end: int | None) -> float | None:
+        with exits_fail(f"{name_of(self.own)}.schedule"):
+            share = self.own.schedule(step, end)
+        if share is None or (isinstance(share, int | float) and 0.0 <= share < math.inf):
+            return share
+        raise ValueError(
+            f"{name_of(self.own)}.schedule must return a share of the learning rate, at least 0, not "
+            f"{share!r} at step {step}"
+        )
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        return at_least_float32(self._losses(model, batch, self._collated(batch))[0]).sum()
+
+    def hooks(self) -> Sequence[object]:
+        return (self.own,)
+
+    def set_metrics(self) -> Mapping[str, Any]:
+        with exits_fail(f"{name_of(self.own)}.metrics"):
+            found: object = self.own.metrics()
+        if not isinstance(found, Mapping):
+            raise ValueError(
+                f"{name_of(self.own)}.metrics must return metrics by name, not {kind_of(found)}"
+            )
+        if unknown := found.keys() - self.own.better.keys():
+            raise ValueError(
+                f"{name_of(self.own)}.better must name {', '.join(sorted(unknown))} of metrics() too, "
+                "and whether max or min is better"
+            )
+        return found
+
+    def measure(self, model: nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
+        collated = self._collated(batch)
+        losses, outputs = self._losses(model, batch, collated)
+        with exits_fail(f"{name_of(self.own)}.measure"):
+            measured = self.own.measure(outputs, collated)
+        if not isinstance(measured, Mapping):
+            raise ValueError(
+                f"{name_of(self.own)}.measure must return tensors by name, not {kind_of(measured)}"
+            )
+        given = {"loss": losses, **measured}
+        if missing := [name for name in self.own.better if name not in given]:
+            raise ValueError(f"{name_of(self.own)}.measure gave no {', '.join(missing)}")
+        inputs = {name: given[name] for name in self.own.better if isinstance(given[name], tuple)}
+        tallies, ones = {}, torch.ones_like(losses)
+        for name in self.metrics:
+            if name not in inputs:
+                self._check_each(f"measure's {name}", given[name], batch)
+                tallies[name] = Tally(given[name], ones)
+        predictions = self._predictions(outputs, batch, collated) if predict else {}
+        return Measured(tallies, inputs, predictions)
+
+    def _predictions(self, outputs: Any, batch: Batch, collated: Any) -> Columns:
+        with exits_fail(f"{name_of(self.own)}.predict"):
+            said = self.own.predict(outputs, collated)
+        if not isinstance(said, Mapping):
+            raise ValueError(
+                f"{name_of(self.own)}.predict must return tensors by name, not {kind_of(said)}"
+            )
+        for name, values in said.items():
+            first = values[:, 0] if isinstance(values, Tensor) and values.ndim == 2 else values
+            self._check_each(f"predict's {name}", first, batch)
+        return {name: _numbers(values) for name, values in said.items()}
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        with exits_fail(f"{name_of(self.own)}.outputs"):
+            said: object = self.own.outputs(model, self._collated(batch))
+        if not (
+            isinstance(said, Tensor) and said.is_floating_point() and said.ndim and said.numel()
+        ):
+            raise ValueError(
+                f"{name_of(self.own)}.outputs must return one tensor of floating-point numbers, by "
+                f"which growth is checked, not {kind_of(said)}; where the model returns something "
+                "else, define outputs(self, model, batch), e.g. return model(batch['x'])[0]"
+            )
+        return said
+
+    def _collated(self, batch: Batch) -> Any:
+        """Return what the user's `collate` makes of a batch; the batch itself without one."""
+        if type(self.own).collate is CustomTask.collate:
+            return batch
+        with exits_fail(f"{name_of(self.own)}.collate"):
+            return self.own.collate(_each(batch))
+
+    def _losses(self, model: nn.Module, batch: Batch, collated: Any) -> tuple[Tensor, Any]:
+        """Return the losses, and what `measure` and `predict` get: outputs, or the model."""
+        with exits_fail(f"{name_of(self.own)}.loss"):
+            losses: Any = self.own.loss(model, collated)
+        outputs: Any = model
+        if isinstance(losses, tuple) and len(losses) == 2:
+            losses, outputs = losses
+        self._check_each("loss", losses, batch)
+        return losses, outputs
+
+    def _check_each(self, what: str, values: object, batch: Batch) -> None:
+        samples = _samples(batch)
+        if not isinstance(values, Tensor):
+            hint = ": it returns nothing" if values is None else ""
+            raise ValueError(
+                f"{name_of(self.own)}.{what} must be a tensor [samples], one value for each of "
+                f"{samples}, not {kind_of(values)}{hint}"
+            )
+        if values.shape != (samples,):
+            hint = ": say reduction='none'" if what == "loss" else ""
+            if values.ndim > 1 and len(values) == samples:
+                hint = ": take the mean over the other axes, e.g. .flatten(1).mean(1)"
+            raise ValueError(
+                f"{name_of(self.own)}.{what} must be [samples], one for each of {samples}, not "
+                f"{list(values.shape)}{hint}"
+            )
+
+
+def _numbers(values: Tensor) -> NDArray[Any]:
+    """Convert to a type that NumPy and Parquet have: bfloat16 and float16 become float32."""
+    numbers: NDArray[Any] = at_least_float32(values.detach().cpu()).numpy()
+    return numbers
+
+
+def _each(batch: Batch) -> list[dict[str, Tensor]]:
+    """Return the samples of a batch, as views."""
+    columns: dict[str, Sequence[Tensor]] = {}
+    for name, values in batch.items():
+        if (offsets := batch.get(f"{name}.offsets")) is not None:
+            columns[name] = torch.split(values, offsets.diff().tolist())
+        elif not (name.endswith(".offsets") and name.removesuffix(".offsets") in batch):
+            columns[name] = values.unbind()
+    return [dict(zip(columns, parts, strict=True)) for parts in zip(*columns.values(), strict=True)]
+
+
+def _samples(batch: Batch) -> int:
+    """Number of samples of a batch."""
+    name, first = next(iter(batch.items()))
+    offsets = batch.get(f"{name}.offsets")
+    return len(first) if offsets is None else len(offsets) - 1
