@@ -19,12 +19,13 @@ GIB = 1 << 30
 class Screen(PlainScreen):
     """Keeps what is shown, and says when that is."""
 
-    def __init__(self, width: int | None) -> None:
+    def __init__(self, width: int | None, awaited: str = "") -> None:
         super().__init__(io.StringIO(), "utf-8")
         self.width = width
         self.due = width is not None
         self.lines: list[str] = []
         self.is_open = True
+        self.awaited = awaited
         self.shown = threading.Event()
 
     def show(self, text: str, style: str = "") -> None:
@@ -33,7 +34,7 @@ class Screen(PlainScreen):
 
     def update(self, text: str) -> None:
         self.lines.append(text)
-        if text:
+        if text and self.awaited in text:
             self.shown.set()
 
     def close(self) -> None:
@@ -46,7 +47,7 @@ def test_long_work_is_shown_until_it_ends(
 ) -> None:
     for name in ("BAR_AFTER_S", "LINE_EVERY_S", "_TICK_S"):
         monkeypatch.setattr(module, name, 0.001)
-    screen = Screen(width)
+    screen = Screen(width, awaited="2 of 4 bytes")
     with showing(Display(lambda: screen, owns=True)):
         with progress("reading all", 4, "runs"):
             for each in tracked(range(4), "reading one", "bytes", 4):

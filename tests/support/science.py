@@ -328,7 +328,7 @@ MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "the decision to stop": [],
     "a piece of the last save": DISK,
     "a pointer to the best": [(save, "point")],
-    "a micro-batch of the test": [(UserTask, "predict")],
+    "a micro-batch of the test": [(UserTask, "_predictions")],
     "the file of predictions": [(test_phase, "_encoded")],
     "the file of results": [(test_phase, "encode_json")],
 }
