@@ -32,7 +32,8 @@ LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 TYPED = ("bash", "console")
 """fences of commands: alone, or after `$ ` and followed by what they print"""
 VARYING = (
-    (r"(^|\brun |\b[\w.]+-)[a-z][a-z2-9]{4}\b", r"\1ID"),
+    (r"^[a-z][a-z2-9]{4}(?=  )", "ID"),
+    (r"\b(run |[\w.]+-)[a-z][a-z2-9]{4}\b", r"\1ID"),
     (r"\d[\d,.]*(?:e[+-]?\d+)?", "0"),
     (r"\b0(?:ms|s|m0?|m0s|h0?|d0?)(?!\w)", "TIME"),
     (r"\b0(?:[kMBT]|%|)(?= |$|→|/)", "0"),
