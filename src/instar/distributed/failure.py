@@ -19,6 +19,8 @@ from pathlib import Path
 from instar.config.errors import InstarError, sentence_of
 from instar.config.user_code import what_happened
 
+_PF_EXITING = 0x4
+"""flag of a process that exits, in Linux's /proc/PID/stat"""
 RECORD_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_VARIABLE = "INSTAR_LAUNCHER_PID"
 FOLDER_PREFIX = "instar-"
@@ -204,11 +206,21 @@ def write_failure(failure: Failure, error: BaseException, environ: Mapping[str, 
     temporary.replace(target)
 
 
-def remove_orphaned(environ: Mapping[str, str]) -> None:
-    """Remove this rank's files of a launcher that was killed; the last rank removes its folder."""
+def remove_orphaned(environ: Mapping[str, str], patience_s: float = 0.0) -> None:
+    """Remove this rank's files of a launcher that was killed; the last rank removes its folder.
+
+    Args:
+        patience_s: how long to wait until the launcher ends. Linux signals this when the thread
+            that made this process has ended; the others may be a moment later.
+    """
     record, launcher = environ.get(RECORD_VARIABLE), environ.get(LAUNCHER_VARIABLE)
-    if not record or launcher in (None, str(os.getppid())):
+    if not record or launcher is None:
         return
+    deadline = time.monotonic() + patience_s
+    while _is_running_parent(int(launcher)):
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.005)
     own = Path(record).parent
     folder = own.parents[1]
     if folder.name.startswith(FOLDER_PREFIX):
@@ -216,6 +228,21 @@ def remove_orphaned(environ: Mapping[str, str]) -> None:
         with suppress(OSError):  # other ranks still have theirs
             own.parent.rmdir()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running_parent(pid: int) -> bool:
+    """Whether a process is the parent of this one, and does not exit.
+
+    A process that exits keeps its children until its memory is freed, which may take a second.
+    """
+    if os.getppid() != pid:
+        return False
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return True
+    state, *numbers = status.rpartition(")")[2].split()  # after the name, which may have spaces
+    return state not in "ZX" and not int(numbers[5]) & _PF_EXITING
 
 
 def read_failure(path: Path) -> Failure | None:

@@ -39,6 +39,8 @@ STOP_SIGNALS = (
 )
 _INTERACTIVE = (signal.SIGINT, signal.SIGQUIT)
 _training = threading.Event()
+_stopped = threading.Event()
+"""whether a stop signal has come, perhaps because the launcher has died"""
 PROMPT_S = 0.7
 """how long after Ctrl-C a command may take to end by itself"""
 SAVE_S = 5.0
@@ -129,6 +131,7 @@ class StopSignal:
     def _request(self, number: int) -> None:
         self.requested = self.requested or signal.Signals(number).name
         self._requested.set()
+        _stopped.set()
 
     def _count(self) -> None:
         first = last = -math.inf
@@ -226,7 +229,7 @@ def exit_now(code: int) -> NoReturn:
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(0.3)
-    remove_orphaned(os.environ)
+    remove_orphaned(os.environ, 0.3 if _stopped.is_set() else 0.0)
     os._exit(code)
 
 
