@@ -11,6 +11,7 @@ import torch
 from instar.record.events import Layers, Train, read_events
 from instar.run.loop.gradient_stats import LayerStats, group_of
 from instar.run.loop.trainer import Trainer
+from instar.run.parallel.replicated import whole_norms
 
 Make = Callable[..., Trainer]
 
@@ -24,7 +25,7 @@ def test_norms_are_of_the_whole_group() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     parameters = {f"blocks.{name}": p for name, p in model.named_parameters()}
     model(torch.ones(5, 3)).square().sum().backward()
-    watch = LayerStats()
+    watch = LayerStats(whole_norms)
     watch.before(parameters)
     gradients = torch.cat([p.grad.flatten() for p in model[1].parameters() if p.grad is not None])
     with torch.no_grad():

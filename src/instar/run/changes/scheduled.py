@@ -211,7 +211,7 @@ def _apply_settings(state: RunState, parts: Components, before: State, *, grown:
         state = replace(state, phase=phase)
     # a grown model is built with its parameters frozen
     if now.frozen != was.frozen and not grown:
-        freeze(parts.stepper, parts.config, now.frozen)
+        freeze(parts.stepper, now.frozen)
         module_frozen = after.facts(after.architecture).frozen
         thawed = [
             n for n in sorted(module_frozen) if is_frozen(was.frozen, n) > is_frozen(now.frozen, n)

@@ -72,7 +72,6 @@ def build(
         bare = task.build()
         # the other ranks receive them
         warnings = [] if load_weights is None else load_weights(bare)
-        bare = bare.to(world.device)
     stepper = build_stepper(config, world, task, bare, initial.settings.frozen)
     budgets = [parse_budget(text) for text in config.train.until]
     seconds = [budget for budget in budgets if budget.kind == "seconds"]

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from instar.distributed.agree import raise_on_all_ranks
-from instar.distributed.parallel import sync
 from instar.record.progress import tracked
 from instar.run.changes.scheduled import stages_ahead
 from instar.run.loop.components import Components
@@ -51,7 +50,7 @@ def compile_stages(state: RunState, parts: Components) -> int:
         # the same model is recompiled only if the shape of its samples changes
         if stepper is None or before is None or _model(before) != _model(stage):
             with raise_on_all_ranks(world, "building the model"):
-                bare = task.shell().to(device)
+                bare = task.shell()
             stepper = build_stepper(config, world, task, bare, stage.settings.frozen)
         stepper.task = task
         _run_once(stepper, stage, f"compiling stage {number}")
@@ -79,7 +78,7 @@ def _run_once(stepper: Stepper, stage: State, what: str) -> None:
     waiting for its own.
     """
     settings, source, world = stage.settings, stepper.task.held_out("val"), stepper.world
-    with sync(stepper.model, enabled=False):
+    with stepper.strategy.unreduced():
         with raise_on_all_ranks(world, what):
             size = min(settings.batch_size, -(-settings.global_batch // world.size))
             # the last sample of a text may be shorter
@@ -87,7 +86,7 @@ def _run_once(stepper: Stepper, stage: State, what: str) -> None:
             batch = to_device(source.read(indices), world.device)
             enter(stepper.bare_model, 0)
             with stepper.autocast():
-                loss = stepper.task.loss_sum(stepper.model, batch)
+                loss = stepper.task.loss_sum(stepper.strategy.model, batch)
         # apart from the forward pass: DDP always reduces the first gradients of a static graph
         with raise_on_all_ranks(world, what):
             torch.autograd.backward(loss)

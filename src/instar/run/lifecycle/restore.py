@@ -169,10 +169,10 @@ def replay(
             phase = parts.loaders.next(phase, phase_task, context, cursor)
     if now.architecture != before.architecture:
         with raise_on_all_ranks(parts.world, "building the model"):
-            bare = task.shell().to(parts.world.device)
+            bare = task.shell()
         parts.stepper = build_stepper(parts.config, parts.world, task, bare, now.settings.frozen)
     elif now.settings.frozen != before.settings.frozen:
-        freeze(parts.stepper, parts.config, now.settings.frozen)
+        freeze(parts.stepper, now.settings.frozen)
     parts.stepper.task = task
     if phase != state.phase:
         parts.read(phase)

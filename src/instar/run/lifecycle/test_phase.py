@@ -137,7 +137,7 @@ def _weights(
         return
     enter(parts.stepper.bare_model, state.step)
     parts.stepper.share_buffers()
-    with parts.stepper.averaged_weights():
+    with parts.stepper.evaluating():
         name = "last" if weights == "best" else weights
         yield parts.task, parts.stepper.bare_model, state.step, name
 

@@ -21,6 +21,7 @@ from instar.data.source import Source, close
 from instar.data.workers import keep_freed_memory
 from instar.distributed.agree import P2PChannel, agree, raise_on_all_ranks
 from instar.distributed.world import World
+from instar.run.parallel.choose import slices
 from instar.tasks.task import Task
 
 
@@ -79,8 +80,8 @@ class LoaderFactory:
         dispatched = config.data.strategy == "dispatched" and world.size > 1
         self._parcels = P2PChannel(world) if dispatched else None
         self._feeds = 0
-        elastic = config.reproducible == "elastic"
-        self._slices = config.parallel.elastic.virtual_ranks if elastic else world.size
+        self._own = slices(config, world.size)
+        self._slices = sum(map(len, self._own))
         self._opened: tuple[Task, int, Source, Order] | None = None
 
     @property
@@ -113,9 +114,7 @@ class LoaderFactory:
         return Prefetcher(self._reader(task, phase), self._config.data.prefetch)
 
     def _reader(self, task: Task, phase: DataPhase) -> Reader:
-        size, rank = self._world.size, self._world.rank
-        each = self._slices // size
-        own = [range(one * each, (one + 1) * each) for one in range(size)]
+        own, rank = self._own, self._world.rank
         self._feeds += 1
         if self._parcels is None:
             return LocalReader(*self._samples(task, phase), self._slices, own[rank], f"rank {rank}")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -14,6 +13,8 @@ from instar.growth.proof import new_slices, split_grad_norms
 from instar.models import shape
 
 Norms = Mapping[str, float]
+GroupNorms = Callable[[Mapping[str, Sequence[Tensor]]], Norms]
+"""Returns the Euclidean norm of each group of tensors; see `Strategy.norms`."""
 
 
 def group_of(name: str) -> str:
@@ -31,7 +32,8 @@ class LayerStats:
     after it. A copy of the weights is kept in between.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, norms: GroupNorms) -> None:
+        self._norms = norms
         self.grad_norm: Norms = {}
         self.update_ratio: Norms = {}
         """‖Δw‖ / ‖w‖ per layer"""
@@ -39,27 +41,22 @@ class LayerStats:
 
     def before(self, parameters: Mapping[str, Parameter]) -> None:
         gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-        self.grad_norm = _norms(gradients)
+        self.grad_norm = self._norms(_grouped(gradients))
         self._weights = {n: parameters[n].detach().clone() for n in gradients}
 
     def after(self, parameters: Mapping[str, Parameter]) -> None:
-        sizes = _norms(self._weights)
-        moved = _norms({n: parameters[n].detach() - old for n, old in self._weights.items()})
+        sizes = self._norms(_grouped(self._weights))
+        steps = {n: parameters[n].detach() - old for n, old in self._weights.items()}
+        moved = self._norms(_grouped(steps))
         self._weights = {}
         self.update_ratio = {g: moved[g] / size for g, size in sizes.items() if size > 0}
 
 
-def _norms(tensors: Mapping[str, Tensor]) -> Norms:
-    """Return the Euclidean norm per layer, with a single device synchronization."""
+def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     groups: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(group_of(name), []).append(tensor)
-    norms = [_together(group) for group in groups.values()]
-    return dict(zip(groups, torch.stack(norms).tolist(), strict=True)) if norms else {}
-
-
-def _together(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.nn.utils.get_total_norm(list(tensors)).float()
+    return groups
 
 
 WATCHED_STEPS = 3

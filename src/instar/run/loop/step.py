@@ -1,43 +1,35 @@
 """Optimizer step: accumulate gradients, check and clip their norm, update the weights.
 
-The gradient of the global batch is left in `Parameter.grad`, the same on every rank. The rest of a
-step does not depend on ranks.
+The strategy leaves the gradient of the global batch in `Parameter.grad`, whole or in parts. The rest
+of a step does not depend on ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from instar.config.schema import DDPConfig, RunConfig
+from instar.config.schema import RunConfig
 from instar.data.columns import Columns, Ragged, leaves
 from instar.data.loader import MicroBatch, StepBatch
-from instar.distributed.agree import gather, raise_on_all_ranks
-from instar.distributed.all_reduce import DeterministicAllReduce
-from instar.distributed.parallel import (
-    ForwardCollectives,
-    broadcast_from_rank_0,
-    copy_from_rank_0,
-    sync,
-    unwrap,
-    wrap,
-)
+from instar.distributed.agree import raise_on_all_ranks
+from instar.distributed.shards import own, whole
 from instar.distributed.world import World
-from instar.models.module import has_buffers, held_buffers, load_buffers, persistent_buffers
+from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
 from instar.run.loop.generators import seed_generators
 from instar.run.loop.gradient_stats import GradientWatch, LayerStats
 from instar.run.loop.optimizer import set_learning_rate, task_optimizers
-from instar.schedule.settings import is_frozen
+from instar.run.parallel.choose import parallelize
+from instar.run.parallel.strategy import MicroBatchCalls, Strategy, share_buffers
 from instar.tasks.logged import weighted
 from instar.tasks.task import Batch, Task
 
@@ -94,139 +86,6 @@ def to_device(arrays: Columns, device: torch.device) -> Batch:
     }
 
 
-class MicroBatchCalls(NamedTuple):
-    """What accumulating the gradients of a step calls."""
-
-    forward: Callable[[MicroBatch], Tensor]
-    """returns a micro-batch's summed loss"""
-    backward: Callable[[Tensor], None]
-    """adds a loss's gradients to those of the parameters"""
-    before_sync: Callable[[], None]
-    """called at the latest point where it is safe to leave by an exception: the ranks synchronize
-    once, after it"""
-
-
-class DataParallel:
-    """DDP: each rank runs one slice; the all-reduce overlaps the last backward pass."""
-
-    def __init__(self, world: World, model: Module, ddp: DDPConfig) -> None:
-        """
-        Args:
-            model: newly wrapped by `wrap`.
-        """
-        self.world, self.model = world, model
-        self.collectives = ForwardCollectives(model, ddp)
-        self._new_static_graph = world.size > 1 and ddp.static_graph
-
-    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
-        """Run this rank's micro-batches and reduce their gradients; return its summed loss, a float64
-        scalar on the device. A collective."""
-        # DDP averages over ranks; undo that to get the sum
-        scale = self.world.size / batch.weight
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        # as late as possible, so that the exchange overlaps with forward and backward passes
-        early = self.collectives.next_may_communicate()
-        if early:
-            calls.before_sync()
-        passes = [(micro, micro.samples > 0) for micro in batch.micro_batches]
-        # DDP records a static graph in its first backward pass, which must reduce. The averaged
-        # gradients are the same on all ranks, so averaging them again changes nothing. All ranks
-        # must reduce equally often, so a rank with a single micro-batch runs it twice.
-        learns = self._new_static_graph and self._some_rank_accumulates(len(passes))
-        if learns and len(passes) == 1:
-            passes.insert(0, (replace(passes[0][0], samples=0), False))
-        self._new_static_graph = False
-        for index, (micro, counts) in enumerate(passes):
-            last = index == len(passes) - 1
-            # no_sync must be entered before the forward pass, in which DDP decides
-            held = {} if counts else held_buffers(unwrap(self.model))
-            with sync(self.model, enabled=last or (learns and index == 0)):
-                loss = calls.forward(micro)
-                if last and not early:
-                    calls.before_sync()
-                calls.backward(loss * (scale if counts else 0.0))
-            if counts:
-                total += loss.detach()
-            else:
-                # running statistics must not include stand-in samples, or a sample twice
-                load_buffers(unwrap(self.model), held)
-        self.collectives.reduced()
-        return total
-
-    def _some_rank_accumulates(self, micro_batches: int) -> bool:
-        return any(cast(int, number) > 1 for number in gather(self.world, micro_batches))
-
-
-class VirtualRanks:
-    """`reproducible: elastic`: a fixed number of slices, independent of the world size.
-
-    The gradient of each slice is accumulated separately; the gradients of all slices are added in a
-    fixed tree, so that no bit depends on the number of ranks.
-    """
-
-    def __init__(self, world: World, model: Module, number: int) -> None:
-        """
-        Args:
-            model: without wrappers.
-            number: number of slices.
-        """
-        self.world, self.model = world, model
-        by_type: dict[torch.dtype, list[Parameter]] = {}
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                by_type.setdefault(parameter.dtype, []).append(parameter)
-        self.parts = [
-            (
-                parameters,
-                DeterministicAllReduce(world, number, sum(p.numel() for p in parameters), dtype),
-            )
-            for dtype, parameters in by_type.items()
-        ]
-        """per dtype: the parameters, and the all-reduce of their gradients"""
-
-    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
-        """See `DataParallel`."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        # each slice starts with the buffers from before the step, and the model keeps those of the
-        # first slice, as under DDP with one rank per slice
-        before, after = held_buffers(self.model), None
-        for _, micro_batches in groupby(batch.micro_batches, lambda micro: micro.rank):
-            if after is not None:
-                load_buffers(self.model, before)
-            gradients = [tree.leaf() for _, tree in self.parts]
-            self._point_to(gradients)
-            for micro in micro_batches:
-                if micro.samples:
-                    loss = calls.forward(micro)
-                    calls.backward(loss / batch.weight)
-                    total += loss.detach()
-            for (_, tree), gradient in zip(self.parts, gradients, strict=True):
-                tree.add(gradient)
-            if after is None:
-                after = held_buffers(self.model)
-        calls.before_sync()
-        self._point_to([tree.root() for _, tree in self.parts])
-        load_buffers(self.model, after or {})
-        share_buffers(self.world, self.model)
-        return total
-
-    def _point_to(self, flats: Sequence[Tensor]) -> None:
-        """Make the parameters' gradients views of flat tensors, one per dtype."""
-        for (parameters, _), flat in zip(self.parts, flats, strict=True):
-            pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                parameter.grad = piece.view_as(parameter)
-
-
-def share_buffers(world: World, model: Module) -> None:
-    """Broadcast rank 0's persistent buffers, as DDP does. A collective."""
-    # every rank has built the same module, so either all ranks broadcast or none
-    if world.size > 1 and has_buffers(model):
-        buffers = broadcast_from_rank_0(world, persistent_buffers(model), "sharing buffers")
-        if not world.is_main:
-            load_buffers(model, buffers)
-
-
 class Stepper:
     """Runs the optimizer steps of a model; owns gradients, gradient scaler and moving average."""
 
@@ -235,13 +94,10 @@ class Stepper:
         config: RunConfig,
         world: World,
         task: Task,
-        model: Module,
-        gradients: DataParallel | VirtualRanks,
-        parameters: Mapping[str, Parameter],
+        strategy: Strategy,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        self.task, self.model, self.world, self.optimizers = task, model, world, optimizers
-        self.gradients, self.parameters = gradients, dict(parameters)
+        self.task, self.world, self.strategy, self.optimizers = task, world, strategy, optimizers
         self.clip = config.train.clip
         self.precision = config.precision
         random = task.random or config.reproducible == "elastic"
@@ -260,27 +116,22 @@ class Stepper:
 
     @property
     def bare_model(self) -> Module:
-        """The model without its DDP wrapper, for rank-local forward passes."""
-        return unwrap(self.model)
+        """The model without wrappers, for evaluations."""
+        return self.strategy.bare
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The parameters that the optimizers hold, by name."""
+        return self.strategy.parameters
 
     def share_buffers(self) -> None:
         """Broadcast rank 0's persistent buffers, as DDP does. A collective."""
         share_buffers(self.world, self.bare_model)
 
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Context manager: use the moving average, if there is one, in place of the weights."""
-        if self.ema is None:
-            yield
-            return
-        weights = [p.data for p in self.parameters.values()]
-        for parameter, average in zip(self.parameters.values(), self.ema.values(), strict=True):
-            parameter.data = average
-        try:
-            yield
-        finally:
-            for parameter, weight in zip(self.parameters.values(), weights, strict=True):
-                parameter.data = weight
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Context for forward passes of `bare_model` without gradients, with the moving average, if
+        there is one, in place of the weights."""
+        return self.strategy.evaluating(self.ema)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of forward passes."""
@@ -306,7 +157,7 @@ class Stepper:
         enter(self.bare_model, step)
         buffers = held_buffers(self.bare_model)
         calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
-        loss_sum = self.gradients.accumulate(batch, calls)
+        loss_sum = self.strategy.accumulate(batch, calls)
         result = StepResult(loss_sum, self._update())
         if result.skipped:
             # otherwise one non-finite batch would spoil running statistics permanently
@@ -319,7 +170,9 @@ class Stepper:
             # no state to save, and the result does not depend on which rank runs a micro-batch
             seed_generators(self.seed, step, micro.first)
         with self.autocast(), weighted(micro.samples):
-            return self.task.loss_sum(self.model, to_device(micro.arrays, self.world.device))
+            return self.task.loss_sum(
+                self.strategy.model, to_device(micro.arrays, self.world.device)
+            )
 
     def _backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss))
@@ -327,28 +180,29 @@ class Stepper:
     def _update(self) -> float:
         """Clip and update, unless the gradient is not finite; return its norm.
 
-        Every rank has the same reduced gradient, so all ranks decide alike.
+        Every rank gets the same norm, so all ranks decide alike.
         """
         # GradScaler rejects an optimizer whose parameters are all frozen
         training = [optimizer for optimizer in self.optimizers if _has_gradients(optimizer)]
         for optimizer in training:
             self.scaler.unscale_(optimizer)
         if self.watch is not None:
-            self.watch.update({n: p.grad for n, p in self.parameters.items() if p.grad is not None})
+            self.watch.update(
+                {n: whole(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+            )
         if self.layers is not None:
             self.layers.before(self.parameters)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm_tensor = torch.nn.utils.get_total_norm(gradients)
-        norm = norm_tensor.item()
+        norm = self.strategy.norms({"": gradients})[""]
         if math.isfinite(norm):
             if self.clip is not None and norm > self.clip:
-                torch._foreach_mul_(gradients, self.clip / norm)
+                torch._foreach_mul_([own(each) for each in gradients], self.clip / norm)
             for optimizer in training:
                 self.scaler.step(optimizer)
             if self.ema is not None and self.ema_decay is not None:
                 torch._foreach_lerp_(
-                    list(self.ema.values()),
-                    [p.detach() for p in self.parameters.values()],
+                    [own(average) for average in self.ema.values()],
+                    [own(p) for p in self.parameters.values()],
                     1.0 - self.ema_decay,
                 )
         if self.layers is not None:
@@ -367,57 +221,22 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def build_stepper(
     config: RunConfig, world: World, task: Task, bare: Module, frozen: Sequence[str] = ()
 ) -> Stepper:
-    """Build a stepper: optimizers without state, and the model wrapped for all ranks. A collective.
+    """Build a stepper: the model prepared for all ranks, and optimizers without state. A collective.
 
     Args:
-        bare: the model without wrappers, on this rank's device.
+        bare: the model without wrappers.
         frozen: patterns of frozen parameters, see `is_frozen`.
 
     Raises:
         PeerError: a rank failed.
     """
-    copy_from_rank_0(world, bare)
+    strategy = parallelize(config, world, bare, frozen)
     with raise_on_all_ranks(world, "preparing the model for training"):
-        parameters = dict(bare.named_parameters())
-        _freeze(bare, frozen)
-        model, gradients = _on_all_ranks(config, world, bare)
-        return Stepper(
-            config,
-            world,
-            task,
-            model,
-            gradients,
-            parameters,
-            task_optimizers(task, bare, config.optimizer),
-        )
+        optimizers = task_optimizers(task, strategy.bare, config.optimizer)
+        return Stepper(config, world, task, strategy, optimizers)
 
 
-def freeze(stepper: Stepper, config: RunConfig, frozen: Sequence[str]) -> None:
+def freeze(stepper: Stepper, frozen: Sequence[str]) -> None:
     """Change the frozen parameters; optimizers keep their state. A collective."""
-    bare = stepper.bare_model
     with raise_on_all_ranks(stepper.world, "freezing parameters"):
-        _freeze(bare, frozen)
-        # DDP reads requires_grad only when it wraps the model
-        stepper.model, stepper.gradients = _on_all_ranks(config, stepper.world, bare)
-
-
-def _freeze(bare: Module, frozen: Sequence[str]) -> None:
-    for name, parameter in bare.named_parameters():
-        parameter.requires_grad_(not is_frozen(frozen, name))
-
-
-def _on_all_ranks(
-    config: RunConfig, world: World, bare: Module
-) -> tuple[Module, DataParallel | VirtualRanks]:
-    """Wrap a model for all ranks; return it, and what accumulates its gradients."""
-    if config.reproducible == "elastic":
-        number = config.parallel.elastic.virtual_ranks
-        return bare, VirtualRanks(world, bare, number)
-    model = bare
-    if config.compile:
-        # graphs of earlier shapes count against torch's recompile limit, and make sizes dynamic
-        torch.compiler.reset()
-        model = cast(Module, torch.compile(bare))
-    # wrap last: DDP must see the model on its device, and compiled
-    wrapped = wrap(model, world, config.parallel.ddp)
-    return wrapped, DataParallel(world, wrapped, config.parallel.ddp)
+        stepper.strategy.freeze(frozen)

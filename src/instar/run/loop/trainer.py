@@ -91,8 +91,10 @@ class Trainer:
         share = parts.task.lr_share(number - settings.lr_start, settings.lr_decay_iters)
         lr = learning_rate(settings, number, share)
         layers_every = parts.config.record.layers_every
-        if layers_every and Every(layers_every).due(number, number + 1) and parts.world.is_main:
-            parts.stepper.layers = LayerStats()
+        strategy = parts.stepper.strategy
+        wanted = layers_every is not None and Every(layers_every).due(number, number + 1)
+        if wanted and (parts.world.is_main or strategy.together):
+            parts.stepper.layers = LayerStats(strategy.norms)
         try:
             batch, flags = self._next_batch()
             # receive the other ranks' status at the latest point where leaving hangs no rank

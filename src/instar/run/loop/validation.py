@@ -44,7 +44,7 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
     parts.sync.begin(f"evaluation at step {state.step}", state.step)
     enter(stepper.bare_model, state.step)
     stepper.share_buffers()
-    with stepper.averaged_weights():
+    with stepper.evaluating():
         result = evaluate(
             parts.task,
             stepper.bare_model,

@@ -46,7 +46,7 @@ class TextSampler:
         enter(model, step)
         prompt = self._config.sample_prompt or "\n"
         try:
-            with stepper.averaged_weights(), stepper.autocast():
+            with stepper.evaluating(), stepper.autocast():
                 text = task.sample_text(model, tokenizer, prompt, self._config.sample_tokens)
         except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
             # weights that are not finite give no distribution to draw from; the run continues

@@ -1,0 +1,129 @@
+"""Every rank holds the whole model: one process, or DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from instar.config.schema import RunConfig
+from instar.data.loader import StepBatch
+from instar.distributed.agree import gather
+from instar.distributed.parallel import ForwardCollectives, sync, wrap
+from instar.distributed.world import World
+from instar.models.module import held_buffers, load_buffers
+from instar.run.parallel.strategy import MicroBatchCalls, freeze
+
+
+class Replicated:
+    """The part of a `Strategy` that follows from each rank holding all of every tensor."""
+
+    together = False
+
+    def __init__(self, world: World, bare: Module) -> None:
+        """
+        Args:
+            bare: the model without wrappers, on this rank's device.
+        """
+        self.world, self.bare = world, bare
+        self.parameters = dict(bare.named_parameters())
+
+    def norms(self, groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+        """See `Strategy`."""
+        return whole_norms(groups)
+
+    @contextmanager
+    def evaluating(self, values: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """See `Strategy`."""
+        if values is None:
+            yield
+            return
+        parameters = {name: self.parameters[name] for name in values}
+        own = {name: parameter.data for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data = values[name]
+        try:
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = own[name]
+
+
+def whole_norms(groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+    """Return the norm of each group of whole tensors, with a single device synchronization."""
+    if not groups:
+        return {}
+    norms = [torch.nn.utils.get_total_norm(list(each)).double() for each in groups.values()]
+    return dict(zip(groups, torch.stack(norms).tolist(), strict=True))
+
+
+class DataParallel(Replicated):
+    """DDP: each rank runs one slice; the all-reduce overlaps the last backward pass."""
+
+    def __init__(self, config: RunConfig, world: World, bare: Module) -> None:
+        super().__init__(world, bare)
+        self._config = config
+        self._wrap()
+
+    def _wrap(self) -> None:
+        model, ddp = self.bare, self._config.parallel.ddp
+        if self._config.compile:
+            # graphs of earlier shapes count against torch's recompile limit, and make sizes dynamic
+            torch.compiler.reset()
+            model = cast(Module, torch.compile(model))
+        # wrap last: DDP must see the model on its device, and compiled
+        self.model = wrap(model, self.world, ddp)
+        self.collectives = ForwardCollectives(self.model, ddp)
+        self._new_static_graph = self.world.size > 1 and ddp.static_graph
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """See `Strategy`."""
+        freeze(self.bare, patterns)
+        # DDP reads requires_grad only when it wraps the model
+        self._wrap()
+
+    def unreduced(self) -> AbstractContextManager[None]:
+        """See `Strategy`."""
+        return sync(self.model, enabled=False)
+
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+        """See `Strategy`."""
+        # DDP averages over ranks; undo that to get the sum
+        scale = self.world.size / batch.weight
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        # as late as possible, so that the exchange overlaps with forward and backward passes
+        early = self.collectives.next_may_communicate()
+        if early:
+            calls.before_sync()
+        passes = [(micro, micro.samples > 0) for micro in batch.micro_batches]
+        # DDP records a static graph in its first backward pass, which must reduce. The averaged
+        # gradients are the same on all ranks, so averaging them again changes nothing. All ranks
+        # must reduce equally often, so a rank with a single micro-batch runs it twice.
+        learns = self._new_static_graph and self._some_rank_accumulates(len(passes))
+        if learns and len(passes) == 1:
+            passes.insert(0, (replace(passes[0][0], samples=0), False))
+        self._new_static_graph = False
+        for index, (micro, counts) in enumerate(passes):
+            last = index == len(passes) - 1
+            # no_sync must be entered before the forward pass, in which DDP decides
+            held = {} if counts else held_buffers(self.bare)
+            with sync(self.model, enabled=last or (learns and index == 0)):
+                loss = calls.forward(micro)
+                if last and not early:
+                    calls.before_sync()
+                calls.backward(loss * (scale if counts else 0.0))
+            if counts:
+                total += loss.detach()
+            else:
+                # running statistics must not include stand-in samples, or a sample twice
+                load_buffers(self.bare, held)
+        self.collectives.reduced()
+        return total
+
+    def _some_rank_accumulates(self, micro_batches: int) -> bool:
+        return any(cast(int, number) > 1 for number in gather(self.world, micro_batches))

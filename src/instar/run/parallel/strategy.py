@@ -1,0 +1,98 @@
+"""What a strategy of parallel training does for the rest of a run.
+
+A strategy wraps the model, accumulates the gradients of a step over all ranks, and measures their
+norms. The rest of `run/` does not know which one is in force. Single tensors, which ranks may hold in
+parts, are gathered and divided by the functions of `instar.distributed.shards`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from instar.data.loader import MicroBatch, StepBatch
+from instar.distributed.parallel import broadcast_from_rank_0
+from instar.distributed.world import World
+from instar.models.module import has_buffers, load_buffers, persistent_buffers
+from instar.schedule.settings import is_frozen
+
+
+class MicroBatchCalls(NamedTuple):
+    """What accumulating the gradients of a step calls."""
+
+    forward: Callable[[MicroBatch], Tensor]
+    """returns a micro-batch's summed loss"""
+    backward: Callable[[Tensor], None]
+    """adds a loss's gradients to those of the parameters"""
+    before_sync: Callable[[], None]
+    """called at the latest point where it is safe to leave by an exception: the ranks synchronize
+    once, after it"""
+
+
+class Strategy(Protocol):
+    """How the ranks train one model together."""
+
+    together: bool
+    """Whether forward passes and norms are collectives, so that no rank can compute one alone."""
+
+    @property
+    def model(self) -> Module:
+        """The model to call in training."""
+        ...
+
+    @property
+    def bare(self) -> Module:
+        """The model without wrappers, to call in evaluations."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The parameters that optimizers hold, by name."""
+        ...
+
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+        """Leave the gradient of the global batch in the parameters' `grad`; return this rank's summed
+        loss, a float64 scalar on the device. A collective."""
+        ...
+
+    def norms(self, groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+        """Return the Euclidean norm of each group of tensors, each laid out as a parameter.
+
+        A collective if `together`; the same on all ranks.
+        """
+        ...
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """Change the frozen parameters, see `is_frozen`. Does not communicate."""
+        ...
+
+    def evaluating(self, values: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
+        """Context for forward passes of `bare` without gradients.
+
+        Args:
+            values: used in place of the parameters' own, each laid out as its parameter.
+        """
+        ...
+
+    def unreduced(self) -> AbstractContextManager[None]:
+        """Context for a forward and backward pass whose gradients are not used."""
+        ...
+
+
+def freeze(bare: Module, patterns: Sequence[str]) -> None:
+    """Freeze exactly the parameters that match a pattern."""
+    for name, parameter in bare.named_parameters():
+        parameter.requires_grad_(not is_frozen(patterns, name))
+
+
+def share_buffers(world: World, model: Module) -> None:
+    """Broadcast rank 0's persistent buffers, as DDP does. A collective."""
+    # every rank has built the same module, so either all ranks broadcast or none
+    if world.size > 1 and has_buffers(model):
+        buffers = broadcast_from_rank_0(world, persistent_buffers(model), "sharing buffers")
+        if not world.is_main:
+            load_buffers(model, buffers)
