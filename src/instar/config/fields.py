@@ -273,6 +273,7 @@ LAUNCH = (
     "data.strategy",
     "data.workers",
     "data.prefetch",
+    "parallel.strategy",
     "parallel.world_size",
     "parallel.devices",
     "parallel.master_address",
@@ -281,7 +282,7 @@ LAUNCH = (
     "parallel.timeout_s",
     "parallel.silence_s",
 )
-LAUNCH_SECTIONS = ("record.", "parallel.ddp.")
+LAUNCH_SECTIONS = ("record.", "parallel.ddp.", "parallel.fsdp.")
 FIXED = (
     *("seed", "task", "reproducible", "parallel.elastic.", "model.", "data."),
     *("optimizer.name", "train.ema"),

@@ -318,6 +318,20 @@ class ElasticConfig(Section):
     )
 
 
+class FSDPConfig(Section):
+    """Options of sharded training."""
+
+    shards: Annotated[int, Field(ge=2, le=2**16)] | None = Field(
+        None,
+        description="hsdp: number of ranks that share one copy of the model, e.g. those of a machine",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="give a block's parameters back after its forward pass, and gather them again in "
+        "the backward pass: less memory, half as much communication again",
+    )
+
+
 class ParallelConfig(Section):
     """The ranks of a run and their communication."""
 
@@ -347,7 +361,14 @@ class ParallelConfig(Section):
         description="a rank without a heartbeat for this long is considered dead, seconds; at most "
         "timeout_s",
     )
+    strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = Field(
+        "ddp",
+        description="ddp: every rank has the whole model; fsdp: each has a part of every parameter, "
+        "gradient and optimizer state; hsdp: groups of parallel.fsdp.shards ranks share a model; auto: "
+        "ddp where the model fits on each device, else fsdp",
+    )
     ddp: DDPConfig = Field(default_factory=DDPConfig, description="DistributedDataParallel")
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig, description="fully_shard")
     elastic: ElasticConfig = Field(
         default_factory=ElasticConfig, description="for reproducible: elastic"
     )

@@ -17,7 +17,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -256,6 +256,7 @@ def pack(block: Block) -> Bytes:
                 "plan": [plan.cursor, plan.epoch, plan.start, plan.count],
                 "micro_batches": micro_batches,
                 "weight": step.weight,
+                "passes": step.passes,
                 "epoch_samples": step.epoch_samples,
             }
         )
@@ -277,7 +278,8 @@ def _step(step: Mapping[str, Any], columns: Any) -> StepBatch | Exception:
         for weight, samples, rank, first in step["micro_batches"]
     )
     plan = StepPlan(*step["plan"])
-    return StepBatch(plan, micro_batches, step["weight"], step["epoch_samples"])
+    passes = tuple(step["passes"])
+    return StepBatch(plan, micro_batches, step["weight"], passes, step["epoch_samples"])
 
 
 def _part(block: Block, own: range) -> Block:
@@ -288,7 +290,7 @@ def _part(block: Block, own: range) -> Block:
 
 def _own(step: StepBatch, own: range) -> StepBatch:
     mine = tuple(micro for micro in step.micro_batches if micro.rank in own)
-    return StepBatch(step.plan, mine, step.weight, step.epoch_samples)
+    return replace(step, micro_batches=mine)
 
 
 def _told(error: Exception) -> str:

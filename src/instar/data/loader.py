@@ -135,12 +135,14 @@ class MicroBatch:
 class StepBatch:
     """One rank's part of a step; `weight` is that of the global batch, equal on all ranks.
 
+    `passes` is the number of micro-batches of every slice of the step, of this rank or not.
     `epoch_samples` is the number of samples per epoch as far as it is known, or UNKNOWN.
     """
 
     plan: StepPlan
     micro_batches: tuple[MicroBatch, ...]
     weight: float
+    passes: tuple[int, ...]
     epoch_samples: int
 
 
@@ -308,8 +310,9 @@ class LocalReader:
                         )
                     )
                     row += rows
+            passes = tuple(max(1, -(-len(each) // key.batch_size)) for each in places_of)
             weight = self._source.weights(one)
-            block[key] = StepBatch(plan, tuple(micro_batches), weight, epoch_samples)
+            block[key] = StepBatch(plan, tuple(micro_batches), weight, passes, epoch_samples)
         return block
 
     def _shared(self, plan: StepPlan, samples: Int64Array) -> Sequence[Places]:

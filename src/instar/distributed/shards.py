@@ -6,8 +6,20 @@ A sharded tensor is a `DTensor` whose rows are divided among the ranks of a mesh
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether this rank holds some rows of the tensor, not all of it."""
+    # importing the module takes a while, and without it there are no sharded tensors
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def own(tensor: Tensor) -> Tensor:
@@ -15,12 +27,12 @@ def own(tensor: Tensor) -> Tensor:
 
     Not differentiable.
     """
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor._local_tensor if is_sharded(tensor) else tensor).detach()
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a whole tensor, without a copy if this rank holds it. A collective if it is sharded."""
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return found.detach()
 
 
@@ -30,7 +42,7 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
     Copied if `like` is sharded. A tensor of another shape, such as an optimizer's count of steps, is
     returned as it is.
     """
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+    if not is_sharded(like) or tensor.shape != like.shape:
         return tensor
     first, last = rows(like)
     local = tensor[first:last].to(like._local_tensor.device, copy=True).contiguous()
@@ -39,6 +51,8 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
 
 def as_sharded(local: Tensor, like: DTensor) -> DTensor:
     """Return the sharded tensor, laid out as `like`, of which this rank holds the rows `local`."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local,
         like.device_mesh,
@@ -52,8 +66,10 @@ def as_sharded(local: Tensor, like: DTensor) -> DTensor:
 def rows(tensor: Tensor) -> tuple[int, int]:
     """Return the first row of a tensor that this rank holds, and the one after the last."""
     total = tensor.shape[0] if tensor.ndim else 1
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return 0, total
+    from torch.distributed.tensor import Shard
+
     (dim,) = (n for n, each in enumerate(tensor.placements) if isinstance(each, Shard))
     each = -(-total // tensor.device_mesh.size(dim))
     first = min(total, tensor.device_mesh.get_local_rank(dim) * each)

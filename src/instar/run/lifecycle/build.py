@@ -122,7 +122,7 @@ def build(
         log,
         MetricTracker(config),
         TextSampler(config.record, run_dir.path, world),
-        WeightAnalyzer(config.record.analyze_every if world.is_main else None),
+        WeightAnalyzer(config.record.analyze_every, world),
         Hooks(
             [*task.hooks(), *hooks], world, config, run_dir.path, logger.logged, sync.request_stop
         ),

@@ -51,7 +51,7 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
     """
     world, folder = parts.world, run / FOLDER
     parts.sync.begin("the final test", state.step)
-    with _weights(state, parts, run, weights) as (task, model, step, name_of_weights):
+    with _weights(state, parts, run, weights) as (task, model, step, name_of_weights, together):
         source = task.held_out("test")
         with raise_on_all_ranks(world, "making the test's folder"):
             if world.is_main:
@@ -69,6 +69,7 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
             seed=parts.config.seed,
             autocast=parts.stepper.autocast,
             safe=parts.sync,
+            together=together,
             on_predictions=written.add if written else None,
         )
     if result is None:
@@ -115,8 +116,9 @@ def _wanted(state: RunState, parts: Components) -> bool:
 @contextmanager
 def _weights(
     state: RunState, parts: Components, run: Path, weights: str
-) -> Iterator[tuple[Task, Module, int, str]]:
-    """Context manager: yield task, model, step and name of the weights to test. A collective.
+) -> Iterator[tuple[Task, Module, int, str, bool]]:
+    """Context manager: yield task, model, step and name of the weights to test, and whether forward
+    passes are collectives. A collective.
 
     These are the best checkpoint's if `weights` is best and there is one; else the current weights,
     or their moving average if there is one.
@@ -133,13 +135,19 @@ def _weights(
             checkpoint = load(Path(path), check=False)
             task, model = _rebuilt(parts, checkpoint)
         enter(model, checkpoint.manifest.step)
-        yield task, model, checkpoint.manifest.step, "best"
+        yield task, model, checkpoint.manifest.step, "best", False
         return
     enter(parts.stepper.bare_model, state.step)
     parts.stepper.share_buffers()
     with parts.stepper.evaluating():
         name = "last" if weights == "best" else weights
-        yield parts.task, parts.stepper.bare_model, state.step, name
+        yield (
+            parts.task,
+            parts.stepper.bare_model,
+            state.step,
+            name,
+            parts.stepper.strategy.together,
+        )
 
 
 def _rebuilt(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Module]:

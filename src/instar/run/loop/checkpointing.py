@@ -9,7 +9,8 @@ from instar.checkpoint.manifest import COMPONENTS, Facts
 from instar.config.fields import kept
 from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import raise_on_all_ranks
-from instar.models.module import model_tensors, persistent_buffers
+from instar.distributed.shards import whole
+from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
 from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states
@@ -35,13 +36,14 @@ def best_is_now(state: RunState, parts: Components) -> tuple[str, ...]:
 
 
 def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
-    """Return everything to save after a step; tensors are not copied. A collective."""
+    """Return everything to save after a step; whole tensors are not copied. A collective."""
     stepper, progress, config = parts.stepper, state.progress, parts.config.checkpoint
     without = [part for part in LEFT_OUT if not getattr(config, f"save_{part}_state")]
     model = stepper.bare_model
     # a buffer may be a view of a parameter, and the file format has no views
     copies = {name: buffer.clone() for name, buffer in persistent_buffers(model).items()}
-    components = {"model": {**model_tensors(model), **copies}}
+    weights = {name: parameter.detach() for name, parameter in stepper.parameters.items()}
+    components = {"model": {**weights, **copies}}
     if "optimizer" not in without:
         components["optimizer"] = optimizer_tensors(stepper.optimizers, stepper.parameters)
     if stepper.ema is not None:
@@ -51,7 +53,10 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
     evaluated = state.evaluated_at == progress.step
     return Snapshot(
         progress=progress,
-        components=components,
+        components={
+            component: {name: whole(tensor) for name, tensor in tensors.items()}
+            for component, tensors in components.items()
+        },
         state=to_json(state, parts),
         architecture=parts.task.architecture.to_dict(),
         history=history_to_json(state.history),

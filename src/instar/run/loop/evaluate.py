@@ -125,6 +125,7 @@ def evaluate(
     seed: int,
     autocast: Callable[[], AbstractContextManager[object]],
     safe: SyncPoint,
+    together: bool = False,
     on_predictions: Callable[[Int64Array, Columns], None] | None = None,
 ) -> Evaluation | None:
     """Evaluate `model` over `source`; the result does not depend on the world size. A collective.
@@ -137,6 +138,7 @@ def evaluate(
         batch_size: maximum number of samples per micro-batch.
         limit: number of samples of a fixed random subset; None: the whole source.
         seed: of the subset and of the random generators.
+        together: forward passes are collectives: a rank without samples in a round runs a stand-in.
         on_predictions: called with the numbers of this rank's samples and the task's predictions for them.
 
     Returns:
@@ -155,10 +157,12 @@ def evaluate(
     wholes = set_metrics(task.set_metrics, world.device, len(indices))
     logged = Logged(world)
 
-    def measure(chosen: Int64Array, arrays: Columns, place: int) -> None:
+    def measure(chosen: Int64Array, arrays: Columns, place: int, *, counts: bool) -> None:
         batch = to_device(arrays, world.device)
-        with autocast(), weighted(len(chosen)):
+        with autocast(), weighted(len(chosen) if counts else 0):
             measured = task.measure(model, batch, predict=on_predictions is not None)
+        if not counts:
+            return
         tallies.append((measured.tallies, place))
         update(wholes, measured.inputs)
         if on_predictions is not None and measured.predictions:
@@ -170,6 +174,9 @@ def evaluate(
         rounds = range(math.ceil(len(batches) / world.size))
         for round_number in tracked(rounds, "evaluating", "micro-batches", len(rounds)):
             chosen = own_batches[round_number] if round_number < len(own_batches) else None
+            counts = chosen is not None
+            if together and not counts:
+                chosen = batches[0][:1]
             if chosen is not None and task.random:
                 # random numbers must depend neither on the number of ranks nor on training
                 seed_generators(seed, EVALUATION, int(chosen[0]))
@@ -180,9 +187,13 @@ def evaluate(
             if safe.stop_requested:
                 return None
             if arrays is not None and chosen is not None:
-                # an error is raised on all ranks at the next report
-                _, failure = safe.attempt(partial(measure, chosen, arrays, first))
-                first += len(chosen)
+                run = partial(measure, chosen, arrays, first, counts=counts)
+                if together:  # the others wait in the forward pass, not for a report
+                    run()
+                else:
+                    # an error is raised on all ranks at the next report
+                    _, failure = safe.attempt(run)
+                first += len(chosen) if counts else 0
     safe.finish(safe.report(failure), failure)
     names = [name for name in task.metrics if name not in wholes]
     cut = {

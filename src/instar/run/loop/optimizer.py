@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from instar.config.schema import OptimizerConfig
+from instar.distributed.shards import own, part
 from instar.growth.plan import GrowthError
 from instar.models.lora import is_adapter
 from instar.tasks.task import Task
@@ -62,24 +64,44 @@ def _is_blocks_matrix(name: str) -> bool:
 
 
 def build_optimizers(
-    parameters: Mapping[str, Parameter], config: OptimizerConfig
+    parameters: Mapping[str, Parameter], config: OptimizerConfig, *, elastic: bool = False
 ) -> list[Optimizer]:
-    """Build one optimizer per kind of update; groups have an `lr_ratio` and learning rate 0."""
+    """Build one optimizer per kind of update; groups have an `lr_ratio` and learning rate 0.
+
+    Args:
+        elastic: no bit of an update may depend on which rows of a parameter a rank holds.
+    """
     shapes = {name: parameter.ndim for name, parameter in parameters.items()}
-    by_update: dict[str, list[dict[str, Any]]] = {}
+    by_update: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for group in group_parameters(shapes, config):
-        by_update.setdefault(group.update, []).append(
-            {
-                "params": [parameters[name] for name in group.names],
-                "lr_ratio": group.lr_ratio,
-                "weight_decay": group.weight_decay,
-            }
-        )
-    return [_optimizer(update, groups, config) for update, groups in by_update.items()]
+        fused = {name: not elastic or _has_even_rows(parameters[name]) for name in group.names}
+        for kernel in sorted({*fused.values()}, reverse=True):
+            members = [parameters[name] for name in group.names if fused[name] is kernel]
+            by_update.setdefault((group.update, kernel or group.update != "adamw"), []).append(
+                {
+                    "params": members,
+                    "lr_ratio": group.lr_ratio,
+                    "weight_decay": group.weight_decay,
+                }
+            )
+    return [
+        _optimizer(update, groups, config, fused=fused)
+        for (update, fused), groups in by_update.items()
+    ]
+
+
+_LANES = 16
+"""Elements of the widest vector register, in float32."""
+
+
+def _has_even_rows(parameter: Tensor) -> bool:
+    """Whether any rows of a parameter fill vector registers. The fused AdamW rounds the elements
+    that remain at the end of a tensor differently."""
+    return parameter.ndim > 1 and math.prod(parameter.shape[1:]) % _LANES == 0
 
 
 def _optimizer(
-    update: str, groups: list[dict[str, Any]], config: OptimizerConfig
+    update: str, groups: list[dict[str, Any]], config: OptimizerConfig, *, fused: bool = True
 ) -> torch.optim.Optimizer:
     if update == "muon":
         return BatchedMuon(
@@ -104,11 +126,13 @@ def _optimizer(
         eps=config.eps,
         weight_decay=config.weight_decay,
         # one kernel for all parameters: 3 to 7 times faster than foreach on a CPU
-        fused=True,
+        fused=fused,
     )
 
 
-def task_optimizers(task: Task, model: Module, config: OptimizerConfig) -> list[Optimizer]:
+def task_optimizers(
+    task: Task, model: Module, config: OptimizerConfig, *, elastic: bool = False
+) -> list[Optimizer]:
     """Build the optimizers of a model: the task's own, or those of the config.
 
     The learning rates that the task gives are peak rates: their ratios to `config.lr` are kept, and
@@ -120,7 +144,7 @@ def task_optimizers(task: Task, model: Module, config: OptimizerConfig) -> list[
     parameters = dict(model.named_parameters())
     given = task.optimizer(model)
     if given is None:
-        return build_optimizers(parameters, config)
+        return build_optimizers(parameters, config, elastic=elastic)
     made = list(given) if isinstance(given, Iterable) else [given]
     if made and all(isinstance(each, dict) for each in made):
         if config.name == "muon":
@@ -319,7 +343,7 @@ def load_optimizer_tensors(
             continue
         # torch's optimizers count steps on the CPU unless they are fused or capturable
         beside = tensor.ndim or field != "step" or group.get("fused") or group.get("capturable")
-        state[field] = tensor.to(parameter.device if beside else "cpu")
+        state[field] = part(tensor.to(parameter.device if beside else "cpu"), parameter)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -346,7 +370,7 @@ def check_states(
 
 
 def copy_tensors(into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors in place by name.
+    """Copy whole tensors in place by name, of sharded ones this rank's rows.
 
     Raises:
         ValueError: names or shapes differ.
@@ -357,4 +381,4 @@ def copy_tensors(into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.T
         for name, tensor in tensors.items():
             if into[name].shape != tensor.shape:
                 raise ValueError(f"{name}: {tuple(tensor.shape)}, not {tuple(into[name].shape)}")
-            into[name].copy_(tensor)
+            own(into[name]).copy_(own(part(tensor, into[name])))

@@ -232,7 +232,8 @@ def build_stepper(
     """
     strategy = parallelize(config, world, bare, frozen)
     with raise_on_all_ranks(world, "preparing the model for training"):
-        optimizers = task_optimizers(task, strategy.bare, config.optimizer)
+        elastic = config.reproducible == "elastic"
+        optimizers = task_optimizers(task, strategy.bare, config.optimizer, elastic=elastic)
         return Stepper(config, world, task, strategy, optimizers)
 
 

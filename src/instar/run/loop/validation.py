@@ -57,6 +57,7 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
             seed=config.data_seed,
             autocast=stepper.autocast,
             safe=parts.sync,
+            together=stepper.strategy.together,
         )
     if result is None:
         return state

@@ -9,6 +9,7 @@ from pathlib import Path
 from instar.config.errors import ConfigError
 from instar.config.sections import RecordConfig
 from instar.data.text.tokenizer import Tokenizer, load_tokenizer
+from instar.distributed.agree import gather
 from instar.distributed.world import World
 from instar.run.loop.state import Every, RunState
 from instar.run.loop.step import Stepper, enter
@@ -19,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class TextSampler:
-    """Generates text on rank 0, at the evaluation after every `sample_every` steps, and at the end.
+    """Generates text at the evaluation after every `sample_every` steps, and at the end; on rank 0, or
+    where forward passes are collectives on all ranks alike.
 
     It has its own random generator, so training is bit-identical with and without it.
     """
 
     def __init__(self, config: RecordConfig, run: Path, world: World) -> None:
-        self._run, self._config = run, config
-        self._on = world.is_main and config.sample_tokens > 0
+        self._run, self._config, self._world = run, config, world
         self._every = Every(config.sample_every) if config.sample_every else None
 
     def sample_if_due(
@@ -39,9 +40,16 @@ class TextSampler:
         """
         step, model, task = state.step, stepper.bare_model, stepper.task
         due = last or (self._every is not None and self._every.due(0, step - state.sampled_at))
-        if not (due and self._on) or step == state.sampled_at or state.evaluated_at != step:
+        if not due or step == state.sampled_at or state.evaluated_at != step:
             return state
-        if not isinstance(task, GeneratesText) or (tokenizer := self._tokenizer()) is None:
+        together = stepper.strategy.together
+        if not (self._config.sample_tokens and (self._world.is_main or together)):
+            return state
+        tokenizer = self._tokenizer() if isinstance(task, GeneratesText) else None
+        # only rank 0's folder is certain to have the tokenizer, and all ranks compute or none
+        if together and not all(gather(self._world, tokenizer is not None)):
+            return state
+        if not isinstance(task, GeneratesText) or tokenizer is None:
             return state
         enter(model, step)
         prompt = self._config.sample_prompt or "\n"

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 
 from instar.data.source import Source
+from instar.distributed.agree import agree
+from instar.distributed.shards import whole
+from instar.distributed.world import World
 from instar.growth.analysis import (
     CausalAttention,
     WeightAnalysis,
@@ -36,11 +39,12 @@ Analyzed = tuple[Progress, WeightAnalysis, float]
 class WeightAnalyzer:
     """Runs one analysis at a time; skips one that is due while another is running."""
 
-    def __init__(self, every: int | None) -> None:
+    def __init__(self, every: int | None, world: World) -> None:
         """
         Args:
             every: steps between analyses; None: no analyses.
         """
+        self._world = world
         self._every = None if every is None else Every(every)
         self._pending: Future[Analyzed] | None = None
         self._before: tuple[int, Mapping[str, torch.Tensor]] | None = None
@@ -48,19 +52,30 @@ class WeightAnalyzer:
     def analyze_if_due(
         self, state: RunState, stepper: Stepper, validation: Source, run_logger: RunLogger
     ) -> None:
-        """Start an analysis at the end of every interval; record one that has finished."""
+        """Start an analysis at the end of every interval; record one that has finished.
+
+        A collective if the weights are sharded.
+        """
         if self._pending is not None and self._pending.done():
             self.finish(state, run_logger)
         before, step = self._before, state.step
+        together = stepper.strategy.together
+        if not state.due(self._every) or not (self._world.is_main or together):
+            return
         already_done = before is not None and before[0] == step
-        if not state.due(self._every) or self._pending is not None or already_done:
+        begins = self._pending is None and not already_done
+        if together:
+            begins = bool(agree(self._world, begins))
+        if not begins:
             return
         task = stepper.task
-        model = task.shell()
-        copy_tensors(
-            dict(model.named_parameters()),
-            {name: p.detach() for name, p in stepper.parameters.items()},
-        )
+        model = task.shell() if self._world.is_main else None
+        for name, parameter in stepper.parameters.items():
+            weights = whole(parameter)
+            if model is not None:
+                copy_tensors({name: model.get_parameter(name)}, {name: weights})
+        if model is None:
+            return
         enter(model, step)
         indices = np.arange(min(SAMPLES, len(validation)))
         batch = to_device(validation.read(indices), torch.device("cpu"))

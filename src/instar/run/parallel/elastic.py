@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from instar.data.loader import StepBatch
-from instar.distributed.all_reduce import DeterministicAllReduce
+from instar.distributed.all_reduce import DeterministicAllReduce, norms_of_rows, row_squares
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
 from instar.run.parallel.replicated import Replicated
@@ -57,8 +57,14 @@ class VirtualRanks(Replicated):
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """See `Strategy`."""
-        freeze(self.bare, patterns)
+        freeze(self.parameters, patterns)
         self._plant()
+
+    def norms(self, groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+        """See `Strategy`. The same bits as of sharded tensors."""
+        return norms_of_rows(
+            {name: [row_squares(t) for t in each] for name, each in groups.items()}
+        )
 
     def unreduced(self) -> AbstractContextManager[None]:
         """See `Strategy`."""

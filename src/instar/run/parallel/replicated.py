@@ -83,7 +83,7 @@ class DataParallel(Replicated):
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """See `Strategy`."""
-        freeze(self.bare, patterns)
+        freeze(self.parameters, patterns)
         # DDP reads requires_grad only when it wraps the model
         self._wrap()
 

@@ -83,9 +83,9 @@ class Strategy(Protocol):
         ...
 
 
-def freeze(bare: Module, patterns: Sequence[str]) -> None:
+def freeze(parameters: Mapping[str, Parameter], patterns: Sequence[str]) -> None:
     """Freeze exactly the parameters that match a pattern."""
-    for name, parameter in bare.named_parameters():
+    for name, parameter in parameters.items():
         parameter.requires_grad_(not is_frozen(patterns, name))
 
 

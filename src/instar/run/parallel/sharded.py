@@ -1,0 +1,209 @@
+"""Each rank holds some rows of every parameter, gradient and optimizer state: torch's `fully_shard`.
+
+Parameters are gathered for one block at a time. A forward pass is a collective, so all ranks run
+equally many: one without samples of its own runs a stand-in whose loss counts nothing.
+
+The gradients of a step's slices are added in the same tree as those of `VirtualRanks`: slice
+turn · W + rank belongs to a rank, so the reduction of each turn adds a complete subtree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import Module, ModuleList, Parameter
+
+from instar.config.schema import RunConfig
+from instar.data.loader import StepBatch
+from instar.distributed.agree import collective
+from instar.distributed.all_reduce import Subtrees, TreeReduceScatter, norms_of_rows, row_squares
+from instar.distributed.shards import own
+from instar.distributed.world import World
+from instar.models.module import held_buffers, load_buffers
+from instar.run.parallel.strategy import MicroBatchCalls, freeze, share_buffers
+
+
+class Sharded:
+    """A `Strategy` that shards the model over all ranks, or over groups of ranks that are replicas."""
+
+    together = True
+
+    def __init__(self, config: RunConfig, world: World, bare: Module, shards: int) -> None:
+        """
+        Args:
+            bare: the model on the CPU or on this rank's device, equal on all ranks; sharded in place.
+            shards: number of ranks that share one copy of the model; divides the world size.
+        """
+        self.world = world
+        self._elastic = config.reproducible == "elastic"
+        mesh = _mesh(world, shards)
+        self._shards = mesh["shard"]
+        over = mesh if shards < world.size else self._shards
+        for block in blocks(bare):
+            fully_shard(
+                block,
+                mesh=over,
+                reshard_after_forward=config.parallel.fsdp.reshard_after_forward,
+            )
+        # the backward pass begins with the root: torch keeps it whole in between
+        self._root: FSDPModule = fully_shard(bare, mesh=over)
+        self.bare: Module = bare
+        self.parameters: dict[str, Parameter] = dict(bare.named_parameters())
+        self._reduce_by_sums(tree=self._elastic or world.device.type == "cpu")
+
+    @property
+    def model(self) -> Module:
+        """See `Strategy`."""
+        return self.bare
+
+    def _reduce_by_sums(self, tree: bool) -> None:
+        """Reduce gradients to their sum over ranks, not to their mean."""
+        for module in self.bare.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                # gloo has no sum of scaled values
+                module.set_force_sum_reduction_for_comms(True)
+                if tree:
+                    module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
+                if self._elastic:
+                    # virtual ranks give every parameter a gradient, and what has none is not decayed
+                    module.set_reduce_scatter_unused_params(True)
+
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+        """See `Strategy`."""
+        # every forward pass is a collective
+        calls.before_sync()
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        # as under DDP with one rank per slice, see `VirtualRanks`
+        before, after = held_buffers(self.bare), None
+        gradients: dict[str, Tensor] = {}
+        sums, size = Subtrees(), self.world.size
+        for first in range(0, len(batch.passes), size):
+            if after is not None:
+                load_buffers(self.bare, before)
+            passes = max(batch.passes[first : first + size])
+            total += self._run_slice(batch, first + self.world.rank, passes, calls)
+            reduced = self._take_gradients()
+            gradients = gradients or reduced  # the sums will be in the tensors of the first turn
+            sums.add([own(gradient) for gradient in reduced.values()])
+            if after is None:
+                after = held_buffers(self.bare)
+        roots = sums.root(len(batch.passes) // size)
+        if self._elastic and roots:
+            torch._foreach_add_(roots, 0.0)  # no −0, as where gradients are added to zeros
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
+        load_buffers(self.bare, after or {})
+        if self._elastic:
+            share_buffers(self.world, self.bare)
+        return total
+
+    def _run_slice(
+        self, batch: StepBatch, number: int, passes: int, calls: MicroBatchCalls
+    ) -> Tensor:
+        """Run a slice's micro-batches, and as many stand-ins as make `passes`; reduce the sum of their
+        gradients. Return the summed loss."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        micro_batches = [micro for micro in batch.micro_batches if micro.rank == number]
+        for index in range(passes):
+            micro = micro_batches[min(index, len(micro_batches) - 1)]
+            counts = index < len(micro_batches) and micro.samples > 0
+            held = {} if counts else held_buffers(self.bare)
+            # without communication, gradients of the passes before the last are kept whole
+            self._root.set_requires_gradient_sync(index == passes - 1)
+            loss = calls.forward(micro)
+            calls.backward(loss / batch.weight if counts else loss * 0.0)
+            if counts:
+                total += loss.detach()
+            else:
+                # running statistics must not include stand-in samples
+                load_buffers(self.bare, held)
+        return total
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients, and clear them."""
+        taken = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return taken
+
+    def norms(self, groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+        """See `Strategy`. The bits do not depend on the number of shards."""
+        tensors = [tensor for group in groups.values() for tensor in group]
+        if not tensors:
+            return dict.fromkeys(groups, 0.0)
+        ranks = self._shards.size()
+        heights = [-(-tensor.shape[0] // ranks) for tensor in tensors]
+        squares = [row_squares(own(tensor)) for tensor in tensors]
+        padded = [F.pad(s, (0, h - len(s))) for s, h in zip(squares, heights, strict=True)]
+        mine = torch.cat(padded)
+        everyones = mine.new_empty(ranks, len(mine))
+        with collective(self.world, "adding the gradients' norms"):
+            dist.all_gather(list(everyones.unbind()), mine, group=self._shards.get_group())
+        columns = torch.split(everyones, heights, dim=1)
+        found = (
+            column.flatten()[: tensor.shape[0]]
+            for tensor, column in zip(tensors, columns, strict=True)
+        )
+        return norms_of_rows({name: [next(found) for _ in group] for name, group in groups.items()})
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """See `Strategy`."""
+        freeze(self.parameters, patterns)
+
+    @contextmanager
+    def evaluating(self, values: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """See `Strategy`."""
+        weights = {} if values is None else {n: own(p).clone() for n, p in self.parameters.items()}
+        try:
+            # assigning `Parameter.data` would leave the rows that are gathered as they are
+            for name, value in (values or {}).items():
+                own(self.parameters[name]).copy_(own(value))
+            yield
+        finally:
+            # after a forward pass without gradients the root is still whole
+            self._root.reset_iter_state()
+            for name, value in weights.items():
+                own(self.parameters[name]).copy_(value)
+
+    @contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """See `Strategy`."""
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.reset_iter_state()
+
+
+def blocks(model: Module) -> list[Module]:
+    """Return the modules that are gathered one at a time: the outermost that a `ModuleList` lists, if
+    no other module has one of their parameters."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    found: list[Module] = []
+    inside: set[int] = set()
+    for listed in model.modules():
+        for block in listed if isinstance(listed, ModuleList) else ():
+            modules = {id(module) for module in block.modules()}
+            parameters = [id(parameter) for parameter in block.parameters()]
+            alone = all(owners[parameter] <= modules for parameter in parameters)
+            if parameters and alone and not modules <= inside:
+                found.append(block)
+                inside |= modules
+    return found
+
+
+def _mesh(world: World, shards: int) -> DeviceMesh:
+    """Return the mesh of all ranks, replicas × shards; the ranks of a replica are neighbors."""
+    shape = world.size // shards, shards
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
