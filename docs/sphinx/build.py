@@ -24,7 +24,7 @@ LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 
 NAVIGATION = {
     "First steps": ["docs/tasks", "docs/coming-from"],
-    "Train": ["docs/training", "docs/checkpoints", "docs/launching", "docs/grpo"],
+    "Train": ["docs/training", "docs/scaling", "docs/checkpoints", "docs/launching", "docs/grpo"],
     "Your data": ["docs/data", "examples/feeds/README"],
     "Your model": [
         "docs/custom-task",

@@ -11,13 +11,17 @@ from instar.config.schema import RunConfig
 
 def cross_checks(config: RunConfig) -> list[ConfigProblem]:
     """Return the conflicts within the config."""
-    rules = (_metrics, _schedule, _elastic, _optimizer, parallel_checks)
+    rules = (_metrics, _schedule, _elastic, _optimizer, _sharding, parallel_checks)
     return [*config.conflicts(), *(problem for rule in rules for problem in rule(config))]
 
 
 def rank_checks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
     """Return the conflicts of the config with a number of ranks."""
-    return [*_virtual_ranks(config, world_size), *config.rank_conflicts(world_size)]
+    return [
+        *_virtual_ranks(config, world_size),
+        *_replicas(config, world_size),
+        *config.rank_conflicts(world_size),
+    ]
 
 
 def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -70,6 +74,58 @@ def _virtual_ranks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
             else "use 1 rank, or more virtual ranks in a new run",
         )
     ]
+
+
+def _replicas(config: RunConfig, world_size: int) -> Iterator[ConfigProblem]:
+    shards = config.parallel.fsdp.shards
+    if config.parallel.strategy != "hsdp" or shards is None:
+        return
+    if world_size == 1 or world_size % shards == 0:  # one process has the whole model
+        return
+    possible = [str(size) for size in range(2, world_size + 1) if world_size % size == 0]
+    yield ConfigProblem(
+        ("parallel.fsdp.shards", "parallel.strategy"),
+        f"{world_size} ranks cannot be divided into replicas of {shards} ranks (parallel.fsdp.shards)",
+        f"use shards of {', '.join(possible)}, or a multiple of {shards} ranks",
+    )
+
+
+def _sharding(config: RunConfig) -> Iterator[ConfigProblem]:
+    strategy, shards = config.parallel.strategy, config.parallel.fsdp.shards
+    if strategy == "hsdp" and shards is None:
+        yield ConfigProblem(
+            ("parallel.strategy", "parallel.fsdp.shards"),
+            "strategy hsdp needs parallel.fsdp.shards, the number of ranks that share a model",
+            "e.g. the number of GPUs of a machine",
+        )
+    if strategy != "hsdp" and shards is not None:
+        yield ConfigProblem(
+            ("parallel.fsdp.shards", "parallel.strategy"),
+            f"parallel.fsdp.shards is for strategy hsdp, but parallel.strategy is {strategy}",
+            "set strategy: hsdp, or leave shards out: fsdp shards over all ranks",
+        )
+    if strategy in ("fsdp", "hsdp"):
+        yield from sharding_conflicts(config)
+
+
+def sharding_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield the settings that need whole models on every rank."""
+    strategy = config.parallel.strategy
+    for key, is_set, what in (
+        ("optimizer.name", config.optimizer.name == "muon", "optimizer muon needs whole matrices"),
+        ("compile", config.compile, "compile: true needs a whole model"),
+        (
+            "checkpoint.delta.every",
+            config.checkpoint.delta.every is not None,
+            "deltas are written by rank 0 from a whole model",
+        ),
+    ):
+        if is_set:
+            yield ConfigProblem(
+                (key, "parallel.strategy"),
+                f"{what}, but parallel.strategy is {strategy}",
+                "use strategy: ddp, or leave it out",
+            )
 
 
 def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -373,6 +373,14 @@ class ParallelConfig(Section):
         default_factory=ElasticConfig, description="for reproducible: elastic"
     )
 
+    def shards_of(self, world_size: int) -> int:
+        """Return the number of ranks that share one copy of the model."""
+        if self.strategy == "fsdp":
+            return world_size
+        if self.strategy == "hsdp":
+            return min(world_size, self.fsdp.shards or world_size)
+        return 1
+
 
 class RunConfig(Section):
     """A whole run."""

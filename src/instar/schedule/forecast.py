@@ -279,6 +279,14 @@ def _stage(
     slices = config.parallel.elastic.virtual_ranks if elastic else world_size
     batch_size = min(settings.batch_size, math.ceil(settings.global_batch / slices))
     size = leg.pace.samples_per_epoch
+    memory = spec.memory(
+        architecture,
+        settings.context,
+        batch_size,
+        "cuda" if config.device.startswith("cuda") else "cpu",
+        frozen_parameters,
+    )
+    shards = config.parallel.shards_of(world_size)
     return Stage(
         operation=described(leg.entry.operation) if leg.entry else "",
         label=leg.label,
@@ -292,16 +300,14 @@ def _stage(
         parameters=count_parameters(architecture),
         flops_per_token=leg.pace.flops_per_token,
         weight=leg.pace.weight,
-        memory_bytes=spec.memory(
-            architecture,
-            settings.context,
-            batch_size,
-            "cuda" if config.device.startswith("cuda") else "cpu",
-            frozen_parameters,
-        ),
+        memory_bytes={n: -(-b // shards) if n in _SHARDED else b for n, b in memory.items()},
         batch_size=batch_size,
         steps_per_epoch=None if size is None else -(-size // settings.global_batch),
     )
+
+
+_SHARDED = ("weights", "gradients", "optimizer", "ema")
+"""parts of a step's memory that sharded ranks divide among them"""
 
 
 def _has_steps(timeline: Timeline, number: int) -> bool:

@@ -9,14 +9,18 @@ from typing import cast
 import torch
 import xxhash
 
+from instar.config.checks import sharding_conflicts
+from instar.config.load import Loaded
 from instar.distributed.agree import gather, raise_on_all_ranks
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
-from instar.record.system import has_bf16_units, versions
-from instar.run.lifecycle.preflight import Prepared
+from instar.record.system import gpu_bytes, has_bf16_units, host_bytes, versions
+from instar.run.lifecycle.preflight import Prepared, sharding_problems
 
 _LOCAL = {"device", "parallel", "record"}
 """sections that may differ between machines"""
+_SHARE = 0.9
+"""Share of a device's memory that the forecast of a step may take: it leaves out the allocator's."""
 _VERSIONS = ("instar", "torch")
 
 
@@ -40,6 +44,10 @@ def compare_inputs(prepared: Prepared, world: World) -> None:
             )
             for key, value in config.items()
         }
+        # no other key of the section needs to be the same on all machines
+        for key in ("strategy", "fsdp"):
+            value = json.dumps(prepared.config.parallel.model_dump(mode="json")[key])
+            own[f"the config's parallel.{key}"] = value
         installed = versions()
         own |= {f"the version of {name}": installed.get(name, "none") for name in _VERSIONS}
         for name, found in prepared.spec.fingerprints.items():
@@ -74,6 +82,29 @@ def resolve_precision(prepared: Prepared, world: World) -> Prepared:
     chosen = "bf16" if pays else "fp32"
     config = config.model_copy(update={"precision": chosen})
     return dataclasses.replace(prepared, config=config)
+
+
+def resolve_strategy(loaded: Loaded, prepared: Prepared, world: World) -> Loaded:
+    """Resolve `parallel.strategy: auto`: ddp if a step's memory fits on every rank's device, or where
+    nothing else is possible, else fsdp. A collective."""
+    config = loaded.config
+    if config.parallel.strategy != "auto":
+        return loaded
+    needed = max(sum(stage.memory_bytes.values()) for stage in prepared.forecast.stages)
+    on_host = cast(list[int], gather(world, world.local_rank))
+    available = gpu_bytes(world.device) or host_bytes() // (max(on_host) + 1)
+    fits = all(gather(world, needed <= _SHARE * available))
+
+    def with_strategy(strategy: str) -> Loaded:
+        parallel = config.parallel.model_copy(update={"strategy": strategy})
+        return dataclasses.replace(loaded, config=config.model_copy(update={"parallel": parallel}))
+
+    sharded = with_strategy("fsdp")
+    possible = not [
+        *sharding_conflicts(sharded.config),
+        *sharding_problems(sharded, prepared.forecast, world.size),
+    ]
+    return sharded if possible and not fits and world.size > 1 else with_strategy("ddp")
 
 
 def _has_bf16(device: torch.device) -> bool:

@@ -121,6 +121,8 @@ def preflight(
         without = config.model_copy(update={"schedule": ()})
         loaded = dataclasses.replace(loaded, config=without)
     checked = checked_forecast(loaded, spec, world_size)
+    if sharded := list(sharding_problems(loaded, checked, config.parallel.shards_of(world_size))):
+        raise ConfigError(*sharded)
     schedule = config.learning_rate
     if (
         not assumptions
@@ -192,6 +194,34 @@ def _resolved(config: RunConfig, spec: TaskSpec, predicted: Forecast) -> Prepare
         )
     derived = {key: value for key, value in derived.items() if _value(config, key) is None}
     return Prepared(_with(config, derived), spec, predicted, derived)
+
+
+def sharding_problems(loaded: Loaded, checked: Forecast, shards: int) -> Iterator[ConfigProblem]:
+    """Yield why the model cannot be divided among `shards` ranks."""
+    if shards == 1:
+        return
+    strategy, first = loaded.config.parallel.strategy, checked.stages[0].architecture
+    too_short = [
+        f"{name} has {entry.shape[0] if entry.shape else 'none'}"
+        for name, entry in first.parameters().items()
+        if not entry.shape or entry.shape[0] < shards
+    ]
+    if too_short:
+        more = f", and {len(too_short) - 3} others" if len(too_short) > 3 else ""
+        yield loaded.problem(
+            "parallel.strategy",
+            f"the rows of every parameter are divided among {shards} ranks, but "
+            f"{', '.join(too_short[:3])}{more}",
+            "use fewer ranks, hsdp with fewer shards, or ddp",
+        )
+    grown = next((each for each in checked.stages if each.architecture != first), None)
+    if grown is not None:
+        yield loaded.problem(
+            "schedule",
+            f"{grown.operation} changes the model, which needs whole models on every rank, but "
+            f"parallel.strategy is {strategy}",
+            "use strategy: ddp, or grow a checkpoint between two runs with instar grow",
+        )
 
 
 def _epochs(loaded: Loaded) -> list[ConfigProblem]:

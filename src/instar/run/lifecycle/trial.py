@@ -196,6 +196,7 @@ class _Trial:
         """
         parallel, listed = self.config.parallel, _listed(names)
         ddp = self.world.size > 1 and self.config.reproducible == "fixed"
+        ddp = ddp and parallel.shards_of(self.world.size) == 1
         if ddp and not (parallel.ddp.find_unused_parameters or parallel.ddp.static_graph):
             raise self._error(
                 f"{listed} took no part in the loss of the first micro-batch, and with "

@@ -57,7 +57,7 @@ from instar.record.trackers.tracker import TrackedRun
 from instar.run.changes.scheduled import check_ahead
 from instar.run.lifecycle.build import build
 from instar.run.lifecycle.compile_stages import compile_stages
-from instar.run.lifecycle.inputs import compare_inputs, resolve_precision
+from instar.run.lifecycle.inputs import compare_inputs, resolve_precision, resolve_strategy
 from instar.run.lifecycle.preflight import Prepared, check_memory, preflight, prepare_data
 from instar.run.lifecycle.restore import replay, restore
 from instar.run.lifecycle.resume import (
@@ -196,6 +196,10 @@ def _run_rank(
         initial: State | None = None
         with raise_on_all_ranks(world, "checking the config"):
             prepared = preflight(loaded, world.size, new=resume is None)
+        chosen = resolve_strategy(loaded, prepared, world)
+        with raise_on_all_ranks(world, "checking the config"):
+            if chosen is not loaded:
+                loaded, prepared = chosen, preflight(chosen, world.size, new=resume is None)
             check_memory(loaded, prepared.forecast, world.device.type, gpu_bytes(world.device))
         derived = set(prepared.derived)
         if prepared.config.precision == "auto":
@@ -575,7 +579,9 @@ def _started(
     device = str(world.device) if world.device.type == "cpu" else "cuda"
     facts = machine(device)
     name = str(facts.get("gpu", "cpu"))
-    how = "DDP" if trainer.parts.config.reproducible == "fixed" else "elastic"
+    config = trainer.parts.config
+    how = [config.parallel.strategy.upper()] if config.parallel.strategy != "ddp" else []
+    how = [*how, "elastic"] if config.reproducible == "elastic" else how or ["DDP"]
     shape = trainer.state.in_force.architecture
     return RunStarted(
         run_id=run_dir.id,
@@ -584,7 +590,7 @@ def _started(
         launch=dict(resumed.launch) if resumed else {},
         model=shape_text(shape),
         parameters=count_parameters(shape).total,
-        devices=name if world.size == 1 else f"{world.size}×{name} {how}",
+        devices=name if world.size == 1 else f"{world.size}×{name} {' '.join(how)}",
         world_size=world.size,
         unit=prepared.spec.unit,
         better=dict(prepared.config.metrics),

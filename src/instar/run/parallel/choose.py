@@ -1,4 +1,4 @@
-"""The strategy of a config: which one it is, and which slices of a step each rank runs."""
+"""Prepares a model for training with the strategy of its config."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parallelize(
         PeerError: a rank failed.
     """
     what = "preparing the model for training"
-    shards = shards_of(config, world.size)
+    shards = config.parallel.shards_of(world.size)
     with raise_on_all_ranks(world, what):
         # a sharded model moves to the device one block at a time
         bare = bare if shards > 1 else bare.to(world.device)
@@ -42,26 +42,3 @@ def parallelize(
         if config.reproducible == "elastic":
             return VirtualRanks(world, bare, config.parallel.elastic.virtual_ranks)
         return DataParallel(config, world, bare)
-
-
-def shards_of(config: RunConfig, world_size: int) -> int:
-    """Return the number of ranks that share one copy of the model."""
-    if config.parallel.strategy == "fsdp":
-        return world_size
-    if config.parallel.strategy == "hsdp":
-        return min(world_size, config.parallel.fsdp.shards or world_size)
-    return 1
-
-
-def slices(config: RunConfig, world_size: int) -> Sequence[range]:
-    """Return the slices of a step that each rank runs, in order.
-
-    Ranks with whole models run neighboring slices, whose gradients they add alone. Ranks with shards
-    add the gradients of one slice each, and take turns of neighboring slices.
-    """
-    elastic = config.reproducible == "elastic"
-    number = config.parallel.elastic.virtual_ranks if elastic else world_size
-    each = number // world_size
-    if shards_of(config, world_size) > 1:
-        return [range(rank, number, world_size) for rank in range(world_size)]
-    return [range(rank * each, (rank + 1) * each) for rank in range(world_size)]

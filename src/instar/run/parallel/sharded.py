@@ -23,7 +23,13 @@ from torch.nn import Module, ModuleList, Parameter
 from instar.config.schema import RunConfig
 from instar.data.loader import StepBatch
 from instar.distributed.agree import collective
-from instar.distributed.all_reduce import Subtrees, TreeReduceScatter, norms_of_rows, row_squares
+from instar.distributed.all_reduce import (
+    Subtrees,
+    TreeReduceScatter,
+    norms_of_rows,
+    row_squares,
+    tree_sum,
+)
 from instar.distributed.shards import own
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
@@ -44,37 +50,48 @@ class Sharded:
         self.world = world
         self._elastic = config.reproducible == "elastic"
         mesh = _mesh(world, shards)
-        self._shards = mesh["shard"]
-        over = mesh if shards < world.size else self._shards
+        self._shards, self._replicas = mesh["shard"], mesh["replicate"]
         for block in blocks(bare):
             fully_shard(
                 block,
-                mesh=over,
+                mesh=self._shards,
                 reshard_after_forward=config.parallel.fsdp.reshard_after_forward,
             )
         # the backward pass begins with the root: torch keeps it whole in between
-        self._root: FSDPModule = fully_shard(bare, mesh=over)
+        self._root: FSDPModule = fully_shard(bare, mesh=self._shards)
         self.bare: Module = bare
         self.parameters: dict[str, Parameter] = dict(bare.named_parameters())
-        self._reduce_by_sums(tree=self._elastic or world.device.type == "cpu")
+        self._set_reductions()
 
     @property
     def model(self) -> Module:
         """See `Strategy`."""
         return self.bare
 
-    def _reduce_by_sums(self, tree: bool) -> None:
-        """Reduce gradients to their sum over ranks, not to their mean."""
+    def _set_reductions(self) -> None:
+        tree = self._elastic or self.world.device.type == "cpu"
         for module in self.bare.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                # gloo has no sum of scaled values
-                module.set_force_sum_reduction_for_comms(True)
-                if tree:
-                    module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
-                if self._elastic:
-                    # virtual ranks give every parameter a gradient, and what has none is not decayed
-                    module.set_reduce_scatter_unused_params(True)
+            if not isinstance(module, FSDPModule):
+                continue
+            # sums, not means; gloo has no sum of scaled values
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            # as many reductions on each rank, whichever parameters its samples use
+            module.set_reduce_scatter_unused_params(True)
+            if tree:
+                module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
+            if self._replicas.size() > 1:
+                module.set_all_reduce_hook(self._add_replicas)
+
+    def _add_replicas(self, gradients: Tensor) -> None:
+        """Add a block's reduced gradients over the replicas, in place."""
+        group = self._replicas.get_group()
+        if not self._elastic:
+            dist.all_reduce(gradients, group=group)
+            return
+        everyones = gradients.new_empty(self._replicas.size(), len(gradients))
+        dist.all_gather(list(everyones.unbind()), gradients, group=group)
+        gradients.copy_(tree_sum(everyones))
 
     def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
         """See `Strategy`."""
