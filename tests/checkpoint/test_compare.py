@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from instar.checkpoint.inspect import check, compare_tensors
+from instar.checkpoint.compare import compare_tensors
+from instar.checkpoint.inspect import check
 from instar.checkpoint.manifest import (
     CheckpointError,
     FileEntry,

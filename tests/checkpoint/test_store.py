@@ -349,13 +349,13 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
 def test_an_unknown_sharing_pattern_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     manifest = read_manifest(path)
-    entry = msgspec.structs.replace(manifest.files["model.safetensors"], pattern="SHARDED")
+    entry = msgspec.structs.replace(manifest.files["model.safetensors"], pattern="SCATTERED")
     files = {**manifest.files, "model.safetensors": entry}
     (path / "manifest.json").write_bytes(
         encode_manifest(msgspec.structs.replace(manifest, files=files))
     )
     with pytest.raises(
-        CheckpointError, match=r"model\.safetensors has the sharing pattern 'SHARDED'"
+        CheckpointError, match=r"model\.safetensors has the sharing pattern 'SCATTERED'"
     ):
         load(path)
 

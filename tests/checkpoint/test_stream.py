@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from instar.checkpoint.layout import file_layout, reading
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.tensor_file import DTYPES, Outline, outlines, reading, write_tensors
+from instar.checkpoint.tensor_file import DTYPES, Outline, outlines, write_tensors
 
 TENSORS = {
     "weight/exp_avg": torch.arange(6.0).view(2, 3),
@@ -52,8 +53,8 @@ def test_outlines_and_tensors_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_tensors(path, SHAPES, TENSORS.__getitem__)
 
-    assert outlines(path) == SHAPES
-    with reading(path) as read:
+    assert outlines(file_layout(path)) == SHAPES
+    with reading(file_layout(path)) as read:
         assert all(torch.equal(read(name), tensor) for name, tensor in TENSORS.items())
 
 
@@ -66,10 +67,10 @@ def test_a_tensor_that_is_not_as_announced_is_refused(tensor: torch.Tensor, tmp_
 def test_a_type_that_no_run_saves_is_named(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, dtype=torch.int16)}, tmp_path / "file")
     with pytest.raises(CheckpointError, match="w has dtype I16"):
-        outlines(tmp_path / "file")
+        outlines(file_layout(tmp_path / "file"))
 
 
 def test_what_is_no_file_of_tensors_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"nothing of the kind")
-    with pytest.raises(CheckpointError, match="file"), reading(tmp_path / "file"):
+    with pytest.raises(CheckpointError, match="file"), reading(file_layout(tmp_path / "file")):
         pass

@@ -14,6 +14,7 @@ LIMIT_S = 60.0
 GROWS = "schedule=[{name: widen, value: {axis: hidden, size: 40}, when: {at_step: 4}}]"
 FREEZES = "schedule=[{name: freeze, value: 'up.*', when: {at_step: 4}}]"
 NORMED = "task=science:Normed"
+SHARDED = "parallel.strategy=fsdp"
 BROADCAST = "parallel.ddp.broadcast_buffers=true"
 
 CASES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
@@ -23,6 +24,9 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "after growth": ((GROWS,), (5, 6)),
     "after freezing": ((FREEZES,), (5, 6)),
     "buffers": ((NORMED,), (1, 2, 3)),
+    "sharded": ((SHARDED,), (1, 2)),
+    "sharded, after freezing": ((SHARDED, FREEZES), (5,)),
+    "sharded, with buffers": ((SHARDED, NORMED), (2,)),
     "buffers are broadcast": ((NORMED, BROADCAST), (1, 2, 3, 6)),
     "a static graph": (
         ("parallel.ddp.static_graph=true", "train.gradient_accumulation_steps=1"),

@@ -12,6 +12,7 @@ import science
 import tiny_run
 import torch
 
+from instar.checkpoint.store import load
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.distributed.world import World
@@ -63,27 +64,47 @@ def curve(run_dir: Path) -> list[float]:
     return [*steps, *(event["loss"] for event in held_out)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sharded_ranks_are_the_same_run_up_to_rounding(place: tiny_run.Place, ranks: int) -> None:
+def saved(
+    run_dir: Path, step: int = STEPS, components: tuple[str, ...] = ("model", "optimizer", "ema")
+) -> dict[str, dict[str, bytes]]:
+    """The bytes of every tensor at a step, whoever saved which rows of it."""
+    checkpoint = load(run_dir / "checkpoints" / f"step-{step}")
+    return {
+        component: {
+            name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            for name, tensor in checkpoint.tensors(component).items()
+        }
+        for component in components
+    }
+
+
+def files(run_dir: Path, component: str) -> list[str]:
+    folder = run_dir / "checkpoints" / f"step-{STEPS}"
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob(f"{component}*/*"))
+
+
+def test_sharded_ranks_are_the_same_run_up_to_rounding(place: tiny_run.Place) -> None:
+    ranks = 2
     whole = trained(place, "ddp", *FIXED, ranks=ranks)
     sharded = trained(place, "fsdp", *FIXED, *FSDP, ranks=ranks)
     assert curve(sharded) == pytest.approx(curve(whole), rel=1e-5)
     texts = [tiny_run.events(run, "sample") for run in (whole, sharded)]
     assert [len(each) for each in texts] == [2, 2]
+    assert files(sharded, "ema") == [f"ema/{rank}-of-{ranks}.safetensors" for rank in range(ranks)]
+    (child,) = place.instar("checkpoint", "diff", whole, sharded)
+    assert child.finish() == 0, child.output()
+    assert "only in" not in child.output().replace("only in A  only in B", "")
     for kind in ("layers", "analysis"):
         one, other = (tiny_run.events(run, kind) for run in (whole, sharded))
         assert [event["step"] for event in other] == [event["step"] for event in one] != []
 
 
 def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
-    """On one rank, on ranks with whole models, with shards, with shards of replicas, and on all of them
-    in turn."""
+    """On one rank, on four that share a model, and on ranks with replicas of shards, with whole models, with
+    shards, and on one in turn. More are in tests/torture."""
     alone = trained(place, "alone", *ELASTIC, ranks=1)
     others = {
-        "ddp": trained(place, "ddp", *ELASTIC, ranks=2),
-        "fsdp-2": trained(place, "fsdp-2", *ELASTIC, *FSDP, ranks=2),
-        "fsdp-4": trained(place, "fsdp-4", *ELASTIC, *FSDP, ranks=4),
-        "hsdp": trained(place, "hsdp", *ELASTIC, *HSDP, ranks=4),
+        "fsdp": trained(place, "fsdp", *ELASTIC, *FSDP, ranks=4),
         "in turn": trained(place, "in-turn", *ELASTIC, *HSDP, "train.until=[2it]", ranks=4),
     }
     for until, strategy, ranks in ((4, "ddp", 2), (6, "fsdp", 2), (STEPS, "ddp", 1)):
@@ -91,8 +112,10 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
         run_dir = others["in turn"]
         children = place.resume(run_dir, "--until", f"{until}it", *keys, ranks=ranks)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+    wanted = saved(alone)
+    assert [len(each) for each in wanted.values()] == [36, 108, 36]
     for name, other in others.items():
-        assert tiny_run.weights(other, STEPS) == tiny_run.weights(alone, STEPS), name
+        assert saved(other) == wanted, name
     del others["in turn"]  # which is also evaluated at each of its ends
     for name, other in others.items():
         assert json.dumps(curve(other)) == json.dumps(curve(alone)), name
@@ -101,7 +124,11 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
 @pytest.mark.parametrize(
     ("keys", "ranks", "said"),
     [
-        (("model.n_embd=4", "model.n_head=1"), 8, "rows of every parameter are divided among 8 ranks"),
+        (
+            ("model.n_embd=8", "model.n_head=1", "model.n_layer=8"),
+            64,
+            "cannot be divided among 64 ranks",
+        ),
         (("schedule=[{name: widen_mlp, value: x2, when: {at_step: 3}}]",), 2, "changes the model"),
         (("parallel.strategy=hsdp", "parallel.fsdp.shards=4"), 6, "6 ranks cannot be divided"),
     ],
@@ -110,7 +137,30 @@ def test_what_cannot_be_sharded_is_refused_before_the_start(
     config: Callable[..., Loaded], keys: tuple[str, ...], ranks: int, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        preflight(config(*FIXED, *FSDP, *keys, "train.batch_size=16"), ranks)
+        preflight(config(*FIXED, *FSDP, *keys, "train.batch_size=64"), ranks)
+
+
+def test_parameters_with_fewer_rows_than_shards_and_buffers(tmp_path: Path) -> None:
+    """A user's task whose last layer has two rows, on four ranks; its test runs on the best weights,
+    which are read into shards as well."""
+    place = science.place(tmp_path)
+    keys = (
+        "task=science:Normed",
+        "reproducible=elastic",
+        "optimizer.name=sgd",
+        "checkpoint.on_best=true",
+        "data.samples=84",
+    )
+    keys += ("test.at_end=true", "record.layers_every=3", "train.until=[20it]")
+    found = []
+    for name, more, ranks in (("one", (), 1), ("four", FSDP, 4)):
+        run_dir = tmp_path / name
+        children = place.train(run_dir, *keys, *more, ranks=ranks)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        last = tiny_run.acknowledged(run_dir)
+        metrics = science.result(run_dir)["metrics"]
+        found.append((saved(run_dir, last, ("model", "optimizer")), last, metrics))
+    assert found[0] == found[1]
 
 
 def test_a_sharded_rank_needs_its_share_of_the_memory(config: Callable[..., Loaded]) -> None:

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import figures
 import pytest
+import torch
 import xxhash
 from forks import INSTAR
-from tiny_run import Place, codes, events, said, weights
+from tiny_run import Place, codes, events, said
+
+from instar.checkpoint.store import load
 
 STEPS = 36
 RANKS = (1, 2, 4)
@@ -33,6 +36,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "adamw": ("optimizer.name=adamw",),
     "adamw in bf16": ("optimizer.name=adamw", "precision=bf16"),
     "adamw in fp16": ("optimizer.name=adamw", "precision=fp16"),
+    "llama, 2 threads, adamw": (
+        "optimizer.name=adamw",
+        "preset=llama",
+        "model.qk_norm=true",
+        "parallel.elastic.threads=2",
+    ),
     "llama, 2 threads": (
         "preset=llama",
         "model.qk_norm=true",
@@ -40,20 +49,33 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+FSDP = ("parallel.strategy=fsdp",)
+HSDP = ("parallel.strategy=hsdp", "parallel.fsdp.shards=2")
+STRATEGIES: list[tuple[str, tuple[str, ...], int]] = [
+    ("ddp", (), 2),
+    ("ddp", (), 4),
+    ("fsdp", FSDP, 2),
+    ("fsdp", FSDP, 4),
+    ("fsdp, whole in between", (*FSDP, "parallel.fsdp.reshard_after_forward=false"), 2),
+    ("hsdp", HSDP, 4),
+]
+
 
 @pytest.mark.timeout(7200)
 def test_any_number_of_ranks_is_the_same_run_bit_for_bit(place: Place) -> None:
     chance = random.Random(0)
     chosen = list(VARIANTS)[: figures.times(1, len(VARIANTS))]
     differing, changes = [], 0
+    compared = 0
     for name in chosen:
         overrides = (*ELASTIC, *VARIANTS[name])
-        wanted, *others = [undisturbed(place, overrides, ranks) for ranks in RANKS]
-        differing += [
-            f"{name}, W={ranks}"
-            for ranks, found in zip(RANKS[1:], others, strict=True)
-            if found != wanted
-        ]
+        wanted = undisturbed(place, overrides, 1)
+        for strategy, keys, ranks in STRATEGIES:
+            if strategy != "ddp" and "optimizer.name=adamw" not in overrides:
+                continue
+            compared += 1
+            if undisturbed(place, (*overrides, *keys), ranks) != wanted:
+                differing.append(f"{name}, {strategy}, W={ranks}")
         for number in range(CHANGES):
             worlds = (1, 2, 4, 1) if number == 0 else chance.choices(RANKS, k=4)
             found, changed = changing(place, overrides, worlds, chance)
@@ -65,8 +87,8 @@ def test_any_number_of_ranks_is_the_same_run_bit_for_bit(place: Place) -> None:
         "elastic",
         [
             figures.none_of(
-                len(chosen) * (len(RANKS) - 1 + CHANGES),
-                "runs on 1, 2, 4 or changing numbers of ranks: another hash",
+                compared + len(chosen) * CHANGES,
+                "runs on 1, 2, 4 or changing numbers of ranks, sharded or not: another hash",
                 differing,
             ),
             figures.count("stops and resumes in them", changes),
@@ -123,9 +145,11 @@ def changing(
 def fingerprint(run_dir: Path) -> str:
     """Of all that a run leaves which must not depend on the number of ranks."""
     digest = xxhash.xxh3_128()
-    for name, content in sorted(weights(run_dir, STEPS).items()):
-        digest.update(name.encode())
-        digest.update(content)
+    checkpoint = load(run_dir / "checkpoints" / f"step-{STEPS}")
+    for component in ("model", "optimizer", "ema"):
+        for name, tensor in sorted(checkpoint.tensors(component).items()):
+            digest.update(f"{component}/{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     train, held_out = events(run_dir, "train"), events(run_dir, "eval")
     assert [event["step"] for event in train] == list(range(1, STEPS + 1))
     curve = [[event["loss"], event["grad_norm"]] for event in train]

@@ -1,4 +1,4 @@
-"""Inspects checkpoints without torch: headers of tensor files, checksums, differences."""
+"""Inspects checkpoints without torch: headers of tensor files, checksums."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import msgspec
 
 from instar.checkpoint.manifest import (
     MANIFEST,
-    SUFFIX,
     CheckpointError,
-    Manifest,
     UnreadableError,
     file_error,
     read_manifest,
     verifying,
 )
 from instar.config.files import open_regular
-from instar.record.progress import Advance, progress
-
-if TYPE_CHECKING:
-    import torch
-
+from instar.record.progress import progress
 
 _MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 8
@@ -127,23 +120,26 @@ def encode_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks, by its header, that a safetensors file has these tensors.
+def check_shapes(
+    folder: Path, headers: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Checks that a component has these tensors.
+
+    Args:
+        folder: of the checkpoint, for messages.
+        headers: its tensors.
 
     Raises:
         CheckpointError: one is missing or has another shape.
     """
-    headers = read_header(path)
     for name, shape in shapes.items():
         if name not in headers or headers[name].shape != shape:
             found = headers[name].shape if name in headers else "missing"
             raise CheckpointError(
-                f"{path.parent}: the tensors do not fit the architecture: {name} must have the shape "
+                f"{folder}: the tensors do not fit the architecture: {name} must have the shape "
                 f"{shape}, and is {found}"
             )
 
-
-Status = Literal["same", "changed", "only_a", "only_b"]
 
 _THREADS = 8
 
@@ -197,88 +193,3 @@ def check(path: Path) -> Check:
         time.perf_counter() - begun,
         tuple(str(each) for each in wrong if isinstance(each, UnreadableError)),
     )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One tensor in two checkpoints; `a` or `b` is None if it does not exist there.
-
-    `max_abs` is the largest |b − a| of an element, `relative_l2` is ‖b − a‖ / ‖a‖; both are None if
-    the shapes differ.
-    """
-
-    name: str
-    verdict: Status
-    a: TensorEntry | None
-    b: TensorEntry | None
-    max_abs: float | None = None
-    relative_l2: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def compare_tensors(a: Path, b: Path) -> dict[str, list[Difference]]:
-    """Compares every tensor of two checkpoint folders; returns the differences by file.
-
-    Only one tensor of each is in memory at a time. "same" means equal dtypes, shapes and bytes.
-
-    Raises:
-        CheckpointError: a manifest or a tensor file cannot be read.
-    """
-    files = dict.fromkeys([*_tensor_files(read_manifest(a)), *_tensor_files(read_manifest(b))])
-    with progress(f"comparing {a.name} and {b.name}") as advance:
-        return {name: list(_compare_files(a / name, b / name, advance)) for name in files}
-
-
-def _tensor_files(manifest: Manifest) -> list[str]:
-    return [name for name in manifest.files if name.endswith(SUFFIX)]
-
-
-def _compare_files(a: Path, b: Path, advance: Advance) -> Iterator[Difference]:
-    from safetensors import SafetensorError, safe_open
-
-    in_a, in_b = (read_header(path) if path.exists() else {} for path in (a, b))
-    with ExitStack() as stack:
-        try:
-            reads = {
-                path: stack.enter_context(safe_open(path, "pt")).get_tensor
-                for path, entries in ((a, in_a), (b, in_b))
-                if entries
-            }
-            for name in dict.fromkeys([*in_a, *in_b]):
-                if name not in in_a or name not in in_b:
-                    verdict: Status = "only_a" if name in in_a else "only_b"
-                    yield Difference(name, verdict, in_a.get(name), in_b.get(name))
-                else:
-                    yield _compare(name, in_a[name], in_b[name], reads[a](name), reads[b](name))
-                    advance(in_a[name].size_bytes)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{a} or {b}: {error}") from error
-
-
-def _compare(
-    name: str, entry_a: TensorEntry, entry_b: TensorEntry, a: torch.Tensor, b: torch.Tensor
-) -> Difference:
-    import torch
-
-    if entry_a.shape != entry_b.shape:
-        return Difference(name, "changed", entry_a, entry_b)
-    if entry_a.dtype == entry_b.dtype and torch.equal(_bytes(a), _bytes(b)):
-        return Difference(name, "same", entry_a, entry_b, 0.0, 0.0)
-    a, b = a.to(torch.float64), b.to(torch.float64)
-    difference = b - a
-    return Difference(
-        name,
-        "changed",
-        entry_a,
-        entry_b,
-        difference.abs().max().item() if difference.numel() else 0.0,
-        (difference.norm() / a.norm()).item() if difference.any() else 0.0,
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -33,6 +33,8 @@ class Pattern(StrEnum):
     """all ranks hold the same values, which is checked by hash; rank 0 saves it"""
     GLOBAL = "GLOBAL"
     """one value for the run; rank 0 saves it"""
+    SHARDED = "SHARDED"
+    """the ranks hold parts of the same tensors; each saves its rows"""
     PER_RANK = "PER_RANK"
     """each rank holds and saves its own; unusable with another number of ranks"""
 
@@ -53,6 +55,10 @@ class StateComponent:
         if self.pattern is Pattern.PER_RANK:
             return f"{self.name}/rank-{rank}{SUFFIX}"
         return f"{self.name}{SUFFIX}"
+
+    def shard_file(self, shard: int, shards: int) -> str:
+        """Returns the file of one rank's rows, relative to the checkpoint's folder."""
+        return f"{self.name}/{shard}-of-{shards}{SUFFIX}"
 
 
 COMPONENTS = {
@@ -96,13 +102,25 @@ class UnreadableError(CheckpointError):
     """A file cannot be read because of its permissions; its content may be intact."""
 
 
-class FileEntry(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True):
+    """The rows of a tensor that a file has."""
+
+    first: Count
+    last: Count
+    """the row after the last"""
+    shape: tuple[Count, ...]
+    """of the whole tensor"""
+
+
+class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file of a checkpoint."""
 
     size_bytes: Count
     xxh3_128: str
     pattern: str
-    """REPLICATED, GLOBAL or PER_RANK; see `Pattern`."""
+    """REPLICATED, GLOBAL, SHARDED or PER_RANK; see `Pattern`."""
+    parts: dict[str, Part] = {}
+    """by tensor, the rows that the file has; of other tensors it has all"""
 
 
 class RunStart(msgspec.Struct, frozen=True):
@@ -157,9 +175,9 @@ class Manifest(Facts, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def describe(path: Path, pattern: str) -> FileEntry:
+def describe(path: Path, pattern: str, parts: Mapping[str, Part] | None = None) -> FileEntry:
     """Returns the entry of a file on disk."""
-    return FileEntry(path.stat().st_size, _hash(path), pattern)
+    return FileEntry(path.stat().st_size, _hash(path), pattern, dict(parts or {}))
 
 
 def file_error(

@@ -5,6 +5,8 @@ checkpoints/step-<n>/
   manifest.json        written last: every file's size and xxh3-128, architecture, history, versions
   model.safetensors    one copy of every parameter, under the name the model gives it
   optimizer.safetensors, ema.safetensors  other components, where the run has them
+  model/<i>-of-<n>.safetensors  in place of the file of a component: its rows on rank i, if ranks share
+                       a model; the manifest has the rows of each tensor
   rng/rank-<r>.safetensors  state of each rank
   state.json           all other state of the run
 checkpoints/latest     the name of the latest checkpoint
@@ -22,13 +24,14 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from instar.checkpoint.layout import ComponentReader, Layout, layout, reading
 from instar.checkpoint.manifest import (
     COMPONENTS,
     MANIFEST,
@@ -38,6 +41,7 @@ from instar.checkpoint.manifest import (
     Facts,
     FileEntry,
     Manifest,
+    Part,
     Pattern,
     StateComponent,
     describe,
@@ -55,9 +59,10 @@ from instar.record.system import versions
 if TYPE_CHECKING:
     import torch
 
+    from instar.distributed.shards import Rows
     from instar.distributed.world import World
 
-Tensors = Mapping[str, "torch.Tensor"]
+Tensors = Mapping[str, "torch.Tensor | Rows"]
 
 LATEST = "latest"
 
@@ -81,7 +86,7 @@ class Checkpoint:
     def tensors(
         self, component: str = "model", device: str = "cpu", *, rank: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Returns the tensors of a component by name; those of `rank` for a component per rank.
+        """Returns the tensors of a component by name, whole; those of `rank` for a component per rank.
 
         A tied head is saved once, under the name of the token table.
 
@@ -91,12 +96,24 @@ class Checkpoint:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        path = self.path / _component(component).file(rank)
+        known = _component(component)
+        if known.pattern is not Pattern.PER_RANK:
+            with self.reading(component) as read:
+                return {name: read(name).to(device) for name in read.layout.entries}
+        path = self.path / known.file(rank)
         try:
             check_regular(path)
             return load_file(path, device=device)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {error}") from error
+
+    def layout(self, component: str) -> Layout:
+        """Returns where the tensors of a component are that the ranks share; see `layout`."""
+        return layout(self.path, self.manifest, component)
+
+    def reading(self, component: str) -> AbstractContextManager[ComponentReader]:
+        """Context manager that opens a component which the ranks share; see `reading`."""
+        return reading(self.layout(component))
 
 
 def publish(
@@ -120,7 +137,8 @@ def publish(
     Args:
         components: tensors of `model`, `optimizer`, `ema` and `rng`, each tensor once: those of the
             model are its named parameters and persistent buffers, not its `state_dict()`, which has
-            tied tensors twice. Only rank 0's are saved if ranks hold the same.
+            tied tensors twice. Only rank 0's are saved if ranks hold the same. A component with
+            `Rows` is saved in parts, by the ranks that have them.
         state, architecture, history, facts: JSON values; tuples become lists.
         files_at_once: number of threads that write.
 
@@ -194,26 +212,36 @@ class CheckpointWriter:
         known = {component: _component(component) for component in components}
         for tensors in components.values():
             _check_names(tensors)
-        files: dict[Path, Tensors] = {}
+        files: dict[Path, Mapping[str, torch.Tensor]] = {}
+        shards: dict[Path, Mapping[str, Part]] = {}
         for name, tensors in components.items():
-            pattern = known[name].pattern
-            if rank == 0 or pattern is Pattern.PER_RANK:
+            if (rows := _first_rows(tensors)) is not None:
+                if rows.saved:
+                    path = self.temporary / known[name].shard_file(rows.shard, rows.shards)
+                    files[path], shards[path] = _rows_of(tensors, rows.shard)
+            elif rank == 0 or known[name].pattern is Pattern.PER_RANK:
                 path = self.temporary / known[name].file(rank)
-                if pattern is Pattern.PER_RANK:
-                    atomic.make_folder(path.parent)
-                files[path] = tensors
+                files[path], _ = _rows_of(tensors, 0)
+        for folder in {path.parent for path in files} - {self.temporary}:
+            atomic.make_folder(folder)
         # one file is copied to the page cache while another is synced
         with ThreadPoolExecutor(self.files_at_once) as writers:
             list(writers.map(_write_tensors, files.keys(), files.values()))
         if rank == 0:
             atomic.write_synced(self.temporary / STATE, encode_json(state))
-        self.add_files([*files, *([self.temporary / STATE] if rank == 0 else [])])
+        own_state = [self.temporary / STATE] if rank == 0 else []
+        self.add_files([*(file for file in files if file not in shards), *own_state])
+        for path, parts in shards.items():
+            self._add(path, describe(path, Pattern.SHARDED, parts))
 
     def add_files(self, paths: Iterable[Path]) -> None:
         """Adds written files to the manifest and syncs their folders."""
         for path in paths:
-            self.files[path.relative_to(self.temporary).as_posix()] = _entry(path, self.temporary)
-            atomic.sync_folder(path.parent)
+            self._add(path, _entry(path, self.temporary))
+
+    def _add(self, path: Path, entry: FileEntry) -> None:
+        self.files[path.relative_to(self.temporary).as_posix()] = entry
+        atomic.sync_folder(path.parent)
 
     def publish(
         self,
@@ -293,7 +321,30 @@ def _entry(path: Path, temporary: Path) -> FileEntry:
     )
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> None:
+def _first_rows(tensors: Tensors) -> Rows | None:
+    """Returns a tensor of a component that ranks save in parts; None if there is none."""
+    from instar.distributed.shards import Rows
+
+    return next((each for each in tensors.values() if isinstance(each, Rows)), None)
+
+
+def _rows_of(tensors: Tensors, shard: int) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
+    """Returns what a shard's file holds: its rows, and in the first shard also whole tensors."""
+    from instar.distributed.shards import Rows
+
+    files: dict[str, torch.Tensor] = {}
+    parts: dict[str, Part] = {}
+    for name, each in tensors.items():
+        if not isinstance(each, Rows):
+            if shard == 0:
+                files[name] = each
+        elif each.tensor.shape[0]:
+            files[name] = each.tensor
+            parts[name] = Part(each.first, each.last, each.shape)
+    return files, parts
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files one tensor at a time.
+"""Writes safetensors files one tensor at a time.
 
 The library's writer needs all tensors in memory. The header at the beginning of a file has the
 position of each tensor, so all dtypes and shapes must be known before the first tensor is written.
@@ -7,17 +7,16 @@ position of each tensor, so all dtypes and shapes must be known before the first
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from instar.checkpoint.inspect import TensorEntry, encode_header, read_header
+from instar.checkpoint.inspect import TensorEntry, encode_header
+from instar.checkpoint.layout import Layout
 from instar.checkpoint.manifest import CheckpointError
-from instar.config.files import check_regular
 from instar.record import atomic
 
 Read = Callable[[str], Tensor]
@@ -50,34 +49,18 @@ class Outline:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[Read]:
-    """Opens a file to read single tensors.
+def outlines(layout: Layout) -> dict[str, Outline]:
+    """Returns dtype and shape of every tensor of a layout.
 
     Raises:
-        CheckpointError: it is not a safetensors file, or has no such tensor.
+        CheckpointError: one has an unsupported dtype.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        check_regular(path)
-        with safe_open(path, "pt") as file:
-            yield lambda name: file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
-def outlines(path: Path) -> dict[str, Outline]:
-    """Returns dtype and shape of every tensor of a file, in the order of their data.
-
-    Raises:
-        CheckpointError: it is not a safetensors file, or has an unsupported dtype.
-    """
-    entries = read_header(path)
-    for name, entry in entries.items():
+    for name, entry in layout.entries.items():
         if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{path}: {name} has dtype {entry.dtype}, which is not supported")
-    return {name: Outline(DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
+            raise CheckpointError(
+                f"{layout.folder}: {name} has dtype {entry.dtype}, which is not supported"
+            )
+    return {name: Outline(DTYPES[e.dtype], e.shape) for name, e in layout.entries.items()}
 
 
 def write_tensors(path: Path, outlines: Mapping[str, Outline], read: Read) -> None:

@@ -146,7 +146,7 @@ def verify(where: str, every: bool, as_json: bool) -> int:
 @json_option
 def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B (each a folder, or a run: its latest)."""
-    from instar.checkpoint.inspect import compare_tensors
+    from instar.checkpoint.compare import compare_tensors
     from instar.checkpoint.manifest import read_manifest
     from instar.cli.describe import print_facts, print_tensors
     from instar.config.fields import differing

@@ -14,7 +14,8 @@ from instar.cli.output import print_named, print_table
 from instar.record.format import bytes_text, duration, loss, si
 
 if TYPE_CHECKING:
-    from instar.checkpoint.inspect import Check, Difference, TensorEntry
+    from instar.checkpoint.compare import Difference
+    from instar.checkpoint.inspect import Check, TensorEntry
     from instar.checkpoint.manifest import Manifest
     from instar.run.lifecycle.analysis import CheckpointAnalysis
 
@@ -51,11 +52,18 @@ def print_headers(headers: Headers) -> None:
 
 
 def parameter_count(manifest: Manifest, headers: Headers) -> int | None:
-    """Return the number of elements of the model's parameters; None if their file is unreadable."""
-    model = headers.get("model.safetensors")
-    if model is None:
+    """Return the number of elements of the model's parameters; None if a file is unreadable."""
+    from instar.checkpoint.layout import files_of
+
+    files = files_of(manifest, "model")
+    if not files or not files.keys() <= headers.keys():
         return None
-    return sum(entry.elements for name, entry in model.items() if name not in manifest.buffers)
+    return sum(
+        entry.elements
+        for file in files
+        for name, entry in headers[file].items()
+        if name not in manifest.buffers
+    )
 
 
 def _facts(path: Path, manifest: Manifest, headers: Headers) -> Iterator[tuple[str, str]]:

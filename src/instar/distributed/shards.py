@@ -1,12 +1,13 @@
 """Tensors that every rank holds whole, or of which it holds some rows: the same calls for both.
 
-A sharded tensor is a `DTensor` whose rows are divided among the ranks of a mesh, in order: each has
+A sharded tensor is a `DTensor` whose rows are divided among the ranks of a one-dimensional mesh, in order: each has
 ⌈rows / ranks⌉ of them, the last ones fewer or none. It carries its own layout.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
@@ -39,10 +40,10 @@ def whole(tensor: Tensor) -> Tensor:
 def part(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that all ranks hold whole, laid out as `like`, which may have another dtype.
 
-    Copied if `like` is sharded. A tensor of another shape, such as an optimizer's count of steps, is
-    returned as it is.
+    Copied if `like` is sharded. A tensor of another shape, such as an optimizer's count of steps, or
+    one that is sharded already, is returned as it is.
     """
-    if not is_sharded(like) or tensor.shape != like.shape:
+    if is_sharded(tensor) or not is_sharded(like) or tensor.shape != like.shape:
         return tensor
     first, last = rows(like)
     local = tensor[first:last].to(like._local_tensor.device, copy=True).contiguous()
@@ -68,9 +69,43 @@ def rows(tensor: Tensor) -> tuple[int, int]:
     total = tensor.shape[0] if tensor.ndim else 1
     if not is_sharded(tensor):
         return 0, total
-    from torch.distributed.tensor import Shard
-
-    (dim,) = (n for n, each in enumerate(tensor.placements) if isinstance(each, Shard))
-    each = -(-total // tensor.device_mesh.size(dim))
-    first = min(total, tensor.device_mesh.get_local_rank(dim) * each)
+    each = -(-total // tensor.device_mesh.size())
+    first = min(total, tensor.device_mesh.get_local_rank() * each)
     return first, min(total, first + each)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a sharded tensor that this rank holds, as it saves them."""
+
+    tensor: Tensor
+    """[last - first, …]"""
+    first: int
+    shape: tuple[int, ...]
+    """of the whole tensor"""
+    shard: int
+    """which part of the tensor this is, of `shards`"""
+    shards: int
+    saved: bool
+    """False if this rank belongs to a replica, whose rows another rank saves"""
+
+    @property
+    def last(self) -> int:
+        """The row after the last."""
+        return self.first + self.tensor.shape[0]
+
+    def staged(self) -> Rows:
+        """Return a copy on the CPU, without the rows if another rank saves them."""
+        tensor = self.tensor if self.saved else self.tensor[:0]
+        return replace(self, tensor=tensor.to("cpu", copy=True))
+
+
+def held(tensor: Tensor) -> Tensor | Rows:
+    """Return what this rank holds of a tensor, to be saved; not copied."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    mesh = tensor.device_mesh
+    first, _ = rows(tensor)
+    # the ranks of a replica are neighbors, and rank 0 is in the first
+    saved = int(mesh.mesh.min()) == 0
+    return Rows(own(tensor), first, tuple(tensor.shape), mesh.get_local_rank(), mesh.size(), saved)

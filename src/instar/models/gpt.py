@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from instar.checkpoint.inspect import check_shapes
-from instar.checkpoint.manifest import COMPONENTS, CheckpointError
+from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load
 from instar.models.architecture import Architecture, MaskedAxis, materializes_scores
 from instar.models.lora import Lora, adapter_of
@@ -529,7 +529,7 @@ def load_gpt(path: Path, device: str = "cpu") -> GPT:
     component = "ema" if "ema" in checkpoint.components else "model"
     # a manifest may claim any size: allocate nothing before the header of the file agrees
     shapes = {name: entry.shape for name, entry in architecture.parameters().items()}
-    check_shapes(path / COMPONENTS[component].file(), shapes)
+    check_shapes(path, checkpoint.layout(component).entries, shapes)
     with torch.device("meta"):
         model = GPT(architecture)
     model = model.to_empty(device=device)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from instar.checkpoint.listing import checkpoints
-from instar.checkpoint.manifest import COMPONENTS, Manifest, read_manifest
+from instar.checkpoint.manifest import Manifest, read_manifest
 from instar.checkpoint.store import Checkpoint, load
 from instar.checkpoint.tensor_file import outlines
 from instar.config.errors import ConfigError
@@ -89,7 +89,7 @@ def _described(checkpoint: Checkpoint, component: str) -> Mapping[str, Parameter
     """Return the parameters of a checkpoint. If no built-in task has its architecture, every tensor
     with two or more dimensions counts as a matrix."""
     manifest = checkpoint.manifest
-    stored = outlines(checkpoint.path / COMPONENTS[component].file())
+    stored = outlines(checkpoint.layout(component))
     for shape_of in (Architecture.from_dict, GraphShape.from_dict):
         try:
             parameters = shape_of(manifest.architecture).parameters()

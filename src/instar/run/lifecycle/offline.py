@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from instar.checkpoint.inspect import check_shapes
+from instar.checkpoint.layout import reading
 from instar.checkpoint.manifest import (
     COMPONENTS,
     STATE,
@@ -29,7 +30,7 @@ from instar.checkpoint.manifest import (
     encode_json,
 )
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load
-from instar.checkpoint.tensor_file import Outline, outlines, reading, write_tensors
+from instar.checkpoint.tensor_file import Outline, outlines, write_tensors
 from instar.config.errors import ConfigError, InstarError
 from instar.config.fields import LANGUAGE, from_values, root_of
 from instar.config.files import read_regular
@@ -196,7 +197,7 @@ def grow(
                 )
     before = count_parameters(state.architecture).total
     path = RunDir(out).checkpoints / made.name
-    with reading(path / COMPONENTS["model"].file()) as read:
+    with load(path, check=False).reading("model") as read:
         dead = dead_ranks(result.state.architecture.parameters(), read)
     seconds = time.perf_counter() - begun
     return OfflineGrowth(path, before, result.stages, proof, seconds, dead, checked_on)
@@ -244,7 +245,7 @@ def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[
             f"{source.path}: its run.yaml and its history lead to another architecture than its own"
         )
     shapes = {name: entry.shape for name, entry in state.architecture.parameters().items()}
-    check_shapes(source.path / COMPONENTS["model"].file(), shapes)
+    check_shapes(source.path, source.layout("model").entries, shapes)
     return model, state
 
 
@@ -331,13 +332,13 @@ def _write_component(
             atomic.make_folder(to.parent)
             atomic.write_synced(to, read_regular(source.path / known.file(rank)))
         return
-    file = source.path / known.file()
+    layout = source.layout(component)
     grow = grow_states if component == "optimizer" else grow_parameters
     if component == "optimizer" and any(link.mode != "reset" for link in links):
-        files = (file, source.path / COMPONENTS["model"].file())
-        check_states(*({n: each.shape for n, each in outlines(path).items()} for path in files))
-    with reading(file) as read:
-        grown = grow(links, TensorReader(outlines(file), read))
+        both = (layout, source.layout("model"))
+        check_states(*({n: e.shape for n, e in each.entries.items()} for each in both))
+    with reading(layout) as read:
+        grown = grow(links, TensorReader(outlines(layout), read))
         write_tensors(temporary / known.file(), grown.outlines, grown.read)
 
 
@@ -348,10 +349,10 @@ def _write_with_buffers(
 
     New elements of a buffer have the values of a new module, so a module of each shape is built.
     """
-    file = COMPONENTS["model"].file()
-    with reading(source.path / file) as read:
+    file, layout = COMPONENTS["model"].file(), source.layout("model")
+    with reading(layout) as read:
         buffers = {name: read(name) for name in source.manifest.buffers}
-        stored = {n: each for n, each in outlines(source.path / file).items() if n not in buffers}
+        stored = {n: each for n, each in outlines(layout).items() if n not in buffers}
         parameters = grow_parameters(result.links, TensorReader(stored, read))
         for link, shape in zip(result.links, result.shapes, strict=True):
             buffers = grow_buffers(link.plan, buffers, build(shape))

@@ -7,6 +7,7 @@ determined by its config and its history alone.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -201,17 +202,22 @@ def sharding_problems(loaded: Loaded, checked: Forecast, shards: int) -> Iterato
     if shards == 1:
         return
     strategy, first = loaded.config.parallel.strategy, checked.stages[0].architecture
-    too_short = [
-        f"{name} has {entry.shape[0] if entry.shape else 'none'}"
-        for name, entry in first.parameters().items()
-        if not entry.shape or entry.shape[0] < shards
-    ]
-    if too_short:
-        more = f", and {len(too_short) - 3} others" if len(too_short) > 3 else ""
+    table = first.parameters()
+    sizes = {name: math.prod(entry.shape) for name, entry in table.items()}
+    whole = [name for name, entry in table.items() if not entry.shape]
+    short = [name for name, entry in table.items() if entry.shape and entry.shape[0] < shards]
+    if whole:
         yield loaded.problem(
             "parallel.strategy",
-            f"the rows of every parameter are divided among {shards} ranks, but "
-            f"{', '.join(too_short[:3])}{more}",
+            f"{whole[0]} is a single number, which cannot be divided among {shards} ranks",
+            "make it a vector of one element, or use strategy: ddp",
+        )
+    if 2 * sum(sizes[name] for name in short) > sum(sizes.values()):
+        name = max(short, key=sizes.__getitem__)
+        yield loaded.problem(
+            "parallel.strategy",
+            f"most of the model cannot be divided among {shards} ranks, each of which holds some rows "
+            f"of every parameter: {name} has {table[name].shape[0]} rows",
             "use fewer ranks, hsdp with fewer shards, or ddp",
         )
     grown = next((each for each in checked.stages if each.architecture != first), None)

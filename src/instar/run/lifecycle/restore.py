@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.nn import Module
 
-from instar.checkpoint.inspect import read_header
-from instar.checkpoint.manifest import COMPONENTS, CheckpointError, encode_json
+from instar.checkpoint.layout import ComponentReader, Parts
+from instar.checkpoint.manifest import CheckpointError, encode_json
 from instar.checkpoint.store import Checkpoint
 from instar.config.sections import Operation
 from instar.distributed.agree import raise_on_all_ranks
@@ -34,8 +35,6 @@ from instar.schedule.operations import (
     states,
 )
 from instar.tasks.task import Task
-
-MODEL = COMPONENTS["model"].file()
 
 
 def restore(
@@ -99,14 +98,14 @@ def _restore(
         state = replay(state, parts, history)
         lost = []
     stepper, world = parts.stepper, parts.world
+    parameters = stepper.parameters
     warnings = [*lost, *load_model(stepper.bare_model, checkpoint)]
     if "optimizer" not in without:
-        load_optimizer_tensors(
-            stepper.optimizers, stepper.parameters, _component(checkpoint, "optimizer")
-        )
+        with _reading(checkpoint, "optimizer") as read:
+            states = Parts(read, read.layout.entries, lambda n: parameters.get(_parameter_of(n)))
+            load_optimizer_tensors(stepper.optimizers, parameters, states)
     if stepper.ema is not None:
-        kept = checkpoint.tensors("ema" if "ema" in checkpoint.components else "model")
-        copy_tensors(stepper.ema, {name: kept[name] for name in stepper.ema if name in kept})
+        load_average(stepper.ema, checkpoint)
     if "scheduler" in without:
         state = carry_out(state, parts, RESTART_LR, reason="its state was not saved")
     if "rng" not in without and checkpoint.manifest.world_size == world.size:
@@ -191,10 +190,12 @@ def load_model(model: Module, checkpoint: Checkpoint) -> list[str]:
         CheckpointError: the component `model` is missing.
         AttributeError, KeyError, ValueError: the checkpoint is of another model.
     """
-    tensors = _component(checkpoint, "model")
     parameters = dict(model.named_parameters())
-    buffers = {name: t for name, t in tensors.items() if name not in parameters}
-    copy_tensors(parameters, {name: t for name, t in tensors.items() if name not in buffers})
+    with _reading(checkpoint, "model") as read:
+        names = read.layout.entries
+        buffers = {name: read(name) for name in names if name not in parameters}
+        own = {name: None for name in names if name not in buffers}
+        copy_tensors(parameters, Parts(read, own, parameters.__getitem__))
     registered = persistent_buffers(model)
     later = sorted(buffers.keys() - registered.keys() - set(empty_buffers(model)))
     missing = sorted(registered.keys() - buffers.keys())
@@ -211,6 +212,13 @@ def load_model(model: Module, checkpoint: Checkpoint) -> list[str]:
             "register: they are restored"
         )
     return warnings
+
+
+def load_average(into: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+    """Load a checkpoint's moving average, or its weights if it has none."""
+    with _reading(checkpoint, "ema" if "ema" in checkpoint.components else "model") as read:
+        names = {name: None for name in read.layout.entries if name in into}
+        copy_tensors(into, Parts(read, names, into.__getitem__))
 
 
 def _check_data(parts: Components, checkpoint: Checkpoint, allow: Collection[str]) -> None:
@@ -235,7 +243,7 @@ def _check_architecture(
     was, is_now = checkpoint.manifest.architecture, json.loads(encode_json(now.to_dict()))
     if was == is_now:
         return
-    saved = {name: entry.shape for name, entry in read_header(checkpoint.path / MODEL).items()}
+    saved = {name: entry.shape for name, entry in checkpoint.layout("model").entries.items()}
     # buffers are in the file, but not in the table
     fits = all(saved.get(name) == entry.shape for name, entry in now.parameters().items())
     if fits and "architecture" in allow:
@@ -251,10 +259,14 @@ def _check_architecture(
     )
 
 
-def _component(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
+def _parameter_of(state: str) -> str:
+    return state.rpartition("/")[0]
+
+
+def _reading(checkpoint: Checkpoint, name: str) -> AbstractContextManager[ComponentReader]:
     if name not in checkpoint.components:
         raise CheckpointError(
             f"{checkpoint.path}: its {name} is missing; resume from another checkpoint: instar "
             f"checkpoint list {checkpoint.path.parent.parent}"
         )
-    return checkpoint.tensors(name)
+    return checkpoint.reading(name)

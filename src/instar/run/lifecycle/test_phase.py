@@ -21,12 +21,13 @@ from instar.data.split import Subset
 from instar.distributed.agree import agree, gather_parts, raise_on_all_ranks
 from instar.distributed.world import World
 from instar.record.atomic import make_folder, replace_file
-from instar.run.lifecycle.restore import load_model
+from instar.run.lifecycle.restore import load_average, load_model
 from instar.run.loop.components import Components
 from instar.run.loop.evaluate import TestResult, evaluate
-from instar.run.loop.optimizer import copy_tensors
 from instar.run.loop.state import RunState
 from instar.run.loop.step import enter
+from instar.run.parallel.choose import only_evaluated
+from instar.run.parallel.strategy import Evaluable
 from instar.schedule.operations import fold, history_from_json
 from instar.tasks.task import Task
 
@@ -133,9 +134,11 @@ def _weights(
         with raise_on_all_ranks(parts.world, "reading the best checkpoint"):
             # rank 0 has just read every byte of it
             checkpoint = load(Path(path), check=False)
-            task, model = _rebuilt(parts, checkpoint)
-        enter(model, checkpoint.manifest.step)
-        yield task, model, checkpoint.manifest.step, "best", False
+            task, strategy = _rebuilt(parts, checkpoint)
+        enter(strategy.bare, checkpoint.manifest.step)
+        with strategy.evaluating(None):
+            step = checkpoint.manifest.step
+            yield task, strategy.bare, step, "best", strategy.together
         return
     enter(parts.stepper.bare_model, state.step)
     parts.stepper.share_buffers()
@@ -150,17 +153,17 @@ def _weights(
         )
 
 
-def _rebuilt(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Module]:
+def _rebuilt(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Evaluable]:
     """Rebuild task and model of a checkpoint, in the shape that it had."""
     history = history_from_json(checkpoint.manifest.history)
     state = fold(parts.initial, history)
     task = parts.task.at(state.architecture, state.settings.context)
-    model = task.shell().to(parts.world.device)
-    load_model(model, checkpoint)
+    strategy = only_evaluated(parts.config, parts.world, task.shell())
+    load_model(strategy.bare, checkpoint)
     if "ema" in checkpoint.components:
         # the average is used with the buffers of the weights, as in evaluations during training
-        copy_tensors(dict(model.named_parameters()), checkpoint.tensors("ema"))
-    return task, model
+        load_average(strategy.parameters, checkpoint)
+    return task, strategy
 
 
 FILE = "predictions.parquet"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from instar.checkpoint.inspect import check_shapes
-from instar.checkpoint.manifest import COMPONENTS, CheckpointError
+from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import Checkpoint, load
 from instar.config.fields import LANGUAGE
 from instar.models.architecture import Architecture
@@ -44,7 +44,7 @@ def open_weights(weights: Weights, architecture: Any) -> LoadWeights:
         checkpoint = load(weights.path)
         component = _component(checkpoint)
         shapes = {name: entry.shape for name, entry in shape.parameters().items()}
-        check_shapes(checkpoint.path / COMPONENTS[component].file(), shapes)
+        check_shapes(checkpoint.path, checkpoint.layout(component).entries, shapes)
         tensors = merged(shape, checkpoint.tensors(component))
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:

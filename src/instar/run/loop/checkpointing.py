@@ -9,7 +9,7 @@ from instar.checkpoint.manifest import COMPONENTS, Facts
 from instar.config.fields import kept
 from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import raise_on_all_ranks
-from instar.distributed.shards import whole
+from instar.distributed.shards import held
 from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
 from instar.run.loop.components import Components
@@ -36,7 +36,7 @@ def best_is_now(state: RunState, parts: Components) -> tuple[str, ...]:
 
 
 def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
-    """Return everything to save after a step; whole tensors are not copied. A collective."""
+    """Return everything to save after a step; tensors are not copied. A collective."""
     stepper, progress, config = parts.stepper, state.progress, parts.config.checkpoint
     without = [part for part in LEFT_OUT if not getattr(config, f"save_{part}_state")]
     model = stepper.bare_model
@@ -54,7 +54,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
     return Snapshot(
         progress=progress,
         components={
-            component: {name: whole(tensor) for name, tensor in tensors.items()}
+            component: {name: held(tensor) for name, tensor in tensors.items()}
             for component, tensors in components.items()
         },
         state=to_json(state, parts),

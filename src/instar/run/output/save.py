@@ -21,6 +21,7 @@ from instar.config.errors import InstarError
 from instar.config.schema import CheckpointConfig, Direction
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
+from instar.distributed.shards import Rows
 from instar.distributed.world import RunFailed, World, with_own_group
 from instar.run.loop.state import Progress
 
@@ -36,7 +37,7 @@ class Snapshot:
     """Everything that this rank saves at one step."""
 
     progress: Progress
-    components: Mapping[str, Mapping[str, torch.Tensor]]
+    components: Mapping[str, Mapping[str, torch.Tensor | Rows]]
     state: Mapping[str, Any]
     architecture: Mapping[str, Any]
     history: list[Any]
@@ -51,16 +52,25 @@ class Snapshot:
             for component, tensors in self.components.items()
             if COMPONENTS[component].pattern is Pattern.REPLICATED
             for name, tensor in tensors.items()
+            if not isinstance(tensor, Rows)
         }
 
     def held(self, rank: int) -> Snapshot:
         """Return a CPU copy of what this rank writes, so that the next step may change it."""
         copies = {
-            component: {name: tensor.detach().to("cpu", copy=True) for name, tensor in part.items()}
+            component: {name: _staged(tensor) for name, tensor in part.items()}
             for component, part in self.components.items()
-            if rank == 0 or COMPONENTS[component].pattern is Pattern.PER_RANK
+            if rank == 0
+            or COMPONENTS[component].pattern is Pattern.PER_RANK
+            or any(isinstance(tensor, Rows) for tensor in part.values())
         }
         return replace(self, components=copies)
+
+
+def _staged(tensor: torch.Tensor | Rows) -> torch.Tensor | Rows:
+    if isinstance(tensor, Rows):
+        return tensor.staged()
+    return tensor.detach().to("cpu", copy=True)
 
 
 @dataclass(frozen=True)

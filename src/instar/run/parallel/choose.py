@@ -1,4 +1,4 @@
-"""Prepares a model for training with the strategy of its config."""
+"""Prepares a model for training, or for an evaluation, with the strategy of its config."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.parallel import copy_from_rank_0
 from instar.distributed.world import World
 from instar.run.parallel.elastic import VirtualRanks
-from instar.run.parallel.replicated import DataParallel
-from instar.run.parallel.strategy import Strategy, freeze
+from instar.run.parallel.replicated import DataParallel, Replicated
+from instar.run.parallel.strategy import Evaluable, Strategy, freeze
 
 
 def parallelize(
@@ -42,3 +42,15 @@ def parallelize(
         if config.reproducible == "elastic":
             return VirtualRanks(world, bare, config.parallel.elastic.virtual_ranks)
         return DataParallel(config, world, bare)
+
+
+def only_evaluated(config: RunConfig, world: World, bare: Module) -> Evaluable:
+    """Move a model to its device, in parts if models are sharded, for evaluations. A collective.
+
+    Its values are to be loaded; those that it has may differ between ranks.
+    """
+    if (shards := config.parallel.shards_of(world.size)) > 1:
+        from instar.run.parallel.sharded import Sharded
+
+        return Sharded(config, world, bare, shards)
+    return Replicated(world, bare.to(world.device))

@@ -33,25 +33,31 @@ class MicroBatchCalls(NamedTuple):
     once, after it"""
 
 
-class Strategy(Protocol):
-    """How the ranks train one model together."""
+class Evaluable(Protocol):
+    """A model that is whole on each rank, or in parts on all of them."""
 
     together: bool
     """Whether forward passes and norms are collectives, so that no rank can compute one alone."""
+    bare: Module
+    """The model without wrappers, to call in evaluations."""
+    parameters: dict[str, Parameter]
+    """By name; what optimizers hold."""
+
+    def evaluating(self, values: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
+        """Context for forward passes of `bare` without gradients.
+
+        Args:
+            values: used in place of the parameters' own, each laid out as its parameter.
+        """
+        ...
+
+
+class Strategy(Evaluable, Protocol):
+    """How the ranks train one model together."""
 
     @property
     def model(self) -> Module:
         """The model to call in training."""
-        ...
-
-    @property
-    def bare(self) -> Module:
-        """The model without wrappers, to call in evaluations."""
-        ...
-
-    @property
-    def parameters(self) -> Mapping[str, Parameter]:
-        """The parameters that optimizers hold, by name."""
         ...
 
     def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
@@ -68,14 +74,6 @@ class Strategy(Protocol):
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Change the frozen parameters, see `is_frozen`. Does not communicate."""
-        ...
-
-    def evaluating(self, values: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
-        """Context for forward passes of `bare` without gradients.
-
-        Args:
-            values: used in place of the parameters' own, each laid out as its parameter.
-        """
         ...
 
     def unreduced(self) -> AbstractContextManager[None]:

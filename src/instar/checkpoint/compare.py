@@ -1,0 +1,116 @@
+"""Compares the tensors of two checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from instar.checkpoint.inspect import TensorEntry
+from instar.checkpoint.layout import ComponentReader, Layout, file_layout, layout, reading
+from instar.checkpoint.manifest import COMPONENTS, SUFFIX, Manifest, Pattern, read_manifest
+from instar.record.progress import Advance, progress
+
+if TYPE_CHECKING:
+    import torch
+
+Status = Literal["same", "changed", "only_a", "only_b"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor in two checkpoints; `a` or `b` is None if it does not exist there.
+
+    `max_abs` is the largest |b − a| of an element, `relative_l2` is ‖b − a‖ / ‖a‖; both are None if
+    the shapes differ.
+    """
+
+    name: str
+    verdict: Status
+    a: TensorEntry | None
+    b: TensorEntry | None
+    max_abs: float | None = None
+    relative_l2: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_tensors(a: Path, b: Path) -> dict[str, list[Difference]]:
+    """Compares every tensor of two checkpoint folders; returns the differences by file, or by the
+    file that a component would be if it were one.
+
+    Only one tensor of each is in memory at a time. "same" means equal dtypes, shapes and bytes.
+
+    Raises:
+        CheckpointError: a manifest or a tensor file cannot be read.
+    """
+    in_a, in_b = (_layouts(path, read_manifest(path)) for path in (a, b))
+    with progress(f"comparing {a.name} and {b.name}") as advance:
+        return {
+            name: list(_compare_layouts(in_a.get(name), in_b.get(name), advance))
+            for name in dict.fromkeys([*in_a, *in_b])
+        }
+
+
+def _layouts(folder: Path, manifest: Manifest) -> dict[str, Layout]:
+    found: dict[str, Layout] = {}
+    for name, entry in manifest.files.items():
+        if not name.endswith(SUFFIX):
+            continue
+        if entry.pattern == Pattern.PER_RANK:
+            found[name] = file_layout(folder / name)
+            continue
+        component = name.replace("/", ".").partition(".")[0]
+        if (file := COMPONENTS[component].file()) not in found:
+            found[file] = layout(folder, manifest, component)
+    return found
+
+
+def _compare_layouts(
+    a: Layout | None, b: Layout | None, advance: Advance
+) -> Iterator[Difference]:
+    with ExitStack() as stack:
+        read_a, read_b = (
+            ComponentReader(Layout(Path(), {}, {}), stack)
+            if each is None
+            else stack.enter_context(reading(each))
+            for each in (a, b)
+        )
+        in_a, in_b = read_a.layout.entries, read_b.layout.entries
+        for name in dict.fromkeys([*in_a, *in_b]):
+            if name not in in_a or name not in in_b:
+                verdict: Status = "only_a" if name in in_a else "only_b"
+                yield Difference(name, verdict, in_a.get(name), in_b.get(name))
+            else:
+                yield _compare(name, in_a[name], in_b[name], read_a(name), read_b(name))
+                advance(in_a[name].size_bytes)
+
+
+def _compare(
+    name: str, entry_a: TensorEntry, entry_b: TensorEntry, a: torch.Tensor, b: torch.Tensor
+) -> Difference:
+    import torch
+
+    if entry_a.shape != entry_b.shape:
+        return Difference(name, "changed", entry_a, entry_b)
+    if entry_a.dtype == entry_b.dtype and torch.equal(_bytes(a), _bytes(b)):
+        return Difference(name, "same", entry_a, entry_b, 0.0, 0.0)
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    difference = b - a
+    return Difference(
+        name,
+        "changed",
+        entry_a,
+        entry_b,
+        difference.abs().max().item() if difference.numel() else 0.0,
+        (difference.norm() / a.norm()).item() if difference.any() else 0.0,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,226 @@
+"""Where the tensors of a checkpoint are: a component is one file, or several with some rows of each.
+
+A layout is made from the headers of the files alone. Reading takes any rows from the files that have
+them, so no process needs a whole tensor, and any number of ranks can read what any other number saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from instar.checkpoint.inspect import TensorEntry, read_header
+from instar.checkpoint.manifest import CheckpointError, FileEntry, Manifest, Pattern
+from instar.config.files import check_regular
+
+if TYPE_CHECKING:
+    import torch
+
+Headers = Mapping[str, Mapping[str, TensorEntry]]
+"""Headers of a checkpoint's files, by their names in the manifest."""
+
+
+class Piece(NamedTuple):
+    """Rows `first` … `last` - 1 of a tensor, in a file."""
+
+    file: str
+    first: int
+    last: int
+    entry: TensorEntry
+    shape: tuple[int, ...]
+    """of the whole tensor"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a component."""
+
+    folder: Path
+    entries: Mapping[str, TensorEntry]
+    """of whole tensors"""
+    pieces: Mapping[str, tuple[Piece, ...]]
+    """of each tensor, in the order of its rows"""
+
+
+def layout(
+    folder: Path, manifest: Manifest, component: str, headers: Headers | None = None
+) -> Layout:
+    """Returns where the tensors of a component are that all ranks share.
+
+    Args:
+        headers: of the files, if they have been read.
+
+    Raises:
+        CheckpointError: the component is missing, a file cannot be read, or rows of a tensor are
+            missing or in two files.
+    """
+    found = files_of(manifest, component)
+    if not found:
+        raise CheckpointError(f"{folder}: its {component} is missing")
+    read = {name: read_header(folder / name) for name in found} if headers is None else headers
+    return _joined(folder, {name: (read[name], found[name]) for name in found})
+
+
+def file_layout(path: Path) -> Layout:
+    """Returns the layout of a single file."""
+    return _joined(path.parent, {path.name: (read_header(path), None)})
+
+
+def files_of(manifest: Manifest, component: str) -> dict[str, FileEntry]:
+    """Returns the entries of the files that hold a component which the ranks share."""
+    return {
+        name: entry
+        for name, entry in manifest.files.items()
+        if name.replace("/", ".").partition(".")[0] == component
+        and entry.pattern in (Pattern.REPLICATED, Pattern.SHARDED)
+    }
+
+
+def _joined(
+    folder: Path, files: Mapping[str, tuple[Mapping[str, TensorEntry], FileEntry | None]]
+) -> Layout:
+    pieces: dict[str, list[Piece]] = {}
+    for file, (header, saved) in files.items():
+        parts = saved.parts if saved is not None else {}
+        for name, entry in header.items():
+            rows = entry.shape[0] if entry.shape else 1
+            piece = Piece(file, 0, rows, entry, entry.shape)
+            if (part := parts.get(name)) is not None:
+                piece = Piece(file, part.first, part.last, entry, part.shape)
+                if not part.shape or entry.shape != (part.last - part.first, *part.shape[1:]):
+                    raise CheckpointError(
+                        f"{folder / file}: {name} has the shape {entry.shape}, and the manifest says "
+                        f"rows {part.first} to {part.last} of {part.shape}"
+                    )
+            pieces.setdefault(name, []).append(piece)
+    ordered = {name: tuple(sorted(each, key=_by_rows)) for name, each in pieces.items()}
+    return Layout(folder, {n: _whole(folder, n, each) for n, each in ordered.items()}, ordered)
+
+
+def _by_rows(piece: Piece) -> tuple[int, int]:
+    return piece.first, piece.last
+
+
+def _whole(folder: Path, name: str, pieces: tuple[Piece, ...]) -> TensorEntry:
+    """Returns the entry of a whole tensor; raises CheckpointError unless its pieces make it up."""
+    first, row = pieces[0], 0
+    for piece in pieces:
+        if (piece.shape, piece.entry.dtype) != (first.shape, first.entry.dtype):
+            raise CheckpointError(
+                f"{folder}: {piece.file} has rows of {name} as {piece.entry.dtype} {piece.shape}, and "
+                f"{first.file} as {first.entry.dtype} {first.shape}"
+            )
+        if piece.first != row:
+            raise CheckpointError(
+                f"{folder}: row {min(row, piece.first)} of {name} is "
+                f"{'missing' if piece.first > row else f'also in {piece.file}'}"
+            )
+        row = piece.last
+    if row != (first.shape[0] if first.shape else 1):
+        raise CheckpointError(f"{folder}: rows {row} to {first.shape[0]} of {name} are missing")
+    return TensorEntry(first.entry.dtype, first.shape, sum(p.entry.size_bytes for p in pieces))
+
+
+@dataclass
+class ComponentReader:
+    """Reads tensors of a layout, or rows of them. Files are opened when they are needed."""
+
+    layout: Layout
+    _stack: ExitStack
+    _files: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Returns a whole tensor."""
+        pieces = self._pieces(name)
+        if len(pieces) == 1:
+            whole: torch.Tensor = self._open(pieces[0].file).get_tensor(name)
+            return whole
+        return self.rows(name, 0, pieces[-1].last)
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Returns rows `first` … `last` - 1 of a tensor."""
+        import torch
+
+        found: list[torch.Tensor] = [
+            self._open(piece.file).get_slice(name)[
+                max(first, piece.first) - piece.first : min(last, piece.last) - piece.first
+            ]
+            for piece in self._pieces(name)
+            if piece.first < last and first < piece.last
+        ]
+        if not found:  # a rank may have no rows
+            piece = self._pieces(name)[0]
+            found = [self._open(piece.file).get_slice(name)[0:0]]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def like(self, name: str, like: torch.Tensor | None) -> torch.Tensor:
+        """Returns a tensor laid out as `like`, whose rows are all that is read if it is sharded.
+
+        A tensor of another shape than `like` is returned whole.
+        """
+        from instar.distributed.shards import as_sharded, is_sharded, rows
+
+        if like is None or not is_sharded(like) or self.layout.entries[name].shape != like.shape:
+            return self(name)
+        return as_sharded(self.rows(name, *rows(like)).to(like.device), like)
+
+    def _pieces(self, name: str) -> tuple[Piece, ...]:
+        if name not in self.layout.pieces:
+            raise CheckpointError(f"{self.layout.folder}: {name} is missing")
+        return self.layout.pieces[name]
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            from safetensors import safe_open
+
+            path = self.layout.folder / file
+            check_regular(path)
+            self._files[file] = self._stack.enter_context(safe_open(path, "pt"))
+        return self._files[file]
+
+
+@contextmanager
+def reading(layout: Layout) -> Iterator[ComponentReader]:
+    """Context manager: a reader of the tensors of a layout.
+
+    Raises:
+        CheckpointError: a file is not a safetensors file, or has no such tensor.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        with ExitStack() as stack:
+            yield ComponentReader(layout, stack)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{layout.folder}: {error}") from error
+
+
+class Parts(Mapping[str, "torch.Tensor"]):
+    """The tensors of a component, each read when it is asked for, laid out as another tensor."""
+
+    def __init__(
+        self,
+        reader: ComponentReader,
+        names: Mapping[str, object],
+        like: Callable[[str], torch.Tensor | None],
+    ) -> None:
+        """
+        Args:
+            names: keys are the tensors' names.
+            like: returns the tensor like which one is laid out; None: whole.
+        """
+        self._reader, self._names, self._like = reader, names, like
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._reader.like(name, self._like(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
