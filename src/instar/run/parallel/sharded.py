@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from instar.distributed.all_reduce import (
     row_squares,
     tree_sum,
 )
+from instar.distributed.failure import RunFailed
 from instar.distributed.shards import own
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
@@ -49,8 +51,12 @@ class Sharded:
         """
         self.world = world
         self._elastic = config.reproducible == "elastic"
-        mesh = _mesh(world, shards)
-        self._shards, self._replicas = mesh["shard"], mesh["replicate"]
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise RunFailed(
+                f"parallel.strategy {config.parallel.strategy} needs torch 2.13 or later, this is "
+                f"{torch.__version__}; use strategy: ddp"
+            )
+        self._shards, self._replicas = _meshes(world, shards)
         for block in blocks(bare):
             fully_shard(
                 block,
@@ -80,16 +86,16 @@ class Sharded:
             module.set_reduce_scatter_unused_params(True)
             if tree:
                 module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
-            if self._replicas.size() > 1:
-                module.set_all_reduce_hook(self._add_replicas)
+            if self._replicas is not None:
+                module.set_all_reduce_hook(partial(self._add_replicas, self._replicas))
 
-    def _add_replicas(self, gradients: Tensor) -> None:
+    def _add_replicas(self, replicas: DeviceMesh, gradients: Tensor) -> None:
         """Add a block's reduced gradients over the replicas, in place."""
-        group = self._replicas.get_group()
+        group = replicas.get_group()
         if not self._elastic:
             dist.all_reduce(gradients, group=group)
             return
-        everyones = gradients.new_empty(self._replicas.size(), len(gradients))
+        everyones = gradients.new_empty(replicas.size(), len(gradients))
         dist.all_gather(list(everyones.unbind()), gradients, group=group)
         gradients.copy_(tree_sum(everyones))
 
@@ -220,7 +226,12 @@ def blocks(model: Module) -> list[Module]:
     return found
 
 
-def _mesh(world: World, shards: int) -> DeviceMesh:
-    """Return the mesh of all ranks, replicas × shards; the ranks of a replica are neighbors."""
+def _meshes(world: World, shards: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh of the ranks that share a model, which are neighbors, and the mesh of the ranks
+    that hold the same rows, if there are several."""
+    device = world.device.type
+    if shards == world.size:  # needs no further process groups
+        return init_device_mesh(device, (shards,), mesh_dim_names=("shard",)), None
     shape = world.size // shards, shards
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    return mesh["shard"], mesh["replicate"]
