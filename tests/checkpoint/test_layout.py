@@ -15,7 +15,7 @@ from instar.checkpoint.inspect import check
 from instar.checkpoint.layout import layout
 from instar.checkpoint.manifest import CheckpointError, Facts, Manifest, Part
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load
-from instar.distributed.shards import Rows
+from instar.distributed.shards import SavedRows
 
 WHOLE = {
     "weight": torch.arange(21.0).view(7, 3),
@@ -26,13 +26,13 @@ COUNT = torch.tensor(5)
 SHARDS = 4
 
 
-def rows_of(shard: int) -> dict[str, torch.Tensor | Rows]:
+def rows_of(shard: int) -> dict[str, torch.Tensor | SavedRows]:
     """What a rank of four saves: two rows of seven, one, or none; and what is not divided."""
-    found: dict[str, torch.Tensor | Rows] = {"count": COUNT}
+    found: dict[str, torch.Tensor | SavedRows] = {"count": COUNT}
     for name, tensor in WHOLE.items():
         each = -(-len(tensor) // SHARDS)
         first = min(len(tensor), shard * each)
-        found[name] = Rows(
+        found[name] = SavedRows(
             tensor[first : first + each], first, tuple(tensor.shape), shard, SHARDS, saved=True
         )
     return found
@@ -82,7 +82,7 @@ def test_a_replica_saves_nothing(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, 3)
     writer.open()
     first = rows_of(1)["weight"]
-    assert isinstance(first, Rows)
+    assert isinstance(first, SavedRows)
     replica = replace(first, saved=False)
     assert replica.staged().tensor.numel() == 0
     writer.write({"model": {"weight": replica}}, {}, 3)

@@ -78,6 +78,15 @@ def saved(
     }
 
 
+def share_of(run_dir: Path, rank: int, ranks: int) -> float:
+    """The share of all that a run saved of its tensors that one rank saved, and so holds."""
+    saved = load(run_dir / "checkpoints" / f"step-{STEPS}").manifest.files
+    sizes = {name: entry.size_bytes for name, entry in saved.items() if entry.parts}
+    own = [size for name, size in sizes.items() if name.endswith(f"{rank}-of-{ranks}.safetensors")]
+    assert len(own) == 3
+    return sum(own) / sum(sizes.values())
+
+
 def files(run_dir: Path, component: str) -> list[str]:
     folder = run_dir / "checkpoints" / f"step-{STEPS}"
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob(f"{component}*/*"))
@@ -116,6 +125,8 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
     assert [len(each) for each in wanted.values()] == [36, 108, 36]
     for name, other in others.items():
         assert saved(other) == wanted, name
+    largest = max(share_of(others["fsdp"], rank, 4) for rank in range(4))
+    assert largest <= 0.30, "of weights, moments and average together"
     del others["in turn"]  # which is also evaluated at each of its ends
     for name, other in others.items():
         assert json.dumps(curve(other)) == json.dumps(curve(alone)), name
@@ -129,7 +140,6 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
             64,
             "cannot be divided among 64 ranks",
         ),
-        (("schedule=[{name: widen_mlp, value: x2, when: {at_step: 3}}]",), 2, "changes the model"),
         (("parallel.strategy=hsdp", "parallel.fsdp.shards=4"), 6, "6 ranks cannot be divided"),
     ],
 )
@@ -138,6 +148,31 @@ def test_what_cannot_be_sharded_is_refused_before_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         preflight(config(*FIXED, *FSDP, *keys, "train.batch_size=64"), ranks)
+
+
+SCHEDULE = """schedule=[
+  {name: widen_mlp, value: x2, when: {at_step: 2}},
+  {name: stack_layers, value: 2, when: {at_step: 3}},
+  {name: widen_hidden, value: x2, when: {at_step: 4}},
+  {name: resize_vocab, value: 64, when: {at_step: 5}},
+  {name: freeze, value: "*embedding*", when: {at_step: 6}},
+]"""
+
+
+def test_a_sharded_model_grows_bit_for_bit_as_a_whole_one(place: tiny_run.Place) -> None:
+    """Its optimizer state and moving average as well; then it is saved, and goes on with whole models."""
+    alone = trained(place, "alone", *ELASTIC, SCHEDULE, ranks=1)
+    grown = trained(place, "grown", *ELASTIC, SCHEDULE, *FSDP, "train.until=[7it]", ranks=2)
+    keys = ("--until", f"{STEPS}it", "--set", "parallel.strategy=ddp")
+    children = place.resume(grown, *keys, ranks=1)
+    assert tiny_run.codes(children) == [0], tiny_run.said(children)
+    assert saved(grown) == saved(alone)
+    proofs = [
+        [(each["name"], each["proof"]) for each in tiny_run.events(run, "operation")[:5]]
+        for run in (alone, grown)
+    ]
+    assert [name for name, _ in proofs[0]][-1] == "freeze"
+    assert proofs[0] == proofs[1]
 
 
 def test_parameters_with_fewer_rows_than_shards_and_buffers(tmp_path: Path) -> None:

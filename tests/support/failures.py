@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -306,11 +306,11 @@ def rank_1_grows_otherwise(argv: Sequence[str]) -> int:
     from instar.run.changes import live_growth
 
     def otherwise(plan: Any, tensors: Any, role: Any, key: tuple[int, ...]) -> Any:
-        return apply(plan, tensors, role, (*key, 1))
+        return applied(plan, tensors, role, (*key, 1))
 
-    apply = live_growth.apply
+    applied = live_growth.applied
     if is_rank(1):
-        live_growth.apply = otherwise  # type: ignore[assignment]
+        live_growth.applied = otherwise  # type: ignore[assignment]
     return main(argv)
 
 
@@ -318,11 +318,12 @@ def rank_1_has_no_memory_to_grow(argv: Sequence[str]) -> int:
     """On rank 1, there is no room for a second model."""
     from instar.run.changes import live_growth
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any) -> Iterator[None]:
         raise MemoryError("no room for another model")
+        yield
 
     if is_rank(1):
-        live_growth.apply = refuse  # type: ignore[assignment]
+        live_growth.applied = refuse  # type: ignore[assignment]
     return main(argv)
 
 

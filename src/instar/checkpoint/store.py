@@ -59,10 +59,10 @@ from instar.record.system import versions
 if TYPE_CHECKING:
     import torch
 
-    from instar.distributed.shards import Rows
+    from instar.distributed.shards import SavedRows
     from instar.distributed.world import World
 
-Tensors = Mapping[str, "torch.Tensor | Rows"]
+Tensors = Mapping[str, "torch.Tensor | SavedRows"]
 
 LATEST = "latest"
 
@@ -138,7 +138,7 @@ def publish(
         components: tensors of `model`, `optimizer`, `ema` and `rng`, each tensor once: those of the
             model are its named parameters and persistent buffers, not its `state_dict()`, which has
             tied tensors twice. Only rank 0's are saved if ranks hold the same. A component with
-            `Rows` is saved in parts, by the ranks that have them.
+            `SavedRows` is saved in parts, by the ranks that have them.
         state, architecture, history, facts: JSON values; tuples become lists.
         files_at_once: number of threads that write.
 
@@ -321,21 +321,21 @@ def _entry(path: Path, temporary: Path) -> FileEntry:
     )
 
 
-def _first_rows(tensors: Tensors) -> Rows | None:
+def _first_rows(tensors: Tensors) -> SavedRows | None:
     """Returns a tensor of a component that ranks save in parts; None if there is none."""
-    from instar.distributed.shards import Rows
+    from instar.distributed.shards import SavedRows
 
-    return next((each for each in tensors.values() if isinstance(each, Rows)), None)
+    return next((each for each in tensors.values() if isinstance(each, SavedRows)), None)
 
 
 def _rows_of(tensors: Tensors, shard: int) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
     """Returns what a shard's file holds: its rows, and in the first shard also whole tensors."""
-    from instar.distributed.shards import Rows
+    from instar.distributed.shards import SavedRows
 
     files: dict[str, torch.Tensor] = {}
     parts: dict[str, Part] = {}
     for name, each in tensors.items():
-        if not isinstance(each, Rows):
+        if not isinstance(each, SavedRows):
             if shard == 0:
                 files[name] = each
         elif each.tensor.shape[0]:

@@ -7,6 +7,7 @@ A sharded tensor is a `DTensor` whose rows are divided among the ranks of a one-
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -74,8 +75,27 @@ def rows(tensor: Tensor) -> tuple[int, int]:
     return first, min(total, first + each)
 
 
+class Wholes(Mapping[str, Tensor]):
+    """Tensors by name, each gathered when it is asked for.
+
+    A collective if they are sharded: all ranks ask for the same in the same order.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole(self._tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 @dataclass(frozen=True)
-class Rows:
+class SavedRows:
     """The rows of a sharded tensor that this rank holds, as it saves them."""
 
     tensor: Tensor
@@ -94,13 +114,13 @@ class Rows:
         """The row after the last."""
         return self.first + self.tensor.shape[0]
 
-    def staged(self) -> Rows:
+    def staged(self) -> SavedRows:
         """Return a copy on the CPU, without the rows if another rank saves them."""
         tensor = self.tensor if self.saved else self.tensor[:0]
         return replace(self, tensor=tensor.to("cpu", copy=True))
 
 
-def held(tensor: Tensor) -> Tensor | Rows:
+def held(tensor: Tensor) -> Tensor | SavedRows:
     """Return what this rank holds of a tensor, to be saved; not copied."""
     if not is_sharded(tensor):
         return tensor.detach()
@@ -108,4 +128,6 @@ def held(tensor: Tensor) -> Tensor | Rows:
     first, _ = rows(tensor)
     # the ranks of a replica are neighbors, and rank 0 is in the first
     saved = int(mesh.mesh.min()) == 0
-    return Rows(own(tensor), first, tuple(tensor.shape), mesh.get_local_rank(), mesh.size(), saved)
+    return SavedRows(
+        own(tensor), first, tuple(tensor.shape), mesh.get_local_rank(), mesh.size(), saved
+    )

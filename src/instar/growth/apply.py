@@ -13,7 +13,7 @@ tensor is made of when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -95,15 +95,24 @@ def apply(
     Raises:
         KeyError: a parameter is missing.
     """
+    return dict(applied(plan, tensors, role, key, copies))
+
+
+def applied(
+    plan: GrowthPlan,
+    tensors: Mapping[str, Tensor],
+    role: Role,
+    key: Key,
+    copies: Copies = "asymmetric",
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields what `apply` returns, one tensor at a time; reads only those that each is made of."""
     neighbour = _neighbours(tensors)
-    made = {}
-    for name, tensor_plan in plan.tensors.items():
-        if role is Role.PARAMETER or source_of(tensor_plan) in tensors:
-            like = tensors.get(neighbour(name))
+    for name, made in plan.tensors.items():
+        if role is Role.PARAMETER or source_of(made) in tensors:
+            like = tensors.get(neighbour(name)) if isinstance(made, Fresh) else None
             tensor = apply_one(plan, name, tensors.__getitem__, role, key, copies, like)
             if tensor is not None:
-                made[name] = tensor
-    return made
+                yield name, tensor
 
 
 @torch.no_grad()

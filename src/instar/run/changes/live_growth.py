@@ -5,48 +5,52 @@ The old model is never changed, so any failure leaves the run as it was.
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from instar.config.sections import Operation
 from instar.data.source import Source
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
+from instar.distributed.shards import Wholes, is_sharded, part
+from instar.distributed.world import World
 from instar.growth.apply import (
     Key,
     Mode,
     Role,
-    apply,
+    applied,
     grow_buffers,
-    grow_optimizer,
+    grow_state,
+    grown_states,
     moments_mode,
 )
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import Probe, Proof, compare
-from instar.models.module import (
-    evaluating,
-    load_buffers,
-    model_tensors,
-    persistent_buffers,
-)
+from instar.models.module import evaluating, load_buffers, persistent_buffers
 from instar.run.loop.components import Components
 from instar.run.loop.generators import EVALUATION, generators_kept, seed_generators
 from instar.run.loop.optimizer import (
+    check_names,
     check_states,
     copy_tensors,
     load_optimizer_tensors,
     optimizer_tensors,
+    parameter_of,
     shapes_of,
 )
 from instar.run.loop.state import RunState
-from instar.run.loop.step import Stepper, build_stepper, enter, to_device
+from instar.run.loop.step import Stepper, enter, stepper_of, to_device
 from instar.run.output.operation_text import in_words
+from instar.run.parallel.choose import place, trained
+from instar.run.parallel.strategy import Evaluable
 from instar.schedule.operations import State, number_of
 from instar.tasks.task import Task
 
@@ -82,7 +86,7 @@ class Candidate:
     """A grown model on this rank, not in use yet, and the proof of its effect on the function."""
 
     task: Task
-    model: Module
+    model: Evaluable
     optimizer: Mapping[str, torch.Tensor]
     """optimizer state, named as by `optimizer_tensors`"""
     ema: Mapping[str, torch.Tensor] | None
@@ -91,10 +95,13 @@ class Candidate:
 
     def replicated(self) -> dict[str, torch.Tensor]:
         """Return the tensors that must be equal on all ranks, as `<component>/<name>`."""
-        model = model_tensors(self.model)
+        model = {**self.model.parameters, **persistent_buffers(self.model.bare)}
         parts = {"model": model, "optimizer": self.optimizer, "ema": self.ema or {}}
         return {
-            f"{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()
+            f"{part}/{name}": tensor
+            for part, tensors in parts.items()
+            for name, tensor in tensors.items()
+            if not is_sharded(tensor)
         }
 
 
@@ -120,57 +127,103 @@ def make_candidate(
     """
     world, stepper = parts.world, parts.stepper
     key = parts.config.seed, number_of(state.history)
+    what = f"making {operation.name}"
     stepper.share_buffers()
-    with raise_on_all_ranks(world, f"making {operation.name}"):
+    with raise_on_all_ranks(world, what):
         task = parts.task.at(after.architecture, after.settings.context)
-        model = task.shell().to(world.device)
-        _fill(model, plan, stepper.bare_model, key)
-        ema = None if stepper.ema is None else apply(plan, stepper.ema, Role.PARAMETER, key)
-        memory = _grown_memory(stepper, plan, key, moments_mode(operation))
+        model = place(parts.config, world, task.shell())
+        check_names(model.parameters, plan.tensors)
+        if moments_mode(operation) != "reset":
+            states = optimizer_tensors(stepper.optimizers, stepper.parameters)
+            check_states(shapes_of(states), shapes_of(stepper.parameters))
+        buffers = grow_buffers(plan, persistent_buffers(stepper.bare_model), model.bare)
+    agreed = partial(_agreed, world, what, together=model.together)
+    for name, tensor in agreed(applied(plan, Wholes(stepper.parameters), Role.PARAMETER, key)):
+        copy_tensors({name: model.parameters[name]}, {name: tensor})
+    load_buffers(model.bare, buffers)
+    ema = None
+    if stepper.ema is not None:
+        averages = applied(plan, Wholes(stepper.ema), Role.PARAMETER, key)
+        ema = {name: part(tensor, model.parameters[name]) for name, tensor in agreed(averages)}
+    memory = {
+        name: part(tensor, model.parameters[parameter_of(name)])
+        for name, tensor in agreed(_grown_states(stepper, plan, key, moments_mode(operation)))
+    }
+    with raise_on_all_ranks(world, what):
         proof = _prove(state.step, parts, task, model, plan, key)
     if not agree(world, proof.holds) and not allow_inexact:
         raise LabelBroken(f"the function changed more than its label allows: {in_words(proof)}")
     return Candidate(task, model, memory, ema, plan, proof)
 
 
-def _grown_memory(
+def _agreed(
+    world: World, what: str, tensors: Iterator[tuple[str, Tensor]], *, together: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield grown tensors; a failure of one rank is raised on all.
+
+    If tensors are gathered, this is checked after each, and only one is whole at a time.
+    """
+    if not together:
+        with raise_on_all_ranks(world, what):
+            made = list(tensors)
+        yield from made
+        return
+    while True:
+        with raise_on_all_ranks(world, what):
+            made = list(islice(tensors, 1))
+        if not made:
+            return
+        yield made.pop()
+
+
+def _grown_states(
     stepper: Stepper, plan: GrowthPlan, key: Key, mode: Mode
-) -> dict[str, torch.Tensor]:
-    """Return the optimizers' state, transformed by the plan."""
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the optimizers' state, transformed by the plan."""
     states = optimizer_tensors(stepper.optimizers, stepper.parameters)
-    if mode != "reset":
-        check_states(shapes_of(states), shapes_of(stepper.parameters))
-    return grow_optimizer(plan, states, key, mode)
+    for name in grown_states(plan, states, mode):
+        yield name, grow_state(plan, name, Wholes(states).__getitem__, key, mode)
 
 
-def _fill(model: Module, plan: GrowthPlan, old: Module, key: Key) -> None:
-    """Fill a module of the new shape with the old model's tensors, transformed by the plan."""
-    parameters = {name: p.detach() for name, p in old.named_parameters()}
-    copy_tensors(dict(model.named_parameters()), apply(plan, parameters, Role.PARAMETER, key))
-    load_buffers(model, grow_buffers(plan, persistent_buffers(old), model))
+def _fill(model: Evaluable, plan: GrowthPlan, old: Evaluable, key: Key) -> None:
+    """Fill a model of the new shape with the old model's tensors, transformed by the plan."""
+    for name, tensor in applied(plan, Wholes(old.parameters), Role.PARAMETER, key):
+        copy_tensors({name: model.parameters[name]}, {name: tensor})
+    load_buffers(model.bare, grow_buffers(plan, persistent_buffers(old.bare), model.bare))
 
 
 def _prove(
-    step: int, parts: Components, task: Task, model: Module, plan: GrowthPlan, key: Key
+    step: int,
+    parts: Components,
+    task: Task,
+    model: Evaluable,
+    plan: GrowthPlan,
+    key: Key,
 ) -> Proof:
     """Compare the new model with the old one on held-out samples."""
-    old_task, old_model = parts.task, parts.stepper.bare_model
-    samples = probe_samples(parts.validation, old_task, old_model, parts.world.device)
-    for one in (old_model, model):
-        enter(one, step)
-    before, after = probe(old_task, old_model, samples), probe(task, model, samples)
-    proof = compare(plan, before, after, _coarsest(model))
+    old_task, device = parts.task, parts.world.device
+    old: Evaluable = parts.stepper.strategy
+    with old.evaluating(None):
+        samples = probe_samples(parts.validation, old_task, old.bare, device)
+
+    def probed(old: Evaluable, model: Evaluable, samples: ProbeSamples) -> tuple[Probe, Probe]:
+        for one in (old, model):
+            enter(one.bare, step)
+        with old.evaluating(None), model.evaluating(None):
+            return probe(old_task, old.bare, samples), probe(task, model.bare, samples)
+
+    before, after = probed(old, model, samples)
+    proof = compare(plan, before, after, _coarsest(model.bare))
     if proof.holds:
         return proof
     # rounding in deep models can exceed the tolerance; float64 decides
-    old_model, model = copy.deepcopy(old_model).double(), copy.deepcopy(model).double()
-    samples = samples.in_double()
+    old, model = old.doubled(old_task.shell()), model.doubled(task.shell())
     try:
-        _fill(model, plan, old_model, key)
-        before, after = probe(old_task, old_model, samples), probe(task, model, samples)
+        _fill(model, plan, old, key)
+        before, after = probed(old, model, samples.in_double())
     except (RuntimeError, TypeError, ValueError) as error:
         # a custom task's code may not accept float64
-        logger.info("%s is not compared in float64: %s", type(old_model).__name__, error)
+        logger.info("%s is not compared in float64: %s", type(old.bare).__name__, error)
         return proof
     return compare(plan, before, after, torch.float64)
 
@@ -189,11 +242,10 @@ def build_candidate_stepper(parts: Components, candidate: Candidate, after: Stat
         PeerError: a rank failed.
     """
     world = parts.world
-    # check before wrapping, which broadcasts rank 0's tensors and would hide differences
     check_replicas_equal(world, candidate.replicated())
-    made = build_stepper(
-        parts.config, world, candidate.task, candidate.model, after.settings.frozen
-    )
+    with raise_on_all_ranks(world, "preparing the model for training"):
+        strategy = trained(parts.config, candidate.model, after.settings.frozen)
+        made = stepper_of(parts.config, world, candidate.task, strategy)
     with raise_on_all_ranks(world, "filling the optimizers"):
         load_optimizer_tensors(made.optimizers, made.parameters, candidate.optimizer)
         if made.ema is not None and candidate.ema is not None:

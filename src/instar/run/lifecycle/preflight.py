@@ -201,7 +201,7 @@ def sharding_problems(loaded: Loaded, checked: Forecast, shards: int) -> Iterato
     """Yield why the model cannot be divided among `shards` ranks."""
     if shards == 1:
         return
-    strategy, first = loaded.config.parallel.strategy, checked.stages[0].architecture
+    first = checked.stages[0].architecture
     table = first.parameters()
     sizes = {name: math.prod(entry.shape) for name, entry in table.items()}
     whole = [name for name, entry in table.items() if not entry.shape]
@@ -219,14 +219,6 @@ def sharding_problems(loaded: Loaded, checked: Forecast, shards: int) -> Iterato
             f"most of the model cannot be divided among {shards} ranks, each of which holds some rows "
             f"of every parameter: {name} has {table[name].shape[0]} rows",
             "use fewer ranks, hsdp with fewer shards, or ddp",
-        )
-    grown = next((each for each in checked.stages if each.architecture != first), None)
-    if grown is not None:
-        yield loaded.problem(
-            "schedule",
-            f"{grown.operation} changes the model, which needs whole models on every rank, but "
-            f"parallel.strategy is {strategy}",
-            "use strategy: ddp, or grow a checkpoint between two runs with instar grow",
         )
 
 

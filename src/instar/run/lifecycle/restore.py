@@ -23,7 +23,7 @@ from instar.run.loop.checkpointing import LEFT_OUT
 from instar.run.loop.components import Components
 from instar.run.loop.generators import restore_generators, seed_generators
 from instar.run.loop.gradient_stats import dead_ranks
-from instar.run.loop.optimizer import copy_tensors, load_optimizer_tensors
+from instar.run.loop.optimizer import copy_tensors, load_optimizer_tensors, parameter_of
 from instar.run.loop.state import RunState
 from instar.run.loop.step import build_stepper, freeze
 from instar.schedule.operations import (
@@ -102,7 +102,7 @@ def _restore(
     warnings = [*lost, *load_model(stepper.bare_model, checkpoint)]
     if "optimizer" not in without:
         with _reading(checkpoint, "optimizer") as read:
-            states = Parts(read, read.layout.entries, lambda n: parameters.get(_parameter_of(n)))
+            states = Parts(read, read.layout.entries, lambda n: parameters.get(parameter_of(n)))
             load_optimizer_tensors(stepper.optimizers, parameters, states)
     if stepper.ema is not None:
         load_average(stepper.ema, checkpoint)
@@ -257,10 +257,6 @@ def _check_architecture(
     raise CheckpointError(
         f"{checkpoint.path}: of another architecture than the config's: {what}{may}"
     )
-
-
-def _parameter_of(state: str) -> str:
-    return state.rpartition("/")[0]
 
 
 def _reading(checkpoint: Checkpoint, name: str) -> AbstractContextManager[ComponentReader]:

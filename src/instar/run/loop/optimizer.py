@@ -369,14 +369,24 @@ def check_states(
             )
 
 
+def check_names(into: Mapping[str, object], names: Mapping[str, object]) -> None:
+    """Raise ValueError unless both have the same keys."""
+    if into.keys() != names.keys():
+        raise ValueError(f"names differ: {sorted(into.keys() ^ names.keys())[:8]}")
+
+
+def parameter_of(state: str) -> str:
+    """Return the name of the parameter of an optimizer state, see `optimizer_tensors`."""
+    return state.rpartition("/")[0]
+
+
 def copy_tensors(into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy whole tensors in place by name, of sharded ones this rank's rows.
 
     Raises:
         ValueError: names or shapes differ.
     """
-    if into.keys() != tensors.keys():
-        raise ValueError(f"names differ: {sorted(into.keys() ^ tensors.keys())[:8]}")
+    check_names(into, tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():
             if into[name].shape != tensor.shape:

@@ -232,9 +232,14 @@ def build_stepper(
     """
     strategy = parallelize(config, world, bare, frozen)
     with raise_on_all_ranks(world, "preparing the model for training"):
-        elastic = config.reproducible == "elastic"
-        optimizers = task_optimizers(task, strategy.bare, config.optimizer, elastic=elastic)
-        return Stepper(config, world, task, strategy, optimizers)
+        return stepper_of(config, world, task, strategy)
+
+
+def stepper_of(config: RunConfig, world: World, task: Task, strategy: Strategy) -> Stepper:
+    """Build a stepper of a model that is prepared for all ranks, with optimizers without state."""
+    elastic = config.reproducible == "elastic"
+    optimizers = task_optimizers(task, strategy.bare, config.optimizer, elastic=elastic)
+    return Stepper(config, world, task, strategy, optimizers)
 
 
 def freeze(stepper: Stepper, frozen: Sequence[str]) -> None:

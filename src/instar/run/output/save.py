@@ -21,7 +21,7 @@ from instar.config.errors import InstarError
 from instar.config.schema import CheckpointConfig, Direction
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
-from instar.distributed.shards import Rows
+from instar.distributed.shards import SavedRows
 from instar.distributed.world import RunFailed, World, with_own_group
 from instar.run.loop.state import Progress
 
@@ -37,7 +37,7 @@ class Snapshot:
     """Everything that this rank saves at one step."""
 
     progress: Progress
-    components: Mapping[str, Mapping[str, torch.Tensor | Rows]]
+    components: Mapping[str, Mapping[str, torch.Tensor | SavedRows]]
     state: Mapping[str, Any]
     architecture: Mapping[str, Any]
     history: list[Any]
@@ -52,7 +52,7 @@ class Snapshot:
             for component, tensors in self.components.items()
             if COMPONENTS[component].pattern is Pattern.REPLICATED
             for name, tensor in tensors.items()
-            if not isinstance(tensor, Rows)
+            if not isinstance(tensor, SavedRows)
         }
 
     def held(self, rank: int) -> Snapshot:
@@ -62,13 +62,13 @@ class Snapshot:
             for component, part in self.components.items()
             if rank == 0
             or COMPONENTS[component].pattern is Pattern.PER_RANK
-            or any(isinstance(tensor, Rows) for tensor in part.values())
+            or any(isinstance(tensor, SavedRows) for tensor in part.values())
         }
         return replace(self, components=copies)
 
 
-def _staged(tensor: torch.Tensor | Rows) -> torch.Tensor | Rows:
-    if isinstance(tensor, Rows):
+def _staged(tensor: torch.Tensor | SavedRows) -> torch.Tensor | SavedRows:
+    if isinstance(tensor, SavedRows):
         return tensor.staged()
     return tensor.detach().to("cpu", copy=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch.nn import Module
 
@@ -34,23 +35,27 @@ def parallelize(
         bare = bare if shards > 1 else bare.to(world.device)
     copy_from_rank_0(world, bare)
     with raise_on_all_ranks(world, what):
-        freeze(dict(bare.named_parameters()), frozen)
-        if shards > 1:
-            from instar.run.parallel.sharded import Sharded  # takes a while, and few runs need it
-
-            return Sharded(config, world, bare, shards)
-        if config.reproducible == "elastic":
-            return VirtualRanks(world, bare, config.parallel.elastic.virtual_ranks)
-        return DataParallel(config, world, bare)
+        return trained(config, place(config, world, bare), frozen)
 
 
-def only_evaluated(config: RunConfig, world: World, bare: Module) -> Evaluable:
-    """Move a model to its device, in parts if models are sharded, for evaluations. A collective.
+def place(config: RunConfig, world: World, bare: Module) -> Evaluable:
+    """Move a model to its device, in parts if models are sharded. A collective if they are.
 
-    Its values are to be loaded; those that it has may differ between ranks.
+    Args:
+        bare: all ranks have the same values, or load them afterwards.
     """
     if (shards := config.parallel.shards_of(world.size)) > 1:
-        from instar.run.parallel.sharded import Sharded
+        from instar.run.parallel.sharded import Sharded  # takes a while, and few runs need it
 
         return Sharded(config, world, bare, shards)
     return Replicated(world, bare.to(world.device))
+
+
+def trained(config: RunConfig, placed: Evaluable, frozen: Sequence[str] = ()) -> Strategy:
+    """Prepare a placed model for training. Does not communicate."""
+    freeze(placed.parameters, frozen)
+    if not isinstance(placed, Replicated):
+        return cast(Strategy, placed)
+    if config.reproducible == "elastic":
+        return VirtualRanks(placed.world, placed.bare, config.parallel.elastic.virtual_ranks)
+    return DataParallel(config, placed.world, placed.bare)

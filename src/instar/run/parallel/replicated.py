@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -52,6 +53,10 @@ class Replicated:
         finally:
             for name, parameter in parameters.items():
                 parameter.data = own[name]
+
+    def doubled(self, shell: Module) -> Replicated:  # noqa: ARG002
+        """See `Evaluable`."""
+        return Replicated(self.world, copy.deepcopy(self.bare).double())
 
 
 def whole_norms(groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:

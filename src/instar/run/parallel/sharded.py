@@ -34,7 +34,7 @@ from instar.distributed.all_reduce import (
 from instar.distributed.failure import RunFailed
 from instar.distributed.shards import own
 from instar.distributed.world import World
-from instar.models.module import held_buffers, load_buffers
+from instar.models.module import held_buffers, load_buffers, persistent_buffers
 from instar.run.parallel.strategy import MicroBatchCalls, freeze, share_buffers
 
 
@@ -50,6 +50,7 @@ class Sharded:
             shards: number of ranks that share one copy of the model; divides the world size.
         """
         self.world = world
+        self._config = config
         self._elastic = config.reproducible == "elastic"
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise RunFailed(
@@ -195,6 +196,14 @@ class Sharded:
             self._root.reset_iter_state()
             for name, value in weights.items():
                 own(self.parameters[name]).copy_(value)
+
+    def doubled(self, shell: Module) -> Sharded:
+        """See `Evaluable`."""
+        made = Sharded(self._config, self.world, shell.double(), self._shards.size())
+        for name, parameter in self.parameters.items():
+            own(made.parameters[name]).copy_(own(parameter))
+        load_buffers(made.bare, persistent_buffers(self.bare))
+        return made
 
     @contextmanager
     def unreduced(self) -> Iterator[None]:

@@ -51,6 +51,14 @@ class Evaluable(Protocol):
         """
         ...
 
+    def doubled(self, shell: Module) -> Evaluable:
+        """Return a copy of the model in float64. A collective if `together`.
+
+        Args:
+            shell: a new module of the same shape, which the copy may use.
+        """
+        ...
+
 
 class Strategy(Evaluable, Protocol):
     """How the ranks train one model together."""
