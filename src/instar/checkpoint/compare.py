@@ -69,9 +69,7 @@ def _layouts(folder: Path, manifest: Manifest) -> dict[str, Layout]:
     return found
 
 
-def _compare_layouts(
-    a: Layout | None, b: Layout | None, advance: Advance
-) -> Iterator[Difference]:
+def _compare_layouts(a: Layout | None, b: Layout | None, advance: Advance) -> Iterator[Difference]:
     with ExitStack() as stack:
         read_a, read_b = (
             ComponentReader(Layout(Path(), {}, {}), stack)

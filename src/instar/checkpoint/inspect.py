@@ -23,7 +23,6 @@ from instar.checkpoint.manifest import (
     verifying,
 )
 from instar.config.files import open_regular
-from instar.record.progress import progress
 
 _MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 8

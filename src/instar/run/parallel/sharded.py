@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -142,7 +143,7 @@ class Sharded:
             held = {} if counts else held_buffers(self.bare)
             # without communication, gradients of the passes before the last are kept whole
             self._root.set_requires_gradient_sync(index == passes - 1)
-            loss = calls.forward(micro)
+            loss = calls.forward(micro if counts else replace(micro, samples=0))
             calls.backward(loss / batch.weight if counts else loss * 0.0)
             if counts:
                 total += loss.detach()
