@@ -126,10 +126,10 @@ class DeterministicAllReduce:
 
 
 class TreeReduceScatter:
-    """Reduce-scatter for `fully_shard` that adds the ranks' tensors in a complete binary tree.
+    """Reduce-scatter for `fully_shard` that adds the ranks' tensors in a binary tree, see `tree_sum`.
 
-    The ranks of the group, a power of two, are the leaves in order. A rank receives the pieces that it
-    adds in one all-to-all, which on gloo is also faster than its own reduce-scatter.
+    The ranks of the group are the leaves in order. A rank receives the pieces that it adds in one
+    all-to-all, which on gloo is also faster than its own reduce-scatter.
     """
 
     def allocate(
