@@ -11,7 +11,7 @@ VLLM := .venv-vllm
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser slurm test test-gpu test-lowest test-vllm lint format bench torture docs clean
+.PHONY: help demo browser hosts slurm test test-gpu test-lowest test-vllm lint format bench torture docs clean
 
 help:
 	@echo "make demo      install the core, train a small GPT that grows, then sample from it"
@@ -51,13 +51,22 @@ browser:
 	    && $(SUDO) apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; } \
 	  || { echo "the tests of pages need Chromium: apt-get install chromium" >&2; exit 1; }
 
+# Hosts of tests are network namespaces. Where a machine or a user may not make any, this is said, and
+# the tests marked `hosts` are left out; pytest called by hand runs them, and they fail.
+HOSTS := unshare --net --mount --uts ip link set lo up 2>/dev/null
+NO_HOSTS := $$($(HOSTS) || echo " and not hosts")
+hosts:
+	@command -v ip >/dev/null \
+	  || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends iproute2; } || true
+	@$(HOSTS) || echo "the tests of several hosts need root and iproute2, and are left out" >&2
+
 # Ranks, servers and browsers with time limits: three files at a time, for many wait, and those that
 # take longest first (tests/conftest.py). Tests that fail are run once more, alone, and both outcomes
 # are printed. What fails twice fails. (1: all tests ran, some failed.) Modules are compiled
 # beforehand: hundreds of processes would each do it where PYTHONDONTWRITEBYTECODE is set.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm"
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm$(NO_HOSTS)"
 
-test: $(STAMP) browser
+test: $(STAMP) browser hosts
 	$(BIN)/python -m compileall -q src tests benchmarks
 	$(PYTEST) -n 3 --dist loadfile tests \
 	  || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests; }
@@ -109,8 +118,8 @@ slurm:
 	    && $(SUDO) apt-get install -qq -y --no-install-recommends slurmctld slurmd slurm-client munge; } \
 	  || { echo "a torture test needs SLURM: apt-get install slurmctld slurmd munge" >&2; exit 1; }
 
-torture: $(STAMP) slurm
-	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest tests/torture -s --timeout 7200
+torture: $(STAMP) hosts slurm
+	INSTAR_TORTURE=full $(PYTEST) tests/torture -s --timeout 7200
 	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest -m "(hypothesis or repeated) and not gpu" -n 2 \
 	  tests --ignore tests/torture --timeout 7200
 

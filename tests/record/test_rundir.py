@@ -79,14 +79,19 @@ def test_the_ids_have_no_look_alikes() -> None:
 
 
 @pytest.mark.parametrize("made_before", [False, True])
-def test_a_folder_of_ones_own_is_made_or_may_be_empty(tmp_path: Path, made_before: bool) -> None:
-    path = tmp_path / "mine"
+def test_a_folder_of_ones_own_is_made_or_may_be_empty_but_for_what_a_start_left(
+    tmp_path: Path, made_before: bool
+) -> None:
+    path, left = tmp_path / "mine", set[Path]()
     if made_before:
         path.mkdir()
+        left = {path / ".tmp-of-a-start"}
+        for file in left:
+            file.touch()
     run = create_run_dir(RecordConfig(run_dir=str(path)), "grow")
     assert run == RunDir(path)
     assert run.id == "mine"
-    assert tree(path) == {run.logs, run.checkpoints, run.lock}
+    assert tree(path) == {run.logs, run.checkpoints, run.lock} | left
 
 
 @pytest.mark.parametrize(("bad_folder", "message"), BAD.items(), indirect=["bad_folder"], ids=BAD)

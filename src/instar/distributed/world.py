@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -46,8 +46,6 @@ _serving: dict[tuple[int, str, int], TCPStore] = {}
 """The stores that this process serves until it exits: a script that trains in a loop meets there
 again. Its port would not be free otherwise, because a deleted DDP keeps its group and its store."""
 _POLL_S = 0.05
-_OUTSIDE = "203.0.113.1"
-"""an address reserved for documentation, assigned to no host (RFC 5737)"""
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,8 @@ def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
         return
     backend = _backend(config.backend, chosen)
     excepthook = sys.excepthook
+    store = _meet(place, config.timeout_s)
     with _interface_for_gloo(place):
-        store = _meet(place, config.timeout_s)
         try:
             with _watching(store, place, config) as position:
                 _connect(store, place, backend, chosen)
@@ -289,9 +287,10 @@ def _part(limit_s: float = 2.0) -> None:
 
 @contextmanager
 def _interface_for_gloo(place: Placement) -> Iterator[None]:
-    """Set GLOO_SOCKET_IFNAME to the interface that routes to rank 0's host, unless the user has set it.
+    """Set GLOO_SOCKET_IFNAME to the interface between this host and rank 0's, unless the user has set it.
 
     By default gloo takes the interface of this host's own name, which Debian resolves to 127.0.1.1.
+    Call it after the rendezvous.
     """
     interface = None if "GLOO_SOCKET_IFNAME" in os.environ else _interface_to(place)
     if interface is None:
@@ -309,13 +308,24 @@ def _interface_to(place: Placement) -> str | None:
     if place.one_host:
         names = [name for _, name in socket.if_nameindex()]
         return next((name for name in ("lo", "lo0") if name in names), None)
-    # rank 0's own name may resolve to a loopback on its host: then take the default route
-    for host in (place.host, _OUTSIDE):
-        own = _address_towards(host)
-        if own is not None and not is_loopback(own):
-            for name, addresses in psutil.net_if_addrs().items():
-                if any(own == one.address.partition("%")[0] for one in addresses):
-                    return name
+    own = _address_towards(place.host)
+    if own is None or is_loopback(own):
+        # on rank 0's host, whose name resolves to a loopback there
+        own = _reached_at(place.port)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(own == one.address.partition("%")[0] for one in addresses):
+            return name
+    return None
+
+
+def _reached_at(port: int) -> str | None:
+    """Return the address of this host at which other hosts have connected to `port`; None if unknown."""
+    with suppress(psutil.Error):
+        for one in psutil.net_connections("tcp"):
+            ip, at = one.laddr or ("", 0)
+            address = ip.removeprefix("::ffff:")  # IPv4 at an IPv6 socket
+            if one.status == psutil.CONN_ESTABLISHED and at == port and not is_loopback(address):
+                return address
     return None
 
 

@@ -24,6 +24,7 @@ from instar.config.files import (
     read_regular,
     sync_name,
 )
+from instar.record.atomic import TMP
 
 if TYPE_CHECKING:
     from instar.config.sections import RecordConfig
@@ -240,7 +241,7 @@ def create_run_dir(
     except OSError as error:
         raise ConfigError.one(
             f"cannot make the run's folder: {error.filename}: {error.strerror}",
-            where=_key(record),
+            where=folder_key(record),
             hint="choose a folder that can be written to",
         ) from error
     fill(run)
@@ -259,10 +260,12 @@ def check_run_dir(record: RecordConfig, name: str) -> None:
             (path if record.run_dir else path / f"{name}-{LETTERS[:5]}").stat()  # a name too long
         if record.run_dir:
             _check_empty(path)
-        _check_writable(path, _key(record))
+        _check_writable(path, folder_key(record))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError.one(f"cannot use the folder {path}: {reason}", _key(record)) from error
+        raise ConfigError.one(
+            f"cannot use the folder {path}: {reason}", folder_key(record)
+        ) from error
 
 
 def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
@@ -385,7 +388,7 @@ def _foreign(path: Path) -> Iterator[Path]:
     run = RunDir(path)
     for found in path.iterdir():
         empty = found in (run.logs, run.checkpoints) and found.is_dir() and not any(found.iterdir())
-        if not empty and found != run.lock:
+        if not (empty or found == run.lock or found.name.startswith(TMP)):
             yield found
 
 
@@ -420,5 +423,5 @@ def _written_at(run: RunDir) -> int | None:
     return None
 
 
-def _key(record: RecordConfig) -> str:
+def folder_key(record: RecordConfig) -> str:
     return "record.run_dir" if record.run_dir else "record.out_dir"

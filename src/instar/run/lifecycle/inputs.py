@@ -1,19 +1,29 @@
-"""Compares the inputs of all ranks at start-up: data, tokenizer, config and versions."""
+"""Compares the inputs of all ranks at start-up: data, tokenizer, config, versions, and the run's folder."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import cast
 
 import torch
 import xxhash
 
 from instar.config.checks import sharding_conflicts
+from instar.config.errors import ConfigError
 from instar.config.load import Loaded
-from instar.distributed.agree import gather, raise_on_all_ranks
+from instar.config.sections import RecordConfig
+from instar.distributed.agree import agree, gather, raise_on_all_ranks
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
+from instar.record.atomic import TMP
+from instar.record.rundir import RunDir, folder_key
 from instar.record.system import gpu_bytes, has_bf16_units, host_bytes, versions
 from instar.run.lifecycle.preflight import Prepared, sharding_problems
 
@@ -22,6 +32,63 @@ _LOCAL = {"device", "parallel", "record"}
 _SHARE = 0.9
 """Share of a device's memory that the forecast of a step may take: it leaves out the allocator's."""
 _VERSIONS = ("instar", "torch")
+_VISIBLE_S = 5.0
+"""Longest wait until a file that rank 0 has made is seen on another host, in seconds."""
+
+
+def check_folder_is_shared(run: RunDir | None, record: RecordConfig, world: World) -> None:
+    """Check that all hosts have one folder for the run, where each rank writes its part. A collective.
+
+    Rank 0 makes a file in the folder, or in its nearest parent that exists, and the others look for it.
+
+    Args:
+        run: a run to resume; None: `record` says where the run will be.
+
+    Raises:
+        ConfigError: on all ranks; names the hosts, and their ranks, that do not see the file.
+    """
+    if world.size == 1:
+        return
+    folder = run.path if run else Path(record.run_dir or record.out_dir)
+    with _probe(folder) if world.is_main else nullcontext("") as made:
+        name = str(agree(world, made))
+        found = gather(world, None if _sees(name) else socket.gethostname())
+    unseen: dict[str, list[str]] = {}
+    for rank, host in enumerate(found):
+        if host is not None:
+            unseen.setdefault(str(host), []).append(str(rank))
+    if not unseen:
+        return
+    path, main_host = cast(list[str], agree(world, [str(folder.absolute()), socket.gethostname()]))
+    hosts = "; ".join(f"host {host} (rank {', '.join(of)})" for host, of in unseen.items())
+    raise ConfigError.one(
+        f"what rank 0 on host {main_host} writes in {path} is not seen by {hosts}",
+        where=folder_key(record),
+        hint="all ranks write checkpoints and logs there, and read them at a resume: choose a folder on a "
+        "file system that all hosts mount at the same path, such as NFS",
+    )
+
+
+@contextmanager
+def _probe(folder: Path) -> Iterator[str]:
+    """Make a file while the body runs, and yield its name: "" if that is impossible, which creating the
+    run's folder reports better."""
+    existing = next(one for one in (folder, *folder.parents) if one.is_dir())
+    with ExitStack() as stack:
+        name = ""
+        with suppress(OSError):
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=TMP, dir=existing))
+            name = str(existing / Path(file.name).name)
+        yield name
+
+
+def _sees(name: str) -> bool:
+    deadline = time.monotonic() + _VISIBLE_S
+    while name and not Path(name).exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def compare_inputs(prepared: Prepared, world: World) -> None:

@@ -57,7 +57,12 @@ from instar.record.trackers.tracker import TrackedRun
 from instar.run.changes.scheduled import check_ahead
 from instar.run.lifecycle.build import build
 from instar.run.lifecycle.compile_stages import compile_stages
-from instar.run.lifecycle.inputs import compare_inputs, resolve_precision, resolve_strategy
+from instar.run.lifecycle.inputs import (
+    check_folder_is_shared,
+    compare_inputs,
+    resolve_precision,
+    resolve_strategy,
+)
 from instar.run.lifecycle.preflight import Prepared, check_memory, preflight, prepare_data
 from instar.run.lifecycle.restore import replay, restore
 from instar.run.lifecycle.resume import (
@@ -178,6 +183,7 @@ def _run_rank(
         record.enter_context(showing(display))
         requested, launch_key = resume, f"{LAUNCH_KEY}/{next(_calls)}"
         resume, before = _agree_to_resume(loaded, resume, world, launch_key)
+        check_folder_is_shared(resume.run if resume else None, loaded.config.record, world)
         start, resumed, warnings = None, None, list[str]()
         if resume is not None:
             start, warnings = _choose(resume, world)
