@@ -1,6 +1,6 @@
 """How much of W processes' speed W ranks keep: `instar train --nproc W`, one thread per rank.
 
-    python benchmarks/scaling.py [--quick] [--ranks W] [--strategy NAME …] [--set KEY=VALUE …]
+    python benchmarks/scaling.py [--quick] [--ranks W] [--way NAME …] [--set KEY=VALUE …]
 
 Efficiency is T(W) / (W · T(1)), T in tokens per second of training steps, with the same batch per
 rank. T(1) is measured with W − 1 independent copies beside it, so that sharing the machine's caches
@@ -9,9 +9,9 @@ shown too. T(1) is that of token shards, so that what another way of loading cos
 All arrangements take turns, in random order. Speeds come from the runs' own records, without the
 first steps.
 
-The strategies are the ways in which samples reach ranks: token shards, and the same text as an Arrow
-data set, read at any place (rows) or from its beginning (stream); sharded, each rank reading its
-own, or dispatched, rank 0 reading for all.
+The ways differ in how samples reach ranks: token shards, and the same text as an Arrow data set, read
+at any place (rows) or from its beginning (stream); sharded, each rank reading its own, or dispatched,
+rank 0 reading for all. In fsdp, ranks also hold the model in parts.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """A way in which samples reach the ranks."""
+class Way:
+    """A way in which samples reach the ranks, or in which these hold the model."""
 
     name: str
     overrides: tuple[str, ...]
@@ -70,18 +70,17 @@ class Strategy:
     """the folder: of token shards, or of what is kept beside the Arrow data"""
 
 
-SHARDED = Strategy("sharded", (), least=0.95)
+SHARDED = Way("sharded", (), least=0.95)
 ROWS, STREAM = "data.kind=rows", "data.kind=stream"
 DISPATCHED = "data.strategy=dispatched"
-STRATEGIES = (
+WAYS = (
     SHARDED,
-    Strategy("dispatched", (DISPATCHED,), least=0.92, least_of_first=0.97),
-    Strategy("sharded rows", (ROWS,), least_of_first=0.95, data="rows"),
-    Strategy(
-        "sharded rows in blocks", (ROWS, "data.order=blocks"), least_of_first=0.95, data="rows"
-    ),
-    Strategy("sharded stream", (STREAM,), least_of_first=0.95, data="stream"),
-    Strategy("dispatched stream", (STREAM, DISPATCHED), least_of_first=0.95, data="stream"),
+    Way("dispatched", (DISPATCHED,), least=0.92, least_of_first=0.97),
+    Way("sharded rows", (ROWS,), least_of_first=0.95, data="rows"),
+    Way("sharded rows in blocks", (ROWS, "data.order=blocks"), least_of_first=0.95, data="rows"),
+    Way("sharded stream", (STREAM,), least_of_first=0.95, data="stream"),
+    Way("fsdp", ("parallel.strategy=fsdp",), least_of_first=0.85),
+    Way("dispatched stream", (STREAM, DISPATCHED), least_of_first=0.95, data="stream"),
 )
 
 ONE_M = ("precision=fp32", "model.n_layer=5", "model.n_head=4", "model.n_embd=128")
@@ -111,9 +110,9 @@ def main() -> None:
     words = parser(__doc__)
     words.add_argument("--ranks", type=int, default=2, metavar="W", help="default: 2")
     words.add_argument(
-        "--strategy",
+        "--way",
         action="append",
-        choices=[strategy.name for strategy in STRATEGIES],
+        choices=[way.name for way in WAYS],
         help=f"beside {SHARDED.name}; default: all, --quick: none",
     )
     words.add_argument(
@@ -121,26 +120,26 @@ def main() -> None:
     )
     parsed = words.parse_args()
     chosen = options(parsed)
-    others = parsed.strategy or ([] if chosen.quick else [s.name for s in STRATEGIES])
-    strategies = [s for s in STRATEGIES if s is SHARDED or s.name in others]
+    others = parsed.way or ([] if chosen.quick else [s.name for s in WAYS])
+    ways = [s for s in WAYS if s is SHARDED or s.name in others]
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         for size in (QUICK,) if chosen.quick else SIZES:
-            cases += measure(size, parsed.ranks, strategies, parsed.set, Path(folder))
+            cases += measure(size, parsed.ranks, ways, parsed.set, Path(folder))
     publish("scaling", cases, chosen, threads_per_rank=1)
 
 
 def measure(
-    size: Size, ranks: int, strategies: Sequence[Strategy], extra: Sequence[str], folder: Path
+    size: Size, ranks: int, ways: Sequence[Way], extra: Sequence[str], folder: Path
 ) -> list[Case]:
-    base = {strategy: overrides(size, strategy, extra, folder) for strategy in strategies}
+    base = {way: overrides(size, way, extra, folder) for way in ways}
     arrangements = {"alone": (SHARDED, 1, 1), "beside": (SHARDED, ranks, 1)}
-    arrangements |= {strategy.name: (strategy, 1, ranks) for strategy in strategies}
+    arrangements |= {way.name: (way, 1, ranks) for way in ways}
     paces: dict[str, list[Pace]] = {name: [] for name in arrangements}
     for repeat in range(size.repeats):
         for name in random.Random(repeat).sample(list(arrangements), len(arrangements)):
-            strategy, copies, world = arrangements[name]
-            paces[name].append(pace(size, base[strategy], folder, copies=copies, ranks=world))
+            way, copies, world = arrangements[name]
+            paces[name].append(pace(size, base[way], folder, copies=copies, ranks=world))
         efficiency = paces[SHARDED.name][-1].rate / (ranks * paces["beside"][-1].rate)
         said = f"{size.name}: {repeat + 1} of {size.repeats}, efficiency {efficiency:.3f}"
         print(said, file=sys.stderr)
@@ -162,28 +161,28 @@ def measure(
             "ratio",
         ),
     ]
-    for strategy in strategies:
-        together = rates[strategy.name]
-        name = f"{title}, {strategy.name}"
-        waits = [pace.wait for pace in paces[strategy.name]]
+    for way in ways:
+        together = rates[way.name]
+        name = f"{title}, {way.name}"
+        waits = [pace.wait for pace in paces[way.name]]
         cases += [
             case(f"{name}: T({ranks})", [rate / size.context for rate in together], "samples/s"),
             case(f"{name}: waiting for samples, of a step", waits, "ratio", most=0.01),
         ]
-        if strategy is SHARDED:
+        if way is SHARDED:
             continue
         cases += [
             case(
                 f"{name}: T({ranks}) / {ranks} T(1), beside",
                 ratios(together, rates["beside"], ranks),
                 "ratio",
-                least=strategy.least,
+                least=way.least,
             ),
             case(
                 f"{name}: T({ranks}) / that of {SHARDED.name}",
                 ratios(together, rates[SHARDED.name]),
                 "ratio",
-                least=strategy.least_of_first,
+                least=way.least_of_first,
             ),
         ]
     return cases
@@ -194,22 +193,22 @@ def ratios(rates: Sequence[float], others: Sequence[float], times: int = 1) -> l
     return [rate / (times * other) for rate, other in zip(rates, others, strict=True)]
 
 
-def overrides(size: Size, strategy: Strategy, extra: Sequence[str], folder: Path) -> list[str]:
+def overrides(size: Size, way: Way, extra: Sequence[str], folder: Path) -> list[str]:
     """The config of every run of a size; its data set is made."""
     max_bytes = 200_000 if size is QUICK else 16_000_000
     base = [
         *size.model,
         f"model.context={size.context}",
-        f"data.path={folder / strategy.data}",
+        f"data.path={folder / way.data}",
         "device=cpu",
         f"train.batch_size={size.batch}",
         f"train.until=[{size.warmup + size.steps}it]",
         "eval.eval_interval=1000000",
         "eval.eval_iters=1",
-        *strategy.overrides,
+        *way.overrides,
         *extra,
     ]
-    if strategy.data == "tokens":
+    if way.data == "tokens":
         base += [f"data.max_bytes={max_bytes}"]
         loaded = load(None, base)
         prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)

@@ -38,6 +38,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("order", "shuffled: build and seek to 90 % of 10⁹"),
         ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
         ("startup", "instar --help"),
+        ("communication", "closed form / simulation, worst case"),
         ("graphs", "4 graphs per rank: T(2) / 2 T(1), beside"),
         ("pauses", "tiny: verify"),
         ("deltas", "tiny, all cores train: training stands still"),
