@@ -114,11 +114,11 @@ def test_a_step_that_one_rank_spoils_is_skipped_alike(place: Place) -> None:
 
 @pytest.mark.timeout(3600)
 def test_fixed_runs_are_alike_with_whole_models_and_with_shards(place: Place) -> None:
-    """50 steps in float32."""
+    """50 steps in float32. Muon orthogonalises in bfloat16, which amplifies other orders of addition."""
     steps = 50
     keys = (f"train.until=[{steps}it]", f"learning_rate.lr_decay_iters={steps}", "precision=fp32")
     cases = []
-    for name in ("adamw", "muon"):
+    for name, bar in (("adamw", 1e-5), ("muon", 1e-3)):
         for ranks in RANKS[1 : figures.times(2, 3)]:
             losses = []
             for number, strategy in enumerate(((), FSDP)):
@@ -130,7 +130,7 @@ def test_fixed_runs_are_alike_with_whole_models_and_with_shards(place: Place) ->
                 assert len(losses[-1]) == steps
             apart = [abs(one - other) / one for one, other in zip(*losses, strict=True)]
             what = f"{name}, fixed, W={ranks}: losses of ddp and fsdp, relative"
-            cases.append(figures.at_most(what, apart, "", 1e-5))
+            cases.append(figures.at_most(what, apart, "", bar))
     figures.write("sharded-fixed", cases)
 
 
