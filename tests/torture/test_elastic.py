@@ -61,10 +61,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 FSDP = ("parallel.strategy=fsdp",)
 HSDP = ("parallel.strategy=hsdp", "parallel.fsdp.shards=2")
 STRATEGIES: list[tuple[str, tuple[str, ...], int]] = [
-    ("ddp", (), 2),
-    ("ddp", (), 4),
-    ("fsdp", FSDP, 2),
     ("fsdp", FSDP, 4),
+    ("ddp", (), 4),
+    ("ddp", (), 2),
+    ("fsdp", FSDP, 2),
     ("fsdp, whole in between", (*FSDP, "parallel.fsdp.reshard_after_forward=false"), 2),
     ("hsdp", HSDP, 4),
 ]
@@ -79,7 +79,7 @@ def test_any_number_of_ranks_is_the_same_run_bit_for_bit(place: Place) -> None:
     for name in chosen:
         overrides = (*ELASTIC, *VARIANTS[name])
         wanted = undisturbed(place, overrides, 1)
-        for strategy, keys, ranks in STRATEGIES:
+        for strategy, keys, ranks in STRATEGIES[: figures.times(2, len(STRATEGIES))]:
             compared += 1
             if undisturbed(place, (*overrides, *keys), ranks) != wanted:
                 differing.append(f"{name}, {strategy}, W={ranks}")
