@@ -117,7 +117,7 @@ def on_owners(
             [width * sum(tensor.numel() for tensor in each) for each in sent],
             group=group,
         )
-        pieces = iter(received.split([size for each in sizes for size in each]))
+        pieces = iter(torch.split(received, [size for each in sizes for size in each]))
         return [[next(pieces).view(shape) for shape in each] for each in shapes]
 
     def heights(index: int) -> list[int]:
@@ -129,7 +129,7 @@ def on_owners(
         [[(height[each], *width) for height, width in mine] for each in range(ranks)],
     )
     made = function([torch.cat(pieces) for pieces in zip(*gathered, strict=True)])
-    split = [tensor.split(height) for tensor, (height, _) in zip(made, mine, strict=True)]
+    split = [torch.split(tensor, height) for tensor, (height, _) in zip(made, mine, strict=True)]
     returned = exchange(
         [[pieces[each] for pieces in split] for each in range(ranks)],
         [[tuple(parts[index].shape) for index in each] for each in owned],
