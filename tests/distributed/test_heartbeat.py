@@ -37,11 +37,14 @@ def test_a_host_none_of_whose_ranks_is_heard_is_named() -> None:
         LastHeartbeat(beat(host="a pid:[1]"), 0),
         LastHeartbeat(beat(host="b pid:[1]"), 61),
     )
-    found = verdict(alive, silent, LastHeartbeat(beat(host="a pid:[1]"), 61))
+    later = LastHeartbeat(beat(host="b pid:[1]"), 59)
+    found = verdict(alive, silent, LastHeartbeat(beat(host="a pid:[1]"), 61), later)
     assert found is not None
-    assert found.ranks == (1, 2)
+    assert found.ranks == (1, 2, 3)
     assert "no heartbeat arrives from host b: it is down or frozen, or the network" in found.message
-    assert "heard from a" not in found.message
+    assert "rank 1 on host b has sent no heartbeat" in found.message
+    assert "rank 2 on host a has sent no heartbeat" in found.message
+    assert "arrives from host a" not in found.message
 
 
 def test_a_rank_that_was_never_seen_is_named() -> None:
@@ -61,6 +64,16 @@ def test_who_has_not_come_is_named_with_its_line() -> None:
         "rank 1 has not entered a collective (gathering answers) for 601 s: "
         "it is in step 120, at tokens.py:88 in read, without progress for 600 s"
     )
+
+
+def test_who_has_not_come_is_named_with_its_host_where_there_are_several() -> None:
+    waiting = beat(arrived=8, waits_for=8, still_s=601, host="a pid:[1]")
+    backward = beat(still_s=601, in_torch=True, host="a pid:[1]")
+    away = beat(still_s=601, host="b pid:[1]")
+    for one, said in ((waiting, " has not entered"), (backward, ": it is in step 120")):
+        found = verdict(LastHeartbeat(one, 0), LastHeartbeat(away, 0))
+        assert found is not None
+        assert f"rank 1 on host b{said}" in found.message
 
 
 def test_the_earliest_meeting_tells_who_is_missing() -> None:

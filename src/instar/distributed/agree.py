@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from instar.distributed.failure import (
     error_text,
     exit_code_of,
     is_secondary,
+    transport_text,
 )
 from instar.distributed.world import World, with_own_group
 
@@ -147,8 +147,7 @@ def collective(world: World, what: str, number: int | None = None) -> Iterator[N
     try:
         yield
     except RuntimeError as error:
-        # Gloo's messages begin with a source location and end with advice and an emoji.
-        cause = re.sub(r"^\[[^\]]*\]\s*|\. This is typically.*", "", str(error), flags=re.DOTALL)
+        cause = transport_text(error)
         raise PeerLost(f"rank {world.rank} lost another rank while {what}: {cause}") from error
     else:
         world.position.leave()

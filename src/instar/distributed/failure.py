@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 import traceback
@@ -160,6 +161,11 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(root, MemoryError) or (
         isinstance(root, RuntimeError) and any(sign in str(root) for sign in signs)
     )
+
+
+def transport_text(error: BaseException) -> str:
+    """Return the message of the transport's error, without gloo's source location, advice and emoji."""
+    return re.sub(r"^\[[^\]]*\.cc:\d+\]\s*|\. This is typically.*", "", str(error), flags=re.DOTALL)
 
 
 def error_text(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 
@@ -94,6 +95,11 @@ class Heartbeat:
     lost: bool = False
 
     @property
+    def host_name(self) -> str:
+        """`host` is that of `this_host`."""
+        return self.host.partition(" ")[0]
+
+    @property
     def place(self) -> str:
         return f"in {self.where}" + (f", at {self.line}" if self.line else "")
 
@@ -103,6 +109,13 @@ class Heartbeat:
     @classmethod
     def decode(cls, data: bytes) -> Heartbeat:
         return cls(**json.loads(data))
+
+
+def this_host() -> str:
+    """Identify this host and PID namespace: in another container a process has another id."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    return socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -143,8 +156,9 @@ def diagnose(
         the diagnosis, if a rank hangs, and the seconds until the next check is due.
     """
     living = {rank: one for rank, one in seen.items() if one.beat is None or one.beat.ended is None}
-    silent = [rank for rank, one in living.items() if one.silent_s >= silence_s]
-    if silent:
+    if any(one.silent_s >= silence_s for one in living.values()):
+        # with the others of a lost host, whose last heartbeats were a little later
+        silent = [rank for rank, one in living.items() if one.silent_s >= silence_s / 2]
         return _silent(seen, silent, [rank for rank in living if rank not in silent]), 0.0
     waiting = {rank: one.beat for rank, one in living.items() if one.beat and one.beat.waits_for}
     waiting_longest = [rank for rank, beat in waiting.items() if beat.still_s >= wait_s]
@@ -164,40 +178,49 @@ def _silent(
 ) -> Diagnosis:
     """Name the silent ranks, and the position of a living one: ranks advance in lockstep, so it tells
     how far the silent ones got."""
+    beats = _beats(seen)
+    hosts = {rank: beat.host_name for rank, beat in beats.items()}
+    silent_hosts, other_hosts = ({hosts[r] for r in of if r in hosts} for of in (ranks, others))
     parts = []
     for rank in ranks:
         one = seen[rank]
         last = f"last seen {one.beat.place}" if one.beat else "not seen since the rendezvous"
-        parts.append(f"rank {rank} has sent no heartbeat for {one.silent_s:.0f} s: {last}")
+        named = name_of(rank, hosts)
+        parts.append(f"{named} has sent no heartbeat for {one.silent_s:.0f} s: {last}")
     parts += [
         f"no heartbeat arrives from host {host}: it is down or frozen, or the network to it is lost"
-        for host in sorted(_hosts(seen, ranks) - _hosts(seen, others))
+        for host in sorted(silent_hosts - other_hosts)
     ]
-    observer = next((other for other in others if seen[other].beat), None)
-    beat = seen[observer].beat if observer is not None else None
-    if beat is not None:
-        parts.append(f"rank {observer} is {beat.place}")
+    observer = next((other for other in others if other in beats), None)
+    if observer is not None:
+        parts.append(f"rank {observer} is {beats[observer].place}")
     return Diagnosis("; ".join(parts), tuple(ranks))
 
 
-def _hosts(seen: Mapping[int, LastHeartbeat], ranks: Sequence[int]) -> set[str]:
-    beats = [seen[rank].beat for rank in ranks]
-    return {beat.host.partition(" ")[0] for beat in beats if beat}
+def name_of(rank: int, hosts: Mapping[int, str]) -> str:
+    """Return e.g. "rank 3", with its host if the ranks in `hosts` are on several."""
+    several = rank in hosts and len(set(hosts.values())) > 1
+    return f"rank {rank} on host {hosts[rank]}" if several else f"rank {rank}"
+
+
+def _beats(seen: Mapping[int, LastHeartbeat]) -> dict[int, Heartbeat]:
+    return {rank: one.beat for rank, one in seen.items() if one.beat is not None}
 
 
 def _late(seen: Mapping[int, LastHeartbeat], waiting_longest: int) -> Diagnosis:
     """Name the ranks missing in the collective in which rank `waiting_longest` waits."""
-    beats = {rank: one.beat for rank, one in seen.items() if one.beat is not None}
-    host = beats[waiting_longest]
+    beats = _beats(seen)
+    hosts = {rank: beat.host_name for rank, beat in beats.items()}
+    first = beats[waiting_longest]
     missing = [
         rank
         for rank, beat in beats.items()
-        if beat.arrived < host.waits_for and beat.waits_for < host.waits_for
+        if beat.arrived < first.waits_for and beat.waits_for < first.waits_for
     ]
     if not missing:
-        return _stuck(seen, host.still_s)
+        return _stuck(seen, first.still_s)
     parts = [
-        f"rank {rank} has not entered a collective ({host.doing}) for {host.still_s:.0f} s: "
+        f"{name_of(rank, hosts)} has not entered a collective ({first.doing}) for {first.still_s:.0f} s: "
         f"{_state(beats[rank])}"
         for rank in missing
     ]
@@ -206,12 +229,16 @@ def _late(seen: Mapping[int, LastHeartbeat], waiting_longest: int) -> Diagnosis:
 
 def _stuck(seen: Mapping[int, LastHeartbeat], wait_s: float) -> Diagnosis:
     """All ranks are equally far: the one at fault is the one that does not wait, judging by its line."""
-    beats = {rank: one.beat for rank, one in seen.items() if one.beat is not None}
+    beats = _beats(seen)
+    hosts = {rank: beat.host_name for rank, beat in beats.items()}
     busy = [rank for rank, beat in beats.items() if not (beat.in_torch or beat.waits_for)]
     if 0 < len(busy) < len(beats):
-        parts = [f"all other ranks wait for rank {rank}: {_state(beats[rank])}" for rank in busy]
+        parts = [
+            f"all other ranks wait for {name_of(rank, hosts)}: {_state(beats[rank])}"
+            for rank in busy
+        ]
         return Diagnosis("; ".join(parts), tuple(busy))
-    parts = [f"rank {rank} is {beat.place}" for rank, beat in beats.items()]
+    parts = [f"{name_of(rank, hosts)} is {beat.place}" for rank, beat in beats.items()]
     return Diagnosis(f"no rank has made progress for {wait_s:.0f} s: {'; '.join(parts)}", ())
 
 

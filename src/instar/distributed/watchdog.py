@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from instar.distributed.failure import (
     RunFailed,
     describe_failure,
     is_secondary,
+    transport_text,
     write_failure,
 )
 from instar.distributed.heartbeat import (
@@ -41,7 +41,9 @@ from instar.distributed.heartbeat import (
     Position,
     StoreClient,
     diagnose,
+    name_of,
     probe_host,
+    this_host,
 )
 from instar.distributed.signals import exit_now
 from instar.processes.child import GONE, STATUS_STOPPED, process_state
@@ -129,6 +131,7 @@ class Watchdog:
         self._others = [other for other in range(size) if other != rank]
         self._client = StoreClient(store, rank, size)
         self._host, self._pid = this_host(), os.getpid()
+        self._host_name = self._host.partition(" ")[0]
         self._search_s = max(SEARCH_S, 1.2 * limits.interval_s)
         self._count = 0
         self._moves = -1
@@ -166,16 +169,16 @@ class Watchdog:
 
     def explain(self, error: BaseException) -> RunFailed | None:
         """Find the rank whose loss caused `error`; None if it is unknown."""
-        deadline = time.monotonic() + self._search_s
+        deadline, cause = time.monotonic() + self._search_s, transport_text(error)
         before = {rank: one.beat.count for rank, one in self._seen.items() if one.beat}
         own = self._beat(ended=str(error), lost=True)
         while True:
             news = None if self._store_lost else self._ask(own, deadline)
             if news is None:
-                return self._store_gone(error)
+                return self._store_gone(cause)
             if news.verdict:
                 return _missing(news.verdict)
-            found = self._ended(news.beats, error)
+            found = self._ended(news.beats, cause)
             if found is not None:
                 return found
             if time.monotonic() > deadline:
@@ -186,15 +189,15 @@ class Watchdog:
         blamed = quiet or alive
         if not blamed:
             return None
-        places = "; ".join(f"rank {rank} was last seen {news.beats[rank].place}" for rank in blamed)
-        return _missing(self._decide(Diagnosis(f"{error}; {places}", tuple(blamed))))
+        message = f"{cause}; {self._last_seen(blamed, news.beats)}"
+        return _missing(self._decide(Diagnosis(message, tuple(blamed))))
 
-    def _ended(self, beats: Mapping[int, Heartbeat], error: BaseException) -> RunFailed | None:
+    def _ended(self, beats: Mapping[int, Heartbeat], cause: str) -> RunFailed | None:
         """Return the error for a rank that failed by itself, or whose process is gone."""
         for rank, beat in beats.items():
             if beat.ended is not None and not beat.lost:
                 why = f"failed: {beat.ended}" if beat.ended else "has left the run"
-                return PeerLost(f"{error}; rank {rank} {why}")
+                return PeerLost(f"{cause}; rank {rank} {why}")
         gone = [
             rank
             for rank, beat in beats.items()
@@ -203,7 +206,7 @@ class Watchdog:
         if not gone:
             return None
         places = "; ".join(f"rank {rank} is gone, last seen {beats[rank].place}" for rank in gone)
-        return PeerLost(f"{error}; {places}")
+        return PeerLost(f"{cause}; {places}")
 
     def _watch(self) -> None:
         last, pause_s = time.monotonic(), 0.0
@@ -281,7 +284,7 @@ class Watchdog:
     def _network_lost(self) -> Diagnosis:
         """The store is on rank 0's host, served by the launcher or by rank 0 itself."""
         beat = self._seen[0].beat if 0 in self._seen else None
-        last = f"; rank 0 was last seen {beat.place}" if beat else ""
+        last = f"; {self._name_of(0)} was last seen {beat.place}" if beat else ""
         return Diagnosis(
             f"the network to rank 0 at {self._served.address} is lost: no answer "
             f"for {self._unanswered_s:.0f} s{last}",
@@ -294,12 +297,22 @@ class Watchdog:
         beat = self._seen[server].beat
         last = f"last seen {beat.place}" if beat else "not seen since the rendezvous"
         serves = f"the store at {self._served.address}, which it serves"
+        named = self._name_of(server)
         if self._store_lost:
-            message = f"rank {server} is gone: {last}; lost {serves}"
+            message = f"{named} is gone: {last}; lost {serves}"
         else:
             silent = f"has not answered for {self._unanswered_s:.0f} s"
-            message = f"rank {server} {silent}: {last}; {serves}, is silent too"
+            message = f"{named} {silent}: {last}; {serves}, is silent too"
         return Diagnosis(message, (server,))
+
+    def _name_of(self, rank: int) -> str:
+        hosts = {other: one.beat.host_name for other, one in self._seen.items() if one.beat}
+        return name_of(rank, {**hosts, self._rank: self._host_name})
+
+    def _last_seen(self, ranks: Sequence[int], beats: Mapping[int, Heartbeat]) -> str:
+        return "; ".join(
+            f"{self._name_of(rank)} was last seen {beats[rank].place}" for rank in ranks
+        )
 
     def _lose_store(self, error: RuntimeError) -> None:
         self._store_lost = True
@@ -318,11 +331,18 @@ class Watchdog:
             # Instar's launcher has arranged for this signal itself.
             os.kill(self._pid, signal.SIGTERM)
 
-    def _store_gone(self, error: BaseException) -> RunFailed:
-        if self._served.rank in (None, self._rank):
-            return PeerLost(f"{error}; lost the store at {self._served.address}")
-        self._store_lost = True
-        return PeerLost(f"{error}; {self._server_lost().message}")
+    def _store_gone(self, cause: str) -> RunFailed:
+        if self._served.rank not in (None, self._rank):
+            self._store_lost = True
+            return PeerLost(f"{cause}; {self._server_lost().message}")
+        message = f"{cause}; lost the store at {self._served.address}"
+        beats = {rank: one.beat for rank, one in self._seen.items() if one.beat}
+        # a launcher serves it on rank 0's host
+        there = beats[0].host_name if 0 in beats else self._host_name
+        lost = [rank for rank, beat in beats.items() if beat.host_name == there]
+        if there == self._host_name:
+            return PeerLost(message)
+        return _missing(Diagnosis(f"{message}; {self._last_seen(lost, beats)}", tuple(lost)))
 
     def _ask(self, own: Heartbeat, deadline: float) -> Heartbeats | None:
         try:
@@ -409,13 +429,6 @@ class Watchdog:
 
 def _missing(verdict: Diagnosis) -> RankMissing:
     return RankMissing(verdict.message, verdict.ranks)
-
-
-def this_host() -> str:
-    """Identify this host and PID namespace: in another container a process has another id."""
-    with suppress(OSError):
-        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
-    return socket.gethostname()
 
 
 def line_of(thread: int) -> tuple[str, bool]:
