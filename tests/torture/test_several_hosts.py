@@ -148,7 +148,7 @@ def ended(ranks: Sequence[Started], hosts: Sequence[Host], since: float) -> floa
     return time.monotonic() - since
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS if figures.FULL else ["link cut", "host of rank 0 killed"])
 def test_a_fault_ends_all_ranks_in_time_by_name_and_one_host_goes_on_with_the_same_samples(
     place: Place, fault: str
 ) -> None:
