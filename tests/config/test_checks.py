@@ -54,11 +54,6 @@ def test_the_defaults_fit_each_other() -> None:
         ),
         ({"reproducible": "elastic", "compile": True}, "compile", "cannot be combined with reproducible"),
         ({"parallel": {"strategy": "fsdp"}, "compile": True}, "compile", "needs a whole model"),
-        (
-            {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "muon"}},
-            "optimizer.name",
-            "muon needs whole matrices, but parallel.strategy is fsdp",
-        ),
         ({"parallel": {"strategy": "hsdp"}}, "parallel.strategy", "needs parallel.fsdp.shards"),
         ({"parallel": {"fsdp": {"shards": 2}}}, "parallel.fsdp.shards", "parallel.strategy is ddp"),
     ],

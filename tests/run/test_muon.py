@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from instar.run.loop.optimizer import BatchedMuon, orthogonalise, step_coefficients
+from instar.run.loop.muon import BatchedMuon, orthogonalise, step_coefficients
 
 SHAPES = [(16, 16), (16, 16), (64, 16), (16, 64), (16, 64)]
 
@@ -58,3 +58,20 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     optimizer.step()
     changed = [not torch.equal(a, b) for a, b in zip(parameters, before, strict=True)]
     assert changed == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (33, 65), (1, 40), (64, 96)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_bit_depends_on_the_number_in_a_batch(shape: tuple[int, int], threads: int) -> None:
+    """Ranks that share matrices out have fewer in a batch than one that holds all."""
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(3))
+    coefficients = step_coefficients("polar_express", 5)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = orthogonalise(x, coefficients, 1.02)
+        for first, last in ((0, 1), (4, 5), (1, 3), (2, 5)):
+            part = orthogonalise(x[first:last], coefficients, 1.02)
+            assert torch.equal(part, whole[first:last])
+    finally:
+        torch.set_num_threads(before)

@@ -160,15 +160,22 @@ SCHEDULE = """schedule=[
 
 
 def test_a_sharded_model_grows_bit_for_bit_as_a_whole_one(place: tiny_run.Place) -> None:
-    """Its optimizer state and moving average as well; then it is saved, and goes on with whole models."""
-    alone = trained(place, "alone", *ELASTIC, SCHEDULE, ranks=1)
-    grown = trained(place, "grown", *ELASTIC, SCHEDULE, *FSDP, "train.until=[7it]", ranks=2)
-    keys = ("--until", f"{STEPS}it", "--set", "parallel.strategy=ddp")
-    children = place.resume(grown, *keys, ranks=1)
-    assert tiny_run.codes(children) == [0], tiny_run.said(children)
+    """Its optimizer state, that of Muon and of AdamW, and its moving average as well; on replicas of
+    shards, then on shards, and then with whole models."""
+    keys = (*ELASTIC, "optimizer.name=muon", SCHEDULE)
+    alone = trained(place, "alone", *keys, ranks=1)
+    grown = trained(place, "grown", *keys, *HSDP, "train.until=[3it]", ranks=4)
+    for until, strategy, ranks in ((7, "fsdp", 2), (STEPS, "ddp", 1)):
+        keys = ("--set", f"parallel.strategy={strategy}", "--set", "parallel.fsdp.shards=null")
+        children = place.resume(grown, "--until", f"{until}it", *keys, ranks=ranks)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
     assert saved(grown) == saved(alone)
     proofs = [
-        [(each["name"], each["proof"]) for each in tiny_run.events(run, "operation")[:5]]
+        [
+            (op["name"], op["proof"])
+            for op in tiny_run.events(run, "operation")
+            if op["name"] != "override"
+        ]
         for run in (alone, grown)
     ]
     assert [name for name, _ in proofs[0]][-1] == "freeze"

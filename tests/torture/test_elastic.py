@@ -1,4 +1,5 @@
-"""`reproducible: elastic`: one hash for 1, 2 and 4 ranks, and for runs that change between them."""
+"""`reproducible: elastic`: one hash for 1, 2 and 4 ranks, with whole models and with shards, and for runs
+that change between them. `fixed`: whole models and shards are the same run up to rounding."""
 
 from __future__ import annotations
 
@@ -31,8 +32,16 @@ ELASTIC = (
     "train.batch_size=3",
     "train.gradient_accumulation_steps=9",
 )
+GROWTH = """schedule=[
+  {name: widen_mlp, value: x2, when: {at_step: 6}},
+  {name: insert_layers, value: 1, when: {at_step: 13}},
+  {name: freeze, value: "blocks.1.*", when: {at_step: 20}},
+  {name: widen_hidden, value: x2, when: {at_step: 27}},
+]"""
 VARIANTS: dict[str, tuple[str, ...]] = {
     "muon": (),
+    "muon in bf16, clipped, grows": ("precision=bf16", "train.clip=0.3", GROWTH),
+    "muon by polar express, in fp16": ("optimizer.ns_iteration=polar_express", "precision=fp16"),
     "adamw": ("optimizer.name=adamw",),
     "adamw in bf16": ("optimizer.name=adamw", "precision=bf16"),
     "adamw in fp16": ("optimizer.name=adamw", "precision=fp16"),
@@ -52,10 +61,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 FSDP = ("parallel.strategy=fsdp",)
 HSDP = ("parallel.strategy=hsdp", "parallel.fsdp.shards=2")
 STRATEGIES: list[tuple[str, tuple[str, ...], int]] = [
-    ("ddp", (), 2),
-    ("ddp", (), 4),
-    ("fsdp", FSDP, 2),
     ("fsdp", FSDP, 4),
+    ("ddp", (), 4),
+    ("ddp", (), 2),
+    ("fsdp", FSDP, 2),
     ("fsdp, whole in between", (*FSDP, "parallel.fsdp.reshard_after_forward=false"), 2),
     ("hsdp", HSDP, 4),
 ]
@@ -70,9 +79,7 @@ def test_any_number_of_ranks_is_the_same_run_bit_for_bit(place: Place) -> None:
     for name in chosen:
         overrides = (*ELASTIC, *VARIANTS[name])
         wanted = undisturbed(place, overrides, 1)
-        for strategy, keys, ranks in STRATEGIES:
-            if strategy != "ddp" and "optimizer.name=adamw" not in overrides:
-                continue
+        for strategy, keys, ranks in STRATEGIES[: figures.times(2, len(STRATEGIES))]:
             compared += 1
             if undisturbed(place, (*overrides, *keys), ranks) != wanted:
                 differing.append(f"{name}, {strategy}, W={ranks}")
@@ -103,6 +110,28 @@ def test_a_step_that_one_rank_spoils_is_skipped_alike(place: Place) -> None:
     found = {undisturbed(place, ELASTIC, ranks, body=body, skips=1) for ranks in worlds}
     assert len(found) == 1
     assert undisturbed(place, ELASTIC, 1) not in found
+
+
+@pytest.mark.timeout(3600)
+def test_fixed_runs_are_alike_with_whole_models_and_with_shards(place: Place) -> None:
+    """50 steps in float32. Muon orthogonalises in bfloat16, which amplifies other orders of addition."""
+    steps = 50
+    keys = (f"train.until=[{steps}it]", f"learning_rate.lr_decay_iters={steps}", "precision=fp32")
+    cases = []
+    for name, bar in (("adamw", 1e-5), ("muon", 1e-3)):
+        for ranks in RANKS[1 : figures.times(2, 3)]:
+            losses = []
+            for number, strategy in enumerate(((), FSDP)):
+                run_dir = place.path / f"{name}-{ranks}-{number}"
+                more = (*keys, f"optimizer.name={name}", "model.dropout=0.0", *strategy)
+                children = place.train(run_dir, *more, ranks=ranks)
+                assert set(codes(children)) == {0}, said(children)
+                losses.append([event["loss"] for event in events(run_dir, "train")])
+                assert len(losses[-1]) == steps
+            apart = [abs(one - other) / one for one, other in zip(*losses, strict=True)]
+            what = f"{name}, fixed, W={ranks}: losses of ddp and fsdp, relative"
+            cases.append(figures.at_most(what, apart, "", bar))
+    figures.write("sharded-fixed", cases)
 
 
 def undisturbed(

@@ -112,7 +112,6 @@ def sharding_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield the settings that need whole models on every rank."""
     strategy = config.parallel.strategy
     for key, is_set, what in (
-        ("optimizer.name", config.optimizer.name == "muon", "optimizer muon needs whole matrices"),
         ("compile", config.compile, "compile: true needs a whole model"),
         (
             "checkpoint.delta.every",

@@ -6,11 +6,14 @@ A sharded tensor is a `DTensor` whose rows are divided among the ranks of a one-
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -65,14 +68,78 @@ def as_sharded(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def rows(tensor: Tensor) -> tuple[int, int]:
-    """Return the first row of a tensor that this rank holds, and the one after the last."""
+def rows(tensor: Tensor, rank: int | None = None) -> tuple[int, int]:
+    """Return the first row of a tensor that a rank of its mesh holds, by default this one, and the one
+    after the last."""
     total = tensor.shape[0] if tensor.ndim else 1
     if not is_sharded(tensor):
         return 0, total
     each = -(-total // tensor.device_mesh.size())
-    first = min(total, tensor.device_mesh.get_local_rank() * each)
+    first = min(total, each * (tensor.device_mesh.get_local_rank() if rank is None else rank))
     return first, min(total, first + each)
+
+
+def on_owners(
+    like: Sequence[DTensor],
+    parts: Sequence[Tensor],
+    function: Callable[[list[Tensor]], list[Tensor]],
+    first_owner: int = 0,
+) -> list[Tensor]:
+    """Apply a function to whole tensors, each on one of the ranks that hold rows of it. A collective.
+
+    Two all-to-alls, there and back. A rank holds no more than its share of the tensors whole.
+
+    Args:
+        like: tensors of the same mesh.
+        parts: this rank's rows of tensors laid out as these, all of one dtype.
+        function: maps some of the tensors, whole, to others of the same shapes and dtype.
+        first_owner: tensor i is given to rank `first_owner` + i, modulo the number of ranks.
+
+    Returns:
+        this rank's rows of the results.
+    """
+    mesh, nothing = like[0].device_mesh, parts[0].new_empty(0)
+    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    owned = [range((each - first_owner) % ranks, len(like), ranks) for each in range(ranks)]
+
+    def exchange(
+        sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
+        """Send tensors to each rank; return those that each rank has sent, which have these shapes."""
+        sizes = [[math.prod(shape) for shape in each] for each in shapes]
+        flat = torch.cat([nothing, *(tensor.reshape(-1) for each in sent for tensor in each)])
+        received = flat.new_empty(sum(map(sum, sizes)))
+        width = flat.element_size()
+        dist.all_to_all_single(
+            received.view(torch.uint8),  # gloo does not support every dtype
+            flat.view(torch.uint8),
+            [width * sum(each) for each in sizes],
+            [width * sum(tensor.numel() for tensor in each) for each in sent],
+            group=group,
+        )
+        pieces = iter(torch.split(received, [size for each in sizes for size in each]))
+        return [[next(pieces).view(shape) for shape in each] for each in shapes]
+
+    def heights(index: int) -> list[int]:
+        return [last - first for first, last in (rows(like[index], each) for each in range(ranks))]
+
+    mine = [(heights(index), like[index].shape[1:]) for index in owned[rank]]
+    gathered = exchange(
+        [[parts[index] for index in each] for each in owned],
+        [[(height[each], *width) for height, width in mine] for each in range(ranks)],
+    )
+    made = function([torch.cat(pieces) for pieces in zip(*gathered, strict=True)])
+    split = [torch.split(tensor, height) for tensor, (height, _) in zip(made, mine, strict=True)]
+    returned = exchange(
+        [[pieces[each] for pieces in split] for each in range(ranks)],
+        [[tuple(parts[index].shape) for index in each] for each in owned],
+    )
+    by_index = {
+        index: tensor
+        for indices, tensors in zip(owned, returned, strict=True)
+        for index, tensor in zip(indices, tensors, strict=True)
+    }
+    return [by_index[index] for index in range(len(like))]
 
 
 class Wholes(Mapping[str, Tensor]):

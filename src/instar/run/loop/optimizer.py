@@ -1,13 +1,13 @@
-"""Optimizers: parameter groups, Muon, a task's own, and their state as named tensors."""
+"""Optimizers: parameter groups, a task's own, and their state as named tensors."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from instar.config.schema import OptimizerConfig
 from instar.distributed.shards import own, part
 from instar.growth.plan import GrowthError
 from instar.models.lora import is_adapter
+from instar.run.loop.muon import BatchedMuon
 from instar.tasks.task import Task
 
 
@@ -187,106 +188,6 @@ def set_learning_rate(optimizers: Sequence[Optimizer], lr: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_ratio"]
-
-
-Coefficients = tuple[float, float, float]
-
-QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
-"""Newton–Schulz coefficients with the steepest slope at zero; five steps (Jordan et al., Muon,
-2024)."""
-
-POLAR_EXPRESS: tuple[Coefficients, ...] = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-"""Minimax polynomial of each step, for singular values above 1e-3 (Polar Express, arXiv 2505.16932,
-algorithm 1, degree 5); further steps repeat the last one."""
-
-_SAFETY = 1.02
-"""Divisor that keeps singular values ≤ 1 despite bfloat16 rounding, as Polar Express requires."""
-
-Iteration = Literal["quintic", "polar_express"]
-
-
-class BatchedMuon(torch.optim.Muon):
-    """`torch.optim.Muon` with the same state and update, orthogonalising equal shapes in one batch.
-
-    For single small matrices the kernel launches cost more than the arithmetic: for the 24 matrices
-    of a 4 × 128 GPT, batching takes a third of the time.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        momentum: float,
-        ns_steps: int,
-        iteration: Iteration = "quintic",
-    ) -> None:
-        super().__init__(params, lr=0.0, momentum=momentum, ns_steps=ns_steps)
-        self.coefficients = step_coefficients(iteration, ns_steps)
-        self.safety = _SAFETY if iteration == "polar_express" else 1.0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every matrix that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameters in self._by_shape(group["params"]):
-                self._update(parameters, group)
-        return loss
-
-    def _by_shape(self, parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-        """Group matrices of the same dtype and the same shape, or its transpose."""
-        batches: dict[tuple[object, ...], list[Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                key = (parameter.dtype, *sorted(parameter.shape))
-                batches.setdefault(key, []).append(parameter)
-        return batches.values()
-
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(gradient))
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1.0 - group["momentum"])
-        nesterov = torch._foreach_lerp(gradients, buffers, group["momentum"])
-        tall = [update.shape[0] > update.shape[1] for update in nesterov]
-        flat = [update.mT if t else update for update, t in zip(nesterov, tall, strict=True)]
-        whitened = orthogonalise(torch.stack(flat), self.coefficients, self.safety)
-        torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
-        for parameter, update, t in zip(parameters, whitened.unbind(), tall, strict=True):
-            rows, columns = parameter.shape
-            scale = max(1.0, rows / columns) ** 0.5
-            parameter.add_(update.mT if t else update, alpha=-group["lr"] * scale)
-
-
-def step_coefficients(iteration: Iteration, steps: int) -> tuple[Coefficients, ...]:
-    """Return the polynomial of each step."""
-    if iteration == "quintic":
-        return (QUINTIC,) * steps
-    repeated = (POLAR_EXPRESS[-1],) * (steps - len(POLAR_EXPRESS))
-    return POLAR_EXPRESS[:steps] + repeated
-
-
-def orthogonalise(x_NAB: Tensor, coefficients: Iterable[Coefficients], safety: float) -> Tensor:
-    """Approximate U Vᵀ for each matrix U S Vᵀ of a batch, A ≤ B, in bfloat16.
-
-    Each step maps the singular values by σ → aσ + bσ³ + cσ⁵.
-    """
-    x = x_NAB.bfloat16()
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * safety).clamp_min(1e-7)
-    for a, b, c in coefficients:
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
 
 
 _NUMBER = ".number"

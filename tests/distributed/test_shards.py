@@ -1,0 +1,73 @@
+"""Tensors of which each rank holds some rows: Muon on them, bit for bit as on whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Ranks = Callable[[str, int, Path], list[dict[str, Any]]]
+"""see conftest.py"""
+
+MUON = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Parameter
+from instar.distributed.shards import own, rows
+from instar.run.loop import muon
+
+SHAPES = [(9, 33)] * 5 + [(33, 9)] * 2 + [(2, 40), (16, 16), (1, 5)]
+"(1, 5) and (2, 40) have fewer rows than some worlds ranks; few are multiples of a vector register"
+
+held = []
+def orthogonalise(batch, *arguments, call=muon.orthogonalise):
+    held.append(len(batch))
+    return call(batch, *arguments)
+muon.orthogonalise = orthogonalise
+
+def trained(spread, iteration):
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    made = [Parameter(spread(each)) for each in drawn]
+    groups = [{"params": made[:6], "weight_decay": 0.1}, {"params": made[6:], "weight_decay": 0.0}]
+    optimizer = muon.BatchedMuon(groups, momentum=0.95, ns_steps=5, iteration=iteration)
+    for step in range(4):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 / (1 + step)
+        for index, (parameter, shape) in enumerate(zip(made, SHAPES)):
+            gradient = torch.randn(shape, generator=generator)
+            frozen = step == 1 and index in (2, 8)
+            parameter.grad = None if frozen else spread(gradient)
+        if step == 2:
+            del optimizer.state[made[4]]  # as of a new matrix
+        optimizer.step()
+    return [(p.detach(), optimizer.state[p]["momentum_buffer"]) for p in made]
+
+with join(ParallelConfig(timeout_s=60), "cpu") as world:
+    shape = (world.size // SHARDS, SHARDS)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))["shard"]
+    equal, most = True, []
+    for iteration in ("quintic", "polar_express"):
+        wanted = trained(torch.clone, iteration)
+        held.clear()
+        found = trained(lambda whole: distribute_tensor(whole, mesh, [Shard(0)]), iteration)
+        most.append(max(held, default=0))
+        for pair, sharded in zip(wanted, found):
+            for one, other in zip(pair, sharded):
+                first, last = rows(other)
+                equal &= torch.equal(one[first:last], own(other))
+    answer(equal=equal, most=max(most))
+"""
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (3, 3), (4, 4), (4, 2)])
+def test_muon_on_rows_is_muon_on_whole_matrices(
+    ranks_in: Ranks, tmp_path: Path, ranks: int, shards: int
+) -> None:
+    """Of a shape or its transpose there are up to six in a group: no rank holds all of them."""
+    answers = ranks_in(MUON.replace("SHARDS", str(shards)), ranks, tmp_path)
+    assert all(answer["equal"] for answer in answers)
+    assert max(answer["most"] for answer in answers) == -(-6 // shards)
