@@ -11,6 +11,7 @@ import pytest
 import science
 import tiny_run
 import torch
+from torch import nn
 
 from instar.checkpoint.store import load
 from instar.config.errors import ConfigError
@@ -18,6 +19,7 @@ from instar.config.load import Loaded
 from instar.distributed.world import World
 from instar.run.lifecycle import inputs
 from instar.run.lifecycle.preflight import preflight
+from instar.run.parallel.sharded import blocks
 
 STEPS = 8
 KEYS = (
@@ -203,6 +205,30 @@ def test_parameters_with_fewer_rows_than_shards_and_buffers(tmp_path: Path) -> N
         metrics = science.result(run_dir)["metrics"]
         found.append((saved(run_dir, last, ("model", "optimizer")), last, metrics))
     assert found[0] == found[1]
+
+
+def test_what_sharded_parameters_do_not_support_is_explained(tmp_path: Path) -> None:
+    place = science.place(tmp_path)
+    children = place.train(tmp_path / "run", "task=mistaken:Penalty", *FSDP, ranks=2)
+    assert tiny_run.codes(children) == [4, 4], tiny_run.said(children)
+    assert "sharded parameters are DTensors" in children[0].output()
+
+
+def test_blocks_are_gathered_alone_unless_they_share_parameters() -> None:
+    def layers(*modules: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ModuleList(modules))
+
+    one, other, shared = (nn.Linear(2, 2) for _ in range(3))
+    assert blocks(layers(one, other)) == [one, other]
+    assert blocks(layers(one, one, other)) == [one, other]
+    pair = nn.Sequential(shared, nn.ReLU(), shared)
+    assert blocks(layers(one, pair)) == [one, pair]
+    assert blocks(layers(one, pair, shared)) == [one, shared]
+    tied = nn.Linear(2, 2)
+    tied.weight = one.weight
+    assert blocks(layers(one, other, tied)) == [other]
+    nested = layers(one, other)
+    assert blocks(layers(nested, nn.ReLU())) == [nested]
 
 
 def test_a_sharded_rank_needs_its_share_of_the_memory(config: Callable[..., Loaded]) -> None:

@@ -160,6 +160,14 @@ def test_parameters_without_a_part_in_the_loss(attempt: Try) -> None:
     assert attempt("mistaken:Unused", "parallel.ddp.find_unused_parameters=true", ranks=2)
 
 
+def test_a_loss_that_goes_around_the_model_that_ranks_train(attempt: Try) -> None:
+    assert attempt("mistaken:Around") == attempt("mistaken:Around", "reproducible=elastic", ranks=2)
+    fsdp = "parallel.strategy=fsdp"
+    for keys in ((), (fsdp,), (fsdp, "reproducible=elastic")):
+        with pytest.raises(ConfigError, match="calls parts of the model, but not the model itself"):
+            attempt("mistaken:Around", *keys, ranks=2)
+
+
 def test_what_growth_needs_is_tried_where_the_schedule_has_growth(attempt: Try) -> None:
     growth = f"schedule={json.dumps(GROWTH)}"
     assert attempt("mistaken:PairOut") == []

@@ -408,6 +408,41 @@ class Detached(Halves):
         return super().loss(model, batch).detach()
 
 
+class Around(Halves):
+    """Its loss is not computed by the model's own forward()."""
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        said = model.down(torch.relu(model.up(batch["x"])))
+        return F.cross_entropy(said, batch["side"], reduction="none")
+
+
+class Listed(nn.Module):
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Penalty(Halves):
+    """Its loss has parameters outside the model's forward(), also those of a list."""
+
+    def shape(self) -> Any:
+        return None
+
+    def module(self, shape: Any) -> nn.Module:  # noqa: ARG002
+        net = Net(Axes())
+        blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        return nn.Sequential(Listed(blocks), net)
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        loss: Tensor = super().loss(model, batch)
+        return loss + sum(parameter.square().sum() for parameter in model.parameters())
+
+
 class Infinite(Halves):
     def loss(self, model: nn.Module, batch: Batch) -> Any:
         return super().loss(model, batch) / 0

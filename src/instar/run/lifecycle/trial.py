@@ -77,6 +77,12 @@ class _Trial:
     def config(self) -> RunConfig:
         return self.prepared.config
 
+    @property
+    def _wrapped(self) -> bool:
+        """Whether the model that is trained is another one than the task's."""
+        sharded = self.config.parallel.shards_of(self.world.size) > 1
+        return sharded or (self.world.size > 1 and self.config.reproducible == "fixed")
+
     def run(self) -> list[str]:
         task = self.prepared.spec.task(self.config)
         with self._task_errors("module"):
@@ -144,9 +150,16 @@ class _Trial:
         """Run a forward and a backward pass; return warnings."""
         seed_generators(self.config.seed, 0, 0)
         with self._task_errors("loss", samples, model):
-            with self._autocast(), recording(Logged(self.world)):
+            calls: list[object] = []
+            counting = model.register_forward_pre_hook(lambda *_: calls.append(None))
+            with counting, self._autocast(), recording(Logged(self.world)):
                 loss = task.loss_sum(model, batch)
             self._check_loss(loss, model, samples)
+            if self._wrapped and not calls:
+                raise ValueError(
+                    "it calls parts of the model, but not the model itself, around whose forward() ranks "
+                    "exchange gradients and parameters: let forward() return what the loss needs"
+                )
             loss.backward()  # type: ignore[no-untyped-call]
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         half = [n for n, p in trained.items() if p.dtype == torch.float16]
@@ -195,8 +208,7 @@ class _Trial:
             ConfigError: DDP would wait for their gradients.
         """
         parallel, listed = self.config.parallel, _listed(names)
-        ddp = self.world.size > 1 and self.config.reproducible == "fixed"
-        ddp = ddp and parallel.shards_of(self.world.size) == 1
+        ddp = self._wrapped and parallel.shards_of(self.world.size) == 1
         if ddp and not (parallel.ddp.find_unused_parameters or parallel.ddp.static_graph):
             raise self._error(
                 f"{listed} took no part in the loss of the first micro-batch, and with "

@@ -7,8 +7,8 @@ of a step does not depend on ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -157,8 +157,9 @@ class Stepper:
         enter(self.bare_model, step)
         buffers = held_buffers(self.bare_model)
         calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
-        loss_sum = self.strategy.accumulate(batch, calls)
-        result = StepResult(loss_sum, self._update())
+        with _shards_explained():
+            loss_sum = self.strategy.accumulate(batch, calls)
+            result = StepResult(loss_sum, self._update())
         if result.skipped:
             # otherwise one non-finite batch would spoil running statistics permanently
             load_buffers(self.bare_model, buffers)
@@ -212,6 +213,21 @@ class Stepper:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return norm
+
+
+@contextmanager
+def _shards_explained() -> Iterator[None]:
+    """Context manager that adds a note to errors of operations that sharded parameters do not have."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if any(words in str(error) for words in ("DTensor", "Sharding propagation")):
+            error.add_note(
+                "Outside the model's forward(), sharded parameters are DTensors, for which torch does not "
+                "have every operation: compute the loss from what forward() returns, choose another "
+                "optimizer, or set parallel.strategy: ddp"
+            )
+        raise
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -9,6 +9,7 @@ turn · W + rank belongs to a rank, so the reduction of each turn adds a complet
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -219,21 +220,24 @@ class Sharded:
 def blocks(model: Module) -> list[Module]:
     """Return the modules that are gathered one at a time: the outermost that a `ModuleList` lists, if
     no other module has one of their parameters."""
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
+    uses = Counter(map(id, _parameters(model)))
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: list[Module] = []
     inside: set[int] = set()
     for listed in model.modules():
         for block in listed if isinstance(listed, ModuleList) else ():
-            modules = {id(module) for module in block.modules()}
-            parameters = [id(parameter) for parameter in block.parameters()]
-            alone = all(owners[parameter] <= modules for parameter in parameters)
-            if parameters and alone and not modules <= inside:
+            # a block may be listed several times, and use a parameter several times
+            own_uses = Counter(map(id, _parameters(block)))
+            alone = all(uses[each] == n * places[id(block)] for each, n in own_uses.items())
+            if own_uses and alone and id(block) not in inside:
                 found.append(block)
-                inside |= modules
+                inside |= {id(module) for module in block.modules()}
     return found
+
+
+def _parameters(module: Module) -> Iterator[Parameter]:
+    """Yield parameters, once for each of their names."""
+    return (parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _meshes(world: World, shards: int) -> tuple[DeviceMesh, DeviceMesh | None]:
