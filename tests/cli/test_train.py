@@ -104,7 +104,8 @@ def test_a_model_speaks_the_same_words_for_the_same_seed(instar: Instar) -> None
 
 def test_a_dry_run_says_what_would_be_and_starts_nothing(instar: Instar, place: Path) -> None:
     said = instar("train", "tiny.yaml", "--dry-run", "--nproc", "2").stdout
-    for word in ("2 layers × 32 wide", "parameters", "FLOPs per token", "memory", "tokens"):
+    parts = ("2 layers × 32 wide", "parameters", "FLOPs per token", "memory", "tokens")
+    for word in (*parts, "strategies", "ddp", "fsdp"):
         assert word in said
     assert "torchrun --nproc_per_node=2 -m instar.train tiny.yaml" in said
     assert said.endswith("Nothing was started.\n")

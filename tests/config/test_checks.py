@@ -56,6 +56,11 @@ def test_the_defaults_fit_each_other() -> None:
         ({"parallel": {"strategy": "fsdp"}, "compile": True}, "compile", "needs a whole model"),
         ({"parallel": {"strategy": "hsdp"}}, "parallel.strategy", "needs parallel.fsdp.shards"),
         ({"parallel": {"fsdp": {"shards": 2}}}, "parallel.fsdp.shards", "parallel.strategy is ddp"),
+        (
+            {"reproducible": "elastic", "parallel": {"fsdp": {"reduce_each_micro_batch": True}}},
+            "parallel.fsdp.reduce_each_micro_batch",
+            "cannot be combined with reproducible: elastic",
+        ),
     ],
 )  # fmt: skip
 def test_a_clash_names_its_likeliest_culprit(

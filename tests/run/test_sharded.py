@@ -13,12 +13,13 @@ import tiny_run
 import torch
 from torch import nn
 
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load as load_checkpoint
 from instar.config.errors import ConfigError
-from instar.config.load import Loaded
+from instar.config.load import Loaded, load
 from instar.distributed.world import World
+from instar.record.format import bytes_text
 from instar.run.lifecycle import inputs
-from instar.run.lifecycle.preflight import preflight
+from instar.run.lifecycle.preflight import check_memory, preflight, suggestion
 from instar.run.parallel.sharded import blocks
 
 STEPS = 8
@@ -70,7 +71,7 @@ def saved(
     run_dir: Path, step: int = STEPS, components: tuple[str, ...] = ("model", "optimizer", "ema")
 ) -> dict[str, dict[str, bytes]]:
     """The bytes of every tensor at a step, whoever saved which rows of it."""
-    checkpoint = load(run_dir / "checkpoints" / f"step-{step}")
+    checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{step}")
     return {
         component: {
             name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -82,7 +83,7 @@ def saved(
 
 def share_of(run_dir: Path, rank: int, ranks: int) -> float:
     """The share of all that a run saved of its tensors that one rank saved, and so holds."""
-    saved = load(run_dir / "checkpoints" / f"step-{STEPS}").manifest.files
+    saved = load_checkpoint(run_dir / "checkpoints" / f"step-{STEPS}").manifest.files
     sizes = {name: entry.size_bytes for name, entry in saved.items() if entry.parts}
     own = [size for name, size in sizes.items() if name.endswith(f"{rank}-of-{ranks}.safetensors")]
     assert len(own) == 3
@@ -143,6 +144,7 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
             "cannot be divided among 64 ranks",
         ),
         (("parallel.strategy=hsdp", "parallel.fsdp.shards=4"), 6, "6 ranks cannot be divided"),
+        ((), 1, "divides the model among ranks, and there is one"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_the_start(
@@ -150,6 +152,26 @@ def test_what_cannot_be_sharded_is_refused_before_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         preflight(config(*FIXED, *FSDP, *keys, "train.batch_size=64"), ranks)
+
+
+def test_a_resumed_run_may_go_on_alone(config: Callable[..., Loaded]) -> None:
+    assert preflight(config(*FIXED, *FSDP), 1, new=False).forecast.world_size == 1
+
+
+def test_a_task_may_refuse_to_be_sharded(tmp_path: Path) -> None:
+    """Together with whatever else is wrong, each with its line."""
+    science.place(tmp_path)
+    text = (tmp_path / "run.yaml").read_text() + "parallel: {strategy: fsdp}\n"
+    lines = text.replace("science:Halves", "science:Whole").splitlines()
+    (tmp_path / "run.yaml").write_text("\n".join(lines) + "\n")
+    loaded = load(str(tmp_path / "run.yaml"), ["train.batch_size=2"])
+    with pytest.raises(ConfigError) as caught:
+        preflight(loaded, 4)
+    said = str(caught.value)
+    assert f"run.yaml:{len(lines)}" in said
+    assert "refuses parallel.strategy fsdp: it looks at all rows of a weight" in said
+    assert "leaves some of 4 ranks" in said
+    preflight(load(str(tmp_path / "run.yaml"), ["parallel.strategy=ddp"]), 4)
 
 
 SCHEDULE = """schedule=[
@@ -236,8 +258,21 @@ def test_a_sharded_rank_needs_its_share_of_the_memory(config: Callable[..., Load
         preflight(config(*FIXED, *keys), 4).forecast.stages[0].memory_bytes for keys in ((), FSDP)
     )
     for part in ("weights", "gradients", "optimizer"):
-        assert sharded[part] == whole[part] // 4
+        assert sharded[part] == pytest.approx(whole[part] / 4, rel=0.1), "rows of a rank are whole"
     assert sharded["activations"] == whole["activations"]
+
+
+def test_several_micro_batches_keep_whole_gradients_unless_each_is_reduced(
+    config: Callable[..., Loaded],
+) -> None:
+    keys = (*FIXED, *FSDP, "train.batch_size=2", "train.gradient_accumulation_steps=8")
+    each = "parallel.fsdp.reduce_each_micro_batch=true"
+    kept, reduced = (
+        preflight(config(*keys, *more), 4).forecast.stages[0].memory["fsdp"].step
+        for more in ((), (each,))
+    )
+    assert kept == {**reduced, "accumulated": kept["accumulated"]}
+    assert 0.5 < kept["accumulated"] / (4 * kept["gradients"]) < 1, "those of the blocks"
 
 
 def test_auto_shards_where_the_whole_model_does_not_fit(
@@ -257,3 +292,19 @@ def test_auto_shards_where_the_whole_model_does_not_fit(
     assert chosen == {"little": "fsdp", "much": "ddp"}
     alone = inputs.resolve_strategy(loaded, prepared, replace(world, size=1))
     assert alone.config.parallel.strategy == "ddp"
+    monkeypatch.setattr(inputs, "host_bytes", lambda: 1 << 16)
+    with pytest.raises(ConfigError, match=r"no strategy fits: .* with fsdp over 2 ranks, and the"):
+        inputs.resolve_strategy(loaded, prepared, world)
+
+
+def test_what_does_not_fit_is_told_what_would(config: Callable[..., Loaded]) -> None:
+    loaded = config(*FIXED, "model.n_embd=512", "model.n_layer=8")
+    predicted = preflight(loaded, 4).forecast
+    whole, sharded = predicted.peak_bytes("ddp"), predicted.peak_bytes("fsdp")
+    assert sharded < 0.5 * whole
+    needs = bytes_text(sharded)
+    assert f"strategy: fsdp over 4 ranks needs {needs} of" in suggestion(loaded, predicted, whole)
+    assert suggestion(loaded, predicted, 2 * whole) == ""
+    kept = predicted.stages[0].memory["ddp"].kept
+    with pytest.raises(ConfigError, match=f"strategy: fsdp over 4 ranks needs {needs} of"):
+        check_memory(loaded, predicted, "cuda", kept - 1)

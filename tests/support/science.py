@@ -176,6 +176,12 @@ class Normed(Halves):
         return NormedAxes(hidden=self.model.hidden)
 
 
+class Whole(Halves):
+    """Every rank must have all of its model."""
+
+    refuses_shards = "it looks at all rows of a weight"
+
+
 def graphs() -> Columns:
     """Chains: on which side their nodes are, and how many there are."""
     drawn = np.random.default_rng(0)

@@ -204,7 +204,7 @@ def make_ready(
         loaded = continuation(going_on, loaded, checkpoint).loaded
     prepare_data(loaded, ranks, say)
     prepared = preflight(loaded, ranks, new=going_on is None)
-    check_memory(loaded, prepared.forecast, loaded.config.device)
+    check_memory(loaded, prepared.forecast, loaded.config.device, ranks_here=ranks)
     if checkpoint is None:
         starting_weights(loaded, prepared.spec)
 

@@ -201,7 +201,8 @@ def _forecast(
     as_json: bool,
 ) -> int:
     from instar.distributed.launch import torchrun_line
-    from instar.run.lifecycle.preflight import preflight
+    from instar.record.system import host_bytes
+    from instar.run.lifecycle.preflight import preflight, suggestion
     from instar.run.lifecycle.resume import automatic
     from instar.run.lifecycle.start import starting_weights
     from instar.schedule.render import render
@@ -218,6 +219,10 @@ def _forecast(
     if weights:
         click.echo(f"weights   {weights.about}")
     click.echo(render(prepared.forecast))
+    if loaded.config.device == "cpu" and (
+        better := suggestion(loaded, prepared.forecast, host_bytes() // ranks)
+    ):
+        click.echo(f"does not fit on this machine: {better}", err=True)
     for warning in prepared.warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"same as: {line}")

@@ -104,6 +104,13 @@ def _sharding(config: RunConfig) -> Iterator[ConfigProblem]:
             f"parallel.fsdp.shards is for strategy hsdp, but parallel.strategy is {strategy}",
             "set strategy: hsdp, or leave shards out: fsdp shards over all ranks",
         )
+    if config.parallel.fsdp.reduce_each_micro_batch and config.reproducible == "elastic":
+        yield ConfigProblem(
+            ("parallel.fsdp.reduce_each_micro_batch", "reproducible"),
+            "parallel.fsdp.reduce_each_micro_batch cannot be combined with reproducible: elastic, which "
+            "adds the gradients of a slice before they are sent",
+            "remove one of them, or make train.batch_size larger: fewer micro-batches",
+        )
     if strategy in ("fsdp", "hsdp"):
         yield from sharding_conflicts(config)
 

@@ -330,6 +330,11 @@ class FSDPConfig(Section):
         description="give a block's parameters back after its forward pass, and gather them again in "
         "the backward pass: less memory, half as much communication again",
     )
+    reduce_each_micro_batch: bool = Field(
+        False,
+        description="send the gradients of every micro-batch, not of a whole step: no rank keeps those "
+        "of all blocks whole, for as many messages more; not with reproducible: elastic",
+    )
 
 
 class ParallelConfig(Section):

@@ -65,6 +65,21 @@ def copy_from_rank_0(world: World, model: nn.Module) -> None:
     """
     if world.size == 1:
         return
+    tensors = check_same_layout(world, model)
+    for name, received in broadcast_from_rank_0(world, tensors, "receiving the weights").items():
+        if not world.is_main and received.data_ptr() != tensors[name].data_ptr():
+            tensors[name].detach().copy_(received)
+
+
+def check_same_layout(world: World, model: nn.Module) -> dict[str, Tensor]:
+    """Check that all ranks have built the same model. A collective.
+
+    Returns:
+        its parameters and buffers by name.
+
+    Raises:
+        RunFailed: on all ranks, if names, shapes or types differ.
+    """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     layout = [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
     digests = gather(world, xxhash.xxh3_128_hexdigest("\n".join(layout).encode()))
@@ -75,9 +90,7 @@ def copy_from_rank_0(world: World, model: nn.Module) -> None:
         raise RunFailed(
             f"rank {other} has built a different model than rank 0: {'; '.join(differing[:8])}"
         )
-    for name, received in broadcast_from_rank_0(world, tensors, "receiving the weights").items():
-        if not world.is_main and received.data_ptr() != tensors[name].data_ptr():
-            tensors[name].detach().copy_(received)
+    return tensors
 
 
 def broadcast_from_rank_0(

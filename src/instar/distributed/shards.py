@@ -49,9 +49,20 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if is_sharded(tensor) or not is_sharded(like) or tensor.shape != like.shape:
         return tensor
-    first, last = rows(like)
-    local = tensor[first:last].to(like._local_tensor.device, copy=True).contiguous()
+    local = own_rows(tensor, like).to(like._local_tensor.device, copy=True).contiguous()
     return as_sharded(local, like)
+
+
+def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the rows of a tensor that this rank holds of `like`, which has its shape, without a copy.
+
+    Args:
+        tensor: whole, or laid out as `like`.
+    """
+    if is_sharded(tensor) or not is_sharded(like):
+        return own(tensor)
+    first, last = rows(like)
+    return tensor[first:last]
 
 
 def as_sharded(local: Tensor, like: DTensor) -> DTensor:

@@ -490,23 +490,37 @@ class Embedding(_Adapted, nn.Embedding):
         return x + F.embedding(rows, self.lora_b) @ (self.scale * self.lora_a)
 
 
-@torch.no_grad()
-def set_parameters(model: nn.Module, table: Mapping[str, Parameter], seed: int) -> None:
-    """Initializes every parameter of the table.
+class InitialValues(Mapping[str, Tensor]):
+    """Initial values of the parameters of a table, float32 on the CPU, each made when it is asked for.
 
-    Values depend on (seed, name, table) only, not on the device, the order of construction or other
+    They depend on (seed, name, table) only, not on the device, the order of construction or other
     parameters. Norm weights are 1, biases and adapters' B are 0, everything else is normal with the
     standard deviation of the table.
     """
-    for name, entry in table.items():
-        tensor = model.get_parameter(name)
-        if entry.std:
-            values = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
-            values.normal_(0.0, entry.std, generator=named_generator(seed, name))
-            tensor.copy_(values)
-        else:
+
+    def __init__(self, table: Mapping[str, Parameter], seed: int) -> None:
+        self._table, self._seed = table, seed
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._table[name]
+        if not entry.std:
             gain = entry.kind == "norm" and name.endswith(".weight")
-            tensor.fill_(1.0 if gain else 0.0)
+            return torch.full(entry.shape, 1.0 if gain else 0.0, dtype=torch.float32)
+        values = torch.empty(entry.shape, dtype=torch.float32, device="cpu")
+        return values.normal_(0.0, entry.std, generator=named_generator(self._seed, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+@torch.no_grad()
+def set_parameters(model: nn.Module, table: Mapping[str, Parameter], seed: int) -> None:
+    """Initializes every parameter of the table, see `InitialValues`."""
+    for name, values in InitialValues(table, seed).items():
+        model.get_parameter(name).copy_(values)
 
 
 def named_generator(*key: int | str) -> torch.Generator:

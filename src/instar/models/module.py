@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import safetensors.torch
 import torch
@@ -31,6 +32,27 @@ def enough_threads(flops: float) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@runtime_checkable
+class ResetsBuffers(Protocol):
+    """A model that computes its own buffers."""
+
+    def reset_buffers(self) -> None:
+        """Set all buffers to the values of a new model."""
+        ...
+
+
+def is_meta(model: Module) -> bool:
+    """Whether the model's parameters have no memory yet."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def materialize(model: Module, device: torch.device) -> None:
+    """Gives memory to a model on the meta device. Buffers are computed; parameters have any values."""
+    model.to_empty(device=device)
+    if isinstance(model, ResetsBuffers):
+        model.reset_buffers()
 
 
 def persistent_buffers(model: Module) -> dict[str, Tensor]:

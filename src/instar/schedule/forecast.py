@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,6 +17,14 @@ from instar.growth.plan import GrowthPlan, source_of
 from instar.models.architecture import FrozenParameters
 from instar.models.shape import Growable, ParameterCount, count_parameters
 from instar.schedule.checks import mistakes
+from instar.schedule.memory import (
+    RankMemory,
+    Strategy,
+    in_force,
+    rank_memory,
+    shards_by_strategy,
+    share_of,
+)
 from instar.schedule.operations import State, carried_out, initial_state, planned, when_due
 from instar.schedule.settings import Settings, is_frozen
 from instar.schedule.timeline import Clock, Leg, Pace, Timeline, timeline
@@ -50,8 +57,10 @@ class Stage:
     """FLOPs per token, or per other unit of weight."""
     weight: int
     """The weight of a sample: its tokens."""
-    memory_bytes: dict[str, int]
-    """Peak memory of a step on one rank in bytes, by part."""
+    memory: Mapping[Strategy, RankMemory]
+    """Memory of a rank under each strategy that this number of ranks could use."""
+    memory_bytes: Mapping[str, int]
+    """Peak memory of a step on one rank in bytes, by part, under the strategy of the config."""
     batch_size: int
     """The maximal number of samples that a rank runs at once."""
     steps_per_epoch: int | None
@@ -86,6 +95,10 @@ class Forecast:
     """Totals if every operation fires at its earliest; None: only time or the loss ends it."""
     late: Totals | None
     """Totals if every operation fires at its latest."""
+
+    def peak_bytes(self, strategy: Strategy) -> int:
+        """Return the highest memory of a rank in the whole run, in bytes."""
+        return max(stage.memory[strategy].peak for stage in self.stages)
 
     @property
     def steps(self) -> int | None:
@@ -128,8 +141,9 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
         )
         for optimistic in (True, False)
     )
-    return Forecast(
-        stages=tuple(
+    stages: list[Stage] = []
+    for number, leg in enumerate(legs):
+        stages.append(
             _stage(
                 config,
                 spec,
@@ -138,9 +152,11 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
                 _first_step(late, number),
                 world_size,
                 _frozen_parameters(legs, number, [n for n in range(number) if _has_steps(late, n)]),
+                stages[-1] if stages else None,
             )
-            for number, leg in enumerate(legs)
-        ),
+        )
+    return Forecast(
+        stages=tuple(stages),
         world_size=world_size,
         unit=spec.unit,
         dataset_tokens=spec.units(config.context),
@@ -273,20 +289,31 @@ def _stage(
     late: int | None,
     world_size: int,
     frozen_parameters: FrozenParameters,
+    before: Stage | None,
 ) -> Stage:
     settings, architecture = leg.state.settings, leg.state.architecture
-    elastic = config.reproducible == "elastic"
-    slices = config.parallel.elastic.virtual_ranks if elastic else world_size
-    batch_size = min(settings.batch_size, math.ceil(settings.global_batch / slices))
+    share = share_of(config, settings, world_size)
     size = leg.pace.samples_per_epoch
-    memory = spec.memory(
+    whole = spec.memory(
         architecture,
         settings.context,
-        batch_size,
+        share.batch_size,
         "cuda" if config.device.startswith("cuda") else "cpu",
         frozen_parameters,
     )
-    shards = config.parallel.shards_of(world_size)
+    memory = {
+        strategy: rank_memory(
+            config,
+            architecture,
+            frozen_parameters,
+            whole,
+            world_size=world_size,
+            shards=shards,
+            share=share,
+            before=before.memory[strategy] if before and leg.plan is not None else None,
+        )
+        for strategy, shards in shards_by_strategy(config, world_size).items()
+    }
     return Stage(
         operation=described(leg.entry.operation) if leg.entry else "",
         label=leg.label,
@@ -300,14 +327,11 @@ def _stage(
         parameters=count_parameters(architecture),
         flops_per_token=leg.pace.flops_per_token,
         weight=leg.pace.weight,
-        memory_bytes={n: -(-b // shards) if n in _SHARDED else b for n, b in memory.items()},
-        batch_size=batch_size,
+        memory=memory,
+        memory_bytes=memory[in_force(config, world_size)].step,
+        batch_size=share.batch_size,
         steps_per_epoch=None if size is None else -(-size // settings.global_batch),
     )
-
-
-_SHARDED = ("weights", "gradients", "optimizer", "ema")
-"""parts of a step's memory that sharded ranks divide among them"""
 
 
 def _has_steps(timeline: Timeline, number: int) -> bool:

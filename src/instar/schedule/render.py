@@ -34,7 +34,7 @@ def render(forecast: Forecast) -> str:
         if len(forecast.stages) > 1:
             rows.append(("", [""]))
         before = stage
-    rows += _totals(forecast)
+    rows += [*_by_strategy(forecast), *_totals(forecast)]
     return "\n".join(line for label, texts in rows for line in _wrapped(label, texts))
 
 
@@ -131,6 +131,25 @@ def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
     if stage.steps_per_epoch is not None:
         rows.append(("epoch", [f"{stage.steps_per_epoch:,} steps"]))
     return [row for row in rows if row[1]]
+
+
+def _by_strategy(forecast: Forecast) -> list[Row]:
+    """Return a table of the memory of a rank under each strategy, in the stage that needs most."""
+    memory = max(
+        (stage.memory for stage in forecast.stages), key=lambda by: max(m.peak for m in by.values())
+    )
+    if len(memory) == 1:
+        return []
+    parts = dict.fromkeys(part for each in memory.values() for part in each.step)
+    sizes = {part: [each.step.get(part, 0) for each in memory.values()] for part in parts}
+    lines = {part: row for part, row in sizes.items() if any(row)}
+    lines["step"] = [sum(each.step.values()) for each in memory.values()]
+    if any(each.growth for each in memory.values()):
+        lines["growth"] = [each.growth for each in memory.values()]
+    heads = [f"{name} / {m.shards}" if name == "hsdp" else name for name, m in memory.items()]
+    table = {"": heads, **{n: [bytes_text(size) for size in row] for n, row in lines.items()}}
+    texts = [f"{n:<12}" + "".join(f"{cell:>12}" for cell in row) for n, row in table.items()]
+    return [("strategies", ["memory of a rank:", *texts])]
 
 
 def _totals(forecast: Forecast) -> list[Row]:

@@ -33,6 +33,9 @@ class CustomTask(Generic[M, D]):
     """metrics in addition to the loss, and whether higher (max) or lower (min) is better"""
     unit: ClassVar[str] = "sample"
     """name of a sample, for the display"""
+    refuses_shards: ClassVar[str] = ""
+    """why every rank must hold the whole model, e.g. "compares all rows of a weight"; empty: it need
+    not, and `parallel.strategy: fsdp` is possible"""
     fields: ClassVar[Sequence[str]] = ()
     """names of the parts of a sample that is a tuple, as torch data sets return"""
 

@@ -86,6 +86,10 @@ class CustomSpec(SampleSetSpec):
         return [f"{self.config.task}: {text}"]
 
     @property
+    def refuses_shards(self) -> str:
+        return self.own.refuses_shards
+
+    @property
     def built(self) -> Sequence[weakref.ref[nn.Parameter]]:
         return self.first
 

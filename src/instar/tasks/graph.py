@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch_geometric.utils import segment
 
 from instar.config.graph import GraphConfig, HeadConfig, HeadMetric
 from instar.data.columns import Column, Ragged
+from instar.models.gpt import InitialValues
 from instar.models.graph import GraphNetwork
 from instar.models.graph_shape import GraphShape
 from instar.models.loss import at_least_float32
@@ -41,6 +42,9 @@ class GraphTask(Task):
             self.architecture,
             gradient_checkpointing=self.config.train.gradient_checkpointing,
         )
+
+    def initial_values(self) -> Mapping[str, Tensor]:
+        return InitialValues(self.architecture.parameters(), self.config.seed)
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         said = self.outputs(model, batch)

@@ -310,6 +310,11 @@ class LanguageTask(Task):
             gradient_checkpointing=self.config.train.gradient_checkpointing,
         )
 
+    def initial_values(self) -> Mapping[str, torch.Tensor]:
+        from instar.models.gpt import InitialValues
+
+        return InitialValues(self.architecture.parameters(), self.config.seed)
+
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = model(batch["inputs"], batch["targets"])
         return loss

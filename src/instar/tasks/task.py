@@ -159,6 +159,11 @@ class TaskSpec(ABC):
         return []
 
     @property
+    def refuses_shards(self) -> str:
+        """Why the model cannot be divided among ranks; empty: it can."""
+        return ""
+
+    @property
     def built(self) -> Sequence[weakref.ref[torch.nn.Parameter]]:
         """Parameters of models that were built and discarded; no later model may have one."""
         return ()
@@ -337,7 +342,17 @@ class Task(ABC):
 
     @abstractmethod
     def shell(self) -> torch.nn.Module:
-        """Build a model on the CPU whose parameters may have any values."""
+        """Build a model whose parameters may have any values, on torch's default device: the CPU, or
+        the meta device if the task has `initial_values`."""
+
+    def initial_values(self) -> Mapping[str, torch.Tensor] | None:
+        """Return the parameters' values at step 0, each made when it is asked for; None: only `build`
+        can make them.
+
+        With these, no process needs memory for a whole model that is sharded: `shell` is called on
+        the meta device, and buffers are then computed by the module's `reset_buffers`, if it has any.
+        """
+        return None
 
     @abstractmethod
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -49,8 +49,9 @@ from instar.run.loop.optimizer import (
 from instar.run.loop.state import RunState
 from instar.run.loop.step import Stepper, enter, stepper_of, to_device
 from instar.run.output.operation_text import in_words
-from instar.run.parallel.choose import place, trained
+from instar.run.parallel.choose import place, shell, trained
 from instar.run.parallel.strategy import Evaluable
+from instar.schedule.memory import PROBE_SAMPLES
 from instar.schedule.operations import State, number_of
 from instar.tasks.task import Task
 
@@ -59,7 +60,6 @@ logger = logging.getLogger(__name__)
 
 PROBE_OUTPUTS = 1 << 22
 """Maximum number of output elements on the probe, which has at least one held-out sample."""
-PROBE_SAMPLES = 8
 
 
 class LabelBroken(ValueError):  # noqa: N818
@@ -131,7 +131,7 @@ def make_candidate(
     stepper.share_buffers()
     with raise_on_all_ranks(world, what):
         task = parts.task.at(after.architecture, after.settings.context)
-        model = place(parts.config, world, task.shell())
+        model = place(parts.config, world, shell(parts.config, world, task))
         check_names(model.parameters, plan.tensors)
         if moments_mode(operation) != "reset":
             states = optimizer_tensors(stepper.optimizers, stepper.parameters)
@@ -217,7 +217,10 @@ def _prove(
     if proof.holds:
         return proof
     # rounding in deep models can exceed the tolerance; float64 decides
-    old, model = old.doubled(old_task.shell()), model.doubled(task.shell())
+    old, model = (
+        each.doubled(shell(parts.config, parts.world, of))
+        for each, of in ((old, old_task), (model, task))
+    )
     try:
         _fill(model, plan, old, key)
         before, after = probed(old, model, samples.in_double())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -168,6 +169,8 @@ def carry_out(
         if candidate.plan.label != "exact":
             state = _discard_evaluation(state, parts)
         parts.stepper = stepper
+        if stepper.strategy.together:
+            gc.collect()  # a sharded module is in cycles of references, and would keep its weights
         if candidate.plan.makes_new and not candidate.plan.waits:
             stepper.watch = GradientWatch(
                 candidate.plan, operation.name, after.architecture.parameters()

@@ -20,7 +20,7 @@ from instar.record.rundir import RunDir
 from instar.record.system import PeakFlops
 from instar.run.lifecycle.inputs import resolve_precision
 from instar.run.lifecycle.preflight import Prepared
-from instar.run.lifecycle.weights import LoadWeights
+from instar.run.lifecycle.weights import OpenedWeights
 from instar.run.loop.components import Components
 from instar.run.loop.data_phase import LoaderFactory
 from instar.run.loop.early_stopping import MetricTracker
@@ -34,6 +34,7 @@ from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import Saver, SaveResult
 from instar.run.output.text_samples import TextSampler
 from instar.run.output.weight_analysis import WeightAnalyzer
+from instar.run.parallel.choose import begins_on_meta, shell
 from instar.schedule.operations import State, initial_state
 from instar.schedule.triggers import entries
 
@@ -49,14 +50,14 @@ def build(
     log: RankLog,
     run_dir: RunDir,
     began: State | None = None,
-    load_weights: LoadWeights | None = None,
+    weights: OpenedWeights | None = None,
     hooks: Sequence[object] = (),
 ) -> Trainer:
     """Build the trainer of a run at step 0; the caller must close it. A collective.
 
     Args:
         began: settings and architecture at the run's step 0, if the config has changed since.
-        load_weights: on rank 0, loads the weights that the run starts from; None: initial values.
+        weights: on rank 0, those that the run starts from; None: initial values.
         hooks: see `instar.run.loop.hooks`; those of the task are called first.
     """
     config = resolve_precision(prepared, world).config
@@ -69,10 +70,15 @@ def build(
     first = config if began is None else began.config
     initial = initial_state(first, task.architecture, task.spec.facts)
     with raise_on_all_ranks(world, "building the model"):
-        bare = task.build()
-        # the other ranks receive them
-        warnings = [] if load_weights is None else load_weights(bare)
-    stepper = build_stepper(config, world, task, bare, initial.settings.frozen)
+        warnings: list[str] = []
+        values = task.initial_values() if weights is None else weights.tensors
+        if begins_on_meta(config, world, task):
+            bare = shell(config, world, task)
+        else:
+            bare = task.build()
+            # the other ranks receive them
+            warnings = [] if weights is None else weights.load_into(bare)
+    stepper = build_stepper(config, world, task, bare, initial.settings.frozen, values)
     budgets = [parse_budget(text) for text in config.train.until]
     seconds = [budget for budget in budgets if budget.kind == "seconds"]
     logger = RunLogger(

@@ -19,6 +19,7 @@ from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states, restore_generators
 from instar.run.loop.state import RunState
 from instar.run.loop.step import Stepper, build_stepper, enter, to_device
+from instar.run.parallel.choose import shell
 from instar.schedule.operations import State
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def compile_stages(state: RunState, parts: Components) -> int:
         # the same model is recompiled only if the shape of its samples changes
         if stepper is None or before is None or _model(before) != _model(stage):
             with raise_on_all_ranks(world, "building the model"):
-                bare = task.shell()
+                bare = shell(config, world, task)
             stepper = build_stepper(config, world, task, bare, stage.settings.frozen)
         stepper.task = task
         _run_once(stepper, stage, f"compiling stage {number}")

@@ -23,14 +23,13 @@ from instar.distributed.agree import agree, gather, raise_on_all_ranks
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
 from instar.record.atomic import TMP
+from instar.record.format import bytes_text
 from instar.record.rundir import RunDir, folder_key
 from instar.record.system import gpu_bytes, has_bf16_units, host_bytes, versions
-from instar.run.lifecycle.preflight import Prepared, sharding_problems
+from instar.run.lifecycle.preflight import FORECAST_SHARE, Prepared, sharding_problems
 
 _LOCAL = {"device", "parallel", "record"}
 """sections that may differ between machines"""
-_SHARE = 0.9
-"""Share of a device's memory that the forecast of a step may take: it leaves out the allocator's."""
 _VERSIONS = ("instar", "torch")
 _VISIBLE_S = 5.0
 """Longest wait until a file that rank 0 has made is seen on another host, in seconds."""
@@ -152,26 +151,43 @@ def resolve_precision(prepared: Prepared, world: World) -> Prepared:
 
 
 def resolve_strategy(loaded: Loaded, prepared: Prepared, world: World) -> Loaded:
-    """Resolve `parallel.strategy: auto`: ddp if a step's memory fits on every rank's device, or where
-    nothing else is possible, else fsdp. A collective."""
-    config = loaded.config
+    """Resolve `parallel.strategy: auto`: ddp if the run's peak fits on every rank's device, or where
+    nothing else is possible, else fsdp. A collective.
+
+    Raises:
+        ConfigError: neither fits.
+    """
+    config, predicted = loaded.config, prepared.forecast
     if config.parallel.strategy != "auto":
         return loaded
-    needed = max(sum(stage.memory_bytes.values()) for stage in prepared.forecast.stages)
     on_host = cast(list[int], gather(world, world.local_rank))
-    available = gpu_bytes(world.device) or host_bytes() // (max(on_host) + 1)
-    fits = all(gather(world, needed <= _SHARE * available))
+    own = gpu_bytes(world.device) or host_bytes() // (max(on_host) + 1)
+    available = min(cast(list[int], gather(world, own)))
 
     def with_strategy(strategy: str) -> Loaded:
         parallel = config.parallel.model_copy(update={"strategy": strategy})
         return dataclasses.replace(loaded, config=config.model_copy(update={"parallel": parallel}))
 
+    if world.size == 1 or predicted.peak_bytes("ddp") <= FORECAST_SHARE * available:
+        return with_strategy("ddp")
     sharded = with_strategy("fsdp")
-    possible = not [
+    refused = [
         *sharding_conflicts(sharded.config),
-        *sharding_problems(sharded, prepared.forecast, world.size),
+        *sharding_problems(sharded, prepared.spec, world.size),
     ]
-    return sharded if possible and not fits and world.size > 1 else with_strategy("ddp")
+    kept = {name: each.kept for name, each in predicted.stages[0].memory.items()}
+    if kept["ddp" if refused else "fsdp"] > available:
+        why = f"; fsdp is not possible: {refused[0].message}" if refused else ""
+        raise ConfigError(
+            loaded.problem(
+                "parallel.strategy",
+                "parallel.strategy auto: no strategy fits: weights, gradients and optimizer need "
+                f"{bytes_text(kept['ddp'])} on a rank with ddp, {bytes_text(kept['fsdp'])} with fsdp "
+                f"over {world.size} ranks, and the smallest device has {bytes_text(available)}{why}",
+                "use more ranks, or make the model smaller",
+            )
+        )
+    return with_strategy("ddp") if refused else sharded
 
 
 def _has_bf16(device: torch.device) -> bool:

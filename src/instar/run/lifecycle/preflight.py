@@ -27,6 +27,7 @@ from instar.record.system import host_bytes
 from instar.record.trackers.configured import missing
 from instar.schedule.checks import has_end
 from instar.schedule.forecast import Forecast, checked_forecast
+from instar.schedule.memory import in_force
 from instar.schedule.operations import CHANGES_LENGTH
 from instar.schedule.triggers import evaluates_at_start
 from instar.tasks.task import Say, TaskSpec, spec_class
@@ -113,6 +114,16 @@ def preflight(
         )
     with _collecting(problems):
         _check_place(loaded, world_size)
+    problems += sharding_problems(loaded, spec, world_size)
+    if new and world_size == 1 and config.parallel.strategy in ("fsdp", "hsdp"):
+        problems.append(
+            loaded.problem(
+                "parallel.strategy",
+                f"parallel.strategy {config.parallel.strategy} divides the model among ranks, and "
+                "there is one",
+                "start more ranks with --nproc, or use strategy: ddp or auto",
+            )
+        )
     if not assumptions and spec.samples(config.context) is None:
         problems += _epochs(loaded)
     if problems:
@@ -122,8 +133,6 @@ def preflight(
         without = config.model_copy(update={"schedule": ()})
         loaded = dataclasses.replace(loaded, config=without)
     checked = checked_forecast(loaded, spec, world_size)
-    if sharded := list(sharding_problems(loaded, checked, config.parallel.shards_of(world_size))):
-        raise ConfigError(*sharded)
     schedule = config.learning_rate
     if (
         not assumptions
@@ -143,14 +152,18 @@ def preflight(
     return _resolved(config, spec, checked)
 
 
-_KEPT = ("weights", "gradients", "optimizer", "ema")
-"""parts of a step's memory that only a smaller model reduces"""
+FORECAST_SHARE = 0.9
+"""Share of a device's memory that a forecast may take: it leaves out the allocator's."""
 MAX_ERROR_FACTOR = 10
 """Upper bound on the error factor of the forecast of activation memory."""
 
 
 def check_memory(
-    loaded: Loaded, predicted: Forecast, device: str, device_bytes: int | None = None
+    loaded: Loaded,
+    predicted: Forecast,
+    device: str,
+    device_bytes: int | None = None,
+    ranks_here: int = 1,
 ) -> None:
     """Check that the model fits in memory, before it is built.
 
@@ -158,18 +171,22 @@ def check_memory(
         device: `auto` if not known yet; then only the weights are checked, which are built in host
             memory.
         device_bytes: memory of a GPU; None: unknown.
+        ranks_here: number of ranks that share the memory of this machine.
 
     Raises:
         ConfigError: it does not fit; states the required and the available memory.
     """
-    needed = predicted.stages[0].memory_bytes
-    memory = host_bytes()
-    kept = sum(needed.get(part, 0) for part in _KEPT)
-    bounds = [(needed.get("weights", 0), memory, "for its weights", "the machine")]
-    limit, place = (memory, "the machine") if device == "cpu" else (device_bytes, "the GPU")
+    config, first = loaded.config, predicted.stages[0]
+    needed = first.memory[in_force(config, predicted.world_size)]
+    if config.parallel.strategy == "auto":  # which is resolved when the devices are known
+        needed = min(first.memory.values(), key=lambda each: each.kept)
+    memory, kept = host_bytes() // ranks_here, needed.kept
+    here = "the machine" if ranks_here == 1 else f"the machine, for each of {ranks_here} ranks,"
+    bounds = [(needed.step.get("weights", 0), memory, "for its weights", here)]
+    limit, place = (memory, here) if device == "cpu" else (device_bytes, "the GPU")
     if limit is not None:
         bounds.append((kept, limit, "for weights, gradients and optimizer", place))
-        total = sum(needed.values())
+        total = sum(needed.step.values())
         bounds.append(
             (total // MAX_ERROR_FACTOR, limit, f"in a step ({bytes_text(total)} in all)", place)
         )
@@ -178,11 +195,26 @@ def check_memory(
             raise ConfigError(
                 loaded.problem(
                     "model",
-                    f"the model of {predicted.stages[0].parameters.total:,} parameters needs "
+                    f"the model of {first.parameters.total:,} parameters needs "
                     f"{bytes_text(size)} {what}, and {where} has {bytes_text(available)}",
-                    "make the model or the micro-batch smaller",
+                    suggestion(loaded, predicted, available)
+                    or "make the model or the micro-batch smaller",
                 )
             )
+
+
+def suggestion(loaded: Loaded, predicted: Forecast, available: int) -> str:
+    """Return what to set where a run does not fit on its devices; "" if it fits or nothing helps.
+
+    Args:
+        available: memory of the device of a rank, in bytes.
+    """
+    ranks, limit = predicted.world_size, FORECAST_SHARE * available
+    peak = predicted.peak_bytes(in_force(loaded.config, ranks))
+    if peak <= limit or ranks == 1 or predicted.peak_bytes("fsdp") >= min(peak, limit):
+        return ""
+    needed = bytes_text(predicted.peak_bytes("fsdp"))
+    return f"strategy: fsdp over {ranks} ranks needs {needed} of {bytes_text(available)}"
 
 
 def _resolved(config: RunConfig, spec: TaskSpec, predicted: Forecast) -> Prepared:
@@ -197,12 +229,18 @@ def _resolved(config: RunConfig, spec: TaskSpec, predicted: Forecast) -> Prepare
     return Prepared(_with(config, derived), spec, predicted, derived)
 
 
-def sharding_problems(loaded: Loaded, checked: Forecast, shards: int) -> Iterator[ConfigProblem]:
-    """Yield why the model cannot be divided among `shards` ranks."""
+def sharding_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterator[ConfigProblem]:
+    """Yield why the model cannot be divided among the ranks that are to share it."""
+    strategy, shards = loaded.config.parallel.strategy, loaded.config.parallel.shards_of(world_size)
     if shards == 1:
         return
-    first = checked.stages[0].architecture
-    table = first.parameters()
+    if reason := spec.refuses_shards:
+        yield loaded.problem(
+            "parallel.strategy",
+            f"the task {loaded.config.task} refuses parallel.strategy {strategy}: {reason}",
+            "use strategy: ddp",
+        )
+    table = spec.architecture.parameters()
     sizes = {name: math.prod(entry.shape) for name, entry in table.items()}
     whole = [name for name, entry in table.items() if not entry.shape]
     short = [name for name, entry in table.items() if entry.shape and entry.shape[0] < shards]

@@ -26,6 +26,7 @@ from instar.run.loop.gradient_stats import dead_ranks
 from instar.run.loop.optimizer import copy_tensors, load_optimizer_tensors, parameter_of
 from instar.run.loop.state import RunState
 from instar.run.loop.step import build_stepper, freeze
+from instar.run.parallel.choose import shell
 from instar.schedule.operations import (
     RESTART_LR,
     Change,
@@ -169,7 +170,7 @@ def replay(
             phase = parts.loaders.next(phase, phase_task, context, cursor)
     if now.architecture != before.architecture:
         with raise_on_all_ranks(parts.world, "building the model"):
-            bare = task.shell()
+            bare = shell(parts.config, parts.world, task)
         parts.stepper = build_stepper(parts.config, parts.world, task, bare, now.settings.frozen)
     elif now.settings.frozen != before.settings.frozen:
         freeze(parts.stepper, now.settings.frozen)

@@ -26,7 +26,7 @@ from instar.run.loop.components import Components
 from instar.run.loop.evaluate import TestResult, evaluate
 from instar.run.loop.state import RunState
 from instar.run.loop.step import enter
-from instar.run.parallel.choose import place
+from instar.run.parallel.choose import place, shell
 from instar.run.parallel.strategy import Evaluable
 from instar.schedule.operations import fold, history_from_json
 from instar.tasks.task import Task
@@ -158,7 +158,7 @@ def _rebuilt(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Evaluable
     history = history_from_json(checkpoint.manifest.history)
     state = fold(parts.initial, history)
     task = parts.task.at(state.architecture, state.settings.context)
-    strategy = place(parts.config, parts.world, task.shell())
+    strategy = place(parts.config, parts.world, shell(parts.config, parts.world, task))
     load_model(strategy.bare, checkpoint)
     if "ema" in checkpoint.components:
         # the average is used with the buffers of the weights, as in evaluations during training

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,14 +20,56 @@ from instar.run.lifecycle.restore import load_model
 from instar.run.lifecycle.start import Weights
 from instar.run.loop.optimizer import copy_tensors
 
-LoadWeights = Callable[[Module], list[str]]
-"""Loads weights into a new model; returns warnings about buffers that one of them lacks."""
-
 _POSITIONS = "position_embedding.weight"
 
 
-def open_weights(weights: Weights, architecture: Any) -> LoadWeights:
-    """Read weights, of a checkpoint the moving average if it has one, and check them.
+@dataclass(frozen=True)
+class OpenedWeights:
+    """Values of a new model's parameters, and the checkpoint that its buffers are in, if it has any."""
+
+    tensors: Mapping[str, Tensor]
+    """may be read when they are asked for"""
+    checkpoint: Checkpoint | None = None
+
+    def load_into(self, model: Module) -> list[str]:
+        """Load them into a new model; return warnings about buffers that one of them lacks."""
+        parameters = dict(model.named_parameters())
+        if self.checkpoint is None:
+            copy_tensors(parameters, self.tensors)
+            return []
+        try:
+            warnings = load_model(model, self.checkpoint)
+            copy_tensors(parameters, {name: self.tensors[name] for name in parameters})
+        except (AttributeError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{self.checkpoint.path}: of another model: {error}") from error
+        return warnings
+
+
+class _Saved(Mapping[str, Tensor]):
+    """The tensors of a component, each read when it is asked for."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, component: str, positions: int | None = None
+    ) -> None:
+        """`positions`: as many rows of the table of positions are read; None: all."""
+        self._checkpoint, self._component, self._positions = checkpoint, component, positions
+        self._names = list(checkpoint.layout(component).entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with self._checkpoint.reading(self._component) as read:
+            if name == _POSITIONS and self._positions is not None:
+                return read.rows(name, 0, self._positions)
+            return read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def open_weights(weights: Weights, architecture: Any) -> OpenedWeights:
+    """Open weights, of a checkpoint the moving average if it has one, and check them.
 
     Args:
         architecture: of the new model; of a GPT, it may have a shorter context than the weights.
@@ -36,7 +78,20 @@ def open_weights(weights: Weights, architecture: Any) -> LoadWeights:
         CheckpointError: the weights are damaged, of another model than they say, or not finite.
     """
     if weights.task != LANGUAGE:
-        return partial(_load_saved, load(weights.path))
+        checkpoint = load(weights.path)
+        return OpenedWeights(_Saved(checkpoint, _component(checkpoint)), checkpoint)
+    tensors = _gpt(weights, architecture.context)
+    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if broken:
+        raise CheckpointError(
+            f"{weights.path}: {len(broken)} tensors, the first {broken[0]}, hold values that are not "
+            "finite (NaN or infinite)"
+        )
+    return OpenedWeights(tensors)
+
+
+def _gpt(weights: Weights, context: int) -> Mapping[str, Tensor]:
+    """Return the parameters of a GPT without adapters, with as many positions as `context` needs."""
     shape = Architecture.from_dict(weights.architecture)
     if weights.is_hf:
         tensors = from_tensors(shape, read_weights(weights.path))
@@ -45,31 +100,12 @@ def open_weights(weights: Weights, architecture: Any) -> LoadWeights:
         component = _component(checkpoint)
         shapes = {name: entry.shape for name, entry in shape.parameters().items()}
         check_shapes(checkpoint.path, checkpoint.layout(component).entries, shapes)
-        tensors = merged(shape, checkpoint.tensors(component))
-    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    if broken:
-        raise CheckpointError(
-            f"{weights.path}: {len(broken)} tensors, the first {broken[0]}, hold values that are not "
-            "finite (NaN or infinite)"
-        )
+        if not shape.lora:
+            return _Saved(checkpoint, component, context)
+        tensors = merged(shape, _Saved(checkpoint, component))
     if _POSITIONS in tensors:
-        tensors[_POSITIONS] = tensors[_POSITIONS][: architecture.context]
-    return partial(_copy, tensors)
-
-
-def _copy(tensors: Mapping[str, Tensor], model: Module) -> list[str]:
-    copy_tensors(dict(model.named_parameters()), tensors)
-    return []
-
-
-def _load_saved(checkpoint: Checkpoint, model: Module) -> list[str]:
-    try:
-        warnings = load_model(model, checkpoint)
-        if (component := _component(checkpoint)) != "model":
-            copy_tensors(dict(model.named_parameters()), checkpoint.tensors(component))
-    except (AttributeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: of another model: {error}") from error
-    return warnings
+        tensors[_POSITIONS] = tensors[_POSITIONS][:context]
+    return tensors
 
 
 def _component(checkpoint: Checkpoint) -> str:

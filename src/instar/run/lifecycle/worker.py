@@ -77,7 +77,7 @@ from instar.run.lifecycle.resume import (
 from instar.run.lifecycle.start import starting_weights
 from instar.run.lifecycle.test_phase import final_test, is_tested
 from instar.run.lifecycle.trial import run_trial
-from instar.run.lifecycle.weights import LoadWeights, open_weights
+from instar.run.lifecycle.weights import OpenedWeights, open_weights
 from instar.run.loop.checkpointing import best_is_now, finish_deltas
 from instar.run.loop.components import Components
 from instar.run.loop.hooks import check_hooks
@@ -218,13 +218,13 @@ def _run_rank(
                 initial = _initial_state(resumed, prepared, world)
             # a run that has saved has its own
             weights = starting_weights(loaded, prepared.spec) if start is None else None
-        load_weights: LoadWeights | None = None
+        opened: OpenedWeights | None = None
         if weights is not None:
             world.at("reading the starting weights")
             with raise_on_all_ranks(world, "reading the starting weights"):
                 if world.is_main:
                     console.say(f"starting from {weights.about}")
-                    load_weights = open_weights(weights, prepared.spec.architecture)
+                    opened = open_weights(weights, prepared.spec.architecture)
         # a run in a folder that `resume: auto` names can always be resumed
         is_resumed = start is not None
         signal.resumable = is_resumed or loaded.config.resume == "auto"
@@ -256,9 +256,9 @@ def _run_rank(
         record.enter_context(closing(sink))
         record.enter_context(_recorded_failure(sink, log))
         trainer = build(
-            prepared, world, signal, sink, console, log, run_dir, initial, load_weights, hooks
+            prepared, world, signal, sink, console, log, run_dir, initial, opened, hooks
         )
-        del load_weights  # it holds them
+        del opened  # it may hold them
         if recorder is not None:
             trainer.parts.sync.failing = partial(_failure, recorder, trainer.parts)
         if world.size > 1:

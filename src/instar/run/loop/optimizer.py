@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from instar.config.schema import OptimizerConfig
-from instar.distributed.shards import own, part
+from instar.distributed.shards import own, own_rows, part
 from instar.growth.plan import GrowthError
 from instar.models.lora import is_adapter
 from instar.run.loop.muon import BatchedMuon
@@ -292,4 +292,4 @@ def copy_tensors(into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.T
         for name, tensor in tensors.items():
             if into[name].shape != tensor.shape:
                 raise ValueError(f"{name}: {tuple(tensor.shape)}, not {tuple(into[name].shape)}")
-            own(into[name]).copy_(own(part(tensor, into[name])))
+            own(into[name]).copy_(own_rows(tensor, into[name]))

@@ -235,18 +235,22 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def build_stepper(
-    config: RunConfig, world: World, task: Task, bare: Module, frozen: Sequence[str] = ()
+    config: RunConfig,
+    world: World,
+    task: Task,
+    bare: Module,
+    frozen: Sequence[str] = (),
+    values: Mapping[str, Tensor] | None = None,
 ) -> Stepper:
     """Build a stepper: the model prepared for all ranks, and optimizers without state. A collective.
 
     Args:
-        bare: the model without wrappers.
-        frozen: patterns of frozen parameters, see `is_frozen`.
+        bare, frozen, values: see `parallelize`.
 
     Raises:
         PeerError: a rank failed.
     """
-    strategy = parallelize(config, world, bare, frozen)
+    strategy = parallelize(config, world, bare, frozen, values)
     with raise_on_all_ranks(world, "preparing the model for training"):
         return stepper_of(config, world, task, strategy)
 

@@ -1,48 +1,97 @@
-"""Prepares a model for training, or for an evaluation, with the strategy of its config."""
+"""Builds models, and prepares them for training or for an evaluation, with the strategy of a config."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 
 from instar.config.schema import RunConfig
 from instar.distributed.agree import raise_on_all_ranks
-from instar.distributed.parallel import copy_from_rank_0
+from instar.distributed.parallel import (
+    broadcast_from_rank_0,
+    check_same_layout,
+    copy_from_rank_0,
+)
 from instar.distributed.world import World
+from instar.models.module import is_meta
+from instar.run.loop.optimizer import copy_tensors
 from instar.run.parallel.elastic import VirtualRanks
 from instar.run.parallel.replicated import DataParallel, Replicated
 from instar.run.parallel.strategy import Evaluable, Strategy, freeze
+from instar.tasks.task import Task
+
+_WHAT = "preparing the model for training"
+
+
+def begins_on_meta(config: RunConfig, world: World, task: Task) -> bool:
+    """Whether a model is built without memory: it will be sharded, and the task can set its values
+    one tensor at a time."""
+    return config.parallel.shards_of(world.size) > 1 and task.initial_values() is not None
+
+
+def shell(config: RunConfig, world: World, task: Task) -> Module:
+    """Build a model whose parameters may have any values, on the CPU or the meta device."""
+    if not begins_on_meta(config, world, task):
+        return task.shell()
+    with torch.device("meta"):
+        return task.shell()
 
 
 def parallelize(
-    config: RunConfig, world: World, bare: Module, frozen: Sequence[str] = ()
+    config: RunConfig,
+    world: World,
+    bare: Module,
+    frozen: Sequence[str] = (),
+    values: Mapping[str, Tensor] | None = None,
 ) -> Strategy:
     """Move a model to its device and prepare it for training on all ranks. A collective.
 
+    All ranks get the values that rank 0 has, of a model on the meta device one tensor at a time.
+
     Args:
-        bare: without wrappers; all ranks get the values that it has on rank 0.
+        bare: without wrappers.
         frozen: patterns of frozen parameters, see `is_frozen`.
+        values: of a model on the meta device; only rank 0 reads them. None: the caller sets them.
 
     Raises:
         PeerError: a rank failed.
     """
-    what = "preparing the model for training"
-    shards = config.parallel.shards_of(world.size)
-    with raise_on_all_ranks(world, what):
-        # a sharded model moves to the device one block at a time
-        bare = bare if shards > 1 else bare.to(world.device)
-    copy_from_rank_0(world, bare)
-    with raise_on_all_ranks(world, what):
-        return trained(config, place(config, world, bare), frozen)
+    if is_meta(bare):
+        check_same_layout(world, bare)
+        with raise_on_all_ranks(world, _WHAT):
+            placed = place(config, world, bare)
+        if values is not None:
+            _fill(world, placed.parameters, values)
+    else:
+        with raise_on_all_ranks(world, _WHAT):
+            # a sharded model moves to the device one block at a time
+            bare = bare if config.parallel.shards_of(world.size) > 1 else bare.to(world.device)
+        copy_from_rank_0(world, bare)
+        with raise_on_all_ranks(world, _WHAT):
+            placed = place(config, world, bare)
+    with raise_on_all_ranks(world, _WHAT):
+        return trained(config, placed, frozen)
+
+
+def _fill(world: World, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Give all ranks the values that rank 0 has. A collective."""
+    for name, parameter in parameters.items():
+        with raise_on_all_ranks(world, "making the first weights"):
+            given = {name: values[name].to(world.device)} if world.is_main else {}
+        received = broadcast_from_rank_0(world, given, "receiving the weights")
+        with raise_on_all_ranks(world, "taking the first weights"):
+            copy_tensors({name: parameter}, received)
 
 
 def place(config: RunConfig, world: World, bare: Module) -> Evaluable:
     """Move a model to its device, in parts if models are sharded. A collective if they are.
 
     Args:
-        bare: all ranks have the same values, or load them afterwards.
+        bare: all ranks have the same values, or set them afterwards.
     """
     if (shards := config.parallel.shards_of(world.size)) > 1:
         from instar.run.parallel.sharded import Sharded  # takes a while, and few runs need it

@@ -36,7 +36,7 @@ from instar.distributed.all_reduce import (
 from instar.distributed.failure import RunFailed
 from instar.distributed.shards import own
 from instar.distributed.world import World
-from instar.models.module import held_buffers, load_buffers, persistent_buffers
+from instar.models.module import held_buffers, is_meta, load_buffers, materialize
 from instar.run.parallel.strategy import MicroBatchCalls, freeze, share_buffers
 
 
@@ -48,7 +48,8 @@ class Sharded:
     def __init__(self, config: RunConfig, world: World, bare: Module, shards: int) -> None:
         """
         Args:
-            bare: the model on the CPU or on this rank's device, equal on all ranks; sharded in place.
+            bare: the model on the CPU or on this rank's device, equal on all ranks, or on the meta
+                device, whose parameters then have any values; sharded in place.
             shards: number of ranks that share one copy of the model; divides the world size.
         """
         self.world = world
@@ -68,6 +69,8 @@ class Sharded:
             )
         # the backward pass begins with the root: torch keeps it whole in between
         self._root: FSDPModule = fully_shard(bare, mesh=self._shards)
+        if is_meta(bare):  # each rank allocates its rows only
+            materialize(bare, world.device)
         self.bare: Module = bare
         self.parameters: dict[str, Parameter] = dict(bare.named_parameters())
         self._set_reductions()
@@ -143,7 +146,9 @@ class Sharded:
             counts = index < len(micro_batches) and micro.samples > 0
             held = {} if counts else held_buffers(self.bare)
             # without communication, gradients of the passes before the last are kept whole
-            self._root.set_requires_gradient_sync(index == passes - 1)
+            self._root.set_requires_gradient_sync(
+                index == passes - 1 or self._config.parallel.fsdp.reduce_each_micro_batch
+            )
             loss = calls.forward(micro if counts else replace(micro, samples=0))
             calls.backward(loss / batch.weight if counts else loss * 0.0)
             if counts:
@@ -204,7 +209,7 @@ class Sharded:
         made = Sharded(self._config, self.world, shell.double(), self._shards.size())
         for name, parameter in self.parameters.items():
             own(made.parameters[name]).copy_(own(parameter))
-        load_buffers(made.bare, persistent_buffers(self.bare))
+        load_buffers(made.bare, dict(self.bare.named_buffers()))
         return made
 
     @contextmanager

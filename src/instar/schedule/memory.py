@@ -1,0 +1,171 @@
+"""Forecast of the memory of a rank, under each strategy of parallel training. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from instar.config.schema import RunConfig
+from instar.models.architecture import FrozenParameters, state_bytes
+from instar.models.shape import Growable, Parameter, layer_of
+from instar.schedule.settings import Settings
+
+Strategy = Literal["ddp", "fsdp", "hsdp"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+PROBE_SAMPLES = 8
+"""The largest number of held-out samples on which a grown model is compared with the old one."""
+KEPT = ("weights", "gradients", "optimizer", "ema")
+"""parts of a step's memory that only a smaller model, or more shards, reduces"""
+_WIDE = 4
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak memory of tensors on one rank, in bytes."""
+
+    shards: int
+    """number of ranks that share one copy of the model; 1: every rank has the whole model"""
+    step: Mapping[str, int]
+    """of a step, by part"""
+    growth: int
+    """while the model grows into this stage; 0: it does not"""
+
+    @property
+    def peak(self) -> int:
+        """The highest of both."""
+        return max(sum(self.step.values()), self.growth)
+
+    @property
+    def kept(self) -> int:
+        """What no smaller micro-batch reduces."""
+        return sum(self.step.get(part, 0) for part in KEPT)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """The samples of a step that a rank runs."""
+
+    batch_size: int
+    """the maximal number of samples of a micro-batch"""
+    passes: int
+    """micro-batches of a slice, whose gradients are added before they are reduced"""
+    slices: int
+    """slices that a rank runs one after the other"""
+
+
+def share_of(config: RunConfig, settings: Settings, world_size: int) -> RankShare:
+    """Return the largest share that any rank has."""
+    elastic = config.reproducible == "elastic"
+    slices = config.parallel.elastic.virtual_ranks if elastic else world_size
+    samples = math.ceil(settings.global_batch / slices)
+    size = min(settings.batch_size, samples)
+    return RankShare(size, math.ceil(samples / size), max(1, slices // world_size))
+
+
+def shards_by_strategy(config: RunConfig, world_size: int) -> dict[Strategy, int]:
+    """Return the number of ranks that share a model, for each strategy that the ranks could use.
+
+    Without `parallel.fsdp.shards`, `hsdp` has two replicas.
+    """
+    if world_size == 1:
+        return {"ddp": 1}
+    found: dict[Strategy, int] = {"ddp": 1, "fsdp": world_size}
+    shards = config.parallel.fsdp.shards or world_size // 2
+    if 1 < shards < world_size and world_size % shards == 0:
+        found["hsdp"] = shards
+    return found
+
+
+def in_force(config: RunConfig, world_size: int) -> Strategy:
+    """Return the strategy of a config on so many ranks; for `auto`, with which it begins: ddp."""
+    shards = config.parallel.shards_of(world_size)
+    if shards == 1:
+        return "ddp"
+    return "hsdp" if shards < world_size else "fsdp"
+
+
+def rank_memory(
+    config: RunConfig,
+    architecture: Growable,
+    frozen: FrozenParameters,
+    whole: Mapping[str, int],
+    *,
+    world_size: int,
+    shards: int,
+    share: RankShare,
+    before: RankMemory | None = None,
+) -> RankMemory:
+    """Forecast the memory of a rank in a stage.
+
+    Args:
+        whole: of a step with a whole model, see `TaskSpec.memory`.
+        shards: number of ranks that share a model.
+        before: of the stage before, if the model grows into this one.
+    """
+    table = architecture.parameters()
+    held = {name: _rows(entry, shards) for name, entry in table.items()}
+    state = state_bytes(
+        held, frozen, optimizer=config.optimizer.name, ema=config.train.ema is not None
+    )
+    blocks = _by_block(table, table)
+    root = blocks.pop(None, 0)
+    # a block arrives in one piece, from which its parameters are copied
+    two = root + 2 * max(blocks.values(), default=0)
+    parts = {**whole, **state}
+    if shards > 1:
+        gathered = (
+            two if config.parallel.fsdp.reshard_after_forward else root + sum(blocks.values())
+        )
+        gradients = _by_block(table, (name for name in table if name not in frozen.now))
+        # what is sent, what is received, and half of it where pairs are added
+        reduced = gradients.pop(None, 0) + 5 * max(gradients.values(), default=0) // 2
+        parts["gathered"] = gathered + reduced
+        if share.passes > 1 and not config.parallel.fsdp.reduce_each_micro_batch:
+            parts["accumulated"] = sum(gradients.values())
+    if more := _sums(config, world_size, shards, share):
+        parts["sums"] = more * state["gradients"]
+    growth = 0
+    if before is not None:
+        # between steps, gradients are left in the buckets of DDP, and in the tensors of a tree of sums
+        elastic = config.reproducible == "elastic"
+        left = shards == 1 and (world_size > 1 or elastic)
+        stay = ("weights", "optimizer", "ema", *(("gradients", "sums") if left else ()))
+        both = sum(parts.get(part, 0) + before.step.get(part, 0) for part in stay)
+        # a proof needs a forward pass, which keeps the activations of one block only
+        proof = (
+            whole.get("activations", 0) * PROBE_SAMPLES // (share.batch_size * max(1, len(blocks)))
+        )
+        proof += two if shards > 1 else 0
+        growth = both + max(proof, *map(_bytes, table.values()))
+    return RankMemory(shards, parts, growth)
+
+
+def _by_block(table: Mapping[str, Parameter], names: Iterable[str]) -> dict[int | None, int]:
+    """Return the bytes of the parameters of each block; None: of those outside the blocks."""
+    found: dict[int | None, int] = {}
+    for name in names:
+        block = layer_of(name)
+        found[block] = found.get(block, 0) + _bytes(table[name])
+    return found
+
+
+def _sums(config: RunConfig, world_size: int, shards: int, share: RankShare) -> int:
+    """Return how many gradients a rank has besides the one that the optimizer reads."""
+    if config.reproducible == "elastic":
+        levels = share.slices.bit_length() - 1  # of the tree of its slices
+        return levels if shards > 1 else max(levels, world_size > 1)
+    bucketed = world_size > 1 and shards == 1 and not config.parallel.ddp.gradient_as_bucket_view
+    return int(bucketed)
+
+
+def _rows(entry: Parameter, shards: int) -> Parameter:
+    """Return what a rank holds of a parameter, as many rows as the rank with the most."""
+    if not entry.shape:
+        return entry
+    return replace(entry, shape=(-(-entry.shape[0] // shards), *entry.shape[1:]))
+
+
+def _bytes(entry: Parameter) -> int:
+    return _WIDE * math.prod(entry.shape)

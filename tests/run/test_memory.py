@@ -1,0 +1,137 @@
+"""The memory of ranks, measured in real ones as tensors come and go, against what the forecast says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import science
+import tiny_run
+from forks import children_as_ranks
+
+from instar.config.load import load
+from instar.run.lifecycle.preflight import preflight, prepare_data
+from instar.schedule.forecast import Stage
+from instar.schedule.memory import RankMemory, Strategy
+
+KEYS = (
+    "name=measured",
+    "precision=fp32",
+    "optimizer.name=adamw",
+    "model.n_layer=4",
+    "model.n_embd=128",
+    "model.context=32",
+    "model.dropout=0.0",
+    "train.ema=null",
+    "train.batch_size=8",
+    "train.gradient_accumulation_steps=1",
+    "schedule=[{name: widen_mlp, value: x2, when: {at_step: 2}}]",
+)
+WAYS: Mapping[tuple[Strategy, int], tuple[str, ...]] = {
+    ("ddp", 4): (),
+    ("fsdp", 4): ("parallel.strategy=fsdp",),
+    ("hsdp", 4): ("parallel.strategy=hsdp", "parallel.fsdp.shards=2"),
+    ("fsdp", 2): ("parallel.strategy=fsdp",),
+}
+
+
+class Measured(NamedTuple):
+    highest: Mapping[str, int]
+    """within each moment, on the rank with the most"""
+    left: Mapping[str, int]
+    """at its end"""
+    forecast: RankMemory
+    grown: RankMemory
+    largest: int
+    """of the tensors of the grown model, twice that of the tensors before"""
+
+
+Measure = Callable[[tuple[Strategy, int]], Measured]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
+    """Runs one of `WAYS`, once."""
+    place = tmp_path_factory.mktemp("measured")
+    (place / "squares.txt").write_text(tiny_run.TEXT, encoding="utf-8")
+    (place / "run.yaml").write_text(tiny_run.CONFIG, encoding="utf-8")
+    text = [f"data.source={place / 'squares.txt'}", f"data.path={place / 'tokens'}", *KEYS]
+
+    @cache
+    def measure(way: tuple[Strategy, int]) -> Measured:
+        strategy, ranks = way
+        keys = [*text, *WAYS[way]]
+        loaded = load(str(place / "run.yaml"), keys)
+        prepare_data(loaded, 1, lambda _: None)
+        argv = (str(place), name := f"{strategy}-{ranks}", keys)
+        children = children_as_ranks(science.forks(), ranks, "peaks:run", *argv, place=place)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        each = [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
+        highest, left = (
+            {moment: max(one[of][moment] for one in each) for moment in each[0][of]}
+            for of in ("highest", "left")
+        )
+        first, grown = preflight(loaded, ranks).forecast.stages
+        return Measured(
+            highest, left, first.memory[strategy], grown.memory[strategy], largest(grown)
+        )
+
+    return measure
+
+
+def largest(stage: Stage) -> int:
+    shapes = (entry.shape for entry in stage.architecture.parameters().values())
+    return max(4 * math.prod(shape) for shape in shapes)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+def test_a_rank_has_the_weights_gradients_and_moments_that_were_forecast(
+    measured: Measure, way: tuple[Strategy, int]
+) -> None:
+    """When the gradients are reduced, nothing else of a step is left."""
+    found = measured(way)
+    assert found.left["gradients"] == pytest.approx(found.forecast.kept, rel=0.15)
+
+
+def test_four_ranks_that_share_a_model_have_a_quarter_each(
+    measured: Measure,
+) -> None:
+    whole, sharded = measured(("ddp", 4)), measured(("fsdp", 4))
+    assert sharded.left["gradients"] <= 0.30 * whole.left["gradients"]
+    assert sharded.left["step"] <= 0.30 * whole.left["step"], (
+        "gradients held between steps included"
+    )
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+def test_a_step_stays_below_its_forecast(measured: Measure, way: tuple[Strategy, int]) -> None:
+    """Which adds parts up that do not all have their peak at once."""
+    found = measured(way)
+    assert 0.6 <= found.highest["step"] / sum(found.forecast.step.values()) <= 1.05
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+def test_growth_stays_below_its_forecast(measured: Measure, way: tuple[Strategy, int]) -> None:
+    """Until the proof, both models are all that a rank has of them, and one tensor that is grown."""
+    found = measured(way)
+    peak = max(found.highest["growth"], found.highest["proof"])
+    assert 0.75 <= peak / found.grown.growth <= 1.05
+    if way[0] != "ddp":
+        old, new = (
+            sum(model.step[part] for part in ("weights", "optimizer"))
+            for model in (found.forecast, found.grown)
+        )
+        # the tensor that is read, and what is made of it, are whole
+        assert old + new <= found.highest["growth"] <= 1.01 * (old + new) + 2.5 * found.largest
+        assert found.left["growth"] == pytest.approx(new, rel=0.05), "the old model is gone"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sharded_model_is_never_built_whole(measured: Measure, ranks: int) -> None:
+    found = measured(("fsdp", ranks))
+    weights = found.forecast.step["weights"]
+    assert weights <= found.highest["start"] <= 1.02 * weights + found.largest / 2

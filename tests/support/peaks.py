@@ -1,0 +1,129 @@
+"""How much memory the tensors of a real rank take, moment by moment."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from instar.config.load import load
+from instar.distributed.agree import raise_on_all_ranks
+from instar.distributed.rank_log import RankLog
+from instar.distributed.shards import own
+from instar.distributed.signals import StopSignal
+from instar.distributed.world import join
+from instar.growth.proof import Proof
+from instar.record.console import silent_console
+from instar.record.recorder import Silent
+from instar.record.rundir import RunDir
+from instar.run.changes import live_growth
+from instar.run.changes.scheduled import carry_out
+from instar.run.lifecycle.build import build
+from instar.run.lifecycle.preflight import preflight, prepare_data
+from instar.run.loop.step import Stepper
+from instar.run.loop.trainer import Trainer
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up, after every operation on this thread, what the tensors take that it has seen. `fully_shard`
+    frees parameters by making their memory smaller, so sizes are read anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._open: list[int] = []
+        self.highest: dict[str, int] = {}
+        """within each moment, apart from moments inside it"""
+        self.left: dict[str, int] = {}
+        """at the end of each moment"""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, made)):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self._see(own(tensor).untyped_storage())
+        if self._open:
+            self._open[-1] = max(self._open[-1], self.now())
+        return made
+
+    def _see(self, storage: UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._storages or self._storages[key]() is None:
+            self._storages[key] = weakref.ref(storage, partial(self._gone, key))
+
+    def _gone(self, key: int, ref: weakref.ref[UntypedStorage]) -> None:
+        if self._storages.get(key) is ref:
+            del self._storages[key]
+
+    def now(self) -> int:
+        alive = (ref() for ref in list(self._storages.values()))
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+    @contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        self._open.append(self.now())
+        try:
+            yield
+        finally:
+            self.highest[name], self.left[name] = self._open.pop(), self.now()
+
+
+def run(folder: str, name: str, keys: Sequence[str]) -> int:
+    """The body of a rank: builds a run, takes two steps, grows the model as its schedule says, and
+    writes its bytes."""
+    loaded = load(str(Path(folder, "run.yaml")), [*keys, f"record.run_dir={folder}/{name}"])
+    torch.set_num_threads(1)
+    with join(loaded.config.parallel, "cpu") as world:
+        with raise_on_all_ranks(world, "preparing data"):
+            if world.is_main:
+                prepare_data(loaded, world.size, lambda _: None)
+        prepared = preflight(loaded, world.size)
+        Path(folder, name).mkdir(exist_ok=True)
+        rest = silent_console(), RankLog(world.rank), RunDir(Path(folder, name))
+        with LiveBytes() as live:
+            with live.moment("start"):
+                made = build(prepared, world, StopSignal(), Silent(), *rest)
+            with closing(made):
+                _steps(made, live)
+        told = {"highest": live.highest, "left": live.left}
+        Path(folder, f"{name}-{world.rank}.json").write_text(json.dumps(told))
+    return 0
+
+
+def _steps(trainer: Trainer, live: LiveBytes) -> None:
+    parts, update, prove = trainer.parts, Stepper._update, live_growth._prove
+
+    def updating(stepper: Stepper) -> float:
+        with live.moment("gradients"):
+            pass
+        return update(stepper)
+
+    def proving(*arguments: Any) -> Proof:
+        with live.moment("proof"):
+            return prove(*arguments)
+
+    trainer.step()
+    Stepper._update = updating  # type: ignore[method-assign]
+    live_growth._prove = proving
+    with live.moment("step"):
+        trainer.step()
+    with live.moment("growth"):
+        trainer.state = carry_out(trainer.state, parts, parts.entries[0].operation)
+    Stepper._update = update  # type: ignore[method-assign]
+    with live.moment("grown"):
+        trainer.step()
