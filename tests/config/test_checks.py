@@ -53,7 +53,6 @@ def test_the_defaults_fit_each_other() -> None:
             "must be a power of two, got 6",
         ),
         ({"reproducible": "elastic", "compile": True}, "compile", "cannot be combined with reproducible"),
-        ({"parallel": {"strategy": "fsdp"}, "compile": True}, "compile", "needs a whole model"),
         ({"parallel": {"strategy": "hsdp"}}, "parallel.strategy", "needs parallel.fsdp.shards"),
         ({"parallel": {"fsdp": {"shards": 2}}}, "parallel.fsdp.shards", "parallel.strategy is ddp"),
         (

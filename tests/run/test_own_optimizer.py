@@ -40,15 +40,18 @@ def settings(task: str, *overrides: str) -> list[str]:
 
 
 def test_its_state_grows_and_a_resumed_run_on_two_ranks_is_the_same(tmp_path: Path) -> None:
+    """Also if the first part is on shards, and the second with whole models."""
     place = science.place(tmp_path)
     whole, parts = place.path / "whole", place.path / "parts"
-    children = place.train(whole, *SETTINGS, ranks=2)
+    keys = (*SETTINGS, "reproducible=elastic")
+    children = place.train(whole, *keys, ranks=2)
     assert codes(children) == [0, 0], said(children)
     rates = [event["lr"] for event in events(whole, "train")]
     np.testing.assert_allclose(rates, [0.03 * (1 - step / 12) for step in range(12)])
-    children = place.train(parts, *SETTINGS, "train.until=[6it]", ranks=2)
+    sharded = ("train.until=[6it]", "parallel.strategy=fsdp")
+    children = place.train(parts, *keys, *sharded, ranks=2)
     assert codes(children) == [0, 0], said(children)
-    children = place.resume(parts, "--until", "12it", ranks=2)
+    children = place.resume(parts, "--until", "12it", "--set", "parallel.strategy=ddp", ranks=2)
     assert codes(children) == [0, 0], said(children)
     assert weights(parts, 12) == weights(whole, 12)
     states = load_file(whole / "checkpoints/step-12/optimizer.safetensors")

@@ -206,6 +206,19 @@ def test_a_sharded_model_grows_bit_for_bit_as_a_whole_one(place: tiny_run.Place)
     assert proofs[0] == proofs[1]
 
 
+def test_blocks_are_compiled_each_and_share_a_graph(place: tiny_run.Place) -> None:
+    """Also new ones: the grown model has six blocks of one shape."""
+    keys = (*FIXED, "train.gradient_accumulation_steps=2")  # samples of one shape
+    grows = "schedule=[{name: stack_layers, value: 3, when: {at_step: 4}}]"
+    eager = trained(place, "eager", *keys, grows, *FSDP, ranks=2)
+    run_dir, body = place.path / "compiled", "failures:graphs_run_as_they_are"
+    children = place.train(run_dir, *keys, grows, *FSDP, "compile=true", ranks=2, body=body)
+    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    assert curve(run_dir) == pytest.approx(curve(eager), rel=1e-6)
+    graphs = (place.path / "graphs").read_text(encoding="utf-8").splitlines()
+    assert len(graphs) == 2 * 2, "on each of two ranks, of the model before and after its growth"
+
+
 def test_parameters_with_fewer_rows_than_shards_and_buffers(tmp_path: Path) -> None:
     """A user's task whose last layer has two rows, on four ranks; its test runs on the best weights,
     which are read into shards as well."""

@@ -117,21 +117,13 @@ def _sharding(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def sharding_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield the settings that need whole models on every rank."""
-    strategy = config.parallel.strategy
-    for key, is_set, what in (
-        ("compile", config.compile, "compile: true needs a whole model"),
-        (
-            "checkpoint.delta.every",
-            config.checkpoint.delta.every is not None,
-            "deltas are written by rank 0 from a whole model",
-        ),
-    ):
-        if is_set:
-            yield ConfigProblem(
-                (key, "parallel.strategy"),
-                f"{what}, but parallel.strategy is {strategy}",
-                "use strategy: ddp, or leave it out",
-            )
+    if config.checkpoint.delta.every is not None:
+        yield ConfigProblem(
+            ("checkpoint.delta.every", "parallel.strategy"),
+            "deltas are written by rank 0 from a whole model, but parallel.strategy is "
+            f"{config.parallel.strategy}",
+            "use strategy: ddp, or leave it out",
+        )
 
 
 def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:

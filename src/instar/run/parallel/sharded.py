@@ -61,7 +61,11 @@ class Sharded:
                 f"{torch.__version__}; use strategy: ddp"
             )
         self._shards, self._replicas = _meshes(world, shards)
+        if config.compile:
+            torch.compiler.reset()  # see `DataParallel`
         for block in blocks(bare):
+            if config.compile:
+                _compile(block)
             fully_shard(
                 block,
                 mesh=self._shards,
@@ -243,6 +247,17 @@ def blocks(model: Module) -> list[Module]:
 def _parameters(module: Module) -> Iterator[Parameter]:
     """Yield parameters, once for each of their names."""
     return (parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+
+
+def _compile(block: Module) -> None:
+    """Compile a block's forward pass in training; evaluations run it as it is, as with whole models."""
+    eager, compiled = block.forward, torch.compile(block.forward)
+
+    def forward(*arguments: object, **named: object) -> object:
+        return (compiled if torch.is_grad_enabled() else eager)(*arguments, **named)
+
+    # not the module: hooks that gather parameters stay outside, and names are as before
+    block.forward = forward
 
 
 def _meshes(world: World, shards: int) -> tuple[DeviceMesh, DeviceMesh | None]:
