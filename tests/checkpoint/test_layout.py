@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import in_parts
 import msgspec
 import pytest
 import torch
+from forks import Forks
 from safetensors.torch import save_file
 
-from instar.checkpoint.inspect import check
+from instar.checkpoint.inspect import TensorEntry, check, encode_header
 from instar.checkpoint.layout import layout
-from instar.checkpoint.manifest import CheckpointError, Facts, Manifest, Part
+from instar.checkpoint.manifest import CheckpointError, Facts, Manifest, Part, encode_manifest
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load
 from instar.distributed.shards import SavedRows
 
@@ -124,11 +126,71 @@ def test_what_a_manifest_says_of_rows_is_not_trusted(
         layout(saved.path, changed(saved, file, {**parts, "weight": part}), "model")
 
 
-def test_a_lost_file_is_noticed_by_its_rows(saved: Checkpoint) -> None:
+@pytest.mark.parametrize(
+    ("lost", "added", "said"),
+    [
+        ("model/3-of-4", "", "model/3-of-4.safetensors: not in the manifest"),
+        ("model/0-of-4", "model", "model/0-of-4.safetensors: not in the manifest"),
+        ("", "model", "model.safetensors: not a part of the model"),
+        ("", "model/4-of-4", "model/4-of-4.safetensors: not a part of the model"),
+        ("", "model/0-of-999999999", "model/1-of-999999999.safetensors: not in the manifest"),
+        ("", "model/0-of-99999999999", "model/0-of-99999999999.safetensors: not a part of the"),
+        ("", "model/00-of-4", "model/00-of-4.safetensors: not a part of the model"),
+    ],
+)
+def test_a_missing_file_and_one_too_many_are_named(
+    saved: Checkpoint, lost: str, added: str, said: str
+) -> None:
     files = dict(saved.manifest.files)
-    del files["model/3-of-4.safetensors"]
-    with pytest.raises(CheckpointError, match="rows 6 to 7 of bias are missing"):
+    if added:
+        files[f"{added}.safetensors"] = files["model/3-of-4.safetensors"]
+    files.pop(f"{lost}.safetensors", None)
+    with pytest.raises(CheckpointError, match=said):
         layout(saved.path, msgspec.structs.replace(saved.manifest, files=files), "model")
+
+
+@pytest.mark.parametrize("name", ["model/../x", "model/..", "/etc/passwd", "model/0-of-4/x", "m/0"])
+def test_no_path_leads_out_of_the_folder(saved: Checkpoint, name: str) -> None:
+    files = {**saved.manifest.files, name: saved.manifest.files["model/0-of-4.safetensors"]}
+    claimed = msgspec.structs.replace(saved.manifest, files=files)
+    (saved.path / "manifest.json").write_bytes(encode_manifest(claimed))
+    with pytest.raises(CheckpointError, match="is not the name of a file of a checkpoint"):
+        load(saved.path)
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(saved: Checkpoint) -> None:
+    file = saved.path / "model" / "1-of-4.safetensors"
+    file.rename(saved.path.parent / "elsewhere")
+    file.symlink_to(saved.path.parent / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"model/1-of-4\.safetensors: a symbolic link"):
+        load(saved.path)
+    with pytest.raises(CheckpointError, match="1-of-4"), saved.reading("model") as read:
+        read.rows("weight", 2, 3)
+
+
+def test_rows_that_a_header_only_claims_are_not_allocated(saved: Checkpoint) -> None:
+    rows, last = 1 << 62, "model/3-of-4.safetensors"
+    header = {"bias": TensorEntry("F32", (1,), 4), "weight": TensorEntry("F32", (rows - 6, 3), 12)}
+    (saved.path / last).write_bytes(encode_header(header) + bytes(16))
+    files = dict(saved.manifest.files)
+    for name in (name for name in files if name.startswith("model")):
+        parts = dict(files[name].parts)
+        parts["weight"] = Part(parts["weight"].first, parts["weight"].last, (rows, 3))
+        if name == last:
+            parts["weight"] = Part(6, rows, (rows, 3))
+        files[name] = msgspec.structs.replace(files[name], parts=parts)
+    claimed = Checkpoint(saved.path, msgspec.structs.replace(saved.manifest, files=files), {})
+    with pytest.raises(CheckpointError, match=r"model/3-of-4\.safetensors: "):
+        claimed.tensors()
+
+
+def test_a_rank_reads_its_rows_alone(forks: Forks, tmp_path: Path) -> None:
+    path = in_parts.save_linears(tmp_path)
+    child = forks.start("in_parts:load_a_quarter", str(path), place=tmp_path)
+    assert child.finish() == 0, child.output()
+    largest = 16
+    share = 3 * in_parts.LAYERS * largest / 4
+    assert share - 4 < float(child.output().splitlines()[-1]) < share + largest
 
 
 def test_a_manifest_of_whole_files_has_no_rows(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
 from instar.checkpoint.layout import file_layout, reading
 from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import publish
 from instar.checkpoint.tensor_file import DTYPES, Outline, outlines, write_tensors
 
 TENSORS = {
@@ -29,6 +31,31 @@ def test_every_byte_is_that_of_save_file(tmp_path: Path) -> None:
     write_tensors(tmp_path / "streamed", SHAPES, TENSORS.__getitem__)
 
     assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_the_checksum_is_that_of_the_file(tmp_path: Path) -> None:
+    large = {"large": torch.arange(500_001.0), **TENSORS}
+    shapes = {name: Outline.of(tensor) for name, tensor in large.items()}
+    digest = write_tensors(tmp_path / "file", shapes, large.__getitem__, {"format": "pt"})
+    assert digest == xxhash.xxh3_128_hexdigest((tmp_path / "file").read_bytes())
+    save_file(large, tmp_path / "whole", {"format": "pt"})
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(2, dtype=torch.complex128), "w has dtype torch.complex128"),
+        (torch.eye(2).to_sparse(), "w is a sparse tensor"),
+        (TENSORS["weight/exp_avg"][1], "share memory"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_named(
+    tensor: torch.Tensor, said: str, tmp_path: Path
+) -> None:
+    tensors = {**TENSORS, "w": tensor}
+    with pytest.raises(ValueError, match=said):
+        publish(tmp_path, 1, {"model": tensors}, {}, architecture={})
 
 
 def test_a_view_is_written_as_what_it_shows(tmp_path: Path) -> None:
@@ -65,8 +92,8 @@ def test_a_tensor_that_is_not_as_announced_is_refused(tensor: torch.Tensor, tmp_
 
 
 def test_a_type_that_no_run_saves_is_named(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(2, dtype=torch.int16)}, tmp_path / "file")
-    with pytest.raises(CheckpointError, match="w has dtype I16"):
+    save_file({"w": torch.zeros(2, dtype=torch.float8_e8m0fnu)}, tmp_path / "file")
+    with pytest.raises(CheckpointError, match="w has dtype F8_E8M0"):
         outlines(file_layout(tmp_path / "file"))
 
 

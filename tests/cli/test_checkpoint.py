@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import in_parts
 import pytest
 import torch
 from shapes import llama
@@ -280,6 +281,41 @@ def test_diff_of_two_shapes_outside_any_run(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["w", "changed", "1", "0.333"] in rows
     assert len(rows) > len(brief.splitlines())
+
+
+def test_every_command_takes_a_checkpoint_in_parts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = load(run / "checkpoints" / "step-30")
+    parts = run.with_name("parts-abcde")
+    shutil.copytree(run, parts, ignore=shutil.ignore_patterns("checkpoints"))
+    components = {name: whole.tensors(name) for name in ("model", "optimizer")}
+    path = in_parts.save(parts, components, 3, ARCH.to_dict())
+    assert said(capsys, "list", "parts", "--verify")[0]["broken"] == []
+    found, wanted = (said(capsys, "inspect", name, "--tensors") for name in ("parts", "tiny"))
+    assert found["parameters"] == wanted["parameters"]
+    assert "model/2-of-3.safetensors" in json.dumps(found)
+    tensors = said(capsys, "diff", "tiny", "parts")["tensors"]
+    assert {each["verdict"] for file in tensors.values() for each in file} == {"same"}
+    for name in ("parts", "tiny"):
+        assert main(["checkpoint", "export", name, f"hf-{name}", "--to", "hf"]) == 0
+    files = [Path(f"hf-{name}/model.safetensors").read_bytes() for name in ("parts", "tiny")]
+    assert files[0] == files[1]
+    (path / "model" / "1-of-3.safetensors").unlink()
+    assert main(["checkpoint", "verify", "parts"]) == 3
+    assert "model/1-of-3.safetensors: missing" in "".join(capsys.readouterr())
+
+
+@pytest.mark.usefixtures("run")
+def test_the_size_of_exported_files(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["checkpoint", "export", "tiny", "hf", "--to", "hf", "--max-shard-size"]
+    assert main([*words, "much"]) == 2
+    assert "'much' is not a size; write e.g. 500MB or 5GB" in capsys.readouterr().err
+    assert main([*words, "2.5 kB"]) == 0
+    files = sorted(Path("hf").glob("model-*.safetensors"))
+    assert len(files) > 1
+    index = json.loads(Path("hf/model.safetensors.index.json").read_text())
+    assert {*index["weight_map"].values()} == {file.name for file in files}
 
 
 @pytest.mark.usefixtures("run")

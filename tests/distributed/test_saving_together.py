@@ -53,6 +53,22 @@ with join(ParallelConfig(timeout_s=30), "cpu") as world:
 """
 
 
+DRIFTED_SHARDS = """
+from instar.distributed.shards import SavedRows
+with join(ParallelConfig(timeout_s=30), "cpu") as world:
+    made, told = saver(world, ROOT, False)
+    shard = world.rank % 2
+    rows = torch.arange(4.0)[2 * shard : 2 * shard + 2]
+    def save(step):
+        saved = SavedRows(rows, 2 * shard, (4,), shard, 2, saved=world.rank < 2)
+        made.save(snapshot(step, saved, torch.tensor([world.rank])))
+    save(1)
+    if world.rank == 3:
+        rows = rows + 1
+    answer(error=error_of(lambda: save(2)), told=len(told))
+"""
+
+
 def program(body: str, root: Path, background: bool = False) -> str:
     return PROGRAM + body.replace("ROOT", repr(str(root))).replace("BACKGROUND", str(background))
 
@@ -85,6 +101,17 @@ def test_replicas_that_differ_are_refused_on_all_ranks_before_anything_is_writte
             "told": 0,
         }
     assert not (tmp_path / "run").exists()
+
+
+def test_replicas_of_shards_that_differ_are_refused_too(ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks 0 and 2 hold the same rows, and so do ranks 1 and 3."""
+    for answer in ranks(program(DRIFTED_SHARDS, tmp_path / "run"), 4):
+        assert answer == {
+            "error": "RunFailed: differs from rank 1's: model/weight on rank 3",
+            "told": 1,
+        }
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert load(saved).tensors()["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_the_manifest_lists_a_file_of_another_rank_that_rank_0_does_not_see_yet(

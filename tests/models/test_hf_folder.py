@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import in_parts
 import pytest
 import torch
+from forks import Forks
 from safetensors.torch import load_file, save_file
 from shapes import gpt2, llama
 from tokenizers import Tokenizer as Fast
@@ -37,6 +39,7 @@ from instar.data.text.tokenizer import (
 from instar.models.architecture import Architecture, resolve
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf.folder import export_folder, import_folder
+from instar.models.hf.tensors import to_tensors
 from instar.models.hf.tokenizer import from_fast, to_fast
 from instar.models.lora import Lora
 from instar.record.atomic import WriteError
@@ -129,6 +132,40 @@ def test_the_moving_average_is_exported_where_asked_for(tmp_path: Path) -> None:
     ):
         export_folder(load(bare), tmp_path / "none", averaged=True)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("most", "files"), [(1 << 20, 1), (40_000, 5), (1, 21)])
+def test_a_large_model_is_several_files(tmp_path: Path, most: int, files: int) -> None:
+    model = random_model(LLAMA)
+    folder = tmp_path / "hf"
+    export_folder(load(published(tmp_path / "run", model)), folder, max_shard_bytes=most)
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(found) == files
+    assert (folder / "model.safetensors.index.json").exists() == (files > 1)
+    if files > 1:
+        assert found[0] == f"model-00001-of-{files:05}.safetensors"
+        assert max((folder / name).stat().st_size for name in found) <= max(most + 2000, 40_000)
+    loaded, told = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values()), told
+    torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=0, atol=1e-5)
+    back = load(import_folder(folder, tmp_path / "again")).tensors()
+    assert all(torch.equal(back[name], weight) for name, weight in model.named_parameters())
+
+
+def test_a_model_in_parts_is_exported_a_tensor_at_a_time(forks: Forks, tmp_path: Path) -> None:
+    arch = llama(300, n_layer=8, n_embd=512)
+    model = random_model(arch)
+    weights = dict(model.named_parameters())
+    in_parts.save(tmp_path, {"model": weights}, 3, arch.to_dict())
+    path = tmp_path / "checkpoints" / "step-1"
+    child = forks.start("in_parts:export", str(path), str(tmp_path / "hf"), place=tmp_path)
+    assert child.finish() == 0, child.output()
+    total = sum(weight.nbytes for weight in weights.values())
+    assert float(child.output().splitlines()[-1]) * in_parts.MIB < total / 4
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    wanted = to_tensors(arch, weights)
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.parametrize("arch", [GPT2, replace(LLAMA, tied=True), LLAMA])

@@ -27,6 +27,7 @@ from instar.data.order import Int64Array, Order
 from instar.data.source import Source
 from instar.record import atomic, recorder, system
 from instar.record.control import ask
+from instar.run.lifecycle import worker
 from instar.run.loop import sync_point
 from instar.run.loop.trainer import Trainer
 from instar.tasks.language import LanguageTask
@@ -71,6 +72,26 @@ def full_at_step_10(argv: Sequence[str]) -> int:
     if is_rank(0):
         before_step(FAILING_STEP, lambda: _limit_files(ROOM_BYTES))
         before_step(12, lambda: _limit_files(resource.RLIM_INFINITY))
+    return main(argv)
+
+
+def rank_1_full_at_step_10(argv: Sequence[str]) -> int:
+    """On rank 1, no file can be larger than a log from step 8 to 11."""
+    if is_rank(1):
+        before_step(FAILING_STEP, lambda: _limit_files(ROOM_BYTES))
+        before_step(12, lambda: _limit_files(resource.RLIM_INFINITY))
+    return main(argv)
+
+
+def saves_what_it_loaded(argv: Sequence[str]) -> int:
+    """A resumed run saves before its first step, too."""
+    restore = worker.resume_from
+
+    def resume_from(trainer: Trainer, *given: Any, **named: Any) -> None:
+        restore(trainer, *given, **named)
+        trainer.save("what was loaded", must=True)
+
+    worker.resume_from = resume_from
     return main(argv)
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import safetensors.torch
 
 from instar.record.atomic import DELETER
 
@@ -172,9 +171,6 @@ def recording(base: Path) -> Iterator[Recorder]:
     with pytest.MonkeyPatch.context() as patch:
         for name, replacement in _watched(recorder).items():
             patch.setattr(os, name, recorder.in_turn(replacement))
-        # it makes and renames a file of its own that no call of `os` tells of: nobody looks meanwhile
-        save_file = safetensors.torch.save_file
-        patch.setattr(safetensors.torch, "save_file", recorder.in_turn(save_file))
         yield recorder
         for thread in threading.enumerate():
             if thread.name == DELETER:

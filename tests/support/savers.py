@@ -12,12 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import in_parts
 import torch
 
 from instar.checkpoint.listing import latest_intact
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import Checkpoint, publish
+from instar.checkpoint.store import Checkpoint, Tensors, publish
+from instar.config.schema import ParallelConfig
+from instar.distributed.world import join
 
+SAVE_LIMIT_S = 20.0
+"""after which ranks give up one that has not come"""
 ROWS = 1 << 16
 """of 4 bytes, in each of nine tensors: 2.25 MiB a checkpoint"""
 COMPONENTS = {"model": 2, "optimizer": 4, "ema": 2, "rng": 1}
@@ -53,6 +58,22 @@ def save_for_ever(root: str, first_step: int, acknowledged: str) -> None:
         for step in itertools.count(first_step):
             save(Path(root), step)
             file.write(b"%d\n" % step)
+
+
+def save_in_parts_for_ever(root: str, first_step: int, acknowledged: str) -> None:
+    """As one of several ranks, which have some rows of each tensor; rank 0 acknowledges."""
+    with join(ParallelConfig(timeout_s=SAVE_LIMIT_S), "cpu") as world:
+        for step in itertools.count(first_step):
+            whole = components(step)
+            parts: dict[str, Tensors] = {
+                name: {key: in_parts.rows_of(t, world.rank, world.size) for key, t in each.items()}
+                for name, each in whole.items()
+            }
+            parts["rng"] = whole["rng"]
+            publish(Path(root), step, parts, {"step": step}, architecture={}, world=world)
+            if world.is_main:
+                with Path(acknowledged).open("ab", buffering=0) as file:
+                    file.write(b"%d\n" % step)
 
 
 def save_with_too_little_room(root: str, step: int, room_bytes: int, kind: str) -> int:

@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ from instar.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     UnreadableError,
-    file_error,
+    file_errors,
     read_manifest,
-    verifying,
 )
 from instar.config.files import open_regular
+from instar.record.events import Count
 
 _MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 8
@@ -41,9 +40,18 @@ class TensorEntry:
         return math.prod(self.shape)
 
 
+_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 8),
+}
+"""Bytes of an element."""
+
+
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     data_offsets: tuple[int, int]
 
 
@@ -64,6 +72,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         begin, end = entry.data_offsets
         if not 0 <= begin <= end <= data_bytes:
             raise CheckpointError(f"{path}: {name} lies outside the file, which ends too early")
+        needed = math.prod(entry.shape) * _BYTES.get(entry.dtype, 0)
+        if entry.dtype in _BYTES and end - begin != needed:
+            raise CheckpointError(
+                f"{path}: {name} has {end - begin:,} bytes, and {entry.shape} needs {needed:,}"
+            )
     by_place = sorted(entries.items(), key=lambda item: item[1].data_offsets)
     return {
         name: TensorEntry(entry.dtype, entry.shape, entry.data_offsets[1] - entry.data_offsets[0])
@@ -140,9 +153,6 @@ def check_shapes(
             )
 
 
-_THREADS = 8
-
-
 @dataclass(frozen=True)
 class Check:
     """The result of verifying a checkpoint."""
@@ -164,7 +174,7 @@ class Check:
 
 
 def check(path: Path) -> Check:
-    """Compares the files of the checkpoint in the folder `path` with its manifest, in parallel."""
+    """Compares the files of the checkpoint in the folder `path` with its manifest."""
     begun = time.perf_counter()
     try:
         manifest = read_manifest(path)
@@ -173,16 +183,7 @@ def check(path: Path) -> Check:
     except CheckpointError as error:
         return Check(path, (str(error),), (), 0, time.perf_counter() - begun)
 
-    with (
-        verifying(path, manifest) as advance,
-        ThreadPoolExecutor(_THREADS) as threads,  # hashing and reading release the GIL
-    ):
-        largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
-        checks = {
-            name: threads.submit(file_error, path / name, manifest.files[name], advance)
-            for name in largest_first
-        }
-    wrong = [found for name in manifest.files if (found := checks[name].result())]
+    wrong = file_errors(path, manifest)
     on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     return Check(
         path,

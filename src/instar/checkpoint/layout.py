@@ -6,14 +6,23 @@ them, so no process needs a whole tensor, and any number of ranks can read what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instar.checkpoint.inspect import TensorEntry, read_header
-from instar.checkpoint.manifest import CheckpointError, FileEntry, Manifest, Pattern
+from instar.checkpoint.manifest import (
+    COMPONENTS,
+    SUFFIX,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    Pattern,
+    StateComponent,
+)
 from instar.config.files import check_regular
 
 if TYPE_CHECKING:
@@ -54,12 +63,11 @@ def layout(
         headers: of the files, if they have been read.
 
     Raises:
-        CheckpointError: the component is missing, a file cannot be read, or rows of a tensor are
-            missing or in two files.
+        CheckpointError: the component or one of its files is missing, there are files beside, one
+            cannot be read, or rows of a tensor are missing or in two files.
     """
     found = files_of(manifest, component)
-    if not found:
-        raise CheckpointError(f"{folder}: its {component} is missing")
+    _check_files(folder, COMPONENTS[component], found)
     read = {name: read_header(folder / name) for name in found} if headers is None else headers
     return _joined(folder, {name: (read[name], found[name]) for name in found})
 
@@ -77,6 +85,24 @@ def files_of(manifest: Manifest, component: str) -> dict[str, FileEntry]:
         if name.replace("/", ".").partition(".")[0] == component
         and entry.pattern in (Pattern.REPLICATED, Pattern.SHARDED)
     }
+
+
+_PART = re.compile(rf"\w+/\d{{1,9}}-of-(\d{{1,9}}){re.escape(SUFFIX)}", re.ASCII)
+
+
+def _check_files(folder: Path, component: StateComponent, found: Collection[str]) -> None:
+    """Raises CheckpointError unless these are the files of a component: one, or all of its parts."""
+    if not found:
+        raise CheckpointError(f"{folder}: its {component.name} is missing")
+    parts = max((int(match[1]) for name in found if (match := _PART.fullmatch(name))), default=0)
+    # the number is only claimed: not more names than needed are made of it
+    wanted = {component.shard_file(i, parts) for i in range(min(parts, len(found) + 1))}
+    wanted = wanted or {component.file()}
+    listed = ", ".join(sorted(found)[:8])
+    for name in sorted(wanted.difference(found)):
+        raise CheckpointError(f"{folder / name}: not in the manifest, which has {listed}")
+    for name in sorted({*found} - wanted):
+        raise CheckpointError(f"{folder / name}: not a part of the {component.name}, with {listed}")
 
 
 def _joined(
@@ -174,11 +200,16 @@ class ComponentReader:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
 
             path = self.layout.folder / file
-            check_regular(path)
-            self._files[file] = self._stack.enter_context(safe_open(path, "pt"))
+            try:
+                check_regular(path)
+                # a mapping would keep the disk space of a deleted checkpoint, and die with a cut file
+                opened = safe_open(path, "pt", backend="pread")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path}: {error}") from error
+            self._files[file] = self._stack.enter_context(opened)
         return self._files[file]
 
 

@@ -24,7 +24,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,8 +167,10 @@ def publish(
     from instar.distributed.agree import agree, gather, raise_on_all_ranks
 
     name = ""
-    # each part ends in a collective, so that a full disk on one rank fails all ranks
-    with writer.removed_on_error():
+    # each part ends in a collective, so that a full disk on one rank fails all ranks. Only the rank that
+    # renames the folder removes it: others hear of a lost rank sooner or later than rank 0, which may be
+    # publishing what they would remove
+    with writer.removed_on_error() if world.is_main else nullcontext():
         with (
             raise_on_all_ranks(world, f"opening a checkpoint of step {step:,}"),
             _as_checkpoint_error(writer),
@@ -212,36 +214,32 @@ class CheckpointWriter:
         known = {component: _component(component) for component in components}
         for tensors in components.values():
             _check_names(tensors)
-        files: dict[Path, Mapping[str, torch.Tensor]] = {}
-        shards: dict[Path, Mapping[str, Part]] = {}
+        files = list[_File]()
         for name, tensors in components.items():
             if (rows := _first_rows(tensors)) is not None:
                 if rows.saved:
-                    path = self.temporary / known[name].shard_file(rows.shard, rows.shards)
-                    files[path], shards[path] = _rows_of(tensors, rows.shard)
+                    file = known[name].shard_file(rows.shard, rows.shards)
+                    files.append(_File(file, Pattern.SHARDED, *_rows_of(tensors, rows.shard)))
             elif rank == 0 or known[name].pattern is Pattern.PER_RANK:
-                path = self.temporary / known[name].file(rank)
-                files[path], _ = _rows_of(tensors, 0)
-        for folder in {path.parent for path in files} - {self.temporary}:
+                file = known[name].file(rank)
+                files.append(_File(file, known[name].pattern, *_rows_of(tensors, 0)))
+        for folder in {(self.temporary / file.name).parent for file in files} - {self.temporary}:
             atomic.make_folder(folder)
         # one file is copied to the page cache while another is synced
         with ThreadPoolExecutor(self.files_at_once) as writers:
-            list(writers.map(_write_tensors, files.keys(), files.values()))
+            entries = writers.map(lambda file: file.write(self.temporary), files)
+            self.files |= {file.name: entry for file, entry in zip(files, entries, strict=True)}
+        for folder in {(self.temporary / file.name).parent for file in files}:
+            atomic.sync_folder(folder)
         if rank == 0:
             atomic.write_synced(self.temporary / STATE, encode_json(state))
-        own_state = [self.temporary / STATE] if rank == 0 else []
-        self.add_files([*(file for file in files if file not in shards), *own_state])
-        for path, parts in shards.items():
-            self._add(path, describe(path, Pattern.SHARDED, parts))
+            self.add_files([self.temporary / STATE])
 
     def add_files(self, paths: Iterable[Path]) -> None:
         """Adds written files to the manifest and syncs their folders."""
         for path in paths:
-            self._add(path, _entry(path, self.temporary))
-
-    def _add(self, path: Path, entry: FileEntry) -> None:
-        self.files[path.relative_to(self.temporary).as_posix()] = entry
-        atomic.sync_folder(path.parent)
+            self.files[path.relative_to(self.temporary).as_posix()] = _entry(path, self.temporary)
+            atomic.sync_folder(path.parent)
 
     def publish(
         self,
@@ -344,18 +342,23 @@ def _rows_of(tensors: Tensors, shard: int) -> tuple[dict[str, torch.Tensor], dic
     return files, parts
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+@dataclass(frozen=True)
+class _File:
+    """A file of tensors that this rank writes."""
 
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(contiguous, path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    except RuntimeError as error:
-        raise ValueError(f"{error}") from error
-    atomic.adopt_file(path)
+    name: str
+    pattern: Pattern
+    tensors: Mapping[str, torch.Tensor]
+    parts: dict[str, Part]
+
+    def write(self, folder: Path) -> FileEntry:
+        from instar.checkpoint.tensor_file import Outline, check_dense, write_tensors
+
+        check_dense(self.tensors)
+        outlines = {name: Outline.of(tensor) for name, tensor in self.tensors.items()}
+        path = folder / self.name
+        digest = write_tensors(path, outlines, self.tensors.__getitem__)
+        return FileEntry(path.stat().st_size, digest, self.pattern, self.parts)
 
 
 def _publish_folder(temporary: Path, folder: Path, step: int) -> Path:

@@ -1,7 +1,8 @@
-"""Writes safetensors files one tensor at a time.
+"""Writes safetensors files one tensor at a time, and hashes them meanwhile.
 
-The library's writer needs all tensors in memory. The header at the beginning of a file has the
-position of each tensor, so all dtypes and shapes must be known before the first tensor is written.
+The library's writer needs all tensors in memory, and what it has written must be read again for a
+checksum. The header at the beginning of a file has the position of each tensor, so all dtypes and
+shapes must be known before the first tensor is written.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from instar.checkpoint.inspect import TensorEntry, encode_header
@@ -25,16 +28,26 @@ Read = Callable[[str], Tensor]
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "F32": torch.float32,
+    "C64": torch.complex64,
     "F64": torch.float64,
     "I64": torch.int64,
+    "U64": torch.uint64,
 }
 """Safetensors dtypes that runs save, in the order in which the format sorts tensors."""
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_CHUNK_BYTES = 1 << 20
+"""hashed, and then written while it is in the processor's cache"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,10 @@ class Outline:
     @property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def of(tensor: Tensor) -> Outline:
+        return Outline(tensor.dtype, tuple(tensor.shape))
 
 
 def outlines(layout: Layout) -> dict[str, Outline]:
@@ -63,23 +80,64 @@ def outlines(layout: Layout) -> dict[str, Outline]:
     return {name: Outline(DTYPES[e.dtype], e.shape) for name, e in layout.entries.items()}
 
 
-def write_tensors(path: Path, outlines: Mapping[str, Outline], read: Read) -> None:
+def write_tensors(
+    path: Path,
+    outlines: Mapping[str, Outline],
+    read: Read,
+    metadata: Mapping[str, str] | None = None,
+) -> str:
     """Writes and syncs a file of the tensors that `read` returns; reads each tensor once.
 
     The file is the same as that of `safetensors.torch.save_file`.
 
+    Returns:
+        its xxh3-128, in hexadecimal digits.
+
     Raises:
-        ValueError: a tensor does not match its outline.
+        ValueError: a tensor does not match its outline, or the format has no such dtype.
     """
+    for name, outline in outlines.items():
+        if outline.dtype not in _WORDS:
+            raise ValueError(
+                f"{name} has dtype {outline.dtype}, which the file format does not have"
+            )
     order = sorted(outlines, key=lambda name: (-_rank(outlines[name].dtype), name))
+    digest = xxhash.xxh3_128()
     with path.open("wb") as file:
-        file.write(encode_header({name: _entry(outlines[name]) for name in order}))
+
+        def write(content: memoryview) -> None:
+            for first in range(0, len(content), _CHUNK_BYTES):
+                chunk = content[first : first + _CHUNK_BYTES]
+                digest.update(chunk)
+                file.write(chunk)
+
+        write(memoryview(encode_header({n: _entry(outlines[n]) for n in order}, metadata)))
         for name in order:
             tensor = read(name)
-            if (found := Outline(tensor.dtype, tuple(tensor.shape))) != outlines[name]:
+            if (found := Outline.of(tensor)) != outlines[name]:
                 raise ValueError(f"{name}: {found}, not {outlines[name]}")
-            file.write(_content(tensor))
+            write(_content(tensor))
     atomic.sync_file(path)
+    return digest.hexdigest()
+
+
+def check_dense(tensors: Mapping[str, Tensor]) -> None:
+    """Checks that tensors can be saved, and no element twice.
+
+    Raises:
+        ValueError: one is sparse, or two share memory.
+    """
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} is a sparse tensor, which the file format does not have")
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in tensors.items()
+        if tensor.nbytes and tensor.is_contiguous()
+    )
+    for (device, _, end, name), (other_device, begin, _, other) in pairwise(spans):
+        if device == other_device and begin < end:
+            raise ValueError(f"{name} and {other} share memory; a tensor is saved once")
 
 
 def _rank(dtype: torch.dtype) -> int:

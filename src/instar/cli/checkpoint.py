@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from instar.cli.completion import candidates
-from instar.cli.options import CommandGroup, NewFolder, json_option
+from instar.cli.options import CommandGroup, NewFolder, byte_size, json_option
 from instar.cli.output import print_json
 from instar.record.progress import tracked
 
@@ -208,11 +208,19 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
 @click.argument("folder", type=NewFolder())
 @click.option("--to", "_to", type=click.Choice(["hf"]), required=True, help="hf: transformers.")
 @click.option("--ema", is_flag=True, help="Export the moving average of the weights.")
-def export(where: str, folder: Path, _to: str, ema: bool) -> None:
+@click.option(
+    "--max-shard-size",
+    callback=byte_size,
+    metavar="SIZE",
+    default="50GB",
+    show_default=True,
+    help="Largest file of weights; a larger model is several files.",
+)
+def export(where: str, folder: Path, _to: str, ema: bool, max_shard_size: int) -> None:
     """Write the model into the new folder FOLDER, in the format of transformers.
 
     A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM; the run's
-    tokenizer is included.
+    tokenizer is included. One tensor at a time is in memory.
     """
     from instar.checkpoint.store import load
 
@@ -224,7 +232,7 @@ def export(where: str, folder: Path, _to: str, ema: bool) -> None:
     with _with_advice(path):
         found = load(path)
     with _checkpoint_errors():
-        arch = export_folder(found, folder, averaged=ema)
+        arch = export_folder(found, folder, averaged=ema, max_shard_bytes=max_shard_size)
     click.echo(str(folder))
     click.echo(f"next: {CLASSES[style_of(arch)]}.from_pretrained({str(folder)!r})", err=True)
 

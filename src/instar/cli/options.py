@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +42,19 @@ class NewFolder(click.Path):
         if not os.fspath(value).strip():
             self.fail("the path of a folder is empty; write e.g. runs/new", param, ctx)
         return super().convert(value, param, ctx)
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def byte_size(_context: click.Context, _option: click.Parameter, given: str) -> int:
+    """Return a number of bytes such as 500MB, 5GB or 2GiB."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]I?B)?", given.strip().upper(), re.ASCII)
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size < 1:
+        raise click.BadParameter(f"{given!r} is not a size; write e.g. 500MB or 5GB")
+    return size
 
 
 def _trust(_context: click.Context, _option: click.Parameter, given: bool) -> None:

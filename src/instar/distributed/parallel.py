@@ -170,9 +170,12 @@ def sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
     return cast(AbstractContextManager[None], model.no_sync())
 
 
-def check_replicas_equal(world: World, tensors: Mapping[str, Tensor]) -> None:
+def check_replicas_equal(world: World, tensors: Mapping[str, Tensor], shard: int = 0) -> None:
     """Check that all replicas are equal in dtype, shape and every byte. A collective, and a short one
     if nothing differs.
+
+    Args:
+        shard: which part of a model the tensors are; ranks that hold the same one are compared.
 
     Raises:
         RunFailed: on all ranks, naming tensors and ranks that differ.
@@ -182,22 +185,31 @@ def check_replicas_equal(world: World, tensors: Mapping[str, Tensor]) -> None:
     with raise_on_all_ranks(world, "hashing the replicas"):
         hashes = {name: _hash(tensor) for name, tensor in sorted(tensors.items())}
     digest = xxhash.xxh3_128_hexdigest("\n".join(f"{n}\t{h}" for n, h in hashes.items()).encode())
-    if len(set(cast(list[str], gather(world, digest)))) == 1:
+    digests = cast(list[tuple[int, str]], gather(world, [shard, digest]))
+    replicas: dict[int, list[int]] = {}
+    for rank, (of_rank, _) in enumerate(digests):
+        replicas.setdefault(of_rank, []).append(rank)
+    if all(len({digests[rank][1] for rank in ranks}) == 1 for ranks in replicas.values()):
         return
     everyones = cast(list[dict[str, str]], gather(world, hashes))
-    names = sorted(set().union(*everyones))
-    first = everyones[0]
-    drifted = {
-        name: [rank for rank, one in enumerate(everyones) if one.get(name) != first.get(name)]
-        for name in names
-    }
-    messages = [
-        f"{name} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        for name, ranks in drifted.items()
-        if ranks
-    ]
+    found = (
+        _differing(ranks[0], {rank: everyones[rank] for rank in ranks})
+        for ranks in replicas.values()
+    )
+    raise RunFailed("; ".join(filter(None, found)))
+
+
+def _differing(first: int, hashes: Mapping[int, Mapping[str, str]]) -> str:
+    """Return what differs from a rank's tensors, and on which ranks, of hashes by rank and tensor."""
+    messages = []
+    for name in sorted(set().union(*hashes.values())):
+        ranks = [rank for rank, one in hashes.items() if one.get(name) != hashes[first].get(name)]
+        if ranks:
+            messages.append(
+                f"{name} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            )
     more = f" and {len(messages) - 8} more" if len(messages) > 8 else ""
-    raise RunFailed(f"differs from rank 0's: {'; '.join(messages[:8])}{more}")
+    return f"differs from rank {first}'s: {'; '.join(messages[:8])}{more}" if messages else ""
 
 
 def _hash(tensor: Tensor) -> str:

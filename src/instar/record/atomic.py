@@ -52,24 +52,6 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def adopt_file(path: Path) -> None:
-    """Give a file that a library wrote the permissions of any new file, and sync it.
-
-    Libraries that write a temporary file and rename it leave mode 0600, regardless of the umask.
-    """
-    path.chmod(0o666 & ~_umask())
-    sync_file(path)
-
-
-def _umask() -> int:
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
-    mask = os.umask(0o077)  # without /proc it can only be read by setting it
-    os.umask(mask)
-    return mask
-
-
 def rename(path: Path, to: Path) -> None:
     """Rename a file or folder; an existing file is replaced, a folder with content is not."""
     path.rename(to)

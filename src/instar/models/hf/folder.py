@@ -2,7 +2,7 @@
 
 `export_folder` and `import_folder` write and read the folder that `from_pretrained` loads::
 
-    config.json  model.safetensors              the model
+    config.json  model.safetensors              the model; or model-<i>-of-<n>.safetensors, with an index
     tokenizer.json  tokenizer_config.json       its tokenizer, if the run has one
 
 Only safetensors and JSON are read and written; transformers is not needed.
@@ -12,23 +12,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from instar.checkpoint.inspect import check_shapes
+from instar.checkpoint.layout import Parts
 from instar.checkpoint.manifest import CheckpointError, Facts, read_json
 from instar.checkpoint.store import Checkpoint, publish
+from instar.checkpoint.tensor_file import Outline, outlines, write_tensors
 from instar.config.files import check_regular
 from instar.config.language import DataConfig, LanguageConfig
 from instar.config.origins import resolved
 from instar.data.text.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from instar.models.architecture import Architecture, section_of
 from instar.models.hf.config import CONFIG, from_config, read_config, to_config
-from instar.models.hf.tensors import from_tensors, to_tensors
+from instar.models.hf.tensors import conversions, from_tensors, to_tensors
 from instar.models.hf.tokenizer import from_fast, to_fast
 from instar.models.shape import ArchitectureError
 from instar.record import atomic
@@ -38,6 +44,8 @@ from instar.record.rundir import RunDir
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 50 * 10**9
+"""Largest file of weights, as `save_pretrained` writes them."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -47,12 +55,14 @@ def export_folder(
     *,
     averaged: bool = False,
     weights: Mapping[str, Tensor] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Architecture:
     """Writes the model of a checkpoint, or the moving average of its weights, as a folder that
-    `from_pretrained` loads. The folder is published atomically.
+    `from_pretrained` loads. The folder is published atomically. One tensor at a time is in memory.
 
     Args:
         weights: other weights of the same model, e.g. those of another step.
+        max_shard_bytes: largest file of weights, unless a single tensor is larger.
 
     Raises:
         CheckpointError: transformers has no such model, or there is no average.
@@ -72,13 +82,23 @@ def export_folder(
     run = path.absolute().parent.parent
     tokenizer = load_tokenizer(run) if (run / TOKENIZER_FILE).is_file() else None
     config = to_config(arch, end_id=tokenizer.end_id if tokenizer else None)
-    tensors = to_tensors(arch, checkpoint.tensors(component) if weights is None else weights)
-    with (
-        atomic_dir(folder) as temporary,
-        progress(f"writing {folder}", _bytes(tensors), measured=lambda: folder_bytes(temporary)),
-    ):
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        atomic.adopt_file(temporary / WEIGHTS)
+    with ExitStack() as stack:
+        if weights is None:
+            read = stack.enter_context(checkpoint.reading(component))
+            shapes = {name: entry.shape for name, entry in arch.parameters().items()}
+            check_shapes(path, read.layout.entries, shapes)
+            stored = outlines(read.layout)
+            weights = Parts(read, stored, lambda _: None)
+        else:
+            stored = {name: Outline.of(tensor) for name, tensor in weights.items()}
+        made = {
+            name: Outline.of(tensor) for name, tensor in to_tensors(arch, _meta(stored)).items()
+        }
+        size = sum(outline.size_bytes for outline in made.values())
+        temporary = stack.enter_context(atomic_dir(folder))
+        written = partial(folder_bytes, temporary)
+        stack.enter_context(progress(f"writing {folder}", size, measured=written))
+        _write_weights(temporary, made, conversions(arch, weights), max_shard_bytes)
         if tokenizer:
             atomic.write_synced(temporary / TOKENIZER_FILE, to_fast(tokenizer).encode())
             about = _tokenizer_config(tokenizer, arch)
@@ -110,9 +130,10 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
         name=_name(run_dir), model=model, data=_data_section(tokenizer, run_dir)
     )
     origins = {f"model.{field}": f"{folder.name}/{CONFIG}" for field in model.model_fields_set}
+    size = sum(tensor.nbytes for tensor in tensors.values())
     with (
         atomic_dir(run_dir) as temporary,
-        progress(f"writing {run_dir}", _bytes(tensors), measured=lambda: folder_bytes(temporary)),
+        progress(f"writing {run_dir}", size, measured=lambda: folder_bytes(temporary)),
     ):
         run = RunDir(temporary)
         run.logs.mkdir()
@@ -130,8 +151,40 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
     return RunDir(run_dir).checkpoints / made.name
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _meta(stored: Mapping[str, Outline]) -> dict[str, Tensor]:
+    return {
+        n: torch.empty(each.shape, dtype=each.dtype, device="meta") for n, each in stored.items()
+    }
+
+
+def _write_weights(
+    folder: Path,
+    made: Mapping[str, Outline],
+    make: Mapping[str, Callable[[], Tensor]],
+    most_bytes: int,
+) -> None:
+    """Writes the tensors in as many files as needed, in the order of the model, and their index."""
+    groups, room = list[list[str]](), 0
+    for name, outline in made.items():
+        if outline.size_bytes > room or not groups:
+            groups.append([])
+            room = most_bytes
+        groups[-1].append(name)
+        room -= outline.size_bytes
+    stem, suffix = WEIGHTS.split(".")
+    files = [
+        WEIGHTS if len(groups) == 1 else f"{stem}-{number:05}-of-{len(groups):05}.{suffix}"
+        for number in range(1, len(groups) + 1)
+    ]
+    for file, names in zip(files, groups, strict=True):
+        shapes = {name: made[name] for name in names}
+        write_tensors(folder / file, shapes, lambda name: make[name](), {"format": "pt"})
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(outline.size_bytes for outline in made.values())},
+            "weight_map": {n: file for file, each in zip(files, groups, strict=True) for n in each},
+        }
+        atomic.write_synced(folder / INDEX, _json(index))
 
 
 def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any]:

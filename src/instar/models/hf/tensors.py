@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,26 +68,32 @@ def to_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, T
     Raises:
         CheckpointError: a tensor is missing; also see `style_of`.
     """
+    return {name: make() for name, make in conversions(arch, tensors).items()}
+
+
+def conversions(
+    arch: Architecture, tensors: Mapping[str, Tensor]
+) -> dict[str, Callable[[], Tensor]]:
+    """Returns a function for each tensor of `to_tensors` that makes it of those of `tensors` that it
+    needs."""
     style = style_of(arch)
     _refuse(
         [f"{name}: missing" for name in arch.parameters() if name not in tensors],
         "the architecture",
     )
-    arch, tensors = replace(arch, lora=()), merged(arch, tensors)
-    table = arch.parameters()
-    whole = replace(arch, bias=True) if style == "gpt2" else arch
-    added = {
-        name: torch.zeros(entry.shape)
-        for name, entry in whole.parameters().items()
-        if name not in table
-    }
-    made = {}
-    for name, sources in _names(whole, style).items():
-        parts = [added[part] if part in added else tensors[part] for part in sources]
+    table = replace(arch, lora=()).parameters()
+    whole = replace(arch, lora=(), bias=style == "gpt2" or arch.bias)
+    shapes = whole.parameters()
+
+    def convert(sources: Sequence[str]) -> Tensor:
+        parts = [
+            _merged(arch, tensors, name) if name in table else torch.zeros(shapes[name].shape)
+            for name in sources
+        ]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        transposed = sources[0] in table and _is_transposed(table[sources[0]], style)
-        made[name] = (joined.T if transposed else joined).contiguous()
-    return made
+        return (joined.T if _is_transposed(shapes[sources[0]], style) else joined).contiguous()
+
+    return {name: partial(convert, sources) for name, sources in _names(whole, style).items()}
 
 
 def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -128,12 +135,15 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def merged(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the parameters of a model without adapters, which are merged into their weights."""
-    made = {name: tensors[name] for name in replace(arch, lora=()).parameters()}
-    for name in arch.adaptable():
-        if adapter := adapter_of(arch.lora, name):
-            a, b = tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
-            made[f"{name}.weight"] = made[f"{name}.weight"] + b @ (adapter.scale * a)
-    return made
+    return {name: _merged(arch, tensors, name) for name in replace(arch, lora=()).parameters()}
+
+
+def _merged(arch: Architecture, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    layer = name.removesuffix(".weight")
+    if layer not in arch.adaptable() or (adapter := adapter_of(arch.lora, layer)) is None:
+        return tensors[name]
+    a, b = tensors[f"{layer}.lora_a"], tensors[f"{layer}.lora_b"]
+    return tensors[name] + b @ (adapter.scale * a)
 
 
 def _refuse(problems: list[str], what: str) -> None:

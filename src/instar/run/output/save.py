@@ -45,15 +45,24 @@ class Snapshot:
     best: tuple[str, ...] = ()
     """best pointers to set to this checkpoint, one per metric whose best value so far it has"""
 
-    def replicated(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that must be equal on all ranks, as `<component>/<name>`."""
-        return {
-            f"{component}/{name}": tensor
-            for component, tensors in self.components.items()
-            if COMPONENTS[component].pattern is Pattern.REPLICATED
-            for name, tensor in tensors.items()
-            if not isinstance(tensor, SavedRows)
-        }
+    def check_replicas(self, world: World) -> None:
+        """Check that ranks that hold the same tensors, or the same rows, have equal ones. A collective.
+
+        Raises:
+            RunFailed: they differ.
+        """
+        whole, rows = dict[str, torch.Tensor](), dict[str, SavedRows]()
+        for component, tensors in self.components.items():
+            if COMPONENTS[component].pattern is Pattern.REPLICATED:
+                for name, each in tensors.items():
+                    if isinstance(each, SavedRows):
+                        rows[f"{component}/{name}"] = each
+                    else:
+                        whole[f"{component}/{name}"] = each
+        check_replicas_equal(world, whole)
+        if any(each.shards < world.size for each in rows.values()):
+            (shard,) = {each.shard for each in rows.values()}
+            check_replicas_equal(world, {name: each.tensor for name, each in rows.items()}, shard)
 
     def held(self, rank: int) -> Snapshot:
         """Return a CPU copy of what this rank writes, so that the next step may change it."""
@@ -144,7 +153,7 @@ class Saver:
         """
         begun = self.last_save = time.monotonic()
         self.finish()
-        check_replicas_equal(self.world, snapshot.replicated())
+        snapshot.check_replicas(self.world)
         if self.config.asynchronous and not (wait or must):
             held = snapshot.held(self.world.rank)
             stall_s = time.monotonic() - begun
