@@ -99,6 +99,28 @@ def test_a_run_whose_disk_has_room_again_goes_on(place: Place, ranks: int) -> No
     assert [event["step"] for event in events(run_dir, "checkpoint")] == [5, 15, 20, STEPS]
 
 
+@pytest.mark.parametrize("background", ["true", "false"][: figures.times(1, 2)])
+def test_a_disk_that_is_full_for_one_of_two_parts_leaves_nothing(
+    place: Place, background: str
+) -> None:
+    """Rank 1 has no room for its rows in the save of step 10; that of step 15 is made."""
+    run_dir = place.path / "run"
+    keys = (
+        "checkpoint.every_steps=5",
+        f"checkpoint.asynchronous={background}",
+        "parallel.strategy=fsdp",
+        "optimizer.name=adamw",
+    )
+    body = "failures:rank_1_full_at_step_10"
+    children = place.train(run_dir, *keys, ranks=2, body=body)
+    assert set(codes(children)) == {0}, said(children)
+    (warning,) = (event["message"] for event in events(run_dir, "warning"))
+    assert "rank 1" in warning
+    assert "File too large" in warning
+    assert [event["step"] for event in events(run_dir, "checkpoint")] == [5, 15, 20, STEPS]
+    assert not list((run_dir / "checkpoints").glob(".*"))
+
+
 def test_a_disk_full_for_three_seconds_costs_no_line_of_the_record(place: Place) -> None:
     small, copy = place.path / "small", place.path / "copy"
     small.mkdir()

@@ -1,4 +1,5 @@
-"""A writer is killed at random moments: nothing acknowledged is lost, nothing broken is published."""
+"""A writer is killed at random moments, or one of several that write parts of the same checkpoint: nothing
+acknowledged is lost, nothing broken is published."""
 
 from __future__ import annotations
 
@@ -7,18 +8,21 @@ import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import figures
 import pytest
 import savers
-from forks import Child, Forks
+from forks import Child, Forks, children_as_ranks
 
 from instar.checkpoint.listing import checkpoints, latest, latest_intact
 from instar.checkpoint.manifest import MANIFEST, CheckpointError
 from instar.checkpoint.store import load
 
-KILLS = figures.times(30, 1000)
+KILLS = {1: figures.times(30, 1000), 3: figures.times(6, 500)}
+"""by the number of ranks"""
+BODIES = {1: "savers:save_for_ever", 3: "savers:save_in_parts_for_ever"}
 PHASES = (
     "between two saves",
     "before the first file",
@@ -29,26 +33,28 @@ PHASES = (
 )
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("ranks", KILLS)
 def test_sigkill_in_a_save_loses_nothing_and_publishes_nothing_broken(
-    forks: Forks, tmp_path: Path
+    forks: Forks, tmp_path: Path, ranks: int
 ) -> None:
+    kills, body = KILLS[ranks], BODIES[ranks]
     root, told = tmp_path / "run", tmp_path / "acknowledged"
     root.mkdir()
     begun = time.perf_counter()
     savers.save(root, 1)
-    save_s = time.perf_counter() - begun
+    save_s = ranks * (time.perf_counter() - begun)
     told.write_text("1\n")
     chance = random.Random(0)
     phases: Counter[str] = Counter()
-    lost, broken, kept = list[int](), list[str](), list[str]()
-    for _ in range(KILLS):
+    lost, broken, kept, unnamed = list[int](), list[str](), list[str](), list[str]()
+    for _ in range(kills):
         left_over = unpublished(root)
         before = newest(root)
-        saver = forks.start(
-            "savers:save_for_ever", str(root), before + 1, str(told), place=tmp_path
+        saving = children_as_ranks(
+            forks, ranks, body, str(root), before + 1, str(told), place=tmp_path
         )
-        kill_at_random(saver, told, before, save_s, chance)
+        unnamed += kill_at_random(saving, told, before, save_s, chance)
         acknowledged = last_acknowledged(told)
         phases[phase(root, acknowledged)] += 1
         broken += faults(root)
@@ -59,12 +65,15 @@ def test_sigkill_in_a_save_loses_nothing_and_publishes_nothing_broken(
         forget_all_but_two(root)
     savers.save(root, newest(root) + 1)
     kept += unpublished(root)
+    what = "SIGKILL mid-save" if ranks == 1 else f"SIGKILL of one of {ranks} ranks mid-save"
+    others = figures.none_of(kills, f"{what}: others that did not end, or not name it", unnamed)
     figures.write(
-        "killed-saver",
+        "killed-saver" if ranks == 1 else "killed-sharded-saver",
         [
-            figures.none_of(KILLS, "SIGKILL mid-save: acknowledged saves lost", lost),
-            figures.none_of(KILLS, "SIGKILL mid-save: invalid checkpoints visible", broken),
-            figures.none_of(KILLS, "SIGKILL mid-save: leftovers the next save kept", kept),
+            figures.none_of(kills, f"{what}: acknowledged saves lost", lost),
+            figures.none_of(kills, f"{what}: invalid checkpoints visible", broken),
+            figures.none_of(kills, f"{what}: leftovers the next save kept", kept),
+            *([others] if ranks > 1 else []),
             *(figures.count(f"kills found {name}", phases[name]) for name in PHASES),
         ],
     )
@@ -73,14 +82,21 @@ def test_sigkill_in_a_save_loses_nothing_and_publishes_nothing_broken(
 
 
 def kill_at_random(
-    saver: Child, told: Path, before: int, save_s: float, chance: random.Random
-) -> None:
-    """After none to three saves of its own, and some part of the time that one takes."""
-    after = before + chance.choice((0, 0, 1, 3))
-    saver.wait_until(lambda: last_acknowledged(told) >= after)
-    assert not saver.ended_within(chance.uniform(0.0, 1.5 * save_s)), saver.output()
-    saver.signal(signal.SIGKILL)
-    assert saver.finish() == -signal.SIGKILL
+    saving: Sequence[Child], told: Path, before: int, save_s: float, chance: random.Random
+) -> list[str]:
+    """After none to three saves of theirs, and some part of the time that one takes; what others say that do
+    not end with an error that names the killed rank."""
+    after = before + chance.choice((0, 0, 1, 3)) + (len(saving) > 1)  # once ranks have met
+    victim = chance.choice(saving)
+    victim.wait_until(lambda: last_acknowledged(told) >= after)
+    assert not victim.ended_within(chance.uniform(0.0, 1.5 * save_s)), victim.output()
+    victim.signal(signal.SIGKILL)
+    assert victim.finish() == -signal.SIGKILL
+    named = f"rank {saving.index(victim)}"
+    others = [other for other in saving if other is not victim]
+    codes = [other.finish(savers.SAVE_LIMIT_S + 10.0) for other in others]
+    said = [other.output() for other in others]
+    return [text for code, text in zip(codes, said, strict=True) if code == 0 or named not in text]
 
 
 def last_acknowledged(told: Path) -> int:
