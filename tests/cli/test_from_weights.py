@@ -88,7 +88,7 @@ def test_ranks_and_growth_start_from_a_run(
 ) -> None:
     (place / "tune.yaml").write_text(TUNE.replace("hf", "first"))
     grow = 'schedule=[{"name": "widen_mlp", "value": "x2", "when": {"at_step": 2}}]'
-    sets = ("--set", grow, "--set", "train.ema=0.5")
+    sets = ("--set", grow, "--set", "train.ema=0.5", "--set", "parallel.strategy=fsdp")
     ranks = Place(place, forks).instar("train", "tune.yaml", *sets, ranks=2)
     assert codes(ranks) == [0, 0], said(ranks)
     tuned = place / "tuned"

@@ -19,7 +19,12 @@ from instar.config.load import Loaded, load
 from instar.distributed.world import World
 from instar.record.format import bytes_text
 from instar.run.lifecycle import inputs
-from instar.run.lifecycle.preflight import check_memory, preflight, suggestion
+from instar.run.lifecycle.preflight import (
+    FORECAST_SHARE,
+    check_memory,
+    preflight,
+    suggestion,
+)
 from instar.run.parallel.sharded import blocks
 
 STEPS = 8
@@ -280,12 +285,14 @@ def test_several_micro_batches_keep_whole_gradients_unless_each_is_reduced(
 ) -> None:
     keys = (*FIXED, *FSDP, "train.batch_size=2", "train.gradient_accumulation_steps=8")
     each = "parallel.fsdp.reduce_each_micro_batch=true"
-    kept, reduced = (
-        preflight(config(*keys, *more), 4).forecast.stages[0].memory["fsdp"].step
-        for more in ((), (each,))
-    )
+    loaded = config(*keys)
+    predicted, lean = (preflight(way, 4).forecast for way in (loaded, config(*keys, each)))
+    kept, reduced = (told.stages[0].memory["fsdp"].step for told in (predicted, lean))
     assert kept == {**reduced, "accumulated": kept["accumulated"]}
     assert 0.5 < kept["accumulated"] / (4 * kept["gradients"]) < 1, "those of the blocks"
+    fits = round(lean.peak_bytes("fsdp") / FORECAST_SHARE) + 1
+    said = suggestion(loaded, predicted, fits)
+    assert said.startswith("fsdp.reduce_each_micro_batch: true over 4 ranks needs")
 
 
 def test_auto_shards_where_the_whole_model_does_not_fit(

@@ -38,6 +38,11 @@ class RankMemory:
         return max(sum(self.step.values()), self.growth)
 
     @property
+    def accumulated(self) -> int:
+        """Whole gradients of the micro-batches of a step, until they are reduced."""
+        return self.step.get("accumulated", 0)
+
+    @property
     def kept(self) -> int:
         """What no smaller micro-batch reduces."""
         return sum(self.step.get(part, 0) for part in KEPT)

@@ -209,12 +209,21 @@ def suggestion(loaded: Loaded, predicted: Forecast, available: int) -> str:
     Args:
         available: memory of the device of a rank, in bytes.
     """
-    ranks, limit = predicted.world_size, FORECAST_SHARE * available
-    peak = predicted.peak_bytes(in_force(loaded.config, ranks))
-    if peak <= limit or ranks == 1 or predicted.peak_bytes("fsdp") >= min(peak, limit):
+    config, ranks, limit = loaded.config, predicted.world_size, FORECAST_SHARE * available
+    strategy = in_force(config, ranks)
+    peak = predicted.peak_bytes(strategy)
+    if peak <= limit or ranks == 1:
         return ""
-    needed = bytes_text(predicted.peak_bytes("fsdp"))
-    return f"strategy: fsdp over {ranks} ranks needs {needed} of {bytes_text(available)}"
+    found = {"strategy: fsdp": predicted.peak_bytes("fsdp")}
+    if strategy != "ddp" and config.reproducible == "fixed":
+        stages = [stage.memory[strategy] for stage in predicted.stages]
+        reduced = (max(sum(m.step.values()) - m.accumulated, m.growth) for m in stages)
+        found["fsdp.reduce_each_micro_batch: true"] = max(reduced)
+    for setting, needed in found.items():
+        if needed < min(peak, limit):
+            sizes = f"{bytes_text(needed)} of {bytes_text(available)}"
+            return f"{setting} over {ranks} ranks needs {sizes}"
+    return ""
 
 
 def _resolved(config: RunConfig, spec: TaskSpec, predicted: Forecast) -> Prepared:
