@@ -11,12 +11,13 @@ VLLM := .venv-vllm
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser hosts slurm test test-gpu test-lowest test-vllm lint format bench torture docs clean
+.PHONY: help demo browser hosts slurm test test-gpu bench-gpu test-lowest test-vllm lint format bench torture docs clean
 
 help:
 	@echo "make demo      install the core, train a small GPT that grows, then sample from it"
 	@echo "make test      all tests that need no GPU"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make bench-gpu  benchmarks on CUDA devices; result in benchmarks/results/gpu.json"
 	@echo "make test-lowest  what depends on torch's version, with the lowest one allowed (5 GB download)"
 	@echo "make test-vllm  fleets with a real vLLM server on this CPU (3 GB download)"
 	@echo "make lint      format, lint, types, import rules"
@@ -71,8 +72,15 @@ test: $(STAMP) browser hosts
 	$(PYTEST) -n 3 --dist loadfile tests \
 	  || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests; }
 
+# CI has no GPU: whoever has one sends back what these two leave.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu
+	@mkdir -p build
+	@{ $(BIN)/instar doctor; $(BIN)/python -m pytest -m gpu -rA --durations 0 tests/gpu; echo $$? > build/gpu-code; } 2>&1 \
+	  | tee build/gpu-tests.txt
+	@echo "send back: build/gpu-tests.txt"; exit $$(cat build/gpu-code)
+
+bench-gpu: $(BENCH_STAMP)
+	$(BIN)/python benchmarks/gpu.py
 
 # That version has no CPU build on PyPI, hence the size, and no place in `make test`.
 $(LOWEST)/.installed: pyproject.toml constraints.txt

@@ -43,6 +43,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("pauses", "tiny: verify"),
         ("deltas", "tiny, all cores train: training stands still"),
         ("operations", "tiny: pause of widen_hidden / step"),
+        ("gpu", "tiny: stall of a save / step"),
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
         ("growth", "compute of: grown, copies without first moments"),

@@ -50,3 +50,14 @@ def test_a_micro_batch_is_proposed_that_keeps_the_global_batch(instar: Instar, p
     assert settings["train.batch_size"] * settings["train.gradient_accumulation_steps"] == 12
     assert settings["train.batch_size"] <= found["fastest"] <= found["largest"] == 4
     assert not (place / "runs").exists()
+
+
+def test_the_doctor_says_what_a_machine_has_and_what_to_change(instar: Instar, place: Path) -> None:
+    found = json.loads(instar("doctor", "--quick", "--json").stdout)
+    checks = {check["what"]: check for check in found["checks"]}
+    assert {"devices", "host's name", "CPU cores", "open files", "disk of runs"} <= set(checks)
+    assert found["settings"]["parallel.backend"] == "none"
+    assert not (place / "runs").exists()
+    text = instar("doctor", "--quick").stdout
+    assert all(what in text for what in checks)
+    assert "Instar would train with" in text

@@ -12,7 +12,7 @@ from tiny_run import codes, said
 from torch import nn
 
 from instar.config.schema import DDPConfig
-from instar.distributed.parallel import check_replicas_equal, sync, unwrap, wrap
+from instar.distributed.parallel import check_replicas_equal, checksum, sync, unwrap, wrap
 from instar.distributed.world import World
 
 ALONE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="none")
@@ -111,3 +111,16 @@ def test_only_documented_attributes_of_ddp_are_used(tmp_path: Path) -> None:
     asked = set((tmp_path / "asked").read_text().split())
     assert "module" in asked
     assert asked <= DOCUMENTED | OF_ANY_MODULE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_a_checksum_on_the_device_tells_any_two_tensors_apart(dtype: torch.dtype) -> None:
+    values = torch.arange(40).remainder(3).to(dtype).view(5, 8)
+    sums = [checksum(values).item()]
+    for place in range(values.numel()):
+        other = values.clone()
+        other.view(-1)[place] = 1 - values.view(-1)[place].to(torch.complex64).real.item()
+        sums.append(checksum(other).item())
+    assert len(set(sums)) == 1 + values.numel()
+    assert checksum(values.t().contiguous().t()) == checksum(values)
+    assert checksum(values.flip(0)) != checksum(values)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from toy_room import Mishap, Room
 
-from instar.distributed.watchdog import WatchdogLimits
+from instar.distributed.failure import PeerLost
+from instar.distributed.heartbeat import Heartbeat, _key
+from instar.distributed.watchdog import StoreAddress, WatchdogLimits, this_host, watch_ranks
 
 
 @contextmanager
@@ -127,3 +132,79 @@ def test_the_more_ranks_the_rarer_the_heartbeats(size: int, interval_s: float) -
 
 def test_silence_is_never_longer_than_a_wait() -> None:
     assert WatchdogLimits.of(silence_s=60, timeout_s=8, size=2) == WatchdogLimits(8, 8, 0.5)
+
+
+LIMITS = WatchdogLimits(silence_s=60.0, wait_s=60.0, interval_s=0.05)
+OF_A_GPU = (
+    "CUDA error: unspecified launch failure\nCUDA kernel errors might be asynchronously reported at "
+    "some other API call, so the stacktrace below might be incorrect.",
+    "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress'",
+    "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle, opa, opb)`",
+)
+OF_NCCL = (
+    "NCCL communicator was aborted on rank 0.",
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error",
+)
+
+
+def raised(error: Exception, store: dist.Store) -> BaseException:
+    """What the first of two ranks raises if its body raises `error`."""
+    with (
+        pytest.raises((RuntimeError, PeerLost)) as caught,
+        watch_ranks(store, StoreAddress("launcher", None), 0, 2, LIMITS),
+    ):
+        raise error
+    return caught.value
+
+
+@contextmanager
+def peer(store: dist.Store, ended: BaseException | None = None) -> Iterator[None]:
+    """The second rank, which waits until the first has ended, or has failed before."""
+    begun, over = threading.Event(), threading.Event()
+
+    def live() -> None:
+        with (
+            suppress(RuntimeError),
+            watch_ranks(store, StoreAddress("launcher", None), 1, 2, LIMITS),
+        ):
+            begun.set()
+            if ended is not None:
+                raise ended
+            over.wait()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    begun.wait()
+    if ended is not None:
+        thread.join()
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("text", [*OF_A_GPU, *OF_NCCL])
+def test_what_a_gpu_says_that_lost_its_peer_is_not_the_cause(text: str) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    last = Heartbeat(*(9, 120, "step 120", 7, 0, "", 0.0, "", False, this_host(), dead.pid))
+    store = dist.HashStore()
+    store.set(_key(1), last.encode())
+    found = raised(RuntimeError(text), store)
+    assert isinstance(found, PeerLost)
+    assert "rank 1 is gone, last seen in step 120" in str(found)
+    assert text.partition("\n")[0] in str(found)
+
+
+@pytest.mark.parametrize("text", [OF_A_GPU[1], "CUDA error: out of memory", "boom"])
+def test_what_a_gpu_says_whose_peers_live_is_the_cause(text: str) -> None:
+    store, error = dist.HashStore(), RuntimeError(text)
+    with peer(store):
+        assert raised(error, store) is error
+
+
+def test_of_two_gpus_that_fail_the_first_is_the_cause() -> None:
+    store = dist.HashStore()
+    with peer(store, RuntimeError(OF_A_GPU[1])):
+        found = raised(RuntimeError(OF_A_GPU[0]), store)
+    assert f"rank 1 failed: RuntimeError: {OF_A_GPU[1]}" in str(found)

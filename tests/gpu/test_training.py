@@ -1,23 +1,30 @@
-"""The same runs on a CUDA device; `make test-gpu` runs these."""
+"""The same runs on CUDA devices, on all that there are; `make test-gpu` runs these."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from instar.checkpoint.delta.chain import find, links
 from instar.checkpoint.delta.chain import load as load_link
 from instar.checkpoint.store import load
+from instar.config.load import load as load_config
+from instar.run.lifecycle.preflight import preflight
 
 pytestmark = pytest.mark.gpu
 
 Losses = Callable[..., list[float]]
+
+GPUS = torch.cuda.device_count()
+SEVERAL = pytest.mark.parametrize("ranks", [GPUS] if GPUS > 1 else [])
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
 TINY = """\
@@ -53,7 +60,9 @@ def losses(tmp_path: Path) -> Losses:
 
 
 def test_a_gpu_follows_the_curve_of_a_cpu(losses: Losses) -> None:
-    assert losses("gpu", "device=cuda") == pytest.approx(losses("cpu", "device=cpu"), rel=2e-3)
+    assert losses("gpu", "device=cuda", "tf32=false") == pytest.approx(
+        losses("cpu", "device=cpu"), rel=2e-3
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -121,3 +130,70 @@ def test_a_model_grows_on_a_gpu_as_on_a_cpu(losses: Losses) -> None:
     assert losses("compiled", "device=cuda", "compile=true", grows) == pytest.approx(
         on_cpu, rel=1e-2
     )
+
+
+def test_a_run_resumes_where_it_was_saved(losses: Losses, tmp_path: Path) -> None:
+    drops = ("device=cuda", "model.dropout=0.1", "train.ema=0.9", "precision=bf16")
+    whole = losses("whole", *drops)
+    losses("parts", *drops, "train.until=15it")
+    command = [sys.executable, "-m", "instar.cli.main", "resume", "parts", "--until", "30it"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    events = map(json.loads, (tmp_path / "parts" / "events.jsonl").read_text().splitlines())
+    resumed = [event["loss"] for event in events if event["kind"] == "train"]
+    assert resumed == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_ranks_with_shards_are_one_run(losses: Losses, optimizer: str) -> None:
+    how = ("device=cuda", f"optimizer.name={optimizer}")
+    sharded = losses("all", *how, "parallel.strategy=fsdp", ranks=GPUS)
+    assert sharded == pytest.approx(losses("one", *how), rel=2e-3)
+
+
+@SEVERAL
+def test_elastic_runs_have_one_hash(losses: Losses, tmp_path: Path, ranks: int) -> None:
+    elastic = ("device=cuda", "reproducible=elastic", f"parallel.elastic.virtual_ranks={ranks}")
+    losses("one", *elastic)
+    first = load(tmp_path / "one" / "checkpoints" / "step-30").tensors("model")
+    for strategy in ("ddp", "fsdp"):
+        losses(strategy, *elastic, f"parallel.strategy={strategy}", ranks=ranks)
+        found = load(tmp_path / strategy / "checkpoints" / "step-30").tensors("model")
+        assert all(torch.equal(found[name], tensor) for name, tensor in first.items()), strategy
+
+
+@SEVERAL
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_lost_rank_is_named(losses: Losses, tmp_path: Path, ranks: int, strategy: str) -> None:
+    del losses
+    command = [sys.executable, "-m", "instar.cli.main", "train", "tiny.yaml"]
+    command += ["--nproc", str(ranks), "--until", "1000000it"]
+    for text in ("device=cuda", f"parallel.strategy={strategy}", "record.run_dir=run"):
+        command += ["--set", text]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        events, log = tmp_path / "run" / "events.jsonl", tmp_path / "run" / "logs" / "rank_1.log"
+        while not (events.exists() and '"train"' in events.read_text() and log.exists()):
+            with pytest.raises(subprocess.TimeoutExpired):
+                launcher.wait(0.2)
+        rank_1 = next(
+            child
+            for child in psutil.Process(launcher.pid).children(recursive=True)
+            if child.environ().get("RANK") == "1"
+        )
+        rank_1.send_signal(signal.SIGKILL)
+        _, said = launcher.communicate(timeout=150)
+    assert launcher.returncode == 4
+    assert "rank 1" in said
+
+
+def test_the_forecast_of_memory_is_what_is_allocated(losses: Losses, tmp_path: Path) -> None:
+    size = ["model.n_layer=8", "model.n_embd=512", "model.n_head=8", "model.context=512"]
+    for precision in ("bf16", "fp32"):
+        how = ["device=cuda", f"precision={precision}", "train.batch_size=16", "train.until=3it"]
+        losses(precision, *size, *how)
+        config = load_config(str(tmp_path / precision / "run.yaml"), [])
+        (stage,) = preflight(config, 1).forecast.stages
+        events = map(json.loads, (tmp_path / precision / "events.jsonl").read_text().splitlines())
+        used = max(event["memory_bytes"] for event in events if event["kind"] == "train")
+        ratio = used / sum(stage.memory_bytes.values())
+        print(f"{precision}: allocated / forecast {ratio:.2f}")
+        assert 0.7 < ratio < 1.15

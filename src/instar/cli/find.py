@@ -1,14 +1,15 @@
-"""`instar find`: find settings of a config by short trainings."""
+"""`instar find`, `instar doctor`: find settings of a config, and what a machine has."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from instar.cli.options import CommandGroup, json_option, set_option, trust_option
-from instar.cli.output import picture_kind, print_json, print_table, write_picture
+from instar.cli.output import picture_kind, print_json, print_named, print_table, write_picture
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
@@ -119,6 +120,37 @@ def batch(cfg: str | None, overrides: tuple[str, ...], most: int | None, as_json
         f"fastest: {result.fastest:,} samples; largest that fits in "
         f"{bytes_text(result.limit_bytes)}: {result.largest:,}{how}"
     )
+
+
+@click.command()
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default="runs",
+    show_default=True,
+    help="Folder of runs, whose disk is written to.",
+)
+@click.option("--quick", is_flag=True, help="Measure no speed, and compile nothing.")
+@json_option
+def doctor(folder: Path, quick: bool, as_json: bool) -> None:
+    """Check what this machine has for training, and how fast it is.
+
+    Prints devices, matrix products, NCCL, network, torch.compile, memory, disk and limits, what to
+    change, and the settings with which Instar would train here. Takes up to a minute.
+    """
+    from instar.run.find.machine import examine
+
+    found = examine(folder, quick=quick, say=lambda text: _say(f"{text} …"))
+    if as_json:
+        print_json(dataclasses.asdict(found))
+        return
+    print_table(["CHECK", "FOUND"], [[check.what, check.found] for check in found.checks])
+    click.echo("\nInstar would train with")
+    print_named(((f"  {key}", str(value)) for key, value in found.settings.items()), 22)
+    advised = [(f"  {check.what}", check.advice) for check in found.checks if check.advice]
+    if advised:
+        click.echo("\nto change")
+        print_named(advised, 22)
 
 
 def _loaded(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:

@@ -32,6 +32,7 @@ COMMANDS = {
     "resume": ("instar.cli.train:resume", "Resume a run that was stopped."),
     "test": ("instar.cli.train:test", "Test a run's best checkpoint on the test split."),
     "find": ("instar.cli.find:find", "Find a learning rate or a batch size by short trainings."),
+    "doctor": ("instar.cli.find:doctor", "Check what this machine has for training, and how fast."),
     "control": ("instar.cli.train:control", "Tell a run to save or to stop, or print its status."),
     "fleet": ("instar.cli.fleet:fleet", "Run a matrix of trainings with the servers they need."),
     "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),

@@ -269,6 +269,7 @@ PLACES = ("name", "preset", "resume", "data.path", "record.run_dir", "record.out
 LAUNCH = (
     *PLACES,
     "device",
+    "tf32",
     "compile_stages",
     "data.strategy",
     "data.workers",

@@ -405,6 +405,11 @@ class RunConfig(Section):
         description="of the forward pass; weights stay fp32; auto: bf16 for a language model where "
         "every rank's device has units for it, else fp32",
     )
+    tf32: bool = Field(
+        True,
+        description="on GPUs, multiply float32 matrices with 10 bits of mantissa, several times as fast; "
+        "never with reproducible: elastic",
+    )
     compile: bool = Field(False, description="torch.compile the model")
     compile_stages: bool = Field(
         False,

@@ -17,6 +17,7 @@ ALIASES: Mapping[str, str] = {
     "seed": "random_seed manual_seed rng_seed",
     "device": "accelerator",
     "precision": "dtype fp16 bf16 amp autocast mixed_precision torch_dtype",
+    "tf32": "allow_tf32 float32_matmul_precision matmul_precision",
     "compile": "torch_compile use_compile",
     "resume": "resume_from_checkpoint",
     "model.from": "init_from pretrained from_pretrained model_name_or_path base_model "

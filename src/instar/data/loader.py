@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, Self, runtime_checkable
@@ -362,8 +362,17 @@ class Prefetcher:
     only on the steps taken, so they are the same on all ranks.
     """
 
-    def __init__(self, reader: Reader, prefetch: bool = True) -> None:
-        self._reader, self._prefetch = reader, prefetch
+    def __init__(
+        self,
+        reader: Reader,
+        prefetch: bool = True,
+        stage: Callable[[Columns], Columns] | None = None,
+    ) -> None:
+        """
+        Args:
+            stage: applied to the arrays of every micro-batch, in the thread.
+        """
+        self._reader, self._prefetch, self._stage = reader, prefetch, stage
         self._ready: Block = {}
         self._coming: _Job | None = None
         self._serial = 0
@@ -450,12 +459,23 @@ class Prefetcher:
         self._jobs.put(self._coming)
         return self._coming
 
+    def _staged(self, block: Block) -> Block:
+        stage = self._stage
+        if stage is None:
+            return block
+
+        def staged(step: StepBatch) -> StepBatch:
+            parts = (replace(part, arrays=stage(part.arrays)) for part in step.micro_batches)
+            return replace(step, micro_batches=tuple(parts))
+
+        return {key: staged(s) if isinstance(s, StepBatch) else s for key, s in block.items()}
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             if self._closed or job is not self._coming:
                 continue
             try:
-                job.block.set_result(self._reader.read(job.request))
+                job.block.set_result(self._staged(self._reader.read(job.request)))
             except BaseException as error:  # otherwise take() would wait forever
                 job.block.set_exception(error)
         self._reader.close()

@@ -31,6 +31,7 @@ from instar.distributed.failure import (
     error_text,
     exit_code_of,
     is_secondary,
+    may_be_secondary,
     transport_text,
 )
 from instar.distributed.world import World, with_own_group
@@ -147,6 +148,8 @@ def collective(world: World, what: str, number: int | None = None) -> Iterator[N
     try:
         yield
     except RuntimeError as error:
+        if may_be_secondary(error):  # the watchdog knows whether a rank is lost
+            raise
         cause = transport_text(error)
         raise PeerLost(f"rank {world.rank} lost another rank while {what}: {cause}") from error
     else:

@@ -28,6 +28,7 @@ FOLDER_PREFIX = "instar-"
 """of the launcher's temporary folder, which has a folder `start-N/rank` for each rank's record"""
 NOTHING_STARTED = "stopped before the first step; start again with the same command"
 
+_GPU_SIGNS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS")
 _TRANSPORT_SIGNS = ("gloo", "NCCL", "by peer", "Broken pipe", "Timed out waiting")
 
 
@@ -145,6 +146,16 @@ def is_secondary(error: BaseException) -> bool:
         return error.secondary
     # DDP's reducer raises the transport's RuntimeError unchanged.
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TRANSPORT_SIGNS)
+
+
+def may_be_secondary(error: BaseException) -> bool:
+    """Whether `error` is of a GPU, which may be at fault itself, or have lost another rank: NCCL's
+    kernels read its memory, and errors of kernels appear at any later call."""
+    return (
+        isinstance(error, RuntimeError)
+        and any(sign in str(error) for sign in _GPU_SIGNS)
+        and not (out_of_memory(error) or is_secondary(error))
+    )
 
 
 def root_of(error: BaseException) -> BaseException:

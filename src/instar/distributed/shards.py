@@ -41,6 +41,15 @@ def whole(tensor: Tensor) -> Tensor:
     return found.detach()
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU. That of a tensor on a GPU is complete when an event is that is recorded
+    afterwards; a step that follows may change the tensor."""
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.to("cpu", copy=True)
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 def part(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that all ranks hold whole, laid out as `like`, which may have another dtype.
 
@@ -195,7 +204,7 @@ class SavedRows:
     def staged(self) -> SavedRows:
         """Return a copy on the CPU, without the rows if another rank saves them."""
         tensor = self.tensor if self.saved else self.tensor[:0]
-        return replace(self, tensor=tensor.to("cpu", copy=True))
+        return replace(self, tensor=on_host(tensor))
 
 
 def held(tensor: Tensor) -> Tensor | SavedRows:

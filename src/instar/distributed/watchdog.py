@@ -29,6 +29,7 @@ from instar.distributed.failure import (
     RunFailed,
     describe_failure,
     is_secondary,
+    may_be_secondary,
     transport_text,
     write_failure,
 )
@@ -102,8 +103,8 @@ def watch_ranks(
     except BaseException as error:
         watch.stop()
         lost = is_secondary(error)
-        if lost and not isinstance(error, PeerError):
-            better = watch.explain(error)
+        if (lost and not isinstance(error, PeerError)) or may_be_secondary(error):
+            better = watch.explain(error, certain=lost)
             if better is not None:
                 raise better from error
         watch.leave(f"{type(error).__name__}: {error}", lost=lost)
@@ -167,15 +168,21 @@ class Watchdog:
         """End the threads, except one that is blocked in the store."""
         self._client.close()
 
-    def explain(self, error: BaseException) -> RunFailed | None:
-        """Find the rank whose loss caused `error`; None if it is unknown."""
+    def explain(self, error: BaseException, *, certain: bool = True) -> RunFailed | None:
+        """Find the rank whose loss caused `error`; None if it is unknown.
+
+        Args:
+            certain: the loss of some rank has caused it; otherwise, an error of this rank's own is
+                possible, and a rank that answers is not blamed.
+        """
         deadline, cause = time.monotonic() + self._search_s, transport_text(error)
         before = {rank: one.beat.count for rank, one in self._seen.items() if one.beat}
         own = self._beat(ended=str(error), lost=True)
         while True:
             news = None if self._store_lost else self._ask(own, deadline)
             if news is None:
-                return self._store_gone(cause)
+                gone = certain or self._served.rank not in (None, self._rank)
+                return self._store_gone(cause) if gone else None
             if news.verdict:
                 return _missing(news.verdict)
             found = self._ended(news.beats, cause)
@@ -186,7 +193,7 @@ class Watchdog:
             time.sleep(0.02)
         alive = [rank for rank, beat in news.beats.items() if beat.ended is None]
         quiet = [rank for rank in alive if news.beats[rank].count == before.get(rank)]
-        blamed = quiet or alive
+        blamed = quiet or (alive if certain else [])
         if not blamed:
             return None
         message = f"{cause}; {self._last_seen(blamed, news.beats)}"

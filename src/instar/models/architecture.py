@@ -458,6 +458,15 @@ def materializes_scores(context: int, low_precision: bool, device: str) -> bool:
     return low_precision and device == "cpu" and context <= MATERIALIZED_UP_TO
 
 
+def repeats_keys(low_precision: bool, device: str) -> bool:
+    """Whether attention repeats keys and values of grouped queries for each of them.
+
+    On GPUs only the 16-bit flash kernel reads groups. In float32 torch would fall back to a kernel
+    that materializes all scores.
+    """
+    return not low_precision and device != "cpu"
+
+
 def state_bytes(
     parameters: Mapping[str, Parameter],
     frozen: FrozenParameters = NONE_FROZEN,
@@ -517,6 +526,7 @@ def memory_estimate(
             low,
             gradient_checkpointing,
             context if materializes_scores(context, low < _WIDE, device) else 0,
+            repeats_keys(low < _WIDE, device),
         )
         + _adapter_bytes(arch, tokens, low, gradient_checkpointing)
         + (low * count.matmul if low < _WIDE else 0),
@@ -525,14 +535,14 @@ def memory_estimate(
 
 
 def _activation_bytes(
-    arch: Architecture, tokens: int, low: int, checkpointing: bool, scores: int
+    arch: Architecture, tokens: int, low: int, checkpointing: bool, scores: int, repeated: bool
 ) -> int:
     """Returns the bytes saved for the backward pass, without logits; `scores` is the number of
-    materialized scores per token and head."""
+    materialized scores per token and head, `repeated` whether keys are, see `repeats_keys`."""
     stream = _WIDE * arch.n_embd
     norm = stream + low * arch.n_embd
     queries, keys = arch.n_head * arch.head_dim, arch.n_kv_head * arch.head_dim
-    attention = low * (2 * queries + 2 * (queries if scores else keys))
+    attention = low * (2 * queries + 2 * (queries if scores or repeated else keys))
     attention += arch.n_head * (low * scores if scores else _WIDE)
     if arch.qk_norm:
         attention += _WIDE * (queries + keys)

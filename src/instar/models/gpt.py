@@ -24,7 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load
-from instar.models.architecture import Architecture, MaskedAxis, materializes_scores
+from instar.models.architecture import (
+    Architecture,
+    MaskedAxis,
+    materializes_scores,
+    repeats_keys,
+)
 from instar.models.lora import Lora, adapter_of
 from instar.models.loss import at_least_float32, each_cross_entropy, head_cross_entropy
 from instar.models.shape import ArchitectureError, Parameter
@@ -268,14 +273,17 @@ def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: fl
             q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, enable_gqa=grouped
         )
     low = q_BHTC.dtype == torch.bfloat16
-    scores_held = materializes_scores(q_BHTC.shape[-2], low, q_BHTC.device.type)
-    if not scores_held or torch.compiler.is_compiling():
+    device = q_BHTC.device.type
+    scores_held = materializes_scores(q_BHTC.shape[-2], low, device)
+    fused = not scores_held or torch.compiler.is_compiling()
+    if grouped and (not fused or repeats_keys(q_BHTC.dtype.itemsize < 4, device)):
+        times = q_BHTC.shape[1] // k_BKTC.shape[1]
+        k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
+        grouped = False
+    if fused:
         return F.scaled_dot_product_attention(
             q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, is_causal=True, enable_gqa=grouped
         )
-    if grouped:
-        times = q_BHTC.shape[1] // k_BKTC.shape[1]
-        k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
     q_NTC, k_NTC, v_NTC = (x.flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
     T, C = q_NTC.shape[-2:]
     mask_TT = torch.full((T, T), -torch.inf, dtype=q_NTC.dtype).triu(1)

@@ -275,6 +275,6 @@ def probe(task: Task, model: Module, samples: ProbeSamples) -> Probe:
     """
     device = next(model.parameters()).device
     with evaluating(model), torch.no_grad(), generators_kept(device):
-        seed_generators(0, EVALUATION, 0)
+        seed_generators(0, EVALUATION, 0, device)
         loss = task.loss_sum(model, samples.batch).item() / samples.weight
         return Probe(task.outputs(model, samples.batch), loss)

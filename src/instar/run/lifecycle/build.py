@@ -64,6 +64,10 @@ def build(
     elastic = config.parallel.elastic if config.reproducible == "elastic" else None
     if elastic:
         _round_alike(elastic.threads, world.device)
+    if world.device.type == "cuda":
+        # before the device's peak is measured, with which speed is compared
+        tf32 = config.tf32 and elastic is None
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
     task = prepared.spec.task(config)
     if began is not None and began.architecture != task.architecture:
         task = task.at(began.architecture, began.settings.context)
@@ -147,11 +151,13 @@ def as_before() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get(WORKSPACE)
+    products = torch.get_float32_matmul_precision()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_float32_matmul_precision(products)
         if workspace is None:
             os.environ.pop(WORKSPACE, None)
 

@@ -144,7 +144,7 @@ def resolve_precision(prepared: Prepared, world: World) -> Prepared:
     config = prepared.config
     if config.precision != "auto":
         return prepared
-    pays = config.prefers_bf16 and all(gather(world, _has_bf16(world.device)))
+    pays = config.prefers_bf16 and all(gather(world, has_bf16(world.device)))
     chosen = "bf16" if pays else "fp32"
     config = config.model_copy(update={"precision": chosen})
     return dataclasses.replace(prepared, config=config)
@@ -190,7 +190,8 @@ def resolve_strategy(loaded: Loaded, prepared: Prepared, world: World) -> Loaded
     return with_strategy("ddp") if refused else sharded
 
 
-def _has_bf16(device: torch.device) -> bool:
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies bf16 matrices in hardware."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))

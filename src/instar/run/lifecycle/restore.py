@@ -113,7 +113,7 @@ def _restore(
         restore_generators(checkpoint.tensors("rng", rank=world.rank), world.device)
     else:
         # saved generator states are per rank: useless for another number of ranks
-        seed_generators(parts.config.seed, state.step, world.rank)
+        seed_generators(parts.config.seed, state.step, world.rank, world.device)
     warnings += [
         f"{checkpoint.path.name} was saved without its {part} state: {LEFT_OUT[part]}"
         for part in without

@@ -148,7 +148,7 @@ class _Trial:
 
     def _train(self, task: Task, model: Module, samples: Columns, batch: Batch) -> list[str]:
         """Run a forward and a backward pass; return warnings."""
-        seed_generators(self.config.seed, 0, 0)
+        seed_generators(self.config.seed, 0, 0, self.world.device)
         with self._task_errors("loss", samples, model):
             calls: list[object] = []
             counting = model.register_forward_pre_hook(lambda *_: calls.append(None))

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import torch
+from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
 from instar.data.broadcast import BroadcastReceiver, BroadcastSender
+from instar.data.columns import Columns, Ragged, each
 from instar.data.loader import Laned, LocalReader, Prefetcher, Reader
 from instar.data.order import UNKNOWN, Order
 from instar.data.source import Source, close
@@ -68,6 +71,20 @@ class DataPhase:
         )
 
 
+def pinned(columns: Columns) -> Columns:
+    """Copy arrays to page-locked memory, from which a GPU copies them while it computes."""
+
+    def copied(column: NDArray[Any]) -> NDArray[Any]:
+        return torch.from_numpy(column).pin_memory().numpy()
+
+    def either(column: NDArray[Any] | Ragged) -> NDArray[Any] | Ragged:
+        if isinstance(column, Ragged):
+            return Ragged(copied(column.flat), copied(column.offsets - column.offsets[0]))
+        return copied(column)
+
+    return each(columns, either)
+
+
 class LoaderFactory:
     """Creates this rank's loader: the rank reads its samples, or receives them from rank 0.
 
@@ -111,7 +128,8 @@ class LoaderFactory:
 
     def open(self, task: Task, phase: DataPhase) -> Prefetcher:
         """Open this rank's loader of the phase's training samples; the caller must close it."""
-        return Prefetcher(self._reader(task, phase), self._config.data.prefetch)
+        stage = pinned if self._world.device.type == "cuda" else None
+        return Prefetcher(self._reader(task, phase), self._config.data.prefetch, stage)
 
     def _reader(self, task: Task, phase: DataPhase) -> Reader:
         own, rank = self._own, self._world.rank

@@ -179,7 +179,7 @@ def evaluate(
                 chosen = batches[0][:1]
             if chosen is not None and task.random:
                 # random numbers must depend neither on the number of ranks nor on training
-                seed_generators(seed, EVALUATION, int(chosen[0]))
+                seed_generators(seed, EVALUATION, int(chosen[0]), world.device)
             arrays = None
             if failure is None:
                 arrays, failure = safe.attempt(partial(_read, source, chosen))

@@ -63,21 +63,16 @@ def generators_kept(device: torch.device) -> Iterator[None]:
         restore_generators(states, device)
 
 
-def seed_generators(seed: int, step: int, rank: int) -> None:
-    """Seed all generators from a position in the run: the step, and a rank or sample number."""
+def seed_generators(seed: int, step: int, rank: int, device: torch.device) -> None:
+    """Seed the host's generators and that of `device` from a position in the run: the step, and a rank
+    or sample number."""
     entropy = np.random.SeedSequence((seed, step, rank)).generate_state(3, np.uint64)
-    _seed_torch(int(entropy[0] >> 1))
+    # `torch.manual_seed` seeds all devices, and takes several times as long as the rest of this
+    torch.default_generator.manual_seed(int(entropy[0] >> 1))
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(int(entropy[0] >> 1))
     random.seed(int(entropy[1]))
     np.random.seed(int(entropy[2] >> 32))
-
-
-def _seed_torch(seed: int) -> None:
-    # without a device, `torch.manual_seed` formats a stack for each kind of device, to seed it if it
-    # is initialized later: several times what the rest of this module costs
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def _optional(value: float | None) -> torch.Tensor:

@@ -81,9 +81,8 @@ def to_device(arrays: Columns, device: torch.device) -> Batch:
             tensors[name] = torch.from_numpy(column)
     if device.type == "cpu":
         return tensors
-    return {
-        name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()
-    }
+    # arrays that were read ahead are pinned, see `Prefetcher`; others are copied before this returns
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 class Stepper:
@@ -169,7 +168,7 @@ class Stepper:
         self.world.moved()
         if self.seed is not None:
             # no state to save, and the result does not depend on which rank runs a micro-batch
-            seed_generators(self.seed, step, micro.first)
+            seed_generators(self.seed, step, micro.first, self.world.device)
         with self.autocast(), weighted(micro.samples):
             return self.task.loss_sum(
                 self.strategy.model, to_device(micro.arrays, self.world.device)

@@ -21,7 +21,7 @@ from instar.config.errors import InstarError
 from instar.config.schema import CheckpointConfig, Direction
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
-from instar.distributed.shards import SavedRows
+from instar.distributed.shards import SavedRows, on_host
 from instar.distributed.world import RunFailed, World, with_own_group
 from instar.run.loop.state import Progress
 
@@ -77,9 +77,7 @@ class Snapshot:
 
 
 def _staged(tensor: torch.Tensor | SavedRows) -> torch.Tensor | SavedRows:
-    if isinstance(tensor, SavedRows):
-        return tensor.staged()
-    return tensor.detach().to("cpu", copy=True)
+    return tensor.staged() if isinstance(tensor, SavedRows) else on_host(tensor)
 
 
 @dataclass(frozen=True)
@@ -156,10 +154,15 @@ class Saver:
         snapshot.check_replicas(self.world)
         if self.config.asynchronous and not (wait or must):
             held = snapshot.held(self.world.rank)
+            copied = recorded_event(self.world.device)
             stall_s = time.monotonic() - begun
-            self.pending = in_background(
-                lambda: self._write(held, self.writers, begun, stall_s), "instar-saver"
-            )
+
+            def write() -> SaveResult:
+                if copied is not None:
+                    copied.synchronize()
+                return self._write(held, self.writers, begun, stall_s)
+
+            self.pending = in_background(write, "instar-saver")
             return
         saved = self._write(snapshot, self.world, begun)
         self._over(saved)
@@ -231,6 +234,15 @@ class Saver:
             error = failure
         seconds = time.monotonic() - begun
         return SaveResult(snapshot, path, seconds, seconds if stall_s is None else stall_s, error)
+
+
+def recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event for the end of what a GPU was given to do; None for other devices."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 T = TypeVar("T")
