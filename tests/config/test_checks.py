@@ -53,6 +53,11 @@ def test_the_defaults_fit_each_other() -> None:
             "must be a power of two, got 6",
         ),
         ({"reproducible": "elastic", "compile": True}, "compile", "cannot be combined with reproducible"),
+        (
+            {"parallel": {"fsdp": {"gather": "bfloat16"}}, "precision": "fp16"},
+            "parallel.fsdp.gather",
+            "weights that are computed with in fp16",
+        ),
         ({"parallel": {"strategy": "hsdp"}}, "parallel.strategy", "needs parallel.fsdp.shards"),
         ({"parallel": {"fsdp": {"shards": 2}}}, "parallel.fsdp.shards", "parallel.strategy is ddp"),
         (

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds some rows: Muon on them, bit for bit as on whole ones."""
+"""Tensors of which each rank holds some rows: Muon on them, bit for bit as on whole ones; how they travel."""
 
 from __future__ import annotations
 
@@ -71,3 +71,61 @@ def test_muon_on_rows_is_muon_on_whole_matrices(
     answers = ranks_in(MUON.replace("SHARDS", str(shards)), ranks, tmp_path)
     assert all(answer["equal"] for answer in answers)
     assert max(answer["most"] for answer in answers) == -(-6 // shards)
+
+
+GATHER = """
+import torch
+import torch.distributed as dist
+from instar.config.language import ModelConfig
+from instar.config.schema import RunConfig
+from instar.distributed.shards import own
+from instar.models.architecture import resolve
+from instar.models.gpt import GPT
+from instar.run.parallel.choose import parallelize
+
+sent = 0
+def gather(output, part, *arguments, call=dist.all_gather_into_tensor, **named):
+    global sent
+    sent += part.nbytes
+    return call(output, part, *arguments, **named)
+dist.all_gather_into_tensor = gather
+
+def trained(world, **fsdp):
+    global sent
+    config = RunConfig(precision="bf16", parallel={"strategy": "fsdp", "fsdp": fsdp})
+    shape = ModelConfig(
+        n_layer=2, n_head=4, n_embd=64, context=16, norm="rmsnorm", activation="swiglu",
+        positions="rope", bias=False, tied=False,
+    )
+    model = GPT(resolve(shape, 50))
+    model.init_weights(0)
+    strategy = parallelize(config, world, model)
+    tokens = torch.arange(16).reshape(2, 8) % 8
+    sent = 0
+    with strategy.evaluating(None), torch.no_grad():
+        outside = strategy.bare(tokens)
+    evaluated, sent = sent, 0
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = strategy.model(tokens, tokens.roll(-1))
+    loss.backward()
+    optimizer = torch.optim.AdamW(strategy.parameters.values(), fused=True)
+    optimizer.step()
+    made = [own(p) for p in strategy.parameters.values()]
+    made += [own(p.grad) for p in strategy.parameters.values()]
+    return [outside, *made], evaluated, sent
+
+with join(ParallelConfig(timeout_s=60), "cpu") as world:
+    found, *_ = trained(world)
+    rounded, *traffic = trained(world, gather="bfloat16")
+    equal = len(found) == len(rounded) and all(map(torch.equal, found, rounded))
+    answer(equal=equal, traffic=traffic)
+"""
+
+
+def test_gathers_in_bfloat16_change_no_bit(ranks_in: Ranks, tmp_path: Path) -> None:
+    """Of an evaluation without autocast, and of a training step with it, whose two gathers of each linear
+    layer send as much as one of the evaluation."""
+    for answer in ranks_in(GATHER, 2, tmp_path):
+        assert answer["equal"]
+        evaluated, trained = answer["traffic"]
+        assert trained == evaluated > 0

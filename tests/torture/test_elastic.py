@@ -40,7 +40,12 @@ GROWTH = """schedule=[
 ]"""
 VARIANTS: dict[str, tuple[str, ...]] = {
     "muon": (),
-    "muon in bf16, clipped, grows": ("precision=bf16", "train.clip=0.3", GROWTH),
+    "muon in bf16, clipped, grows": (
+        "precision=bf16",
+        "parallel.fsdp.gather=bfloat16",
+        "train.clip=0.3",
+        GROWTH,
+    ),
     "muon by polar express, in fp16": ("optimizer.ns_iteration=polar_express", "precision=fp16"),
     "adamw": ("optimizer.name=adamw",),
     "adamw in bf16": ("optimizer.name=adamw", "precision=bf16"),

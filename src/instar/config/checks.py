@@ -111,6 +111,25 @@ def _sharding(config: RunConfig) -> Iterator[ConfigProblem]:
             "adds the gradients of a slice before they are sent",
             "remove one of them, or make train.batch_size larger: fewer micro-batches",
         )
+    rounds, precision = config.parallel.fsdp.gather == "bfloat16", config.precision
+    for key, clashes, why in (
+        (
+            "precision",
+            precision in ("fp32", "fp16"),
+            f"would round weights that are computed with in {precision}",
+        ),
+        (
+            "compile",
+            config.compile,
+            "cannot be combined with compile: true, which gathers blocks whole",
+        ),
+    ):
+        if rounds and clashes:
+            yield ConfigProblem(
+                ("parallel.fsdp.gather", key),
+                f"parallel.fsdp.gather: bfloat16 {why}",
+                "use gather: float32, or leave it out",
+            )
     if strategy in ("fsdp", "hsdp"):
         yield from sharding_conflicts(config)
 

@@ -330,6 +330,11 @@ class FSDPConfig(Section):
         description="give a block's parameters back after its forward pass, and gather them again in "
         "the backward pass: less memory, half as much communication again",
     )
+    gather: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="how the weights of the blocks' linear layers travel; bfloat16, with precision bf16, "
+        "sends half as much and changes no bit where autocast rounds them to it anyway",
+    )
     reduce_each_micro_batch: bool = Field(
         False,
         description="send the gradients of every micro-batch, not of a whole step: no rank keeps those "

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn import Module, ModuleList, Parameter
+from torch.nn import Linear, Module, ModuleList, Parameter
 
 from instar.config.schema import RunConfig
 from instar.data.loader import StepBatch
@@ -34,7 +35,7 @@ from instar.distributed.all_reduce import (
     tree_sum,
 )
 from instar.distributed.failure import RunFailed
-from instar.distributed.shards import own
+from instar.distributed.shards import RoundedAllGather, own
 from instar.distributed.world import World
 from instar.models.module import held_buffers, is_meta, load_buffers, materialize
 from instar.run.parallel.strategy import MicroBatchCalls, freeze, share_buffers
@@ -63,14 +64,19 @@ class Sharded:
         self._shards, self._replicas = _meshes(world, shards)
         if config.compile:
             torch.compiler.reset()  # see `DataParallel`
+        self._gather = RoundedAllGather()
+        rounds = config.parallel.fsdp.gather == "bfloat16" and config.precision == "bf16"
+        reshard = config.parallel.fsdp.reshard_after_forward
+        shard = partial(fully_shard, mesh=self._shards, reshard_after_forward=reshard)
         for block in blocks(bare):
             if config.compile:
                 _compile(block)
-            fully_shard(
-                block,
-                mesh=self._shards,
-                reshard_after_forward=config.parallel.fsdp.reshard_after_forward,
-            )
+            linear = [module for module in block.modules() if rounds and isinstance(module, Linear)]
+            if linear:
+                shard(linear)
+                cast(FSDPModule, linear[0]).set_custom_all_gather(self._gather)  # type: ignore[arg-type]
+            if block not in linear:
+                shard(block)
         # the backward pass begins with the root: torch keeps it whole in between
         self._root: FSDPModule = fully_shard(bare, mesh=self._shards)
         if is_meta(bare):  # each rank allocates its rows only
@@ -198,6 +204,7 @@ class Sharded:
         """See `Strategy`."""
         weights = {} if values is None else {n: own(p).clone() for n, p in self.parameters.items()}
         try:
+            self._gather.rounds = False
             # assigning `Parameter.data` would leave the rows that are gathered as they are
             for name, value in (values or {}).items():
                 own(self.parameters[name]).copy_(own(value))
@@ -205,6 +212,7 @@ class Sharded:
         finally:
             # after a forward pass without gradients the root is still whole
             self._root.reset_iter_state()
+            self._gather.rounds = True
             for name, value in weights.items():
                 own(self.parameters[name]).copy_(value)
 
