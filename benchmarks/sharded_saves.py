@@ -1,0 +1,244 @@
+"""How fast two ranks save and load a sharded model, against the bare disk and against torch's own.
+
+    python benchmarks/sharded_saves.py [--quick]
+
+100 M parameters and their two AdamW moments, 1.2 GB, half of them on each of two ranks. In turns: as
+many bytes that are in memory already, written and synced by both ranks; a checkpoint, with its
+checksums; and one of `torch.distributed.checkpoint`, which has none. Both are then loaded, ours with
+all checksums verified; files are in memory. A background save stops training for its call. In the end
+a byte in the middle of each checkpoint is flipped.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from instar.checkpoint.layout import Parts
+from instar.checkpoint.manifest import CheckpointError, Facts
+from instar.checkpoint.store import load, publish
+from instar.config.schema import CheckpointConfig, ParallelConfig
+from instar.distributed.shards import held, own
+from instar.distributed.world import World, join
+from instar.run.loop.optimizer import copy_tensors
+from instar.run.loop.state import Progress
+from instar.run.output.save import Saver, Snapshot
+from report import Options, case, options, parser
+from report import publish as publish_cases
+
+RANKS = 2
+LAYERS, ROWS, COLUMNS = 24, 4096, 1024
+STATES = {"model": ("",), "optimizer": ("/exp_avg", "/exp_avg_sq")}
+REPEATS = 3
+
+State = Mapping[str, Mapping[str, Tensor]]
+"""this rank's rows of the tensors of each component"""
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--place", type=Path, help="of the ranks, which are started with it")
+    parsed = made.parse_args()
+    chosen = options(parsed)
+    if parsed.place is not None:
+        with join(ParallelConfig(timeout_s=600), "cpu") as world:
+            Ranks(world, parsed.place, chosen.quick).measure()
+        return
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        run_ranks(["--place", folder, *(["--quick"] if chosen.quick else [])])
+        found = json.loads((Path(folder) / "figures.json").read_text())
+    report(found, chosen)
+
+
+def run_ranks(words: list[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, *words], env={**os.environ, **common, "RANK": str(rank)}
+        )
+        for rank in range(RANKS)
+    ]
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [0] * RANKS, codes
+
+
+class Ranks:
+    """What one of the ranks does."""
+
+    def __init__(self, world: World, place: Path, quick: bool) -> None:
+        self.world, self.place, self.repeats = world, place, 1 if quick else REPEATS
+        self.mesh = init_device_mesh("cpu", (RANKS,))
+        self.shape = (2, 64, 16) if quick else (LAYERS, ROWS, COLUMNS)
+        self.figures: dict[str, list[float]] = {}
+
+    def state(self, fill: float | None = None) -> State:
+        """Random numbers, or one."""
+        layers, rows, columns = self.shape
+        return {
+            component: {
+                f"layers.{layer}.weight{state}": DTensor.from_local(
+                    torch.randn(rows // RANKS, columns)
+                    if fill is None
+                    else torch.full((rows // RANKS, columns), fill),
+                    self.mesh,
+                    [Shard(0)],
+                )
+                for layer in range(layers)
+                for state in states
+            }
+            for component, states in STATES.items()
+        }
+
+    def measure(self) -> None:
+        torch.manual_seed(self.world.rank)
+        saved = self.state()
+        for repeat in range(1, self.repeats + 1):
+            self.turn(saved, last=repeat == self.repeats)
+        if self.world.is_main:
+            (self.place / "figures.json").write_text(json.dumps(self.figures))
+
+    def turn(self, saved: State, *, last: bool) -> None:
+        ours, theirs = self.place / "run", self.place / "dcp"
+        self.timed("raw synced write", lambda: self.raw(saved))
+        self.timed("save", lambda: self.save(ours, 1, saved))
+        self.timed("torch DCP, save", lambda: dcp.save(saved, checkpoint_id=theirs))
+        self.background(ours, 2, saved)
+        path, loaded = ours / "checkpoints" / "step-1", self.state(0.0)
+        self.timed("load", lambda: self.load(path, loaded))
+        assert self.same(saved, loaded)
+        again = self.state(0.0)
+        self.timed("torch DCP, load", lambda: dcp.load(again, checkpoint_id=theirs))
+        assert self.same(saved, again)
+        if last:
+            self.figures["damage named"] = [self.damaged(path, saved)]
+            self.figures["DCP, damage found"] = [self.damaged_dcp(theirs, saved, again)]
+        dist.barrier()
+        if self.world.is_main:
+            shutil.rmtree(theirs)
+            shutil.rmtree(ours)
+
+    def timed(self, name: str, work: Callable[[], object]) -> None:
+        """Until the last rank has done it."""
+        dist.barrier()
+        begun = time.perf_counter()
+        work()
+        dist.barrier()
+        self.figures.setdefault(name, []).append(time.perf_counter() - begun)
+        if self.world.is_main:
+            print(f"{name}: {self.figures[name][-1]:.2f} s", file=sys.stderr)
+
+    def raw(self, state: State) -> None:
+        path = self.place / f"raw-{self.world.rank}"
+        with path.open("wb") as file:
+            for tensors in state.values():
+                for tensor in tensors.values():
+                    file.write(own(tensor).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        path.unlink()
+
+    def save(self, root: Path, step: int, state: State) -> None:
+        components = {c: {n: held(t) for n, t in each.items()} for c, each in state.items()}
+        publish(root, step, components, {}, architecture={}, world=self.world)
+
+    def background(self, root: Path, step: int, state: State) -> None:
+        """A save for which training stops only while the tensors are copied."""
+        saver = Saver(CheckpointConfig(asynchronous=True), self.world, root, lambda _: None)
+        components = {c: {n: held(t) for n, t in each.items()} for c, each in state.items()}
+        snapshot = Snapshot(Progress(step=step), components, {}, {}, [], Facts())
+        self.timed("stall of a background save", lambda: saver.save(snapshot))
+        saver.finish()
+
+    def load(self, path: Path, state: State) -> None:
+        """As a resume does: rank 0 reads every byte for the checksums, then each rank its rows."""
+        if self.world.is_main:
+            load(path)
+        dist.barrier()
+        checkpoint = load(path, check=False)
+        for component, into in state.items():
+            with checkpoint.reading(component) as read:
+                copy_tensors(into, Parts(read, into, into.__getitem__))
+
+    def same(self, saved: State, loaded: State) -> bool:
+        return all(
+            torch.equal(own(tensor), own(loaded[component][name]))
+            for component, tensors in saved.items()
+            for name, tensor in tensors.items()
+        )
+
+    def damaged(self, path: Path, saved: State) -> float:
+        """Whether a flipped byte is found and its file named."""
+        file = path / "optimizer" / "1-of-2.safetensors"
+        if self.world.rank == 1:
+            flip(file, saved)
+        dist.barrier()
+        if self.world.is_main:
+            try:
+                load(path)
+            except CheckpointError as error:
+                return float(str(file) in str(error))
+        return 0.0
+
+    def damaged_dcp(self, folder: Path, saved: State, loaded: State) -> float:
+        """Whether loading fails; it is checked that what was loaded differs otherwise."""
+        if self.world.rank == 1:
+            flip(folder / "__1_0.distcp", saved)
+        dist.barrier()
+        try:
+            dcp.load(loaded, checkpoint_id=folder)
+        except CheckpointException:
+            return 1.0
+        assert self.world.is_main or not self.same(saved, loaded)
+        return 0.0
+
+
+def flip(file: Path, saved: State) -> None:
+    """Change a bit of a moment that a file holds."""
+    (_, moment), *_ = saved["optimizer"].items()
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
+        place = content.find(own(moment).numpy().tobytes()[:64])
+        assert place >= 0
+        content[place] ^= 1
+
+
+def report(found: Mapping[str, list[float]], chosen: Options) -> None:
+    def ratio(one: str, other: str) -> list[float]:
+        return [a / b for a, b in zip(found[one], found[other], strict=True)]
+
+    seconds = ("raw synced write", "save", "torch DCP, save", "load", "torch DCP, load")
+    publish_cases(
+        "sharded_saves",
+        [
+            *(case(name, found[name], "s") for name in (*seconds, "stall of a background save")),
+            case("save / raw synced write", ratio("save", "raw synced write"), "ratio", most=1.3),
+            case("torch DCP / ours, save", ratio("torch DCP, save", "save"), "ratio", least=3.0),
+            case("torch DCP / ours, load", ratio("torch DCP, load", "load"), "ratio", least=3.0),
+            case("flipped byte: ours names the file", found["damage named"], "of 1", least=1.0),
+            case("flipped byte: torch DCP notices", found["DCP, damage found"], "of 1"),
+        ],
+        chosen,
+    )
+
+
+if __name__ == "__main__":
+    main()
