@@ -58,6 +58,16 @@ def test_the_defaults_fit_each_other() -> None:
             "parallel.fsdp.gather",
             "weights that are computed with in fp16",
         ),
+        (
+            {"parallel": {"fsdp": {"offload": True}}},
+            "parallel.fsdp.offload",
+            "needs strategy fsdp or hsdp",
+        ),
+        (
+            {"parallel": {"strategy": "fsdp", "fsdp": {"offload": True}}, "device": "cpu"},
+            "parallel.fsdp.offload",
+            "on a CPU, everything is in host memory already",
+        ),
         ({"parallel": {"strategy": "hsdp"}}, "parallel.strategy", "needs parallel.fsdp.shards"),
         ({"parallel": {"fsdp": {"shards": 2}}}, "parallel.fsdp.shards", "parallel.strategy is ddp"),
         (

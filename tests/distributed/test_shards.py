@@ -117,14 +117,16 @@ def trained(world, **fsdp):
 with join(ParallelConfig(timeout_s=60), "cpu") as world:
     found, *_ = trained(world)
     rounded, *traffic = trained(world, gather="bfloat16")
-    equal = len(found) == len(rounded) and all(map(torch.equal, found, rounded))
-    answer(equal=equal, traffic=traffic)
+    offloaded, *_ = trained(world, offload=True)
+    same = [len(found) == len(other) and all(map(torch.equal, found, other))
+            for other in (rounded, offloaded)]
+    answer(equal=all(same), traffic=traffic)
 """
 
 
-def test_gathers_in_bfloat16_change_no_bit(ranks_in: Ranks, tmp_path: Path) -> None:
+def test_gathers_in_bfloat16_and_offloading_change_no_bit(ranks_in: Ranks, tmp_path: Path) -> None:
     """Of an evaluation without autocast, and of a training step with it, whose two gathers of each linear
-    layer send as much as one of the evaluation."""
+    layer in bfloat16 send as much as one of the evaluation. Without a GPU, what is offloaded stays."""
     for answer in ranks_in(GATHER, 2, tmp_path):
         assert answer["equal"]
         evaluated, trained = answer["traffic"]

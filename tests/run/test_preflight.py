@@ -202,6 +202,31 @@ def test_what_the_machine_cannot_hold_is_refused_before_anything_is_built(
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("device", "host_bytes", "said"),
+    [
+        ("cpu", 1 << 40, "needs GPUs, and there is none"),
+        (
+            "cuda",
+            1 << 17,
+            "for weights, gradients and optimizer, which are offloaded, and the machine",
+        ),
+    ],
+)
+def test_what_a_host_cannot_hold_for_its_gpus_is_refused(
+    config: Config, monkeypatch: pytest.MonkeyPatch, device: str, host_bytes: int, said: str
+) -> None:
+    keys = ("parallel.strategy=fsdp", "parallel.fsdp.offload=true", "optimizer.name=adamw")
+    loaded, of_host = config(*keys), "instar.run.lifecycle.preflight.host_bytes"
+    forecast = preflight(loaded, 2).forecast
+    monkeypatch.setattr(of_host, lambda: host_bytes)
+    with pytest.raises(ConfigError, match=said):
+        check_memory(loaded, forecast, device, 1 << 30, 2)
+    monkeypatch.setattr(of_host, lambda: 1 << 40)
+    of_gpu = forecast.stages[0].memory["fsdp"].kept - 1  # what is offloaded need not fit there
+    check_memory(loaded, forecast, "cuda", of_gpu, 2)
+
+
 def test_what_fits_is_let_through(config: Config) -> None:
     loaded = config()
     prepared = preflight(loaded, 1)

@@ -96,17 +96,15 @@ def test_any_number_of_ranks_tests_every_sample_once_and_alike(place: Place, sam
     assert at_end["confusion"] == {"side": counts}
 
 
-def test_ranks_on_hosts_without_a_shared_disk_lose_no_prediction(place: Place) -> None:
+def test_ranks_on_hosts_without_a_shared_disk_are_refused(place: Place) -> None:
     host = place.path / "host"
     shutil.copytree(place.path, host, ignore=shutil.ignore_patterns("host"))
-    settings = ("test.weights=last", "checkpoint.save_rng_state=false", "checkpoint.on_best=false")
     children = Place(host, place.forks).train(
-        Path("run"), *settings, ranks=2, body="failures:rank_1_on_another_host"
+        Path("run"), ranks=2, body="failures:rank_1_on_another_host"
     )
-    assert codes(children) == [0, 0], said(children)
-    found = result(host / "run")
-    assert found["predictions"] == found["samples"] == len(predictions(host / "run")["sample"])
-    assert (place.path / "other-host" / "run" / "logs" / "rank_1.log").exists()
+    assert codes(children) == [2, 2], said(children)
+    assert "is not seen by" in said(children)
+    assert not (host / "run").exists()
 
 
 def test_the_mark_best_means_the_metric_that_the_pointer_best_follows(place: Place) -> None:

@@ -111,27 +111,38 @@ def _sharding(config: RunConfig) -> Iterator[ConfigProblem]:
             "adds the gradients of a slice before they are sent",
             "remove one of them, or make train.batch_size larger: fewer micro-batches",
         )
-    rounds, precision = config.parallel.fsdp.gather == "bfloat16", config.precision
-    for key, clashes, why in (
-        (
-            "precision",
-            precision in ("fp32", "fp16"),
-            f"would round weights that are computed with in {precision}",
-        ),
-        (
-            "compile",
-            config.compile,
-            "cannot be combined with compile: true, which gathers blocks whole",
-        ),
-    ):
-        if rounds and clashes:
+    for option, key, clashes, why in _clashes(config):
+        if clashes:
             yield ConfigProblem(
-                ("parallel.fsdp.gather", key),
-                f"parallel.fsdp.gather: bfloat16 {why}",
-                "use gather: float32, or leave it out",
+                (f"parallel.fsdp.{option.partition(':')[0]}", key),
+                f"parallel.fsdp.{option} {why}",
+                "leave one of them out",
             )
     if strategy in ("fsdp", "hsdp"):
         yield from sharding_conflicts(config)
+
+
+def _clashes(config: RunConfig) -> Iterator[tuple[str, str, bool, str]]:
+    """Yield options of sharded training, the keys that they may contradict, whether they do, and why."""
+    fsdp, precision = config.parallel.fsdp, config.precision
+    if fsdp.gather == "bfloat16":
+        rounds = precision in ("fp32", "fp16")
+        why = f"would round weights that are computed with in {precision}"
+        yield "gather: bfloat16", "precision", rounds, why
+        why = "cannot be combined with compile: true, which gathers blocks whole"
+        yield "gather: bfloat16", "compile", config.compile, why
+    if fsdp.offload:
+        option, optimizer = "offload: true", config.optimizer.name
+        why = "needs strategy fsdp or hsdp"
+        yield option, "parallel.strategy", config.parallel.strategy in ("ddp", "auto"), why
+        why = "needs GPUs: on a CPU, everything is in host memory already"
+        yield option, "device", config.device == "cpu", why
+        why = "would compute Muon's matrix products on the CPU"
+        yield option, "optimizer.name", optimizer == "muon", why
+        why = "has no gradient scaler for precision: fp16; use bf16"
+        yield option, "precision", precision == "fp16", why
+        why = "updates on the CPU, whose bits are not a GPU's, but reproducible is elastic"
+        yield option, "reproducible", config.reproducible == "elastic", why
 
 
 def sharding_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -335,6 +335,11 @@ class FSDPConfig(Section):
         description="how the weights of the blocks' linear layers travel; bfloat16, with precision bf16, "
         "sends half as much and changes no bit where autocast rounds them to it anyway",
     )
+    offload: bool = Field(
+        False,
+        description="GPUs: keep weights, gradients and optimizer state in host memory, and update them there; "
+        "slower, for models whose share does not fit",
+    )
     reduce_each_micro_batch: bool = Field(
         False,
         description="send the gradients of every micro-batch, not of a whole step: no rank keeps those "

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,11 @@ def own(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a whole tensor, without a copy if this rank holds it. A collective if it is sharded."""
-    found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return found.detach()
+    if is_sharded(tensor):
+        # rows may be in host memory, where a GPU's process group does not send from
+        sent = cast("DTensor", tensor.to(tensor.device_mesh.device_type))
+        return sent.full_tensor().detach()
+    return tensor.detach()
 
 
 def on_host(tensor: Tensor) -> Tensor:

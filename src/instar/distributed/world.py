@@ -60,6 +60,8 @@ class World:
     position: Position = field(default_factory=Position, compare=False, repr=False)
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     """the group for control messages; None: the default group"""
+    local_size: int = 1
+    """number of ranks on this host"""
 
     @property
     def is_main(self) -> bool:
@@ -101,7 +103,15 @@ def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
         try:
             with _watching(store, place, config) as position:
                 _connect(store, place, backend, chosen)
-                yield World(place.rank, place.local_rank, place.size, chosen, backend, position)
+                yield World(
+                    place.rank,
+                    place.local_rank,
+                    place.size,
+                    chosen,
+                    backend,
+                    position,
+                    local_size=place.local_size,
+                )
         finally:
             sys.excepthook = excepthook
             _part()

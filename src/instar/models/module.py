@@ -48,9 +48,16 @@ def is_meta(model: Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def materialize(model: Module, device: torch.device) -> None:
-    """Gives memory to a model on the meta device. Buffers are computed; parameters have any values."""
-    model.to_empty(device=device)
+def materialize(model: Module, device: torch.device, host: bool = False) -> None:
+    """Gives memory to a model on the meta device. Buffers are computed; parameters have any values.
+
+    Args:
+        host: parameters get host memory, whatever the device.
+    """
+    model.to_empty(device="cpu" if host else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     if isinstance(model, ResetsBuffers):
         model.reset_buffers()
 

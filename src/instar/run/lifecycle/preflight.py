@@ -182,11 +182,23 @@ def check_memory(
         needed = min(first.memory.values(), key=lambda each: each.kept)
     memory, kept = host_bytes() // ranks_here, needed.kept
     here = "the machine" if ranks_here == 1 else f"the machine, for each of {ranks_here} ranks,"
+    what = "for weights, gradients and optimizer"
     bounds = [(needed.step.get("weights", 0), memory, "for its weights", here)]
     limit, place = (memory, here) if device == "cpu" else (device_bytes, "the GPU")
+    total = sum(needed.step.values())
+    if config.parallel.fsdp.offload:
+        if device == "cpu":
+            raise ConfigError(
+                loaded.problem(
+                    "parallel.fsdp.offload",
+                    "parallel.fsdp.offload needs GPUs, and there is none: all is in host memory already",
+                    "leave it out",
+                )
+            )
+        bounds.append((kept, memory, f"{what}, which are offloaded", here))
+        total, kept = total - kept, 0
     if limit is not None:
-        bounds.append((kept, limit, "for weights, gradients and optimizer", place))
-        total = sum(needed.step.values())
+        bounds.append((kept, limit, what, place))
         bounds.append(
             (total // MAX_ERROR_FACTOR, limit, f"in a step ({bytes_text(total)} in all)", place)
         )

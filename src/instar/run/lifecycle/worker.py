@@ -206,7 +206,8 @@ def _run_rank(
         with raise_on_all_ranks(world, "checking the config"):
             if chosen is not loaded:
                 loaded, prepared = chosen, preflight(chosen, world.size, new=resume is None)
-            check_memory(loaded, prepared.forecast, world.device.type, gpu_bytes(world.device))
+            of_gpu, here = gpu_bytes(world.device), world.local_size
+            check_memory(loaded, prepared.forecast, world.device.type, of_gpu, here)
         derived = set(prepared.derived)
         if prepared.config.precision == "auto":
             prepared = resolve_precision(prepared, world)

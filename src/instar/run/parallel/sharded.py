@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn import Linear, Module, ModuleList, Parameter
 
 from instar.config.schema import RunConfig
@@ -67,7 +67,11 @@ class Sharded:
         self._gather = RoundedAllGather()
         rounds = config.parallel.fsdp.gather == "bfloat16" and config.precision == "bf16"
         reshard = config.parallel.fsdp.reshard_after_forward
-        shard = partial(fully_shard, mesh=self._shards, reshard_after_forward=reshard)
+        offload = config.parallel.fsdp.offload
+        pinned = world.device.type == "cuda"
+        policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+        place = partial(fully_shard, mesh=self._shards, offload_policy=policy)
+        shard = partial(place, reshard_after_forward=reshard)
         for block in blocks(bare):
             if config.compile:
                 _compile(block)
@@ -78,9 +82,9 @@ class Sharded:
             if block not in linear:
                 shard(block)
         # the backward pass begins with the root: torch keeps it whole in between
-        self._root: FSDPModule = fully_shard(bare, mesh=self._shards)
+        self._root: FSDPModule = place(bare)
         if is_meta(bare):  # each rank allocates its rows only
-            materialize(bare, world.device)
+            materialize(bare, world.device, host=offload)
         self.bare: Module = bare
         self.parameters: dict[str, Parameter] = dict(bare.named_parameters())
         self._set_reductions()
@@ -184,7 +188,8 @@ class Sharded:
         heights = [-(-tensor.shape[0] // ranks) for tensor in tensors]
         squares = [row_squares(own(tensor)) for tensor in tensors]
         padded = [F.pad(s, (0, h - len(s))) for s, h in zip(squares, heights, strict=True)]
-        mine = torch.cat(padded)
+        # rows may be in host memory, where a GPU's process group does not send from
+        mine = torch.cat(padded).to(self.world.device)
         everyones = mine.new_empty(ranks, len(mine))
         with collective(self.world, "adding the gradients' norms"):
             dist.all_gather(list(everyones.unbind()), mine, group=self._shards.get_group())
