@@ -21,7 +21,7 @@ from instar.config.schema import RunConfig
 from instar.data.columns import Columns, Ragged, leaves
 from instar.data.loader import MicroBatch, StepBatch
 from instar.distributed.agree import raise_on_all_ranks
-from instar.distributed.shards import own, whole
+from instar.distributed.shards import Wholes, own
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
@@ -186,17 +186,15 @@ class Stepper:
         training = [optimizer for optimizer in self.optimizers if _has_gradients(optimizer)]
         for optimizer in training:
             self.scaler.unscale_(optimizer)
+        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         if self.watch is not None:
-            self.watch.update(
-                {n: whole(p.grad) for n, p in self.parameters.items() if p.grad is not None}
-            )
+            self.watch.update(Wholes(gradients))
         if self.layers is not None:
             self.layers.before(self.parameters)
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = self.strategy.norms({"": gradients})[""]
+        norm = self.strategy.norms({"": [*gradients.values()]})[""]
         if math.isfinite(norm):
             if self.clip is not None and norm > self.clip:
-                torch._foreach_mul_([own(each) for each in gradients], self.clip / norm)
+                torch._foreach_mul_([own(each) for each in gradients.values()], self.clip / norm)
             for optimizer in training:
                 self.scaler.step(optimizer)
             if self.ema is not None and self.ema_decay is not None:
