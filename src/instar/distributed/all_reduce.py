@@ -125,33 +125,6 @@ class DeterministicAllReduce:
         return torch.empty(self._length, dtype=self._dtype, device=self.world.device)
 
 
-class TreeReduceScatter:
-    """Reduce-scatter for `fully_shard` that adds the ranks' tensors in a binary tree, see `tree_sum`.
-
-    The ranks of the group are the leaves in order. A rank receives the pieces that it adds in one
-    all-to-all, which on gloo is also faster than its own reduce-scatter.
-    """
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return an uninitialized tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: object,  # noqa: ARG002
-        async_op: bool = False,  # noqa: ARG002
-    ) -> None:
-        """Set `output_tensor` to the sum over all ranks of this rank's piece of `input_tensor`."""
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        output_tensor.copy_(tree_sum(received.view(group.size(), -1)))
-
-
 def tree_sum(rows: Tensor) -> Tensor:
     """Return the sum of the rows in a binary tree, complete if their number is a power of two."""
     while len(rows) > 1:

@@ -165,38 +165,6 @@ def on_owners(
     return [by_index[index] for index in range(len(like))]
 
 
-class RoundedAllGather:
-    """All-gather for `fully_shard` that sends parameters as bfloat16.
-
-    For parameters that autocast rounds to bfloat16 wherever they are used.
-    """
-
-    def __init__(self) -> None:
-        self.rounds = True
-        """False where there is no autocast"""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return an uninitialized tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,  # noqa: ARG002
-    ) -> None:
-        """Set `output_tensor` to the `input_tensor` of all ranks, one after the other."""
-        rounds = self.rounds and output_tensor.dtype == torch.float32  # else they are bytes
-        kind = torch.bfloat16 if rounds else output_tensor.dtype
-        received = torch.empty_like(output_tensor, dtype=kind)
-        sent = input_tensor.to(kind)
-        dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group=group)
-        output_tensor.copy_(received)
-
-
 class Wholes(Mapping[str, Tensor]):
     """Tensors by name, each gathered when it is asked for.
 

@@ -29,15 +29,15 @@ from instar.data.loader import StepBatch
 from instar.distributed.agree import collective
 from instar.distributed.all_reduce import (
     Subtrees,
-    TreeReduceScatter,
     norms_of_rows,
     row_squares,
     tree_sum,
 )
 from instar.distributed.failure import RunFailed
-from instar.distributed.shards import RoundedAllGather, own
+from instar.distributed.shards import own
 from instar.distributed.world import World
 from instar.models.module import held_buffers, is_meta, load_buffers, materialize
+from instar.run.parallel.collectives import RoundedAllGather, TreeReduceScatter
 from instar.run.parallel.strategy import MicroBatchCalls, freeze, share_buffers
 
 
