@@ -5,7 +5,14 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.distributed.heartbeat import Diagnosis, Heartbeat, LastHeartbeat, Position, diagnose
+from instar.distributed.heartbeat import (
+    Diagnosis,
+    Heartbeat,
+    LastHeartbeat,
+    Position,
+    diagnose,
+    silent_ranks,
+)
 
 SILENCE_S, WAIT_S = 60.0, 600.0
 
@@ -45,6 +52,16 @@ def test_a_host_none_of_whose_ranks_is_heard_is_named() -> None:
     assert "rank 1 on host b has sent no heartbeat" in found.message
     assert "rank 2 on host a has sent no heartbeat" in found.message
     assert "arrives from host a" not in found.message
+
+
+def test_of_a_lost_host_a_rank_that_spoke_just_before_the_end_is_silent_too() -> None:
+    """1 is on the host of the one that looks, busy and alive; 2 and 3 are on a lost host, 4 has left."""
+    there = {"host": "there", "count": 5}
+    beats = {3: beat(**there), 2: beat(**there), 1: beat(count=5), 4: beat(ended="")}
+    before, since = {1: 4, 2: 5, 3: 4, 4: 1}, {1: 5, 2: 5, 3: 5, 4: 1}
+    assert silent_ranks(beats, before, since, "here") == [2, 3]
+    assert silent_ranks(beats, before, since, "there") == [2]
+    assert silent_ranks(beats, before | {2: 4}, since, "here") == []
 
 
 def test_a_rank_that_was_never_seen_is_named() -> None:

@@ -28,12 +28,12 @@ def orthogonalise(batch, *arguments, call=muon.orthogonalise):
     return call(batch, *arguments)
 muon.orthogonalise = orthogonalise
 
-def trained(spread, iteration):
+def trained(spread, iteration, dtype):
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator) for shape in SHAPES]
     made = [Parameter(spread(each)) for each in drawn]
     groups = [{"params": made[:6], "weight_decay": 0.1}, {"params": made[6:], "weight_decay": 0.0}]
-    optimizer = muon.BatchedMuon(groups, momentum=0.95, ns_steps=5, iteration=iteration)
+    optimizer = muon.BatchedMuon(groups, momentum=0.95, ns_steps=5, iteration=iteration, dtype=dtype)
     for step in range(4):
         for group in optimizer.param_groups:
             group["lr"] = 0.02 / (1 + step)
@@ -50,10 +50,10 @@ with join(ParallelConfig(timeout_s=60), "cpu") as world:
     shape = (world.size // SHARDS, SHARDS)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))["shard"]
     equal, most = True, []
-    for iteration in ("quintic", "polar_express"):
-        wanted = trained(torch.clone, iteration)
+    for case in (("quintic", torch.bfloat16), ("polar_express", torch.float32)):
+        wanted = trained(torch.clone, *case)
         held.clear()
-        found = trained(lambda whole: distribute_tensor(whole, mesh, [Shard(0)]), iteration)
+        found = trained(lambda whole: distribute_tensor(whole, mesh, [Shard(0)]), *case)
         most.append(max(held, default=0))
         for pair, sharded in zip(wanted, found):
             for one, other in zip(pair, sharded):
@@ -131,3 +131,59 @@ def test_gathers_in_bfloat16_and_offloading_change_no_bit(ranks_in: Ranks, tmp_p
         assert answer["equal"]
         evaluated, trained = answer["traffic"]
         assert trained == evaluated > 0
+
+
+MANY = """
+import os
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from instar.config.language import ModelConfig
+from instar.config.schema import RunConfig
+from instar.distributed.shards import own, rows
+from instar.distributed.world import World
+from instar.models.architecture import resolve
+from instar.models.gpt import GPT
+from instar.run.loop.optimizer import build_optimizers
+from instar.run.parallel.choose import place
+
+SIZE = 64
+wrong = []
+shape = resolve(ModelConfig(n_layer=4, n_head=4, n_embd=96, context=16, vocab_size=100), 50)
+tokens = torch.zeros(2, 8, dtype=torch.int64)
+rank = (0, 17, SIZE - 1)[int(os.environ["RANK"])]
+# the fake process group has no exchange in which a rank sends nothing: Muon has a matrix for each shard
+for parallel, optimizer in (
+    ({"strategy": "fsdp"}, "adamw"),
+    ({"strategy": "hsdp", "fsdp": {"shards": 8}}, "muon"),
+):
+    dist.init_process_group("fake", rank=rank, world_size=SIZE, store=FakeStore())
+    world = World(rank, rank % 8, SIZE, torch.device("cpu"), "fake", local_size=8)
+    config = RunConfig(precision="fp32", parallel=parallel, optimizer={"name": optimizer})
+    with torch.device("meta"):
+        model = GPT(shape)
+    placed = place(config, world, model)
+    held = placed.parameters
+    for parameter in held.values():
+        own(parameter).fill_(0.01)
+    placed.model(tokens, tokens).backward()
+    placed.norms({name: [parameter.grad] for name, parameter in held.items()})
+    for made in build_optimizers(held, config.optimizer):
+        made.step()
+    for name, parameter in held.items():
+        first, last = rows(parameter)
+        shards = parameter.device_mesh.size()
+        every = [rows(parameter, shard) for shard in range(shards)]
+        whole = [row for start, stop in every for row in range(start, stop)]
+        as_told = tuple(own(parameter).shape) == (last - first, *parameter.shape[1:])
+        if not as_told or (first, last) not in every or whole != list(range(parameter.shape[0])):
+            wrong.append((rank, shards, name))
+    dist.destroy_process_group()
+answer(wrong=wrong, shards=shards)
+"""
+
+
+def test_64_ranks_hold_every_row_once(ranks_in: Ranks, tmp_path: Path) -> None:
+    """Sharded 64 and 8 × 8, with matrices of fewer rows than there are ranks to hold some: a fake process
+    group takes a step on the first rank, the last, and one between. Nothing arrives, all shapes are real."""
+    assert ranks_in(MANY, 3, tmp_path) == 3 * [{"wrong": [], "shards": 8}]

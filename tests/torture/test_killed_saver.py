@@ -85,11 +85,7 @@ def kill_at_random(
     saving: Sequence[Child], told: Path, before: int, save_s: float, chance: random.Random
 ) -> list[str]:
     """After none to three saves of theirs, and some part of the time that one takes; what others say that do
-    not end with an error, or of which none names the killed rank.
-
-    Rank 0 serves the ranks' store here: if it has ended before another one asks who is lost, that one
-    knows of rank 0 only. A launcher serves the store for as long as there are ranks.
-    """
+    not end with an error that names the killed rank."""
     after = before + chance.choice((0, 0, 1, 3)) + (len(saving) > 1)  # once ranks have met
     victim = chance.choice(saving)
     victim.wait_until(lambda: last_acknowledged(told) >= after)
@@ -100,8 +96,7 @@ def kill_at_random(
     others = [other for other in saving if other is not victim]
     codes = [other.finish(savers.SAVE_LIMIT_S + 10.0) for other in others]
     said = [other.output() for other in others]
-    is_named = not others or any(named in text for text in said)
-    return [text for code, text in zip(codes, said, strict=True) if code == 0 or not is_named]
+    return [text for code, text in zip(codes, said, strict=True) if code == 0 or named not in text]
 
 
 def last_acknowledged(told: Path) -> int:

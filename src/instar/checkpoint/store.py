@@ -52,6 +52,7 @@ from instar.checkpoint.manifest import (
     verify,
 )
 from instar.config.files import check_regular
+from instar.distributed.failure import is_secondary
 from instar.record import atomic
 from instar.record.events import from_words
 from instar.record.system import versions
@@ -169,7 +170,7 @@ def publish(
     name = ""
     # each part ends in a collective, so that a full disk on one rank fails all ranks. Only the rank that
     # renames the folder removes it: others hear of a lost rank sooner or later than rank 0, which may be
-    # publishing what they would remove
+    # publishing what they would remove. Where a rank is lost, the next save removes it: others may still write
     with writer.removed_on_error() if world.is_main else nullcontext():
         with (
             raise_on_all_ranks(world, f"opening a checkpoint of step {step:,}"),
@@ -270,12 +271,14 @@ class CheckpointWriter:
 
     @contextmanager
     def removed_on_error(self) -> Iterator[None]:
-        """Removes the temporary folder if the block raises; raises OSError as CheckpointError."""
+        """Removes the temporary folder if the block raises, unless another rank is lost; raises OSError as
+        CheckpointError."""
         try:
             with _as_checkpoint_error(self):
                 yield
-        except BaseException:
-            atomic.remove_tree(self.temporary)
+        except BaseException as error:
+            if not is_secondary(error):
+                atomic.remove_tree(self.temporary)
             raise
 
 

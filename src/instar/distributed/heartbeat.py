@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -77,7 +79,8 @@ class Heartbeat:
     main thread waits (0: none) and `doing` its purpose; `still_s` is the time in seconds since the
     main thread last made progress, `line` the line of Python that it is at, and `in_torch` whether
     that line belongs to torch. `ended` is None while the rank is alive, "" once it has left, or its
-    error; `lost` is set if that error only reports the loss of another rank.
+    error; `lost` is set if that error only reports the loss of another rank, `left` once the rank does
+    not ask for its cause any more.
     """
 
     count: int
@@ -93,6 +96,7 @@ class Heartbeat:
     pid: int
     ended: str | None = None
     lost: bool = False
+    left: bool = False
 
     @property
     def host_name(self) -> str:
@@ -271,6 +275,29 @@ class Heartbeats:
     verdict: Diagnosis | None
 
 
+def silent_ranks(
+    beats: Mapping[int, Heartbeat],
+    before: Mapping[int, int],
+    since: Mapping[int, int],
+    own_host: str,
+) -> list[int]:
+    """Return the ranks, in order, that have not left and have sent nothing.
+
+    Args:
+        before, since: counts of heartbeats some time ago, and later. Of another host that has a rank
+            silent for the longer time, those count too that are silent for the shorter: a host that is
+            lost may have sent the last heartbeat of one of them just before.
+    """
+    alive = {rank: beat for rank, beat in beats.items() if beat.ended is None}
+    silent = {rank for rank, beat in alive.items() if beat.count == before.get(rank)}
+    hosts = {alive[rank].host for rank in silent} - {own_host}
+    return [
+        rank
+        for rank, beat in sorted(alive.items())
+        if rank in silent or (beat.host in hosts and beat.count == since.get(rank))
+    ]
+
+
 class StoreClient:
     """Accesses the store from its own thread, because a store whose process is stopped never answers."""
 
@@ -345,3 +372,20 @@ def probe_host(address: str, limit_s: float) -> threading.Event:
 
     threading.Thread(target=connect, daemon=True, name="probe").start()
     return answered
+
+
+def line_of(thread: int) -> tuple[str, bool]:
+    """Return the innermost line of Python that a thread is at, and whether it belongs to torch."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "", False
+    file, function = Path(frame.f_code.co_filename), frame.f_code.co_name
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    in_torch = torch is not None and file.is_relative_to(Path(torch).parent)
+    return f"{file.name}:{frame.f_lineno} in {function}", in_torch
+
+
+def stack_of(thread: int) -> str:
+    """Return the Python stack of a thread of this process, outermost frame first."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame else "?"

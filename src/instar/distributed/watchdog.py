@@ -13,13 +13,11 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from instar.distributed.failure import (
     LAUNCHER_VARIABLE,
@@ -42,8 +40,11 @@ from instar.distributed.heartbeat import (
     Position,
     StoreClient,
     diagnose,
+    line_of,
     name_of,
     probe_host,
+    silent_ranks,
+    stack_of,
     this_host,
 )
 from instar.distributed.signals import exit_now
@@ -88,11 +89,19 @@ class WatchdogLimits:
 
 @contextmanager
 def watch_ranks(
-    store: HeartbeatStore, served: StoreAddress, rank: int, size: int, limits: WatchdogLimits
+    store: HeartbeatStore,
+    served: StoreAddress,
+    rank: int,
+    size: int,
+    limits: WatchdogLimits,
+    disconnect: Callable[[], None] = lambda: None,
 ) -> Iterator[Position]:
     """Monitor all ranks while the body runs; yields the `Position` of the calling thread.
 
-    `store` is a connection used by nobody else, with a key prefix unique to this start.
+    Args:
+        store: a connection used by nobody else, with a key prefix unique to this start.
+        disconnect: closes the connections to the other ranks; called once this rank has announced
+            why it leaves.
 
     When a rank hangs, the process exits with code 4, whatever the body does. If the body fails
     because another rank is gone, raises RankMissing or PeerLost naming that rank.
@@ -106,6 +115,7 @@ def watch_ranks(
         if (lost and not isinstance(error, PeerError)) or may_be_secondary(error):
             better = watch.explain(error, certain=lost)
             if better is not None:
+                watch.leave(str(better), lost=True)
                 raise better from error
         watch.leave(f"{type(error).__name__}: {error}", lost=lost)
         raise
@@ -113,6 +123,8 @@ def watch_ranks(
         watch.stop()
         watch.leave("")
     finally:
+        # Ranks that wait for this one in a collective ask for the cause when its connections close.
+        disconnect()
         watch.close()
 
 
@@ -143,6 +155,7 @@ class Watchdog:
         self._probe: threading.Event | None = None
         self._network_due_s = limits.silence_s
         self._store_lost = False
+        self._last_beat: Heartbeat | None = None
         self._leaving = threading.Event()
         self._ending = threading.Lock()
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
@@ -154,19 +167,29 @@ class Watchdog:
 
     def leave(self, error: str, *, lost: bool = False) -> None:
         """Announce to the other ranks that this one leaves, because of `error` unless that is empty."""
-        if self._store_lost:
-            return
+        self._last_beat = replace(self._beat(ended=error, lost=lost), left=True)
+        self._ask(self._last_beat, time.monotonic() + self._search_s)
+        if not error:
+            # Closing the connections would break a collective that others have not left yet.
+            self._serve_until_left()
+
+    def close(self) -> None:
+        """Serve the store until the others have left; then end the threads, except one that is blocked in it."""
+        self._serve_until_left()
+        self._client.close()
+
+    def _serve_until_left(self) -> None:
+        """Wait until the other ranks have left, if this one serves the store: they still read from it."""
         deadline = time.monotonic() + self._search_s
-        # The rank that serves the store leaves last: the others still read from it.
-        while news := self._ask(self._beat(ended=error, lost=lost), deadline):
-            gone = all(beat.ended is not None for beat in news.beats.values())
-            if self._served.rank != self._rank or gone or error or time.monotonic() > deadline:
+        while self._served.rank == self._rank and self._last_beat and time.monotonic() < deadline:
+            news = self._ask(self._last_beat, deadline)
+            beats = () if news is None else news.beats.values()
+            if all(beat.left or self._is_gone(beat) for beat in beats):
                 return
             time.sleep(0.01)
 
-    def close(self) -> None:
-        """End the threads, except one that is blocked in the store."""
-        self._client.close()
+    def _is_gone(self, beat: Heartbeat) -> bool:
+        return beat.host == self._host and process_state(beat.pid) == GONE
 
     def explain(self, error: BaseException, *, certain: bool = True) -> RunFailed | None:
         """Find the rank whose loss caused `error`; None if it is unknown.
@@ -177,12 +200,14 @@ class Watchdog:
         """
         deadline, cause = time.monotonic() + self._search_s, transport_text(error)
         before = {rank: one.beat.count for rank, one in self._seen.items() if one.beat}
+        first: dict[int, int] = {}
         own = self._beat(ended=str(error), lost=True)
         while True:
-            news = None if self._store_lost else self._ask(own, deadline)
+            news = self._ask(own, deadline)
             if news is None:
                 gone = certain or self._served.rank not in (None, self._rank)
                 return self._store_gone(cause) if gone else None
+            first = first or {rank: beat.count for rank, beat in news.beats.items()}
             if news.verdict:
                 return _missing(news.verdict)
             found = self._ended(news.beats, cause)
@@ -192,8 +217,7 @@ class Watchdog:
                 break
             time.sleep(0.02)
         alive = [rank for rank, beat in news.beats.items() if beat.ended is None]
-        quiet = [rank for rank in alive if news.beats[rank].count == before.get(rank)]
-        blamed = quiet or (alive if certain else [])
+        blamed = silent_ranks(news.beats, before, first, self._host) or (alive if certain else [])
         if not blamed:
             return None
         message = f"{cause}; {self._last_seen(blamed, news.beats)}"
@@ -205,11 +229,7 @@ class Watchdog:
             if beat.ended is not None and not beat.lost:
                 why = f"failed: {beat.ended}" if beat.ended else "has left the run"
                 return PeerLost(f"{cause}; rank {rank} {why}")
-        gone = [
-            rank
-            for rank, beat in beats.items()
-            if beat.ended is None and beat.host == self._host and process_state(beat.pid) == GONE
-        ]
+        gone = [rank for rank, beat in beats.items() if beat.ended is None and self._is_gone(beat)]
         if not gone:
             return None
         places = "; ".join(f"rank {rank} is gone, last seen {beats[rank].place}" for rank in gone)
@@ -305,7 +325,9 @@ class Watchdog:
         last = f"last seen {beat.place}" if beat else "not seen since the rendezvous"
         serves = f"the store at {self._served.address}, which it serves"
         named = self._name_of(server)
-        if self._store_lost:
+        if beat is not None and beat.ended:
+            message = f"{named}, which served the store, has left: {beat.ended}"
+        elif self._store_lost:
             message = f"{named} is gone: {last}; lost {serves}"
         else:
             silent = f"has not answered for {self._unanswered_s:.0f} s"
@@ -352,6 +374,8 @@ class Watchdog:
         return _missing(Diagnosis(f"{message}; {self._last_seen(lost, beats)}", tuple(lost)))
 
     def _ask(self, own: Heartbeat, deadline: float) -> Heartbeats | None:
+        if self._store_lost:
+            return None
         try:
             return self._client.exchange(own).result(max(0.05, deadline - time.monotonic()))
         except (NoAnswer, RuntimeError):
@@ -411,7 +435,7 @@ class Watchdog:
         beat = self._seen[rank].beat
         if beat is None or beat.ended is not None or rank in verdict.ranks:
             return False
-        return beat.host != self._host or process_state(beat.pid) != GONE
+        return not self._is_gone(beat)
 
     def _report(self, verdict: Diagnosis) -> None:
         verdict = self._decide(verdict)
@@ -436,20 +460,3 @@ class Watchdog:
 
 def _missing(verdict: Diagnosis) -> RankMissing:
     return RankMissing(verdict.message, verdict.ranks)
-
-
-def line_of(thread: int) -> tuple[str, bool]:
-    """Return the innermost line of Python that a thread is at, and whether it belongs to torch."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "", False
-    file, function = Path(frame.f_code.co_filename), frame.f_code.co_name
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    in_torch = torch is not None and file.is_relative_to(Path(torch).parent)
-    return f"{file.name}:{frame.f_lineno} in {function}", in_torch
-
-
-def stack_of(thread: int) -> str:
-    """Return the Python stack of a thread of this process, outermost frame first."""
-    frame = sys._current_frames().get(thread)
-    return "".join(traceback.format_stack(frame)) if frame else "?"

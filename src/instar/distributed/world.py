@@ -114,7 +114,6 @@ def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
                 )
         finally:
             sys.excepthook = excepthook
-            _part()
 
 
 def with_own_group(world: World) -> World:
@@ -187,7 +186,7 @@ def _watching(
     own.set_timeout(_TRANSPORT_LIMIT)
     served = StoreAddress(f"{place.host}:{place.port}", None if _agent_serves() else 0)
     limits = WatchdogLimits.of(config.silence_s, config.timeout_s, place.size)
-    return watch_ranks(own, served, place.rank, place.size, limits)
+    return watch_ranks(own, served, place.rank, place.size, limits, _part)
 
 
 def _agent_serves() -> bool:
