@@ -39,12 +39,13 @@ def test_it_makes_the_updates_of_torchs_muon() -> None:
     ("iteration", "steps", "lowest", "highest"),
     [("quintic", 5, 0.6, 1.3), ("polar_express", 5, 0.8, 1.2), ("polar_express", 7, 0.9, 1.1)],
 )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_singular_values_come_close_to_one(
-    iteration: str, steps: int, lowest: float, highest: float
+    iteration: str, steps: int, lowest: float, highest: float, dtype: torch.dtype
 ) -> None:
     x = torch.randn(4, 32, 128, generator=torch.Generator().manual_seed(2))
     coefficients = step_coefficients(iteration, steps)  # type: ignore[arg-type]
-    values = torch.linalg.svdvals(orthogonalise(x, coefficients, 1.02).float())
+    values = torch.linalg.svdvals(orthogonalise(x.to(dtype), coefficients, 1.02).float())
     assert lowest < values.min()
     assert values.max() < highest
 
@@ -60,11 +61,14 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     assert changed == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (33, 65), (1, 40), (64, 96)])
+@pytest.mark.parametrize("shape", [(3, 5), (9, 33), (11, 12), (1, 40), (64, 96)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_no_bit_depends_on_the_number_in_a_batch(shape: tuple[int, int], threads: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_bit_depends_on_the_number_in_a_batch(
+    shape: tuple[int, int], threads: int, dtype: torch.dtype
+) -> None:
     """Ranks that share matrices out have fewer in a batch than one that holds all."""
-    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     coefficients = step_coefficients("polar_express", 5)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -84,7 +84,8 @@ def test_any_number_of_ranks_is_the_same_run_bit_for_bit(place: Place) -> None:
     for name in chosen:
         overrides = (*ELASTIC, *VARIANTS[name])
         wanted = undisturbed(place, overrides, 1)
-        for strategy, keys, ranks in STRATEGIES[: figures.times(2, len(STRATEGIES))]:
+        # fewer steps of these are compared in tests/run/test_sharded.py
+        for strategy, keys, ranks in STRATEGIES[: figures.times(0, len(STRATEGIES))]:
             compared += 1
             if undisturbed(place, (*overrides, *keys), ranks) != wanted:
                 differing.append(f"{name}, {strategy}, W={ranks}")
@@ -119,11 +120,11 @@ def test_a_step_that_one_rank_spoils_is_skipped_alike(place: Place) -> None:
 
 @pytest.mark.timeout(3600)
 def test_fixed_runs_are_alike_with_whole_models_and_with_shards(place: Place) -> None:
-    """50 steps in float32. Muon orthogonalises in bfloat16, which amplifies other orders of addition."""
-    steps = 50
+    """In float32."""
+    steps = figures.times(16, 50)
     keys = (f"train.until=[{steps}it]", f"learning_rate.lr_decay_iters={steps}", "precision=fp32")
     cases = []
-    for name, bar in (("adamw", 1e-5), ("muon", 1e-3)):
+    for name in ("adamw", "muon"):
         for ranks in RANKS[1 : figures.times(2, 3)]:
             losses = []
             for number, strategy in enumerate(((), FSDP)):
@@ -135,7 +136,7 @@ def test_fixed_runs_are_alike_with_whole_models_and_with_shards(place: Place) ->
                 assert len(losses[-1]) == steps
             apart = [abs(one - other) / one for one, other in zip(*losses, strict=True)]
             what = f"{name}, fixed, W={ranks}: losses of ddp and fsdp, relative"
-            cases.append(figures.at_most(what, apart, "", bar))
+            cases.append(figures.at_most(what, apart, "", 1e-5))
     figures.write("sharded-fixed", cases)
 
 

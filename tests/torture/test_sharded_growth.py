@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import figures
 import pytest
 import torch
+from forks import Forks
 from tiny_run import Place, codes, events, said
 from torch import Tensor
 
@@ -85,11 +87,18 @@ def differences(one: Path, other: Path, step: int) -> Iterator[float]:
         yield ((a - b).norm() / a.norm()).item()
 
 
+@pytest.fixture(scope="module")
+def sharded(prepared: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose shards grow in every way."""
+    path = tmp_path_factory.mktemp("sharded")
+    shutil.copytree(prepared, path, dirs_exist_ok=True)
+    return trained(Place(path, forks), "run", GROWS, *FSDP, ranks=2)
+
+
 @pytest.mark.timeout(1200)
-def test_every_kind_of_growth_is_that_of_whole_models(place: Place) -> None:
+def test_every_kind_of_growth_is_that_of_whole_models(place: Place, sharded: Path) -> None:
     """Up to rounding where `reproducible` is fixed; bit for bit where it is elastic."""
     whole = trained(place, "whole", GROWS, ranks=2)
-    sharded = trained(place, "sharded", GROWS, *FSDP, ranks=2)
     operations = events(sharded, "operation")
     assert [each["name"] for each in operations] == [name for name, _, _ in GROWTH] + ["fold_masks"]
     exact = [each for each in operations if each["name"] not in ("resize_vocab", "stack_layers")]
@@ -121,8 +130,7 @@ def test_every_kind_of_growth_is_that_of_whole_models(place: Place) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_checkpoint_of_shards_grows_on_disk_to_the_same_bits(place: Place) -> None:
-    live = trained(place, "live", GROWS, *FSDP, ranks=2)
+def test_a_checkpoint_of_shards_grows_on_disk_to_the_same_bits(place: Place, sharded: Path) -> None:
     before = trained(place, "before", *FSDP, f"train.until=[{GROWN_AT}it]", ranks=2)
     operations: list[object] = []
     for name, value, options in GROWTH:
@@ -130,4 +138,4 @@ def test_a_checkpoint_of_shards_grows_on_disk_to_the_same_bits(place: Place) -> 
         operations += ["--op", " ".join([f"{name}={json.dumps(value)}", *words])]
     (child,) = place.instar("grow", before, place.path / "disk", *operations)
     assert child.finish() == 0, child.output()
-    assert same(live, place.path / "disk", GROWN_AT)
+    assert same(sharded, place.path / "disk", GROWN_AT)

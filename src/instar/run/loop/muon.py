@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from instar.distributed.shards import is_sharded, on_owners, own
 
@@ -29,6 +30,9 @@ algorithm 1, degree 5); further steps repeat the last one."""
 _SAFETY = 1.02
 """Divisor that keeps singular values ≤ 1 despite bfloat16 rounding, as Polar Express requires."""
 
+LANES = 16
+"""Elements of the widest vector register, in float32."""
+
 Iteration = Literal["quintic", "polar_express"]
 
 
@@ -39,8 +43,11 @@ class BatchedMuon(torch.optim.Muon):
     of a 4 × 128 GPT, batching takes a third of the time.
 
     Of sharded matrices, momentum is as well. Those of a shape are shared out over the ranks: each gathers
-    some of them in bfloat16, orthogonalises these whole and returns the rows of the result. No bit
-    depends on how many ranks there are.
+    some of them, orthogonalises these whole and returns the rows of the result. No bit depends on how
+    many ranks there are.
+
+    Args:
+        dtype: in which matrices travel and are orthogonalised. torch's Muon takes bfloat16.
     """
 
     def __init__(
@@ -50,8 +57,10 @@ class BatchedMuon(torch.optim.Muon):
         momentum: float,
         ns_steps: int,
         iteration: Iteration = "quintic",
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(params, lr=0.0, momentum=momentum, ns_steps=ns_steps)
+        self.dtype = dtype
         self.coefficients = step_coefficients(iteration, ns_steps)
         self.safety = _SAFETY if iteration == "polar_express" else 1.0
 
@@ -83,7 +92,7 @@ class BatchedMuon(torch.optim.Muon):
         buffers = [own(self._momentum(parameter)) for parameter in parameters]
         torch._foreach_lerp_(buffers, gradients, 1.0 - group["momentum"])
         nesterov = torch._foreach_lerp(gradients, buffers, group["momentum"])
-        updates = [update.bfloat16() for update in nesterov]
+        updates = [update.to(self.dtype) for update in nesterov]
         if sharded := [parameter for parameter in parameters if is_sharded(parameter)]:
             updates = on_owners(sharded, updates, self._orthogonalised, first_owner)
         else:
@@ -121,13 +130,15 @@ def step_coefficients(iteration: Iteration, steps: int) -> tuple[Coefficients, .
 
 
 def orthogonalise(x_NAB: Tensor, coefficients: Iterable[Coefficients], safety: float) -> Tensor:
-    """Approximate U Vᵀ for each matrix U S Vᵀ of a batch, A ≤ B, in bfloat16.
+    """Approximate U Vᵀ for each matrix U S Vᵀ of a batch, A ≤ B, in its dtype.
 
     Each step maps the singular values by σ → aσ + bσ³ + cσ⁵.
     """
-    x = x_NAB.bfloat16()
+    height, width = x_NAB.shape[-2:]
+    # Kernels round matrices that do not fill vector registers otherwise at other places in a batch.
+    x = pad(x_NAB, (0, -width % LANES, 0, -height % LANES))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * safety).clamp_min(1e-7)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+    return x[..., :height, :width]

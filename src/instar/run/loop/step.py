@@ -255,7 +255,9 @@ def build_stepper(
 def stepper_of(config: RunConfig, world: World, task: Task, strategy: Strategy) -> Stepper:
     """Build a stepper of a model that is prepared for all ranks, with optimizers without state."""
     elastic = config.reproducible == "elastic"
-    optimizers = task_optimizers(task, strategy.bare, config.optimizer, elastic=elastic)
+    optimizers = task_optimizers(
+        task, strategy.bare, config.optimizer, elastic=elastic, precision=config.precision
+    )
     return Stepper(config, world, task, strategy, optimizers)
 
 
