@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from forks import forks_for_grpo
 
 from instar.config.errors import ConfigError
 from instar.recipes.grpo.models import Sampling, load_model, sample
@@ -20,6 +20,10 @@ from instar.recipes.grpo.samplers import CompletionServer, ServerLost, ServerSam
 from instar.recipes.grpo.weights import get_weights
 
 PROMPT = {"prompt": "1+2=", "max_tokens": 2}
+
+
+def serve() -> list[str]:
+    return [str(forks_for_grpo().python), "-m", "instar.recipes.grpo.serve"]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,7 @@ def serving(port: int | None = None) -> Iterator[str]:
     """A server that answers."""
     port = port or free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "instar.recipes.grpo.serve", "--dtype", "float32", f"--port={port}"],
+        [*serve(), "--dtype", "float32", f"--port={port}"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     address = f"http://127.0.0.1:{port}"
@@ -164,7 +168,7 @@ def test_weights_of_another_form_are_refused_and_change_nothing(address: str, tr
 
 def test_the_server_module_is_the_documented_command(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "instar.recipes.grpo.serve", "--model", "nowhere/nothing"],
+        [*serve(), "--model", "nowhere/nothing"],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         cwd=tmp_path,
         capture_output=True,

@@ -38,7 +38,8 @@ from typing import Any, NoReturn, Self
 from interpreter import interpret, put_in, run_and_leave
 from spare import fork_interpreters, receive
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0 if os.environ.get("INSTAR_TORTURE") == "full" else 120.0
+"""Hours of `make torture` share the machine with other work."""
 START_S = 400.0
 """enough to import everything on the busiest of machines"""
 POLL_S = 0.002
@@ -169,6 +170,14 @@ class Forks:
                 self._ended.pop(answer["started"], None)
                 return Child(self, answer["started"], said)
 
+    def import_now(self, *modules: str) -> None:
+        """Import what only few tests need, once for all children that are started from now on."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"modules": modules}).encode() + b"\n")
+        self._process.stdin.flush()
+        while (answer := self._answer(START_S)) != {"ready": 1}:
+            assert answer is not None, "the forking process does not import"
+
     def status_of(self, pid: int, seconds: float) -> int | None:
         """How a child ended, waiting so long for it; None if it has not."""
         deadline = time.monotonic() + seconds
@@ -207,6 +216,16 @@ class Forks:
         if "ended" in answer:
             self._ended[answer["ended"]] = answer["status"]
         return answer
+
+
+GRPO = ["trl.trainer.grpo_trainer", "transformers.models.qwen2.modeling_qwen2"]
+
+
+@cache
+def forks_for_grpo() -> Forks:
+    """The same process, with what GRPO's trainings and servers import, which takes ten seconds."""
+    forks().import_now(*GRPO)
+    return forks()
 
 
 @cache
@@ -259,11 +278,8 @@ def _bare_environment() -> dict[str, str]:
 def _serve(called: socket.socket, modules: Sequence[str]) -> None:
     """Fork for every line of stdin, and say who was started and how each ended; fork for everyone
     who calls at a socket too."""
-    for module in modules:
-        import_module(module)
     _make_what_runs_make_once()
-    _say({"ready": 1})
-    gc.freeze()  # what children do not touch is not copied
+    _import(modules)
     listening, telling = os.pipe()
     os.set_blocking(listening, False)
     os.set_blocking(telling, False)
@@ -323,10 +339,14 @@ def _serve(called: socket.socket, modules: Sequence[str]) -> None:
                 line = sys.stdin.buffer.readline()  # the next comes only after the answer
                 if not line:
                     break
+                request = json.loads(line)
+                if "modules" in request:
+                    _import(request["modules"])
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     let_go()
-                    _become(json.loads(line))
+                    _become(request)
                 with suppress(OSError):  # here as well as there: whoever is first
                     os.setpgid(pid, pid)
                 living.add(pid)
@@ -334,6 +354,13 @@ def _serve(called: socket.socket, modules: Sequence[str]) -> None:
     for pid in living:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        import_module(module)
+    gc.freeze()  # what children do not touch is not copied
+    _say({"ready": 1})
 
 
 def _make_what_runs_make_once() -> None:

@@ -35,11 +35,12 @@ from instar.run.loop.trainer import Trainer
 
 class LiveBytes(TorchDispatchMode):
     """Adds up, after every operation on this thread, what the tensors take that it has seen. `fully_shard`
-    frees parameters by making their memory smaller, so sizes are read anew each time."""
+    frees parameters by making their memory smaller: `resizing` tells of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._storages: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+        self._total = 0
         self._open: list[int] = []
         self.highest: dict[str, int] = {}
         """within each moment, apart from moments inside it"""
@@ -58,21 +59,43 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 self._see(own(tensor).untyped_storage())
         if self._open:
-            self._open[-1] = max(self._open[-1], self.now())
+            self._open[-1] = max(self._open[-1], self._total)
         return made
 
     def _see(self, storage: UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._storages or self._storages[key]() is None:
-            self._storages[key] = weakref.ref(storage, partial(self._gone, key))
+        key, size = storage._cdata, storage.nbytes()
+        ref, before = self._storages.get(key, (None, 0))
+        if ref is None or ref() is None:
+            ref = weakref.ref(storage, partial(self._gone, key))
+        self._total += size - before
+        self._storages[key] = ref, size
 
     def _gone(self, key: int, ref: weakref.ref[UntypedStorage]) -> None:
-        if self._storages.get(key) is ref:
-            del self._storages[key]
+        if key in self._storages and self._storages[key][0] is ref:
+            self._total -= self._storages.pop(key)[1]
+
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """While storages are made smaller or larger beside tensors' operations."""
+        resize = UntypedStorage.resize_
+
+        def seen(storage: UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            if storage._cdata in self._storages:
+                self._see(storage)
+            return found
+
+        UntypedStorage.resize_ = seen  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def now(self) -> int:
-        alive = (ref() for ref in list(self._storages.values()))
-        return sum(storage.nbytes() for storage in alive if storage is not None)
+        alive = [(ref(), size) for ref, size in list(self._storages.values())]
+        sizes = [storage.nbytes() for storage, _ in alive if storage is not None]
+        assert sum(sizes) == self._total, "a size has changed unseen"
+        return self._total
 
     @contextmanager
     def moment(self, name: str) -> Iterator[None]:
@@ -95,7 +118,7 @@ def run(folder: str, name: str, keys: Sequence[str]) -> int:
         prepared = preflight(loaded, world.size)
         Path(folder, name).mkdir(exist_ok=True)
         rest = silent_console(), RankLog(world.rank), RunDir(Path(folder, name))
-        with LiveBytes() as live:
+        with LiveBytes() as live, live.resizing():
             with live.moment("start"):
                 made = build(prepared, world, StopSignal(), Silent(), *rest)
             with closing(made):
