@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from instar.config.load import load
-from instar.models.architecture import Architecture, flops_per_token, resolve
+from instar.models.architecture import Architecture, resolve
+from instar.models.cost import flops_per_token
 from segments import Segment
 
 DECAY = 0.2

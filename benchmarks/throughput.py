@@ -28,7 +28,7 @@ import torch
 
 from instar.config.load import load
 from instar.data.text.prepare import prepare
-from instar.models.architecture import flops_per_token
+from instar.models.cost import flops_per_token
 from instar.models.shape import count_parameters
 from instar.record.system import measure_peak_flops
 from instar.run.lifecycle.preflight import preflight

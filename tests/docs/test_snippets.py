@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from forks import Forks
+from forks import Forks, forks_for_grpo
 
 from instar.config.load import load
 
@@ -92,6 +92,8 @@ def test_the_commands_of_a_page_work_one_after_the_other(
         "OMP_NUM_THREADS": "1",
     }
     typed = [one for kind, text in snippets(page, *TYPED) for one in commands(kind, text)]
+    if any("recipes.grpo" in snippet for snippet, _ in typed):
+        forks_for_grpo()
     for snippet, given in typed:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", snippet],

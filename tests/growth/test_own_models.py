@@ -258,7 +258,11 @@ class Undrawn(ResidualMlp):
         (ResidualMlp(), widened("units", 9, how="average"), "how must be zero or split"),
         (ResidualMlp(), widened("units", 9, mask=10), "only a GPT supports masks"),
         (ResidualMlp(), operation("insert_layers", 1, mask=10), "only a GPT supports masks"),
-        (ResidualMlp(), operation("widen_mlp", 9), "widen_mlp: applies to a GPT only; for every"),
+        (
+            ResidualMlp(),
+            operation("widen_mlp", 9),
+            "widen_mlp: applies to decoder-only transformers only; for this",
+        ),
         (MessagePassing(), widened("node", 9), "choose a multiple of 6, with how: split"),
         (MessagePassing(), widened("node", 12, how="zero"), "choose a multiple of 6"),
         (Streamless(), operation("insert_layers", 1), "names no stream .* stack_layers"),

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from instar.config.language import ModelConfig
-from instar.models.architecture import MOST, Architecture, flops_per_token, resolve, section_of
+from instar.models.architecture import MOST, Architecture, resolve, section_of
+from instar.models.cost import flops_per_token
 from instar.models.shape import ArchitectureError, axis_size, count_parameters, layer_of
 
 LLAMA = ModelConfig(

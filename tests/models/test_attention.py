@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from instar.models.architecture import MATERIALIZED_UP_TO
+from instar.models.cost import MATERIALIZED_UP_TO
 from instar.models.gpt import causal_attention
 
 

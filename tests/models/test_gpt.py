@@ -10,7 +10,8 @@ from shapes import gpt2, llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from instar.models.architecture import Architecture, flops_per_token
+from instar.models.architecture import Architecture
+from instar.models.cost import flops_per_token
 from instar.models.gpt import GPT, named_generator, rope_table, rotate
 
 GPT2 = gpt2()

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from instar.models.architecture import Architecture, flops_per_token
+from instar.models.architecture import Architecture
+from instar.models.cost import flops_per_token
 from instar.models.gpt import GPT, named_generator
 from instar.models.lora import TARGETS, Lora, adapter_of, covering
 from instar.models.shape import ArchitectureError, count_parameters

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instar.models.architecture import chunk_rows
+from instar.models.cost import chunk_rows
 from instar.models.loss import chunked_cross_entropy, head_cross_entropy
 
 Problem = tuple[Tensor, Tensor, Tensor]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from instar.config.language import ModelConfig
-from instar.models.architecture import Architecture, chunk_rows, memory_estimate, resolve
+from instar.models.architecture import Architecture, resolve
+from instar.models.cost import chunk_rows, memory_estimate
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
 from instar.models.shape import count_parameters

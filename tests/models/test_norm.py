@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.models.gpt import masked_norm, rms_norm
+from instar.models.layers import masked_norm, rms_norm
 
 
 def inputs(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:

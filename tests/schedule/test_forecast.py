@@ -12,7 +12,7 @@ from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.language import LanguageConfig, ModelConfig
 from instar.config.load import load
 from instar.config.schema import OptimizerConfig, TrainConfig
-from instar.models.architecture import flops_per_token
+from instar.models.cost import flops_per_token
 from instar.models.shape import count_parameters
 from instar.record.format import bytes_text, scientific, si
 from instar.schedule.forecast import Forecast, ScheduleError, checked_forecast, forecast

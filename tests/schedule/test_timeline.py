@@ -15,7 +15,8 @@ from instar.config.budget import parse_budget
 from instar.config.language import LanguageConfig
 from instar.config.sections import Operation
 from instar.data.source import windows_of
-from instar.models.architecture import flops_per_token, resolve
+from instar.models.architecture import resolve
+from instar.models.cost import flops_per_token
 from instar.schedule.forecast import forecast
 from instar.schedule.operations import Change, History, carried_out, initial_state
 from instar.schedule.timeline import Clock, Pace

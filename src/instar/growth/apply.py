@@ -69,7 +69,7 @@ Mode = Literal["asymmetric", "mapped", "reset"]
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """States that are moments also of a parameter without dimensions. Others without dimensions are
 numbers for the whole parameter, such as the count of steps, and are kept as they are."""
-_SQUARES = ("sq", "square", "sum")
+_SQUARES = ("sq", "square", "sum", "variance")
 """Parts of the names of optimizer states that are sums or means of squared gradients."""
 
 
@@ -106,7 +106,7 @@ def applied(
     copies: Copies = "asymmetric",
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields what `apply` returns, one tensor at a time; reads only those that each is made of."""
-    neighbour = _neighbours(tensors)
+    neighbour = neighbours(tensors)
     for name, made in plan.tensors.items():
         if role is Role.PARAMETER or source_of(made) in tensors:
             like = tensors.get(neighbour(name)) if isinstance(made, Fresh) else None
@@ -218,7 +218,7 @@ def apply_one(
     fresh = torch.empty(made.shape)
     if like is not None:
         fresh = fresh.to(like)
-    _fill(fresh, New(1, made.fill, made.std), named_generator(*key, name, "fresh"))
+    _fill(fresh, New(1, made.fill, made.std), named_generator(*key, name, "fresh"), made.offset)
     return fresh
 
 
@@ -229,11 +229,13 @@ class _Growing:
         self.role, self.copies, self.name, self.key = role, copies, name, key
 
     def grow(self, made: Grown, tensor: Tensor) -> Tensor:
+        offset = made.offset if self.role is Role.PARAMETER else 0.0
         for edit in made.edits:
-            tensor = self._apply_edit(edit, tensor)
+            tensor = self._apply_edit(edit, tensor, offset)
         factor = self._factor(made)
         if factor != 1.0:
-            return tensor * factor
+            grown = tensor * factor
+            return grown.add_((factor - 1.0) * offset) if offset else grown
         return tensor.clone() if made.copied and not made.edits else tensor
 
     def _factor(self, made: Old | Grown) -> float:
@@ -243,7 +245,7 @@ class _Growing:
             return made.gradient**2
         return 0.0 if made.copied and self.copies == "asymmetric" else made.gradient
 
-    def _apply_edit(self, edit: Edit, tensor: Tensor) -> Tensor:
+    def _apply_edit(self, edit: Edit, tensor: Tensor, offset: float) -> Tensor:
         shape = list(tensor.shape)
         shape[edit.dim] = sum(len(piece) for piece in edit.pieces)
         out = tensor.new_empty(shape)
@@ -258,11 +260,13 @@ class _Growing:
                     view.copy_(source)
                 else:
                     torch.mul(source, factor, out=view)
+                    if offset:
+                        view.add_((factor - 1.0) * offset)
                 old.append(view)
             elif self._takes_mean(piece):
                 waiting.append(view)
             elif self.role is Role.PARAMETER:
-                _fill(view, piece, generator)
+                _fill(view, piece, generator, offset)
             else:
                 view.zero_()
         for view in waiting:
@@ -284,13 +288,13 @@ def _mean(views: list[Tensor], dim: int) -> Tensor:
     return torch.stack(sums).sum(0).div_(count)
 
 
-def _fill(view: Tensor, new: New, generator: torch.Generator) -> None:
+def _fill(view: Tensor, new: New, generator: torch.Generator, offset: float = 0.0) -> None:
     if new.fill == "normal":
         # on the CPU, so that every device has the same values
         values = torch.empty(view.shape, dtype=torch.float32, device="cpu")
         view.copy_(values.normal_(0.0, new.std, generator=generator))
     else:
-        view.fill_(1.0 if new.fill == "one" else 0.0)
+        view.fill_((1.0 if new.fill == "one" else 0.0) - offset)
 
 
 def _truncated(made: Truncated, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -378,9 +382,11 @@ class TensorReader:
 def grow_parameters(steps: Iterable[GrowthStep], tensors: TensorReader) -> TensorReader:
     """Returns a reader of the parameters, or of their moving average, after all growth steps."""
     for step in steps:
-        neighbour = _neighbours(tensors.outlines)
+        neighbour = neighbours(tensors.outlines)
         outlines = {
-            name: Outline(tensors.outlines[_source(step.plan, name, neighbour)].dtype, entry.shape)
+            name: Outline(
+                tensors.outlines[nearest_source(step.plan, name, neighbour)].dtype, entry.shape
+            )
             for name, entry in step.parameters.items()
         }
         tensors = TensorReader(outlines, partial(_read_parameter, step, tensors.read, outlines))
@@ -411,13 +417,13 @@ def _read_state(step: GrowthStep, read: Read, name: str) -> Tensor:
     return grow_state(step.plan, name, read, step.key, step.mode)
 
 
-def _source(plan: GrowthPlan, name: str, neighbour: Callable[[str], str]) -> str:
+def nearest_source(plan: GrowthPlan, name: str, neighbour: Callable[[str], str]) -> str:
     """Returns the old tensor that has the dtype of a new one."""
     made = plan.tensors[name]
     return (made.a if isinstance(made, Truncated) else source_of(made)) or neighbour(name)
 
 
-def _neighbours(names: Iterable[str]) -> Callable[[str], str]:
+def neighbours(names: Iterable[str]) -> Callable[[str], str]:
     """Returns a function from a wholly new tensor's name to that of the old tensor next to it: its
     like in another block, the matrix of an adapter, or else one of the same module or block."""
     old: dict[tuple[str, ...], str] = {}

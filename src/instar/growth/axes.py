@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from instar.growth.plan import Edit, Grown, New, Old, Piece
-from instar.models.shape import Growable, Parameter, factor_size
+from instar.models.shape import Growable, Parameter, axis_size, factor_size
 
 Relation = Literal["writes", "reads", "scales", "lists"]
 """What a tensor does with an axis along one of its dimensions: it produces it, consumes it,
@@ -21,16 +21,20 @@ multiplies or shifts each of its channels, or has a row for each of its indices.
 
 @dataclass(frozen=True)
 class Use:
-    """Dimension `dim` of a parameter of the grown model."""
+    """Dimension `dim` of a parameter of the grown model.
+
+    `summand`: which summand of its axis is meant, e.g. 1 for the keys of fused projections.
+    """
 
     name: str
     entry: Parameter
     dim: int
+    summand: int = 0
 
     @property
     def relation(self) -> Relation:
         axis = self.entry.axes[self.dim]
-        if self.entry.kind in ("norm", "channel", "buffer"):
+        if self.entry.kind in ("norm", "post_norm", "channel", "buffer"):
             return "scales"
         both = self.entry.writes == self.entry.reads
         if axis == self.entry.writes and not (both and self.dim):
@@ -38,9 +42,14 @@ class Use:
         return "reads" if axis == self.entry.reads else "lists"
 
     @property
+    def part(self) -> str:
+        """``query``, ``key`` or ``value``; empty elsewhere."""
+        return self.entry.parts[self.summand] if self.entry.parts else ""
+
+    @property
     def is_gain(self) -> bool:
         """Whether it multiplies channels; other tensors that scale shift them."""
-        scales = self.entry.kind in ("norm", "channel", "grouped")
+        scales = self.entry.kind in ("norm", "post_norm", "channel", "grouped")
         return scales and self.name.endswith(".weight")
 
 
@@ -76,16 +85,19 @@ def plan_tensors(
 ) -> dict[str, Grown]:
     """Returns the plans of the parameters or buffers in the table of a resized `arch`, for new
     layouts of simple axes."""
-    sizes, tensors = arch.sizes(), dict[str, Grown]()
-    for name, entry in table.items():
-        edits = [
-            Edit(dim, _along(axis, factor, sizes, layouts[factor](Use(name, entry, dim))))
-            for dim, axis in enumerate(entry.axes)
-            for factor in axis.split("*")
-            if factor in layouts
-        ]
-        tensors[name] = Grown(name, tuple(edits))
-    return tensors
+    sizes = arch.sizes()
+    return {
+        name: Grown(
+            name,
+            tuple(
+                Edit(dim, _pieces(Use(name, entry, dim), sizes, layouts))
+                for dim, axis in enumerate(entry.axes)
+                if layouts.keys() & set(_factors(axis))
+            ),
+            offset=entry.offset,
+        )
+        for name, entry in table.items()
+    }
 
 
 def uses(arch: Growable, axis: str) -> list[Use]:
@@ -94,14 +106,38 @@ def uses(arch: Growable, axis: str) -> list[Use]:
         Use(name, entry, dim)
         for name, entry in arch.parameters().items()
         for dim, along in enumerate(entry.axes)
-        if axis in along.split("*")
+        if axis in _factors(along)
     ]
+
+
+def _factors(axis: str) -> list[str]:
+    return axis.replace("+", "*").split("*")
+
+
+def _pieces(use: Use, sizes: Mapping[str, int], layouts: Mapping[str, Layout]) -> tuple[Piece, ...]:
+    """Returns the pieces of a dimension: of each summand, in which one factor at most has a new layout."""
+    pieces, start = list[Piece](), 0
+    for summand, product in enumerate(use.entry.axes[use.dim].split("+")):
+        size = axis_size(sizes, product)
+        edited: tuple[Piece, ...] = (Old(0, size),)
+        for factor in product.split("*"):
+            if factor in layouts:
+                layout = layouts[factor](replace(use, summand=summand))
+                edited = _along(product, factor, sizes, layout)
+        pieces += (
+            piece
+            if isinstance(piece, New)
+            else replace(piece, start=piece.start + start, stop=piece.stop + start)
+            for piece in edited
+        )
+        start += size
+    return tuple(pieces)
 
 
 def _along(
     axis: str, factor: str, sizes: Mapping[str, int], pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
-    """Returns the pieces of one factor of a composite axis as pieces of the composite axis."""
+    """Returns the pieces of one factor of a product as pieces of the product."""
     factors = axis.split("*")
     at = factors.index(factor)
     outer = math.prod(factor_size(sizes, name) for name in factors[:at])

@@ -13,7 +13,14 @@ from instar.growth.masks import with_mask
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, TensorPlan
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import Architecture
-from instar.models.shape import Growable, Parameter, in_block, layer_of, streams_of
+from instar.models.shape import (
+    Growable,
+    Parameter,
+    TransformerShape,
+    in_block,
+    layer_of,
+    streams_of,
+)
 
 G = TypeVar("G", bound=Growable)
 
@@ -68,7 +75,7 @@ def insert_layers(
     grown = _deeper(arch, blocks, origin)
     new = [at for at, block in enumerate(blocks) if block.inserted]
     if steps := options.get("mask"):
-        grown = _masked(grown, _ranges(new), step, steps)
+        grown = with_mask(grown, "layers", _ranges(new), step, steps)
         streams = ()  # the mask is the zero factor
     tensors = _tensors(grown, blocks, streams, origin)
     drawn = origin == "normal"
@@ -100,17 +107,13 @@ def _positions(where: Any, count: int, layers: int) -> list[int]:
 
 def _deeper(arch: Any, blocks: Sequence[_Block], origin: str) -> Any:
     """Returns the architecture with these blocks; adapters move with their blocks."""
-    if not (isinstance(arch, Architecture) and arch.lora):
+    if not isinstance(arch, TransformerShape):
         return arch.resized(layers=len(blocks))
     drawn = origin == "normal"
     sources = [None if block.inserted and drawn else block.source for block in blocks]
-    return replace(arch, n_layer=len(blocks), lora=adapters_of_blocks(arch, sources))
-
-
-def _masked(grown: Any, ranges: list[tuple[int, int]], step: int, steps: int) -> Any:
-    if not isinstance(grown, Architecture):
-        raise GrowthError("only a GPT supports masks; new blocks of this model start at zero")
-    return with_mask(grown, "layers", ranges, step, steps)
+    if isinstance(arch, Architecture) and arch.lora:
+        return replace(arch, n_layer=len(blocks), lora=adapters_of_blocks(arch, sources))
+    return arch.deeper(sources)
 
 
 def _tensors(
@@ -127,7 +130,7 @@ def _tensors(
         if layer is None or layer in kept:
             tensors[name] = Grown(source)
         elif blocks[layer].inserted and entry.writes in streams:
-            tensors[name] = Fresh(entry.shape, "zero")
+            tensors[name] = Fresh(entry.shape, "zero", offset=entry.offset)
         elif blocks[layer].inserted and origin == "normal":
             tensors[name] = _drawn(name, entry)
         else:
@@ -137,7 +140,7 @@ def _tensors(
 
 def _drawn(name: str, entry: Parameter) -> Fresh:
     new = initial_slices(Use(name, entry, 0), entry.shape[0])
-    return Fresh(entry.shape, new.fill, new.std)
+    return Fresh(entry.shape, new.fill, new.std, entry.offset)
 
 
 def _in_old(name: str, blocks: Sequence[_Block]) -> str:

@@ -9,44 +9,45 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from instar.growth.axes import Use, initial_slices, layout_of, plan_tensors, zero_in_readers
 from instar.growth.masks import with_mask
 from instar.growth.plan import GrowthError, GrowthPlan, New, Old, Piece
 from instar.growth.values import grown_size, listed
-from instar.models.architecture import Architecture
+from instar.models.shape import TransformerShape
+
+T = TypeVar("T", bound=TransformerShape)
 
 
-def add_heads(
-    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+def add_heads(arch: T, value: Any, options: Mapping[str, Any], step: int) -> tuple[T, GrowthPlan]:
     """Adds `value` query heads, whose columns of `attn.output` are 0; exact.
 
     `where: groups` appends whole groups with their own key and value heads; `inside` adds the same
     number of query heads at the end of every group.
     """
-    per_group = arch.n_head // arch.n_kv_head
-    grown_size(arch.n_head + value, arch.n_head, "heads")
-    whole, even = value % per_group == 0, value % arch.n_kv_head == 0
+    now, kv_now = (arch.sizes()[axis] for axis in ("heads", "kv_heads"))
+    per_group = now // kv_now
+    grown_size(now + value, now, "heads")
+    whole, even = value % per_group == 0, value % kv_now == 0
     where = options.get("where", "groups" if whole else "inside")
     if not (whole if where == "groups" else even):
         raise GrowthError(
-            f"{value} query heads cannot be added to {arch.n_kv_head} groups of {per_group}: "
+            f"{value} query heads cannot be added to {kv_now} groups of {per_group}: "
             f"whole groups need a multiple of {per_group}, heads inside every group a multiple of "
-            f"{arch.n_kv_head}"
+            f"{kv_now}"
         )
     heads: list[Old | int]
-    kv_heads: list[Old | int] = [Old(0, arch.n_kv_head)]
+    kv_heads: list[Old | int] = [Old(0, kv_now)]
     if where == "groups":
-        heads = [Old(0, arch.n_head), value]
+        heads = [Old(0, now), value]
         kv_heads.append(value // per_group)
         note = f"{value // per_group} more groups of {per_group}"
     else:
-        more, starts = value // arch.n_kv_head, range(0, arch.n_head, per_group)
+        more, starts = value // kv_now, range(0, now, per_group)
         heads = [part for start in starts for part in (Old(start, start + per_group), more)]
-        note = f"{more} more in each of {arch.n_kv_head} groups"
-    grown = arch.resized(heads=_length(heads), kv_heads=_length(kv_heads))
+        note = f"{more} more in each of {kv_now} groups"
+    grown: Any = arch.resized(heads=_length(heads), kv_heads=_length(kv_heads))
     fill = zero_in_readers
     if steps := options.get("mask"):
         fill = initial_slices
@@ -58,8 +59,8 @@ def add_heads(
 
 
 def split_kv_heads(
-    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: T, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[T, GrowthPlan]:
     """Makes `value` copies of every key and value head, each for its part of the group; exact.
 
     The gradients of the copies add up to the old one, so each is given an equal share of it. This
@@ -67,17 +68,18 @@ def split_kv_heads(
     3 layers of width 64).
     """
     del options, step
-    per_group = arch.n_head // arch.n_kv_head
+    now = arch.sizes()["kv_heads"]
+    per_group = arch.sizes()["heads"] // now
     if per_group % value:
         possible = [factor for factor in range(2, per_group + 1) if per_group % factor == 0]
         raise GrowthError(
             f"{per_group} query heads for each key and value head cannot be split by {value}; "
             + (f"choose {listed(possible)}" if possible else "each one already has its own")
         )
-    grown = arch.resized(kv_heads=arch.n_kv_head * value)
+    grown = arch.resized(kv_heads=now * value)
     copies = tuple(
         Old(head, head + 1, gradient=1 / value, copied=copy > 0)
-        for head in range(arch.n_kv_head)
+        for head in range(now)
         for copy in range(value)
     )
     return grown, GrowthPlan(
@@ -86,8 +88,8 @@ def split_kv_heads(
 
 
 def grow_head_dim(
-    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: T, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[T, GrowthPlan]:
     """Adds channels to every head; exact.
 
     New channels of keys are 0, and those of values are not read; queries are multiplied by √(d′ /
@@ -96,7 +98,7 @@ def grow_head_dim(
     pairs.
     """
     del options, step
-    now = arch.head_dim
+    now = arch.sizes()["head_dim"]
     size = grown_size(value, now, "head_dim")
     if arch.qk_norm:
         raise GrowthError(
@@ -106,18 +108,18 @@ def grow_head_dim(
     grown = arch.resized(head_dim=size)
     parts: list[Old | int] = [Old(0, now), size - now]
     if arch.positions == "rope":
-        grown = replace(grown, rope_base=arch.rope_base ** (size / now))
+        grown = grown.changed(rope_base=arch.rope_base ** (size / now))
         half, more = now // 2, (size - now) // 2
         parts = [Old(0, half), more, Old(half, now), more]
-    scale = math.sqrt(size / now)
+    scale = math.sqrt(size / now) if arch.scales_by_head_dim else 1.0
     scaled = [
         replace(p, value=scale, gradient=1 / scale) if isinstance(p, Old) else p for p in parts
     ]
 
     def pieces(use: Use) -> tuple[Piece, ...]:
-        if ".attn.query." in use.name:
+        if use.part == "query":
             return layout_of(scaled, initial_slices)(use)
-        if ".attn.key." in use.name:
+        if use.part == "key":
             return layout_of(parts, lambda _, count: New(count, "zero"))(use)
         return layout_of(parts, zero_in_readers)(use)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from instar.config.errors import nearest
 from instar.config.sections import Operation
@@ -27,7 +27,7 @@ from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.values import Check
 from instar.growth.width import extend_context, resize_vocab, widen, widen_hidden, widen_mlp
 from instar.models.architecture import Architecture
-from instar.models.shape import ArchitectureError, Growable
+from instar.models.shape import ArchitectureError, Growable, TransformerShape
 
 G = TypeVar("G", bound=Growable)
 
@@ -42,8 +42,12 @@ class Operator:
     plan: Planner
     value: Check
     options: Mapping[str, Check] = field(default_factory=dict)
-    any_model: bool = False
-    """applies to every `Growable` model; otherwise to a GPT only"""
+    models: Literal["all", "transformers", "gpt"] = "transformers"
+    """applies to every `Growable` model, to those with a `TransformerShape`, or to Instar's GPT only"""
+
+    def fits(self, arch: Growable) -> bool:
+        kinds = {"all": Growable, "transformers": TransformerShape, "gpt": Architecture}
+        return self.models == "all" or isinstance(arch, kinds[self.models])
 
 
 def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan]:
@@ -58,10 +62,16 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
     check(operation)
     operator = OPERATORS[operation.name]
     with _named(operation.name):
-        if not (operator.any_model or isinstance(arch, Architecture)):
-            every = ", ".join(name for name, other in OPERATORS.items() if other.any_model)
+        if not operator.fits(arch):
+            fitting = ", ".join(name for name, other in OPERATORS.items() if other.fits(arch))
             raise GrowthError(
-                f"applies to a GPT only; for every model that names its axes: {every}"
+                f"applies to {_MODELS[operator.models]} only; for this model: {fitting}"
+            )
+        if isinstance(arch, TransformerShape) and (reason := arch.refusals().get(operation.name)):
+            raise GrowthError(reason)
+        if "mask" in operation.options and not isinstance(arch, Architecture):
+            raise GrowthError(
+                "only a GPT supports masks; new structure of this model starts at zero"
             )
         if isinstance(arch, Architecture) and operator.plan is not fold_masks:
             refuse_if_masked(arch)
@@ -102,19 +112,22 @@ def _named(operation: str) -> Iterator[None]:
 def _widen(
     arch: Any, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[Any, GrowthPlan]:
-    """Widens an axis; those of a GPT by the operations that account for norms, groups and RoPE."""
-    if not isinstance(arch, Architecture):
+    """Widens an axis; those of a transformer by the operations that account for norms, groups and
+    RoPE."""
+    if not isinstance(arch, TransformerShape):
         return widen(arch, value, options, step)
     axis = value["axis"]
-    if axis not in _GPT_OPERATIONS:
+    if axis not in _OPERATION_OF_AXIS:
         raise GrowthError(
-            f"a GPT has no axis {axis!r} to widen; there are {', '.join(_GPT_OPERATIONS)}, and add_heads, "
+            f"a GPT has no axis {axis!r} to widen; there are {', '.join(_OPERATION_OF_AXIS)}, and add_heads, "
             "split_kv_heads, insert_layers for the others"
         )
-    return plan(arch, Operation(_GPT_OPERATIONS[axis], value["size"], options), step=step)
+    return plan(arch, Operation(_OPERATION_OF_AXIS[axis], value["size"], options), step=step)
 
 
-_GPT_OPERATIONS = {
+_MODELS = {"transformers": "decoder-only transformers", "gpt": "Instar's GPT"}
+
+_OPERATION_OF_AXIS = {
     "mlp": "widen_mlp",
     "embed": "widen_hidden",
     "head_dim": "grow_head_dim",
@@ -137,12 +150,12 @@ _ADAPTER: Mapping[str, Check] = {
 }
 
 OPERATORS: Mapping[str, Operator] = {
-    "stack_layers": Operator(stack_layers, values.is_layer_map, any_model=True),
+    "stack_layers": Operator(stack_layers, values.is_layer_map, models="all"),
     "insert_layers": Operator(
         insert_layers,
         values.is_count,
         {"where": values.is_positions, "from": values.one_of("neighbour", "normal"), **_MASK},
-        any_model=True,
+        models="all",
     ),
     "widen_mlp": Operator(
         widen_mlp,
@@ -162,22 +175,28 @@ OPERATORS: Mapping[str, Operator] = {
     "resize_vocab": Operator(resize_vocab, values.is_size),
     "extend_context": Operator(extend_context, values.is_size),
     "set_lora_rank": Operator(
-        set_lora_rank, values.has(target=values.is_text, rank=values.is_rank), _ADAPTER
+        set_lora_rank,
+        values.has(target=values.is_text, rank=values.is_rank),
+        _ADAPTER,
+        models="gpt",
     ),
     "change_lora_rank": Operator(
         change_lora_rank,
         values.has(target=values.is_text, factor=values.is_positive),
         {"hold": values.is_flag},
+        models="gpt",
     ),
     "set_lora_alpha": Operator(
-        set_lora_alpha, values.has(target=values.is_text, alpha=values.is_positive)
+        set_lora_alpha,
+        values.has(target=values.is_text, alpha=values.is_positive),
+        models="gpt",
     ),
-    "merge_lora": Operator(merge_lora, values.is_text_or_nothing),
+    "merge_lora": Operator(merge_lora, values.is_text_or_nothing, models="gpt"),
     "widen": Operator(
         _widen,
         values.has(axis=values.is_text, size=values.is_size),
         {"how": values.is_text, "share": values.is_share, **_MASK},
-        any_model=True,
+        models="all",
     ),
-    "fold_masks": Operator(fold_masks, values.is_nothing),
+    "fold_masks": Operator(fold_masks, values.is_nothing, models="gpt"),
 }

@@ -69,7 +69,8 @@ class Edit:
 class Grown:
     """The old tensor `source` with its dimensions edited in order, times `value`.
 
-    `copied` marks a copy of a tensor that is also kept elsewhere, as in a stacked layer.
+    `copied` marks a copy of a tensor that is also kept elsewhere, as in a stacked layer. Factors and
+    new values apply to the tensor plus `offset`.
     """
 
     source: str
@@ -77,15 +78,17 @@ class Grown:
     value: float = 1.0
     gradient: float = 1.0
     copied: bool = False
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """A wholly new tensor."""
+    """A wholly new tensor: these values minus `offset`."""
 
     shape: tuple[int, ...]
     fill: Fill
     std: float = 0.0
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from instar.growth.axes import (
 from instar.growth.masks import with_mask
 from instar.growth.plan import Fill, GrowthError, GrowthPlan, New, Old, Piece
 from instar.growth.values import grown_size, listed
-from instar.models.architecture import Architecture, MaskedAxis, Norm
-from instar.models.shape import Growable, buffers_of
+from instar.models.architecture import MaskedAxis, Norm
+from instar.models.shape import Growable, TransformerShape, buffers_of
 
 G = TypeVar("G", bound=Growable)
+T = TypeVar("T", bound=TransformerShape)
 
 
 def widen(
@@ -31,8 +32,6 @@ def widen(
     """Widens an axis that the model both writes and reads; exact."""
     del step
     axis, now = value["axis"], arch.sizes().get(value["axis"])
-    if "mask" in options:
-        raise GrowthError("only a GPT supports masks; new structure of this model starts at zero")
     along = uses(arch, axis)
     inner = [name for name in arch.sizes() if _is_inner(arch, name)]
     if now is None or not along:
@@ -66,22 +65,18 @@ def widen(
     return grown, GrowthPlan(tensors, "exact", notes=(note,), buffers=buffers)
 
 
-def widen_mlp(
-    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+def widen_mlp(arch: T, value: Any, options: Mapping[str, Any], step: int) -> tuple[T, GrowthPlan]:
     """Adds units to every MLP; exact.
 
     `zero`: new units have initial values, and the weights that read them are 0. `split`: new units
     are copies of the first ones, and the weight that reads a unit is divided among its copies
     (Net2Net, arXiv 1511.05641).
     """
-    now = arch.n_mlp
+    now = arch.sizes()["mlp"]
     size = grown_size(value, now, "mlp")
     grown = arch.resized(mlp=size)
-    if steps := options.get("mask"):
-        return _with_masked_growth(
-            arch, with_mask(grown, "mlp", [(now, size)], step, steps), "mlp", options
-        )
+    if "mask" in options:
+        return _with_masked_growth(arch, grown, "mlp", options, step)
     layout, note = _units(now, size, options.get("how", "zero"), options)
     return grown, GrowthPlan(
         plan_tensors(arch, grown.parameters(), {"mlp": layout}), "exact", notes=(note,)
@@ -89,8 +84,8 @@ def widen_mlp(
 
 
 def widen_hidden(
-    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: T, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[T, GrowthPlan]:
     """Adds channels to the residual stream; exact. The output of every norm over it stays the same.
 
     `zero` (RMSNorm): new channels are 0, so the mean square falls by d / d′. `average` (LayerNorm):
@@ -98,13 +93,11 @@ def widen_hidden(
     (LEMON, arXiv 2310.07999). Both are compensated by gains times √(d / d′) and eps times d / d′.
     `duplicate`: whole copies keep mean and variance, and readers divide their weights among them.
     """
-    now = arch.n_embd
+    now = arch.sizes()["embed"]
     size = grown_size(value, now, "embed")
     grown = arch.resized(embed=size)
-    if steps := options.get("mask"):
-        return _with_masked_growth(
-            arch, with_mask(grown, "embed", [(now, size)], step, steps), "embed", options
-        )
+    if "mask" in options:
+        return _with_masked_growth(arch, grown, "embed", options, step)
     fitting = "zero" if arch.norm == "rmsnorm" else "average"
     how = options.get("how", fitting)
     if how == "duplicate":
@@ -113,7 +106,7 @@ def widen_hidden(
         layout, note = _copied_stream(arch, size // now), f"{size // now} copies"
     elif how == fitting:
         layout, note = _padded_stream(arch, size), f"padded with {_PADDING[arch.norm]}s"
-        grown = replace(grown, norm_eps=arch.norm_eps * now / size)
+        grown = grown.changed(norm_eps=arch.norm_eps * now / size)
     else:
         raise GrowthError(
             f"how: {how} would change the statistics of {arch.norm}; for it there is {fitting}, "
@@ -125,15 +118,15 @@ def widen_hidden(
 
 
 def resize_vocab(
-    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: T, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[T, GrowthPlan]:
     """Adds rows to the token table and the head; each is the mean of the old rows. Bounded.
 
     A new logit is the mean of the V old logits, and its exponential at most the mean of theirs: n
     new rows raise the loss by at most log(1 + n / V) nats.
     """
     del options, step
-    now = arch.vocab_size
+    now = arch.sizes()["vocab"]
     size = grown_size(value, now, "vocab")
     grown = arch.resized(vocab=size)
     layout = layout_of([Old(0, now), size - now], lambda _, count: New(count, "mean"))
@@ -142,12 +135,12 @@ def resize_vocab(
 
 
 def extend_context(
-    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: T, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[T, GrowthPlan]:
     """Makes the context longer; exact for up to the old number of tokens. RoPE has no table of
     positions; a learned table gets rows with initial values."""
     del options, step
-    now = arch.context
+    now = arch.sizes()["context"]
     size = grown_size(value, now, "context")
     grown = arch.resized(context=size)
     layout = layout_of([Old(0, now), size - now], initial_slices)
@@ -166,14 +159,15 @@ _PADDING: Mapping[Norm, Fill] = {"rmsnorm": "zero", "layernorm": "mean"}
 
 
 def _with_masked_growth(
-    arch: Architecture, grown: Architecture, axis: MaskedAxis, options: Mapping[str, Any]
-) -> tuple[Architecture, GrowthPlan]:
+    arch: Any, grown: Any, axis: MaskedAxis, options: Mapping[str, Any], step: int
+) -> tuple[Any, GrowthPlan]:
     """Fills new elements under a mask with initial values."""
     if conflicting := options.keys() & {"how", "share"}:
         raise GrowthError(
             f"{listed(sorted(conflicting))} and mask cannot be combined: a mask needs no zeros"
         )
     now, size = arch.sizes()[axis], grown.sizes()[axis]
+    grown = with_mask(grown, axis, [(now, size)], step, options["mask"])
     layout = layout_of((Old(0, now), size - now), initial_slices)
     note = f"entering over {options['mask']:,} steps"
     return grown, GrowthPlan(
@@ -181,9 +175,9 @@ def _with_masked_growth(
     )
 
 
-def _padded_stream(arch: Architecture, size: int) -> Layout:
-    now, count = arch.n_embd, size - arch.n_embd
-    s = math.sqrt(now / size)
+def _padded_stream(arch: TransformerShape, size: int) -> Layout:
+    now = arch.sizes()["embed"]
+    s, count = math.sqrt(now / size), size - now
 
     def pieces(use: Use) -> tuple[Piece, ...]:
         if use.relation == "writes":
@@ -196,13 +190,14 @@ def _padded_stream(arch: Architecture, size: int) -> Layout:
     return pieces
 
 
-def _copied_stream(arch: Architecture, times: int) -> Layout:
-    copies = _split(arch.n_embd, times * arch.n_embd, 1 / times)
+def _copied_stream(arch: TransformerShape, times: int) -> Layout:
+    now = arch.sizes()["embed"]
+    copies = _split(now, times * now, 1 / times)
 
     def pieces(use: Use) -> tuple[Piece, ...]:
-        if arch.tied and use.name.startswith("final_norm."):
+        if arch.tied and use.name.startswith(f"{arch.final_norm}."):
             # the tied table reads all copies too; as a writer it cannot divide its weights
-            return tuple(Old(0, arch.n_embd, 1 / times, 1.0, copy > 0) for copy in range(times))
+            return tuple(Old(0, now, 1 / times, 1.0, copy > 0) for copy in range(times))
         return copies(use)
 
     return pieces

@@ -1,4 +1,4 @@
-"""The architecture of a GPT: its shape, its parameter table with named axes, its FLOPs and memory.
+"""The architecture of a GPT: its shape, and its parameter table with named axes.
 
 Growing an architecture changes fields of `Architecture`; `models/shape.py` defines axes. Query head
 h reads key and value head ``h // (n_head / n_kv_head)``.
@@ -16,7 +16,7 @@ The factors of an adapter (see `lora`) have the kind of their weight and share a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, get_args
 
@@ -24,7 +24,6 @@ from pydantic import ValidationError
 
 from instar.config.errors import ConfigProblem
 from instar.config.language import LanguageConfig, ModelConfig
-from instar.config.schema import OptimizerName
 from instar.config.sections import (
     FROM,
     MOST_CONTEXT,
@@ -43,7 +42,6 @@ from instar.models.shape import (
     Parameter,
     axis_size,
     check_fields,
-    count_parameters,
     problem,
     size_problems,
 )
@@ -205,6 +203,29 @@ class Architecture:
         changes: dict[str, Any] = {AXES[axis]: size for axis, size in sizes.items()}
         return replace(self, **changes)
 
+    @property
+    def final_norm(self) -> str:
+        return "final_norm"
+
+    @property
+    def scales_by_head_dim(self) -> bool:
+        return True
+
+    def refusals(self) -> dict[str, str]:
+        return {}
+
+    def changed(self, *, norm_eps: float | None = None, rope_base: float | None = None) -> Self:
+        """Returns a copy with other values of what growth adjusts beside sizes."""
+        return replace(
+            self,
+            norm_eps=self.norm_eps if norm_eps is None else norm_eps,
+            rope_base=self.rope_base if rope_base is None else rope_base,
+        )
+
+    def deeper(self, sources: Sequence[int | None]) -> Self:
+        """Returns a copy with as many blocks; all are alike."""
+        return self.resized(layers=len(sources))
+
     def parameters(self) -> dict[str, Parameter]:
         """Returns every parameter by name, in the order of the forward pass."""
         return _table(self)
@@ -328,7 +349,10 @@ def _table(arch: Architecture) -> dict[str, Parameter]:
     into_stream = 0.02 / math.sqrt(2 * arch.n_layer)
 
     def add(name: str, kind: Kind, *axes: str, std: float = 0.0) -> None:
-        table[name] = Parameter(axes, tuple(axis_size(sizes, axis) for axis in axes), kind, std)
+        part = name.rpartition(".attn.")[2].partition(".")[0]
+        shape = tuple(axis_size(sizes, axis) for axis in axes)
+        parts = (part,) if part in ("query", "key", "value") else ()
+        table[name] = Parameter(axes, shape, kind, std, parts)
 
     def add_weight(name: str, kind: Kind, output: str, source: str, *, biased: bool) -> None:
         writes_stream = kind == "matrix" and output == "embed"
@@ -379,18 +403,6 @@ def _table(arch: Architecture) -> dict[str, Parameter]:
     return table
 
 
-def flops_per_token(arch: Architecture, context: int | None = None) -> int:
-    """Returns floating-point operations per token of a forward and backward pass.
-
-    6 N_matmul + 12 n_layer · context · (n_head · head_dim) (PaLM, arXiv 2204.02311, appendix B),
-    for samples of `context` tokens (default: the architecture's). Attention is not halved for
-    causality, and the recomputation of gradient checkpointing is not counted.
-    """
-    length = arch.context if context is None else context
-    attention = 12 * arch.n_layer * length * arch.n_head * arch.head_dim
-    return 6 * count_parameters(arch).matmul + attention
-
-
 def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yields (problem, hint) for an invalid mask of a model of these sizes."""
     if mask.axis not in get_args(MaskedAxis):
@@ -412,162 +424,3 @@ def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
 def _mask_from_json(values: Mapping[str, Any]) -> Mask:
     """Inverse of `dataclasses.asdict` for a mask. Raises TypeError or ValueError."""
     return Mask(**{**values, "new": tuple((start, stop) for start, stop in values["new"])})
-
-
-_WIDE = 4
-"""Bytes of a float32: weights, gradients, moments, the residual stream, log-softmax."""
-
-MATERIALIZED_UP_TO = 512
-"""Longest context for which bfloat16 attention on a CPU materializes its scores: the backward pass
-of torch's fused kernel is slower there (8.0 against 1.1 ms at 12 × 4 heads × 64 tokens, 94 against
-80 ms at 512)."""
-
-_CHUNKED_FROM_LOGITS = {"cpu": 2**20, "cuda": 2**28}
-_CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
-_CHUNK_ROWS = {"cpu": (128, 512), "cuda": (1024, 8192)}
-
-
-@dataclass(frozen=True)
-class FrozenParameters:
-    """Names of parameters that do not train."""
-
-    now: frozenset[str] = frozenset()
-    """have no gradient"""
-    ever: frozenset[str] = frozenset()
-    """have never trained, so they have no optimizer state either"""
-
-
-NONE_FROZEN = FrozenParameters()
-
-
-def chunk_rows(tokens: int, vocab_size: int, device: str = "cpu") -> int | None:
-    """Returns the number of tokens per chunk of the loss; None if the loss is not chunked.
-
-    On a CPU chunks are faster as soon as the logits exceed the cache; on a GPU they only save
-    memory, so they are used for logits of 1 GiB and more.
-    """
-    device = device if device == "cpu" else "cuda"
-    if tokens * vocab_size < _CHUNKED_FROM_LOGITS[device]:
-        return None
-    least, most = _CHUNK_ROWS[device]
-    return max(least, min(most, _CHUNK_LOGITS[device] // vocab_size))
-
-
-def materializes_scores(context: int, low_precision: bool, device: str) -> bool:
-    """Whether attention materializes a context × context matrix of scores per head."""
-    return low_precision and device == "cpu" and context <= MATERIALIZED_UP_TO
-
-
-def repeats_keys(low_precision: bool, device: str) -> bool:
-    """Whether attention repeats keys and values of grouped queries for each of them.
-
-    On GPUs only the 16-bit flash kernel reads groups. In float32 torch would fall back to a kernel
-    that materializes all scores.
-    """
-    return not low_precision and device != "cpu"
-
-
-def state_bytes(
-    parameters: Mapping[str, Parameter],
-    frozen: FrozenParameters = NONE_FROZEN,
-    *,
-    optimizer: OptimizerName = "adamw",
-    ema: bool = False,
-) -> dict[str, int]:
-    """Returns the bytes of weights, gradients, optimizer states and EMA of a rank."""
-    sizes = {name: _WIDE * math.prod(entry.shape) for name, entry in parameters.items()}
-    one_moment = {
-        name
-        for name, entry in parameters.items()
-        if optimizer == "sgd"
-        or (optimizer == "muon" and entry.kind == "matrix" and not adapters.is_adapter(name))
-    }
-    total = sum(sizes.values())
-    return {
-        "weights": total,
-        "gradients": sum(size for name, size in sizes.items() if name not in frozen.now),
-        "optimizer": sum(
-            size * (1 if name in one_moment else 2)
-            for name, size in sizes.items()
-            if name not in frozen.ever
-        ),
-        "ema": total if ema else 0,
-    }
-
-
-def memory_estimate(
-    arch: Architecture,
-    frozen: FrozenParameters = NONE_FROZEN,
-    *,
-    batch_size: int,
-    context: int | None = None,
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
-    optimizer: OptimizerName = "adamw",
-    ema: bool = False,
-    gradient_checkpointing: bool = False,
-    device: str = "cpu",
-) -> dict[str, int]:
-    """Returns the bytes of each part at the peak of a step on one rank, for a micro-batch of
-    `batch_size` samples.
-
-    Their sum is the peak of live tensors, without allocator overhead, kernel workspaces and Python
-    itself. Not counted are attention dropout (on a CPU a context × context matrix per head) and
-    masks; activations are those of a model that trains as a whole.
-    """
-    context = arch.context if context is None else context
-    tokens = batch_size * context
-    count = count_parameters(arch)
-    low = _WIDE if precision == "fp32" else 2
-    return {
-        **state_bytes(arch.parameters(), frozen, optimizer=optimizer, ema=ema),
-        "activations": _activation_bytes(
-            arch,
-            tokens,
-            low,
-            gradient_checkpointing,
-            context if materializes_scores(context, low < _WIDE, device) else 0,
-            repeats_keys(low < _WIDE, device),
-        )
-        + _adapter_bytes(arch, tokens, low, gradient_checkpointing)
-        + (low * count.matmul if low < _WIDE else 0),
-        "logits": _logit_bytes(arch, tokens, low, device),
-    }
-
-
-def _activation_bytes(
-    arch: Architecture, tokens: int, low: int, checkpointing: bool, scores: int, repeated: bool
-) -> int:
-    """Returns the bytes saved for the backward pass, without logits; `scores` is the number of
-    materialized scores per token and head, `repeated` whether keys are, see `repeats_keys`."""
-    stream = _WIDE * arch.n_embd
-    norm = stream + low * arch.n_embd
-    queries, keys = arch.n_head * arch.head_dim, arch.n_kv_head * arch.head_dim
-    attention = low * (2 * queries + 2 * (queries if scores or repeated else keys))
-    attention += arch.n_head * (low * scores if scores else _WIDE)
-    if arch.qk_norm:
-        attention += _WIDE * (queries + keys)
-    mlp = low * arch.n_mlp * (4 if arch.activation == "swiglu" else 2)
-    masks = 2 * low * arch.n_embd if arch.dropout else 0
-    block = 2 * norm + attention + mlp + masks
-    blocks = arch.n_layer * stream + block if checkpointing else arch.n_layer * block
-    targets_and_inputs = 2 * 8
-    return tokens * (blocks + norm + targets_and_inputs)
-
-
-def _adapter_bytes(arch: Architecture, tokens: int, low: int, checkpointing: bool) -> int:
-    """Returns the bytes that adapters save for the backward pass: x Aᵀ, and an adapted head."""
-    table = arch.parameters()
-    ranks = sum(entry.shape[0] for name, entry in table.items() if name.endswith(".lora_a"))
-    head = "token_embedding" if arch.tied else "head"
-    effective = _WIDE * arch.vocab_size * arch.n_embd if f"{head}.lora_a" in table else 0
-    return tokens * low * (ranks // arch.n_layer if checkpointing else ranks) + effective
-
-
-def _logit_bytes(arch: Architecture, tokens: int, low: int, device: str) -> int:
-    """Returns the peak bytes of the loss: logits, softmax and its gradient, and the gradients that
-    the chunked loss computes in the forward pass."""
-    rows = chunk_rows(tokens, arch.vocab_size, device)
-    held = min(tokens, rows or tokens) * arch.vocab_size * (3 * _WIDE + (low if low < _WIDE else 0))
-    if rows is None:
-        return held
-    return held + _WIDE * arch.n_embd * (2 * tokens + arch.vocab_size)

@@ -1,8 +1,8 @@
 """A GPT decoder, from GPT-2 to Llama style; all options are independent of each other.
 
-The file follows the forward pass: the model, its blocks, attention, RoPE, the MLP, norms, linear
-maps and embeddings with their low-rank adapters; then initial values, and loading from a checkpoint.
-Shapes are in `instar.models.architecture`.
+The file follows the forward pass: the model, its blocks, attention, RoPE and the MLP; then initial
+values, and loading from a checkpoint. Shapes are in `instar.models.architecture`, norms and linear maps
+in `instar.models.layers`.
 
 Suffixes of tensor names are their dimensions: B samples, T tokens, D embed, M mlp, V vocab, H query
 heads, K key and value heads, C channels of a head, N flattened leading dimensions.
@@ -18,20 +18,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load
-from instar.models.architecture import (
-    Architecture,
-    MaskedAxis,
-    materializes_scores,
-    repeats_keys,
-)
-from instar.models.lora import Lora, adapter_of
-from instar.models.loss import at_least_float32, each_cross_entropy, head_cross_entropy
+from instar.models.architecture import Architecture
+from instar.models.cost import materializes_scores, repeats_keys
+from instar.models.layers import HeadNorm, Norm, embedding, is_masked, linear
+from instar.models.lora import adapter_of
+from instar.models.loss import each_cross_entropy, head_cross_entropy
 from instar.models.shape import ArchitectureError, Parameter
 
 
@@ -55,16 +51,16 @@ class GPT(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         table = arch.parameters()
         adapter = adapter_of(arch.lora, "token_embedding")
-        self.token_embedding = _embedding(table, "token_embedding", adapter)
+        self.token_embedding = embedding(table, "token_embedding", adapter)
         if arch.positions == "learned":
-            self.position_embedding = _embedding(table, "position_embedding", None)
+            self.position_embedding = embedding(table, "position_embedding", None)
         else:
             self.register_buffer("rope_cos", torch.empty(arch.context, 1, arch.head_dim), False)
             self.register_buffer("rope_sin", torch.empty(arch.context, 1, arch.head_dim), False)
         self.blocks = nn.ModuleList(_Block(arch, table, layer) for layer in range(arch.n_layer))
-        self.final_norm = _Norm(arch, table, "final_norm")
+        self.final_norm = Norm(arch, table, "final_norm")
         if not arch.tied:
-            self.head = _linear(arch, table, "head")
+            self.head = linear(arch, table, "head")
         if arch.mask is not None:
             self.register_buffer("openings", torch.empty(arch.sizes()[arch.mask.axis]), False)
         self.reset_buffers()
@@ -193,9 +189,9 @@ class _Block(nn.Module):
         self.dropout = arch.dropout
         self.layer = layer
         self.is_masked = arch.mask is not None and arch.mask.has("layers", layer)
-        self.attn_norm = _Norm(arch, table, f"{name}.attn_norm")
+        self.attn_norm = Norm(arch, table, f"{name}.attn_norm")
         self.attn = _Attention(arch, table, layer)
-        self.mlp_norm = _Norm(arch, table, f"{name}.mlp_norm")
+        self.mlp_norm = Norm(arch, table, f"{name}.mlp_norm")
         self.mlp = _MLP(arch, table, f"{name}.mlp")
 
     def forward(
@@ -221,13 +217,13 @@ class _Attention(nn.Module):
         name = f"blocks.{layer}.attn"
         self.layer = layer
         self.head_dim, self.dropout = arch.head_dim, arch.dropout
-        self.query = _linear(arch, table, f"{name}.query")
-        self.key = _linear(arch, table, f"{name}.key")
-        self.value = _linear(arch, table, f"{name}.value")
-        self.q_norm = _HeadNorm(arch) if arch.qk_norm else None
-        self.k_norm = _HeadNorm(arch) if arch.qk_norm else None
-        self.output = _linear(arch, table, f"{name}.output")
-        self.masked = _masks(arch, "heads")
+        self.query = linear(arch, table, f"{name}.query")
+        self.key = linear(arch, table, f"{name}.key")
+        self.value = linear(arch, table, f"{name}.value")
+        self.q_norm = HeadNorm(arch) if arch.qk_norm else None
+        self.k_norm = HeadNorm(arch) if arch.qk_norm else None
+        self.output = linear(arch, table, f"{name}.output")
+        self.masked = is_masked(arch, "heads")
 
     def heads(
         self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None
@@ -315,11 +311,11 @@ class _MLP(nn.Module):
     def __init__(self, arch: Architecture, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()
         self.activation = arch.activation
-        self.masked = _masks(arch, "mlp")
+        self.masked = is_masked(arch, "mlp")
         if arch.activation == "swiglu":
-            self.gate = _linear(arch, table, f"{name}.gate")
-        self.up = _linear(arch, table, f"{name}.up")
-        self.down = _linear(arch, table, f"{name}.down")
+            self.gate = linear(arch, table, f"{name}.gate")
+        self.up = linear(arch, table, f"{name}.up")
+        self.down = linear(arch, table, f"{name}.down")
 
     def forward(self, x_BTD: Tensor, openings_M: Tensor | None) -> Tensor:
         h_BTM = self.up(x_BTD)
@@ -337,165 +333,8 @@ class _MLP(nn.Module):
         return out
 
 
-class _Norm(nn.Module):
-    """LayerNorm, with or without bias, or RMSNorm, over the residual stream."""
-
-    def __init__(self, arch: Architecture, table: Mapping[str, Parameter], name: str) -> None:
-        super().__init__()
-        self.eps, self.rms = arch.norm_eps, arch.norm == "rmsnorm"
-        self.masked = _masks(arch, "embed")
-        self.weight = nn.Parameter(torch.empty(table[f"{name}.weight"].shape))
-        shift = table.get(f"{name}.bias")
-        self.bias = nn.Parameter(torch.empty(shift.shape)) if shift else None
-
-    def forward(self, x: Tensor, openings_D: Tensor | None) -> Tensor:
-        kind = x.device.type
-        if self.masked and openings_D is not None:
-            x = masked_norm(x, openings_D, self.weight, self.bias, self.eps, centered=not self.rms)
-        elif self.rms:
-            x = rms_norm(x, self.weight, self.eps)
-        else:
-            x = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        # autocast would cast and save a copy for each linear layer that reads this
-        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
-class _HeadNorm(nn.Module):
-    """RMSNorm of the queries or keys of each head (arXiv 2302.05442, section 2.1)."""
-
-    def __init__(self, arch: Architecture) -> None:
-        super().__init__()
-        self.eps = arch.qk_norm_eps
-        self.weight = nn.Parameter(torch.empty(arch.head_dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / √(mean(x²) + eps) · weight over the last axis (arXiv 1910.07467, equation 4).
-
-    Computed in float32 at least. Not twice differentiable on a CPU.
-    """
-    x = at_least_float32(x)
-    if x.is_cpu and not torch.compiler.is_compiling():
-        # torch has no fused kernel here, and its composite takes three times as long
-        normed: Tensor = _CpuRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    else:
-        normed = F.rms_norm(x, weight.shape, weight, eps)
-    return normed
-
-
-def masked_norm(
-    x: Tensor,
-    openings_D: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    centered: bool,
-) -> Tensor:
-    """LayerNorm (`centered`) or RMSNorm in which channel d has weight `openings_D[d]` in the mean,
-    the variance and the output (arXiv 2305.02869, section 3.2).
-
-    With weights 0 and 1 it is the norm over the channels with weight 1. At least in float32.
-    """
-    x = at_least_float32(x)
-    share_D = openings_D / openings_D.sum()
-    if centered:
-        x = x - (x * share_D).sum(-1, keepdim=True)
-    normed = x * ((x * x * share_D).sum(-1, keepdim=True) + eps).rsqrt() * weight
-    return (normed if bias is None else normed + bias) * openings_D
-
-
-class _CpuRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        unit = x * scale
-        ctx.save_for_backward(unit, scale, weight)
-        normed: Tensor = unit * weight
-        return normed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        unit, scale, weight = ctx.saved_tensors
-        (grad,) = grad_outputs
-        grad_weight = (grad * unit).flatten(0, -2).sum(0)
-        grad_unit = grad * weight
-        along = torch.linalg.vecdot(grad_unit, unit).div_(unit.shape[-1]).unsqueeze(-1)
-        grad_x = torch.addcmul(grad_unit, unit, along, value=-1).mul_(scale)
-        return grad_x, grad_weight, None
-
-
-def _embedding(table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> Embedding:
-    rows, width = table[f"{name}.weight"].shape
-    made = Embedding(rows, width)
-    made.adapt(table, name, adapter)
-    return made
-
-
-def _linear(arch: Architecture, table: Mapping[str, Parameter], name: str) -> Linear:
-    outputs, inputs = table[f"{name}.weight"].shape
-    made = Linear(inputs, outputs, bias=f"{name}.bias" in table)
-    made.adapt(table, name, adapter_of(arch.lora, name))
-    return made
-
-
-def _masks(arch: Architecture, axis: MaskedAxis) -> bool:
-    return arch.mask is not None and arch.mask.axis == axis
-
-
 def _dropout(x: Tensor, probability: float, training: bool) -> Tensor:
     return F.dropout(x, probability) if training and probability else x
-
-
-class _Adapted(nn.Module):
-    """A weight with an optional adapter."""
-
-    weight: Tensor
-    lora_a: nn.Parameter | None
-    lora_b: nn.Parameter | None
-    scale: float
-
-    def reset_parameters(self) -> None:
-        """Does nothing: `GPT.init_weights` sets the values."""
-
-    def adapt(self, table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> None:
-        """Adds the factors of an adapter."""
-        self.lora_a = self.lora_b = None
-        if adapter is not None:
-            self.lora_a = nn.Parameter(torch.empty(table[f"{name}.lora_a"].shape))
-            self.lora_b = nn.Parameter(torch.empty(table[f"{name}.lora_b"].shape))
-            self.scale = adapter.scale
-
-    def effective(self) -> Tensor:
-        """Returns W + scale · B A in the dtype of W."""
-        if self.lora_a is None or self.lora_b is None:
-            return self.weight
-        return self.weight + self.lora_b @ (self.scale * self.lora_a)
-
-
-class Linear(_Adapted, nn.Linear):
-    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
-        if self.lora_a is None or self.lora_b is None:
-            return y
-        return y + F.linear(self.scale * F.linear(x, self.lora_a), self.lora_b)
-
-
-class Embedding(_Adapted, nn.Embedding):
-    """Rows of W + scale · B A."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        x = F.embedding(rows, self.weight)
-        if self.lora_a is None or self.lora_b is None:
-            return x
-        return x + F.embedding(rows, self.lora_b) @ (self.scale * self.lora_a)
 
 
 class InitialValues(Mapping[str, Tensor]):

@@ -19,8 +19,9 @@ from torch_geometric.nn import aggr
 from torch_geometric.utils import index_sort, scatter, softmax
 
 from instar.config.graph import Activation, Layer, Pooling
-from instar.models.gpt import rms_norm, set_parameters
+from instar.models.gpt import set_parameters
 from instar.models.graph_shape import GraphShape
+from instar.models.layers import rms_norm
 from instar.models.loss import at_least_float32
 from instar.models.shape import Parameter
 

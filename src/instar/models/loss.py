@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from instar.models.architecture import chunk_rows
+from instar.models.cost import chunk_rows
 
 IGNORED = -1
 """Target of a position without loss."""

@@ -5,7 +5,8 @@ of an axis does.
 
 A composite axis such as ``heads*head_dim`` is a product, the first factor outermost: index
 ``h * head_dim + d`` of a query's output is channel d of head h. A factor may be a number, as in
-``4*hidden``.
+``4*hidden``. A sum of products, as in ``heads*head_dim+kv_heads*head_dim``, is one after the other, as
+in a fused projection.
 
 The kind of a parameter determines which axis it writes and which it reads:
 
@@ -15,9 +16,12 @@ kind         axes                    writes         reads        what it is
 embedding    (rows, channels)        channels       –            a table of rows
 matrix, head (output, input, …)      output         input        a linear map, or a convolution
 transposed   (input, output, …)      output         input        a transposed convolution
+experts      (experts, output, input) output        input        a linear map for each expert
 bias         (output,)               output         –            added to a matrix's output
 norm         (axis,)                 –              –            gain or shift of each channel,
                                                                  normalized over all of them
+post_norm    (channels,)             channels       –            gain of a norm whose output is added to a
+                                                                 residual stream
 channel      (axis,)                 –              –            gain or shift of each channel on
                                                                  its own, as in BatchNorm
 grouped      any                     –              –            a map or norm that divides an
@@ -31,14 +35,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from instar.config.errors import ConfigProblem
 
 Kind = Literal[
-    "embedding", "matrix", "transposed", "grouped", "norm", "channel", "bias", "head", "buffer"
+    "embedding",
+    "matrix",
+    "transposed",
+    "experts",
+    "grouped",
+    "norm",
+    "post_norm",
+    "channel",
+    "bias",
+    "head",
+    "buffer",
 ]
 
 
@@ -95,20 +109,23 @@ class Parameter:
     kind: Kind
     std: float = 0.0
     """standard deviation of normal initial values; 0: a gain is 1, everything else 0"""
+    parts: tuple[str, ...] = ()
+    """what each summand of its output is, of ``query``, ``key`` and ``value``; empty elsewhere"""
+    offset: float = 0.0
+    """what the module adds to the tensor: 1 for gains that are stored as their difference from 1"""
 
     @property
     def writes(self) -> str | None:
         """The axis that it produces."""
         if self.kind in ("norm", "channel", "grouped", "buffer"):
             return None
-        return self.axes[1] if self.kind in ("embedding", "transposed") else self.axes[0]
+        return self.axes[1 if self.kind in ("embedding", "transposed", "experts") else 0]
 
     @property
     def reads(self) -> str | None:
         """The axis that it consumes."""
-        if self.kind == "transposed":
-            return self.axes[0]
-        return self.axes[1] if self.kind in ("matrix", "head") else None
+        inputs = {"transposed": 0, "matrix": 1, "head": 1, "experts": 2}
+        return self.axes[inputs[self.kind]] if self.kind in inputs else None
 
 
 class Growable(Protocol):
@@ -134,6 +151,61 @@ class Growable(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the shape as JSON values."""
+        ...
+
+
+@runtime_checkable
+class TransformerShape(Growable, Protocol):
+    """A decoder-only transformer with the axes ``embed``, ``mlp``, ``heads``, ``kv_heads``, ``head_dim``,
+    ``vocab``, ``context`` and ``layers``.
+
+    Query head h reads key and value head ``h // (heads / kv_heads)``.
+    """
+
+    @property
+    def norm(self) -> Literal["layernorm", "rmsnorm"]: ...
+
+    @property
+    def norm_eps(self) -> float:
+        """Eps of all norms over the residual stream."""
+        ...
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised."""
+        ...
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the token table."""
+        ...
+
+    @property
+    def final_norm(self) -> str:
+        """Name of the norm before the head."""
+        ...
+
+    @property
+    def positions(self) -> Literal["learned", "rope"]: ...
+
+    @property
+    def rope_base(self) -> float:
+        """Base of the frequencies ``rope_base ** (-2 i / head_dim)`` of RoPE, for pairs i, i + head_dim / 2."""
+        ...
+
+    @property
+    def scales_by_head_dim(self) -> bool:
+        """Whether scores are divided by √head_dim, and not by a constant."""
+        ...
+
+    def refusals(self) -> Mapping[str, str]:
+        """Returns the operations that this shape does not support, with the reason."""
+        ...
+
+    def changed(self, *, norm_eps: float | None = None, rope_base: float | None = None) -> Self: ...
+
+    def deeper(self, sources: Sequence[int | None]) -> Self:
+        """Returns a copy whose block j is made from the old block ``sources[j]``, or drawn."""
         ...
 
 
@@ -227,13 +299,18 @@ def count_parameters(arch: Growable) -> ParameterCount:
     return ParameterCount(
         total=total,
         non_embedding=total - by_kind.get("embedding", 0) - head,
-        matmul=by_kind.get("matrix", 0) + by_kind.get("transposed", 0) + head + tied,
+        matmul=sum(by_kind.get(kind, 0) for kind in ("matrix", "transposed", "experts"))
+        + head
+        + tied,
     )
 
 
 def axis_size(sizes: Mapping[str, int], axis: str) -> int:
     """Returns the size of a simple or composite axis, e.g. ``embed`` or ``heads*head_dim``."""
-    return math.prod(factor_size(sizes, factor) for factor in axis.split("*"))
+    return sum(
+        math.prod(factor_size(sizes, factor) for factor in product.split("*"))
+        for product in axis.split("+")
+    )
 
 
 def factor_size(sizes: Mapping[str, int], factor: str) -> int:

@@ -14,7 +14,7 @@ from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.growth.operators import is_growth
 from instar.growth.plan import GrowthPlan, source_of
-from instar.models.architecture import FrozenParameters
+from instar.models.cost import FrozenParameters
 from instar.models.shape import Growable, ParameterCount, count_parameters
 from instar.schedule.checks import mistakes
 from instar.schedule.memory import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from instar.config.schema import RunConfig
-from instar.models.architecture import FrozenParameters, state_bytes
+from instar.models.cost import FrozenParameters, state_bytes
 from instar.models.shape import Growable, Parameter, layer_of
 from instar.schedule.settings import Settings
 

@@ -27,15 +27,8 @@ from instar.data.text.tokenizer import (
     named_tokenizer,
     token_bytes,
 )
-from instar.models.architecture import (
-    NONE_FROZEN,
-    Architecture,
-    FrozenParameters,
-    flops_per_token,
-    memory_estimate,
-    resolve,
-    section_of,
-)
+from instar.models.architecture import Architecture, resolve, section_of
+from instar.models.cost import NONE_FROZEN, FrozenParameters, flops_per_token, memory_estimate
 from instar.models.shape import ArchitectureError
 from instar.record.system import has_bf16_units
 from instar.tasks.task import Batch, Measured, SavedModel, Say, Tally, Task, TaskSpec

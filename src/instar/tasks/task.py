@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, run
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.models.architecture import NONE_FROZEN, FrozenParameters, state_bytes
+from instar.models.cost import NONE_FROZEN, FrozenParameters, state_bytes
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
 
 if TYPE_CHECKING:

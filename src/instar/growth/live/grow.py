@@ -1,0 +1,326 @@
+"""`grow`: an operation on a live model in anyone's loop, with its optimizer and its moving average.
+
+The grown model is built and proved beside the old one. Only then the old module takes over the parts of the new
+one, so that all that holds the module or the optimizer keeps working: a failure before leaves both as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from instar.config.sections import Operation
+from instar.growth.apply import Key, Role, applied, grow_buffers, moments_mode
+from instar.growth.live.modules import carry_over, replace_parameters, take_over
+from instar.growth.live.optimizers import homes, prepare_optimizer
+from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
+from instar.growth.operators import plan
+from instar.growth.plan import GrowthError, GrowthPlan
+from instar.growth.proof import Probe, Proof, compare
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.module import evaluating, load_buffers, persistent_buffers
+from instar.models.shape import Growable
+
+logger = logging.getLogger(__name__)
+
+Ema = Module | MutableMapping[str, Tensor]
+PROBE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class PreparedGrowth:
+    """A grown model that is not in use yet."""
+
+    operation: Operation
+    shape: Growable
+    plan: GrowthPlan
+    proof: Proof | None
+    """how far the operation changes the model's outputs; None without a probe"""
+    model: Module
+    """the grown model, without wrappers"""
+    _commit: Callable[[], Module]
+
+    def swap_in(self) -> Module:
+        """Makes the old module the grown model, and its optimizer and moving average those of it."""
+        return self._commit()
+
+
+def grow(
+    model: Module,
+    operation: str | Operation | Mapping[str, Any],
+    value: Any = None,
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] = (),
+    ema: Ema | None = None,
+    probe: Any = None,
+    shape: Growable | None = None,
+    build: Build | None = None,
+    seed: int = 0,
+    allow_inexact: bool = False,
+    **options: Any,
+) -> Module:
+    """Grows a model between two steps, with its optimizer's state.
+
+    ``grow(model, "widen_mlp", "x2", how="split", optimizer=optimizer)``: operations, values and options are those
+    of a schedule (docs/schedule.md). The module stays the same object, with its hooks, modes, devices and dtypes;
+    gradients are dropped. A module wrapped by DDP is returned without the wrapper, to be wrapped anew; one of
+    `torch.compile` compiles again at its next call.
+
+    Args:
+        operation: a name, an `Operation`, or an entry of a schedule.
+        optimizer: one or several; their groups and states are changed in place. Schedulers are not touched.
+        ema: moving average of the parameters: a module like the model, or tensors by the names of its parameters.
+        probe: a batch, on which the outputs before and after are compared: arguments of the model by name, a tuple
+            of them, or its first argument; False: no comparison. By default a few drawn tokens for a model of transformers, else
+            none.
+        shape: of a module of your own; default: its attribute `shape`.
+        build: returns a new module of a larger shape; default: the class of the model.
+        seed: of new values; every process of a run must give the same.
+        allow_inexact: accept a model that breaks the label of the operation.
+
+    Raises:
+        GrowthError: the operation is not possible, or changed the outputs more than its label allows. Model and
+            optimizer are as before.
+    """
+    found = prepare(
+        model,
+        operation,
+        value,
+        optimizer=optimizer,
+        ema=ema,
+        probe=probe,
+        shape=shape,
+        build=build,
+        seed=seed,
+        allow_inexact=allow_inexact,
+        **options,
+    )
+    return found.swap_in()
+
+
+def prepare(
+    model: Module,
+    operation: str | Operation | Mapping[str, Any],
+    value: Any = None,
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] = (),
+    ema: Ema | None = None,
+    probe: Any = None,
+    shape: Growable | None = None,
+    build: Build | None = None,
+    seed: int = 0,
+    allow_inexact: bool = False,
+    **options: Any,
+) -> PreparedGrowth:
+    """Builds and proves what `grow` would make of a model, which is not changed; same arguments."""
+    asked = _operation(operation, value, options)
+    subject = subject_of(model, shape, build)
+    larger, made = plan(subject.shape, asked)
+    key = (seed, sum(p.numel() for p in subject.module.parameters()))
+    module = _built(subject, larger, made, key)
+    proof = _prove(subject, asked, module, larger, made, key, probe)
+    if proof is not None:
+        logger.info("%s: %s", asked.name, proof)
+        if not proof.holds and not allow_inexact:
+            raise GrowthError(
+                f"{asked.name}: the outputs changed by {proof.max_logit_diff_relative:.2g} of the largest, more than "
+                f"its label {proof.label!r} allows; the model is as before (allow_inexact=True accepts it)"
+            )
+    old, new = subject.parameters(), subject.parameters(module)
+    mode = moments_mode(asked)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    steps = [prepare_optimizer(each, made, old, new, key, mode) for each in optimizers]
+    if ema is not None:
+        steps.append(_prepare_ema(ema, subject, larger, made, key))
+
+    def commit() -> Module:
+        for parameter in (*old.values(), *new.values()):
+            parameter.grad = None
+        take_over(subject.module, module)
+        for step in steps:
+            step()
+        return _rewrapped(model)
+
+    return PreparedGrowth(asked, larger, made, proof, module, commit)
+
+
+def plan_growth(
+    model: Any,
+    operation: str | Operation | Mapping[str, Any],
+    value: Any = None,
+    *,
+    shape: Growable | None = None,
+    **options: Any,
+) -> tuple[Growable, GrowthPlan]:
+    """Returns the grown shape and the plan of every tensor, as data.
+
+    Args:
+        model: a module, or the config of a model of transformers, also as a dict.
+
+    Raises:
+        GrowthError: the operation is not possible for this model.
+    """
+    if shape is None:
+        shape = subject_of(model).shape if isinstance(model, Module) else shape_of(model)
+    return plan(shape, _operation(operation, value, options))
+
+
+def _operation(
+    given: str | Operation | Mapping[str, Any], value: Any, options: Mapping[str, Any]
+) -> Operation:
+    if isinstance(given, str):
+        return Operation(given, value, dict(options))
+    if isinstance(given, Mapping):
+        entry = dict(given)
+        given = Operation(entry.pop("name"), entry.pop("value", None), entry)
+    if value is not None or options:
+        raise TypeError("value and options belong to the name of an operation")
+    return given
+
+
+def _built(subject: Subject, larger: Growable, made: GrowthPlan, key: Key) -> Module:
+    """Returns a module of the grown shape with the old tensors, transformed by the plan. A tensor that does not
+    change is shared by both."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        module = subject.build(larger)
+    grown = replace(subject, shape=larger)
+    old, there = subject.parameters(), grown.parameters(module)
+    if there.keys() != made.tensors.keys():
+        odd = sorted(there.keys() ^ made.tensors.keys())
+        raise GrowthError(f"a module of the grown shape has other parameters: {', '.join(odd[:4])}")
+    detached = {name: parameter.detach() for name, parameter in old.items()}
+    home = homes(made, old)
+    parameters = {}
+    for name, tensor in applied(made, detached, Role.PARAMETER, key):
+        source = old[home[name]]
+        if tensor is detached[home[name]]:
+            parameters[name] = source
+            continue
+        if tensor.shape != there[name].shape:
+            raise GrowthError(
+                f"a module of the grown shape has {name} of {tuple(there[name].shape)}, not {tuple(tensor.shape)}"
+            )
+        parameters[name] = Parameter(tensor, requires_grad=source.requires_grad)
+        vars(parameters[name]).update(vars(source))
+    buffers = grow_buffers(made, persistent_buffers(subject.module), module)
+    replace_parameters(module, {there[name]: parameter for name, parameter in parameters.items()})
+    load_buffers(module, buffers)
+    carry_over(subject, module, made)
+    return module
+
+
+def _prepare_ema(
+    ema: Ema, subject: Subject, larger: Growable, made: GrowthPlan, key: Key
+) -> Callable[[], None]:
+    if isinstance(ema, Module):
+        old = replace(subject, module=bare(ema))
+        if old.parameters().keys() != subject.parameters().keys():
+            raise GrowthError("the moving average has other parameters than the model")
+        new = _built(old, larger, made, key)
+        return lambda: take_over(old.module, new)
+    tensors = {subject.name(name): tensor for name, tensor in ema.items()}
+    if odd := tensors.keys() ^ subject.parameters().keys():
+        raise GrowthError(f"the moving average has other names than the model: {min(odd)}")
+    grown = dict(applied(made, tensors, Role.PARAMETER, key))
+
+    def commit() -> None:
+        ema.clear()
+        ema.update({subject.module_name(name): tensor for name, tensor in grown.items()})
+
+    return commit
+
+
+def _rewrapped(model: Module) -> Module:
+    if isinstance(inner := getattr(model, "_orig_mod", None), Module) and inner is bare(model):
+        return model
+    return bare(model)
+
+
+def _prove(
+    subject: Subject,
+    operation: Operation,
+    module: Module,
+    larger: Growable,
+    made: GrowthPlan,
+    key: Key,
+    batch: Any,
+) -> Proof | None:
+    if batch is False:
+        return None
+    if batch is None:
+        if not isinstance(subject.shape, PretrainedShape):
+            return None
+        batch = _drawn(subject.shape)
+    device = next(module.parameters()).device
+    batch = _moved(batch, device)
+    dtype = _coarsest(module)
+    before = _probed(subject.module, batch)
+    proof = compare(made, before, _probed(module, batch), dtype)
+    if proof.holds or made.label != "exact" or dtype is torch.float64:
+        return proof
+    # rounding in deep models can exceed the tolerance: float64 decides, but for what models compute in float32
+    try:
+        old = replace(subject, module=copy.deepcopy(subject.module).double())
+        new = _built(old, larger, made, key)
+        doubled = _moved(batch, device, torch.float64)
+        return compare(made, _probed(old.module, doubled), _probed(new, doubled), torch.float32)
+    except (RuntimeError, TypeError, ValueError) as error:
+        logger.info("%s is not compared in float64: %s", operation.name, error)
+        return proof
+
+
+def _drawn(shape: PretrainedShape) -> dict[str, Tensor]:
+    sizes, generator = shape.sizes(), torch.Generator().manual_seed(0)
+    size = (2, min(PROBE_TOKENS, sizes["context"]))
+    ids = torch.randint(0, sizes["vocab"], size, generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device=device, dtype=dtype if batch.is_floating_point() else None)
+    if isinstance(batch, Mapping):
+        return {name: _moved(value, device, dtype) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [_moved(value, device, dtype) for value in batch]
+    return batch
+
+
+def _coarsest(module: Module) -> torch.dtype:
+    types = {p.dtype for p in module.parameters()}
+    order = (torch.bfloat16, torch.float16, torch.float32)
+    return next((each for each in order if each in types), torch.float64)
+
+
+def _probed(module: Module, batch: Any) -> Probe:
+    """Runs a model on the probe without dropout and autocast."""
+    device = next(module.parameters()).device.type
+    with (
+        evaluating(module),
+        torch.no_grad(),
+        torch.random.fork_rng(),
+        torch.autocast(device, enabled=False),
+    ):
+        torch.manual_seed(0)
+        if isinstance(batch, Mapping):
+            found = module(**batch)
+        else:
+            found = module(*batch) if isinstance(batch, list) else module(batch)
+    logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
+    if isinstance(logits, tuple | list) and logits:
+        logits = logits[0]
+    if not isinstance(logits, Tensor):
+        raise GrowthError(
+            f"on the probe the model returned {type(found).__name__}; it must be a tensor, a tuple that begins "
+            "with one, or have logits"
+        )
+    loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+    return Probe(logits, float(loss) if loss is not None else 0.0)

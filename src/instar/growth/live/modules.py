@@ -1,0 +1,83 @@
+"""Modules of a grown model: what they take over from those of the old one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+from instar.growth.live.subject import Subject
+from instar.growth.plan import GrowthPlan
+from instar.models.shape import layer_of
+
+_KEPT = ("training", "gradient_checkpointing", "generation_config", "name_or_path")
+"""Attributes of a module that remain those of the old one, besides its hooks."""
+
+
+def replace_parameters(module: Module, new: Mapping[Parameter, Parameter]) -> None:
+    """Replaces parameters in all modules that have them, also where several share one."""
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                each._parameters[name] = new[parameter]
+
+
+def carry_over(subject: Subject, module: Module, plan: GrowthPlan) -> None:
+    """Gives the submodules of a grown module the hooks, modes and additional attributes of the old ones, and the
+    device and dtype of their buffers. New blocks are like those next to them."""
+    old = dict(subject.module.named_modules())
+    device = next(subject.module.parameters()).device
+    seen: set[Module] = set()
+    for path, new in module.named_modules():
+        origin, is_new = _origin(subject, path, plan)
+        source = old.get(origin)
+        for name, buffer in new._buffers.items():
+            was = source._buffers.get(name) if source is not None else None
+            if buffer is not None:
+                like = (device, buffer.dtype) if was is None else (was.device, was.dtype)
+                new._buffers[name] = buffer.to(*like)
+        if source is not None and path:
+            for name, value in vars(source).items():
+                if _is_kept(name) or name not in vars(new):
+                    # handles of hooks remove them from the dict of the first module that continues the old one
+                    vars(new)[name] = _of(
+                        new, source, value, shared=not is_new and source not in seen
+                    )
+            if not is_new:
+                seen.add(source)
+
+
+def take_over(old: Module, new: Module) -> None:
+    """Makes a module the grown one; what refers to it keeps working."""
+    for name, value in vars(new).items():
+        if not _is_kept(name) or name not in vars(old):
+            vars(old)[name] = value
+
+
+def _is_kept(name: str) -> bool:
+    return name in _KEPT or "_hooks" in name
+
+
+def _of(new: Module, source: Module, value: Any, *, shared: bool) -> Any:
+    if isinstance(value, MethodType) and value.__self__ is source:
+        return MethodType(value.__func__, new)
+    return value if shared or isinstance(value, Module) else copy.copy(value)
+
+
+def _origin(subject: Subject, path: str, plan: GrowthPlan) -> tuple[str, bool]:
+    """Returns the path of the old module that a new one continues; or that is next to it, and True."""
+    name, sources = subject.name(path), plan.blocks
+    layer = layer_of(f"{name}.") if sources and name.startswith("blocks.") else None
+    if layer is None:
+        return path, False
+    nearest = min(
+        (at for at, source in enumerate(sources) if source is not None),
+        key=lambda at: abs(at - layer),
+    )
+    inside = name.split(".", 2)[2:]
+    return subject.module_name(
+        ".".join(["blocks", str(sources[nearest]), *inside])
+    ), nearest != layer

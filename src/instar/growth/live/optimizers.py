@@ -1,0 +1,124 @@
+"""Growth of an optimizer in place: its groups are refilled and its state is mapped, so that schedulers and
+wrappers of it keep working."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from instar.growth.apply import Key, Mode, grow_state, nearest_source, neighbours
+from instar.growth.plan import GrowthError, GrowthPlan, source_of
+
+_KNOWN = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "sum",
+        "variance",
+    }
+)
+"""States of a parameter's shape that are means of gradients or of their squares: AdamW, SGD, Muon, Adagrad,
+RMSprop, Lion, Adafactor."""
+_FACTORS = {"row_var": -1, "exp_avg_sq_row": -1, "col_var": -2, "exp_avg_sq_col": -2}
+"""Means of squared gradients over one dimension, in torch's Adafactor and in transformers'."""
+
+
+def homes(plan: GrowthPlan, old: Mapping[str, Parameter]) -> dict[str, str]:
+    """Returns the old parameter that each new one is made from, or else the one next to it."""
+    neighbour = neighbours(old)
+    return {name: nearest_source(plan, name, neighbour) for name in plan.tensors}
+
+
+def prepare_optimizer(
+    optimizer: Optimizer,
+    plan: GrowthPlan,
+    old: Mapping[str, Parameter],
+    new: Mapping[str, Parameter],
+    key: Key,
+    mode: Mode,
+) -> Callable[[], None]:
+    """Returns a function that makes an optimizer that of the grown model.
+
+    A parameter belongs to the group of the one that it is made from. Groups list their parameters in the
+    model's order, as an optimizer does that is built for the grown model.
+
+    Raises:
+        GrowthError: a state is not known, so that no plan says how it grows; nothing has changed.
+    """
+    while hasattr(optimizer, "optimizer"):  # accelerate, Lightning
+        optimizer = optimizer.optimizer
+    states = {}
+    for name, made in plan.tensors.items():
+        source = source_of(made)
+        if source is not None and mode != "reset":
+            state = optimizer.state.get(old[source], {})
+            states[name] = {
+                field: _grown(plan, f"{name}/{field}", value, old[source], key, mode)
+                for field, value in state.items()
+            }
+    names = {parameter: name for name, parameter in old.items()}
+    home = homes(plan, old)
+    filled = []
+    for group in optimizer.param_groups:
+        members = {names[each] for each in group["params"] if each in names}
+        foreign = [each for each in group["params"] if each not in names]
+        filled.append([*foreign, *(new[name] for name in new if home[name] in members)])
+
+    def commit() -> None:
+        for parameter in old.values():
+            optimizer.state.pop(parameter, None)
+        for name, state in states.items():
+            if state:
+                optimizer.state[new[name]] = state
+        for group, parameters in zip(optimizer.param_groups, filled, strict=True):
+            group["params"][:] = parameters
+
+    return commit
+
+
+def _grown(
+    plan: GrowthPlan, name: str, value: Any, parameter: Parameter, key: Key, mode: Mode
+) -> Any:
+    field = name.rpartition("/")[2]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        if value.shape == parameter.shape and (field in _KNOWN or not value.ndim):
+            return grow_state(plan, name, lambda _: value, key, mode)
+        if not value.ndim:
+            return value.clone()
+        if field in _FACTORS:
+            return _grown_factor(plan, name, value, parameter, key, mode)
+    kind = (
+        f"{value.dtype} of {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+    )
+    quantised = isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.int8)
+    hint = (
+        "use an optimizer with states of full precision" if quantised else "choose moments: reset"
+    )
+    raise GrowthError(
+        f"cannot grow the optimizer state {name} ({kind}): it is not known what it is; {hint}"
+    )
+
+
+def _grown_factor(
+    plan: GrowthPlan, name: str, value: Tensor, parameter: Parameter, key: Key, mode: Mode
+) -> Tensor:
+    """Grows a mean over one dimension as the matrix that it stands for, and takes the mean again."""
+    parameter_name, _, field = name.rpartition("/")
+    dim = _FACTORS[field]
+    kept = value.ndim == parameter.ndim
+    full = (value if kept else value.unsqueeze(dim)).expand(parameter.shape)
+    grown = grow_state(plan, f"{parameter_name}/exp_avg_sq", lambda _: full, key, mode)
+    return value if grown is full else grown.mean(dim, keepdim=kept)

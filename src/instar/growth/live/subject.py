@@ -1,0 +1,153 @@
+"""What growth must know of a live module: its shape, its names, and how to build a larger one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import DataParallel, Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from instar.distributed.shards import is_sharded
+from instar.growth.plan import GrowthError
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.shape import ArchitectureError, Growable
+
+Build = Callable[[Any], Module]
+"""Returns a module of a shape."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module without wrappers, its shape, and what builds a module of a larger shape."""
+
+    module: Module
+    shape: Growable
+    build: Build
+
+    def name(self, module_name: str) -> str:
+        """Returns the name in the shape of a parameter, buffer or submodule."""
+        return str(getattr(self.shape, "name", _same)(module_name))
+
+    def module_name(self, name: str) -> str:
+        return str(getattr(self.shape, "module_name", _same)(name))
+
+    def parameters(self, module: Module | None = None) -> dict[str, Parameter]:
+        """Returns the parameters of a module of this family by their names in the shape."""
+        named = (module or self.module).named_parameters()
+        return {self.name(name): parameter for name, parameter in named}
+
+
+def subject_of(model: Module, shape: Growable | None = None, build: Build | None = None) -> Subject:
+    """Returns the subject of a model, and checks that every parameter is named by its shape.
+
+    Raises:
+        GrowthError: the model is of no known family, or it is quantised, sharded, or divided among devices.
+    """
+    module = bare(model)
+    _refuse_layout(module)
+    config = getattr(module, "config", None)
+    if shape is None and hasattr(config, "to_dict") and hasattr(config, "model_type"):
+        subject = Subject(module, shape_of(config), _Pretrained(module))
+    else:
+        shape = shape if shape is not None else getattr(module, "shape", None)
+        if not (hasattr(shape, "parameters") and hasattr(shape, "resized")):
+            raise GrowthError(
+                f"{type(module).__name__} is no model of transformers, and has no shape: pass shape=, or "
+                "keep it in the attribute `shape` of the module"
+            )
+        assert shape is not None
+        subject = Subject(module, shape, build or type(module))
+    if found := _mismatches(subject):
+        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        raise GrowthError(
+            f"the parameters of {type(module).__name__} are not those of its shape: "
+            + "; ".join(found[:4])
+            + more
+        )
+    return subject
+
+
+def shape_of(config: Any) -> PretrainedShape:
+    """Returns the shape of a config of transformers.
+
+    Raises:
+        GrowthError: its family is unknown, or a value of it is not supported.
+    """
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    try:
+        return PretrainedShape(values)
+    except ArchitectureError as error:
+        raise GrowthError("; ".join(each.message for each in error.problems)) from None
+
+
+def bare(model: Module) -> Module:
+    """Returns the module inside `torch.compile`, DDP and moving averages."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel | AveragedModel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), Module):
+            model = inner
+        else:
+            return model
+
+
+@dataclass(frozen=True)
+class _Pretrained:
+    """Builds models of transformers of the same class, whose config has the new sizes."""
+
+    module: Module
+
+    def __call__(self, shape: PretrainedShape) -> Module:
+        old: Any = self.module.config
+        config = copy.deepcopy(old)
+        before = old.to_dict()
+        for key, value in shape.to_dict().items():
+            if key not in before or before[key] != value:
+                setattr(config, key, copy.deepcopy(value))
+        module: Module = type(self.module)(config)
+        return module
+
+
+def _refuse_layout(module: Module) -> None:
+    for name, parameter in module.named_parameters():
+        if is_sharded(parameter):
+            raise GrowthError(
+                f"{name} is sharded (FSDP): grow the whole model before fully_shard, from a checkpoint with "
+                "all tensors, or train it by `instar train`, which grows shards"
+            )
+        if not parameter.is_floating_point():
+            raise GrowthError(
+                f"{name} is of type {parameter.dtype}: quantised weights do not grow; load the model without "
+                "quantization_config"
+            )
+    for name, each in module.named_modules():
+        if hasattr(each, "_hf_hook"):
+            raise GrowthError(
+                f"{name or 'the model'} is moved between devices by accelerate (device_map): load the model "
+                "without device_map"
+            )
+        if type(each).__module__.startswith("peft."):
+            raise GrowthError(
+                f"{name or 'the model'} has adapters of peft: merge them first (merge_and_unload), grow, and "
+                "add new ones"
+            )
+
+
+def _mismatches(subject: Subject) -> list[str]:
+    there = {name: tuple(p.shape) for name, p in subject.module.named_parameters()}
+    if isinstance(subject.shape, PretrainedShape):
+        return subject.shape.mismatches(there)
+    told = {name: entry.shape for name, entry in subject.shape.parameters().items()}
+    return [
+        f"{name}: {there.get(name, 'not there')} in the model, {told.get(name, 'not there')} in the table"
+        for name in {**there, **told}
+        if there.get(name) != told.get(name)
+    ]
+
+
+def _same(name: str) -> str:
+    return name

@@ -1,0 +1,108 @@
+"""Growth in Lightning's `Trainer`."""
+
+# ruff: noqa: ARG002  the signatures are Lightning's
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.nn import Module
+
+from instar.growth.plan import GrowthError
+from instar.loops.schedule import GrowthSchedule
+from instar.schedule.operations import Change
+
+
+class LightningGrowth(Callback):
+    """Grows a model inside a `LightningModule` when the triggers of a schedule fire.
+
+    Resuming needs nothing more than ``trainer.fit(module, ckpt_path=...)``: the module is built as for a new run, and
+    grown before its tensors are loaded.
+
+    Args:
+        schedule: path of a schedule file, or its entries.
+        model: name of the attribute of the module that holds the model.
+        monitor: metric that is the validation loss.
+        seed: of new values.
+        probe: see `instar.growth.grow`.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        *,
+        model: str = "model",
+        monitor: str = "val_loss",
+        seed: int = 0,
+        probe: Any = None,
+    ) -> None:
+        # the length of the run is known when it begins
+        self.schedule = GrowthSchedule(schedule, seed=seed, steps=1)
+        self._model, self._monitor, self._probe = model, monitor, probe
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.world_size > 1:
+            raise GrowthError(
+                "LightningGrowth grows a model in one process; with several, stop, grow the checkpoint, and resume"
+            )
+        # the module's hook is the only one that comes before its tensors are loaded
+        hook: Callable[[Any], None] = pl_module.on_load_checkpoint
+
+        def replayed(checkpoint: Mapping[str, Any]) -> None:
+            hook(checkpoint)
+            if (saved := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:
+                self.schedule.load_state_dict(saved)
+                self.schedule.replay(self._found(pl_module))
+
+        vars(pl_module)["on_load_checkpoint"] = replayed
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        vars(pl_module).pop("on_load_checkpoint", None)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.schedule.steps = int(min(trainer.estimated_stepping_batches, 1 << 62))
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._step(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loss = trainer.callback_metrics.get(self._monitor)
+        if trainer.sanity_checking or loss is None or not trainer.optimizers:
+            return
+        if self._step(trainer, pl_module, float(loss)):
+            # Lightning restores the modes of those submodules only that there were before the evaluation
+            self._found(pl_module).train()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state_dict)
+
+    def _step(
+        self, trainer: Trainer, pl_module: LightningModule, loss: float | None = None
+    ) -> tuple[Change, ...]:
+        return self.schedule.step(
+            self._found(pl_module),
+            trainer.global_step // max(1, len(trainer.optimizers)),
+            optimizer=trainer.optimizers,
+            loss=loss,
+            probe=self._probe,
+        )
+
+    def _found(self, module: LightningModule) -> Module:
+        found = getattr(module, self._model, None)
+        if not isinstance(found, Module):
+            raise GrowthError(
+                f"{type(module).__name__} has no module {self._model!r}: name the attribute of its model (model=)"
+            )
+        return found

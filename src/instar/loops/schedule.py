@@ -1,0 +1,235 @@
+"""A schedule of growth in a loop of one's own: the triggers and operations of `instar train`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from instar.config.load import load
+from instar.config.sections import Operation
+from instar.growth.live.grow import Ema, PreparedGrowth, prepare
+from instar.growth.live.subject import Build, subject_of
+from instar.growth.operators import OPERATORS, is_growth
+from instar.growth.plan import GrowthError
+from instar.models.shape import Growable
+from instar.schedule.checks import mistakes
+from instar.schedule.operations import Change, History, State, history_from_json, history_to_json
+from instar.schedule.settings import initial_settings
+from instar.schedule.triggers import (
+    AllOf,
+    AnyOf,
+    AtFraction,
+    AtTokens,
+    Entry,
+    Moment,
+    Trigger,
+    due,
+    entries,
+    last_step,
+    next_entry,
+    too_large,
+)
+
+
+class GrowthSchedule:
+    """Grows a model when the triggers of a schedule fire.
+
+    Call `step` after each update. A checkpoint holds `state_dict()`; to resume, build the model as for a new run, call
+    `load_state_dict`, then `replay`, and load the tensors of the checkpoint.
+
+    Args:
+        schedule: path of a schedule file, or its entries. Only growth operations: batch size and learning rate
+            are the loop's.
+        steps: length of the run, for triggers with `at_fraction`.
+        tokens_per_step: of all processes, for triggers with `at_tokens`.
+        seed: of new values; the same in every process.
+        shape, build: of a module of your own, as in `instar.growth.grow`; by default the attribute `shape` of the
+            module and its class.
+
+    Raises:
+        ConfigError: lists every mistake of the schedule.
+        GrowthError: an entry is the loop's, not a schedule's of growth.
+    """
+
+    def __init__(
+        self,
+        schedule: str | Path | Sequence[Mapping[str, Any]],
+        *,
+        steps: int | None = None,
+        tokens_per_step: int = 0,
+        seed: int = 0,
+        shape: Growable | None = None,
+        build: Build | None = None,
+    ) -> None:
+        given = (
+            str(schedule)
+            if isinstance(schedule, str | Path)
+            else json.dumps([*map(dict, schedule)])
+        )
+        budget = [] if steps is None else [f"train.until=[{steps}it]"]
+        self._config = load(None, [f"schedule={given}", *budget], (mistakes,)).config
+        self.entries = entries(self._config)
+        self.steps, self.tokens_per_step, self.seed = steps, tokens_per_step, seed
+        self._check()
+        self.history: History = ()
+        self._shape, self._build = shape, build
+        self._losses: tuple[tuple[int, float], ...] = ()
+        self._parameters: int | None = None
+
+    def step(
+        self,
+        model: Module,
+        step: int,
+        *,
+        optimizer: Optimizer | Iterable[Optimizer] = (),
+        loss: float | None = None,
+        ema: Ema | None = None,
+        probe: Any = None,
+    ) -> tuple[Change, ...]:
+        """Carries out what is due, and returns it; empty: nothing.
+
+        Args:
+            step: number of updates done.
+            loss: validation loss of an evaluation at this step.
+            optimizer, ema, probe: see `instar.growth.grow`.
+
+        Raises:
+            GrowthError: an operation is not possible, or broke its label, and the entry's `on_failure` is not
+                `skip`. Model and optimizer are as before.
+        """
+        if loss is not None:
+            self._losses = (*self._losses, (step, loss))
+        done: list[Change] = []
+        while (entry := next_entry(self.entries, self.history)) is not None:
+            reason = self._due(entry, model, step, loss, operated=bool(done))
+            if reason is None:
+                break
+            skipped = self._carry_out(entry, model, optimizer, ema, probe)
+            change = Change(entry.operation, step, 0, entry.number, skipped, reason)
+            self.history = (*self.history, change)
+            done.append(change)
+        self._parameters = _count(model)
+        return tuple(done)
+
+    def replay(self, model: Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -> None:
+        """Grows a model built as for a new run by the history, so that the tensors of a checkpoint fit it; and
+        an optimizer."""
+        if self._parameters != _count(model):
+            for change in self.history:
+                if not change.skipped:
+                    self._swap(self._prepared(change.operation, model, optimizer, None, False))
+        self.check(model)
+
+    def check(self, model: Module) -> None:
+        """Raises GrowthError unless a model has the size that the history led to."""
+        if self._parameters is not None and self._parameters != _count(model):
+            raise GrowthError(
+                f"after {len(self.history)} operations the model had {self._parameters:,} parameters, and this one has "
+                f"{_count(model):,}: build it by from_pretrained(checkpoint), or by replay()"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the history as JSON values."""
+        return {
+            "history": history_to_json(self.history),
+            "losses": [list(each) for each in self._losses],
+            "parameters": self._parameters,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history = history_from_json(state["history"])
+        self._losses = tuple((int(step), float(loss)) for step, loss in state["losses"])
+        self._parameters = state["parameters"]
+
+    def _check(self) -> None:
+        """Raises GrowthError for what a loop of one's own does itself, and for counts that nobody gave."""
+        for entry in self.entries:
+            operation, kinds = entry.operation, {type(part) for part in _parts(entry.trigger)}
+            problems = {
+                f"{operation.name} is no growth, and the loop's to change; here there are "
+                f"{', '.join(OPERATORS)}": not is_growth(operation.name),
+                "lr is the loop's: change its scheduler": "lr" in operation.options,
+                "reevaluate is the loop's, which decides when to evaluate": entry.reevaluate,
+                "at_fraction needs the length of the run (steps=)": AtFraction in kinds
+                and self.steps is None,
+                "at_tokens needs tokens_per_step=": AtTokens in kinds and not self.tokens_per_step,
+            }
+            if found := [problem for problem, holds in problems.items() if holds]:
+                raise GrowthError(f"{entry.place}: {'; '.join(found)}")
+
+    def _due(
+        self, entry: Entry, model: Module, step: int, loss: float | None, *, operated: bool
+    ) -> str | None:
+        since = step - (last_step(self.history) or 0)
+        share = None if self.steps is None else step / self.steps
+        tokens = step * self.tokens_per_step
+        moment = Moment(step, tokens, share, since, loss, self._losses, operated)
+        shape = self._shape or subject_of(model).shape
+        state = State(initial_settings(self._config), shape, self._config)
+        return due(entry, moment, state)
+
+    def _carry_out(
+        self,
+        entry: Entry,
+        model: Module,
+        optimizer: Optimizer | Iterable[Optimizer],
+        ema: Ema | None,
+        probe: Any,
+    ) -> str:
+        """Grows the model; returns why the operation was skipped, or nothing."""
+        try:
+            found = self._prepared(
+                entry.operation, model, optimizer, ema, probe, allow_inexact=entry.allow_inexact
+            )
+            if reason := too_large(entry, found.shape):
+                raise GrowthError(f"{entry.operation.name}: {reason}")
+        except GrowthError as error:
+            if entry.on_failure == "stop":
+                raise
+            return str(error)
+        self._swap(found)
+        return ""
+
+    def _swap(self, found: PreparedGrowth) -> None:
+        found.swap_in()
+        if self._shape is not None:
+            self._shape = found.shape
+
+    def _prepared(
+        self,
+        operation: Operation,
+        model: Module,
+        optimizer: Optimizer | Iterable[Optimizer],
+        ema: Ema | None,
+        probe: Any,
+        *,
+        allow_inexact: bool = False,
+    ) -> PreparedGrowth:
+        return prepare(
+            model,
+            operation,
+            optimizer=optimizer,
+            ema=ema,
+            probe=probe,
+            shape=self._shape,
+            build=self._build,
+            seed=self.seed,
+            allow_inexact=allow_inexact,
+        )
+
+
+def _count(model: Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _parts(trigger: Trigger) -> Iterator[Trigger]:
+    """Yields a trigger and those that it consists of."""
+    yield trigger
+    if isinstance(trigger, AnyOf | AllOf):
+        for each in trigger.triggers:
+            yield from _parts(each)

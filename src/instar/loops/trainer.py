@@ -1,0 +1,78 @@
+"""Growth in transformers' `Trainer`."""
+
+# ruff: noqa: ARG002  the signatures are transformers'
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.training_args import ParallelMode
+
+from instar.growth.plan import GrowthError
+from instar.loops.schedule import GrowthSchedule
+
+
+class TrainerGrowth(TrainerCallback, ExportableState):
+    """Grows the model of a `Trainer` when the triggers of a schedule fire; the loss is `eval_loss`.
+
+    A checkpoint's `config.json` has the grown config, and `trainer_state.json` the history. To resume::
+
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+        trainer = Trainer(model, ..., callbacks=[TrainerGrowth("schedule.yaml")])
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+    Args:
+        schedule: path of a schedule file, or its entries.
+        seed: of new values.
+        probe: see `instar.growth.grow`.
+    """
+
+    def __init__(self, schedule: Any, *, seed: int = 0, probe: Any = None) -> None:
+        given = str(schedule) if isinstance(schedule, Path) else schedule
+        self._arguments, self._probe = {"schedule": given, "seed": seed}, probe
+        # the length of the run is known when it begins
+        self.schedule = GrowthSchedule(schedule, seed=seed, steps=1)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.parallel_mode is ParallelMode.DISTRIBUTED:
+            raise GrowthError(
+                "TrainerGrowth grows a model in one process; with several, stop, grow the checkpoint, and resume"
+            )
+        self.schedule.steps = state.max_steps
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__)
+        if state.global_step and saved:
+            self.growth = saved["attributes"]["growth"]
+            self.schedule.check(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step(state, kwargs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        loss = (kwargs.get("metrics") or {}).get("eval_loss")
+        if loss is not None and kwargs.get("optimizer") is not None:
+            self._step(state, kwargs, float(loss))
+
+    @property
+    def growth(self) -> dict[str, Any]:
+        """State of the schedule, which `Trainer` may set when it resumes."""
+        return self.schedule.state_dict()
+
+    @growth.setter
+    def growth(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what `trainer_state.json` holds of the callback."""
+        return {"args": self._arguments, "attributes": {"growth": self.growth}}
+
+    def _step(self, state: Any, live: Mapping[str, Any], loss: float | None = None) -> None:
+        self.schedule.step(
+            live["model"],
+            state.global_step,
+            optimizer=live["optimizer"],
+            loss=loss,
+            probe=self._probe,
+        )

@@ -1,0 +1,228 @@
+"""The shape of a causal language model of transformers, which can grow like that of Instar's own GPT.
+
+Its parameters have the names of the module, with the prefix of blocks replaced:
+``blocks.3.self_attn.q_proj.weight`` is ``model.layers.3.self_attn.q_proj.weight`` of a Llama.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from instar.models.hf.families import FAMILIES, Family, TableEntry
+from instar.models.shape import ArchitectureError, Kind, Parameter, axis_size, problem
+
+_SHARED_EPS = (
+    "norms of queries and keys share rms_norm_eps with those of the residual stream, and only whole copies "
+    "leave that as it is"
+)
+
+
+@dataclass(frozen=True)
+class PretrainedShape:
+    """The shape of a causal language model of transformers.
+
+    Args:
+        config: values of `config.json`, completed with transformers' defaults (`config.to_dict()`).
+
+    Raises:
+        ArchitectureError: lists what keeps the model from being known.
+    """
+
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        kind = self.config.get("model_type")
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise ArchitectureError(
+                problem("from", f"model_type {kind!r} is not a known family", f"there are {known}")
+            )
+        problems = [
+            problem("from", f"{key} is {self.config[key]!r}; only {allowed[0]!r} is supported")
+            for key, allowed in self.family.must.items()
+            if key in self.config and self.config[key] not in allowed
+        ]
+        for axis, size in self._sizes():
+            if type(size) is not int or size < 1:
+                key = self.family.axes.get(axis, axis)
+                problems.append(
+                    problem("from", f"{key} must be a whole number above 0, not {size!r}")
+                )
+        sizes = self.sizes() if not problems else {}
+        if sizes and self.family.heads_divide_width and sizes["embed"] % sizes["heads"]:
+            message = f"{sizes['heads']} heads do not divide a width of {sizes['embed']}, as transformers asks"
+            problems.append(problem("from", message))
+        if problems:
+            raise ArchitectureError(*problems)
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.config["model_type"]]
+
+    def sizes(self) -> dict[str, int]:
+        return dict(self._sizes())
+
+    def _sizes(self) -> Iterator[tuple[str, Any]]:
+        values: dict[str, Any] = {
+            axis: self.config.get(key) for axis, key in self.family.axes.items()
+        }
+        embed, heads = values["embed"], values["heads"]
+        if _are_sizes(embed, heads):
+            derived = {"mlp": 4 * embed, "kv_heads": heads, "head_dim": embed // heads}
+            values |= {axis: size for axis, size in derived.items() if values.get(axis) is None}
+        yield from values.items()
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        return ("embed",)
+
+    @property
+    def norm(self) -> Literal["layernorm", "rmsnorm"]:
+        return self.family.norm
+
+    @property
+    def norm_eps(self) -> float:
+        return float(self.config[self.family.eps])
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family.qk_norm
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.get("tie_word_embeddings", False))
+
+    @property
+    def final_norm(self) -> str:
+        return self.family.final_norm
+
+    @property
+    def positions(self) -> Literal["learned", "rope"]:
+        return self.family.positions
+
+    @property
+    def rope_base(self) -> float:
+        """Base of plain RoPE; NaN if a head is rotated in parts, or by scaled frequencies."""
+        rope = self.config.get("rope_parameters") or {}
+        plain = rope.get("rope_type") == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0
+        return float(rope["rope_theta"]) if plain else math.nan
+
+    @property
+    def scales_by_head_dim(self) -> bool:
+        return self.family.scales_by_head_dim
+
+    def refusals(self) -> dict[str, str]:
+        found = dict(self.family.refusals)
+        if self.positions == "rope" and math.isnan(self.rope_base):
+            found["grow_head_dim"] = "RoPE of this model is scaled or partial, or differs by layer"
+        return found
+
+    def resized(self, **sizes: int) -> Self:
+        """Returns a copy with other sizes of some axes.
+
+        Raises:
+            ArchitectureError: the config has no key for one.
+        """
+        axes = self.family.axes
+        if unknown := [axis for axis in sizes if axis not in axes]:
+            raise ArchitectureError(
+                problem("from", f"the config of {self.family.name} has no size of {unknown[0]}")
+            )
+        # sizes that followed from others are written down, so that they stay as they are
+        kept = {axis: size for axis, size in self._sizes() if axis in axes}
+        changes = {axes[axis]: size for axis, size in {**kept, **sizes}.items()}
+        return replace(self, config={**self.config, **changes})
+
+    def changed(self, *, norm_eps: float | None = None, rope_base: float | None = None) -> Self:
+        config = dict(self.config)
+        if norm_eps is not None:
+            if self.qk_norm:
+                raise ArchitectureError(problem("from", _SHARED_EPS, "choose how: duplicate"))
+            config[self.family.eps] = norm_eps
+        if rope_base is not None:
+            config["rope_parameters"] = {**config["rope_parameters"], "rope_theta": rope_base}
+        return replace(self, config=config)
+
+    def deeper(self, sources: Sequence[int | None]) -> Self:
+        """Returns a copy whose block j has the kind of the old block ``sources[j]``, or of the one below."""
+        grown = self.resized(layers=len(sources))
+        if (kinds := self.config.get("layer_types")) is None:
+            return grown
+        made: list[object] = []
+        for source in sources:
+            made.append(kinds[source] if source is not None else made[-1] if made else kinds[0])
+        return replace(grown, config={**grown.config, "layer_types": made})
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Returns every parameter by its name with the prefix ``blocks.``, in the module's order."""
+        family, sizes = self.family, self.sizes()
+        head = () if self.tied else (TableEntry("lm_head", "head", ("vocab", "embed")),)
+        first = [entry for entry in family.outside if entry.kind == "embedding"]
+        last = [entry for entry in family.outside if entry.kind != "embedding"]
+        table: dict[str, Parameter] = {}
+        for entry in first:
+            table |= self._entries("", entry, sizes)
+        for layer in range(sizes["layers"]):
+            for entry in family.block:
+                table |= self._entries(f"blocks.{layer}.", entry, sizes)
+        for entry in (*last, *head):
+            table |= self._entries("", entry, sizes)
+        return table
+
+    def _entries(
+        self, prefix: str, entry: TableEntry, sizes: Mapping[str, int]
+    ) -> Iterator[tuple[str, Parameter]]:
+        drawn = entry.kind not in ("norm", "post_norm")
+        std = float(self.config.get("initializer_range", 0.02)) if drawn else 0.0
+        offset = 0.0 if drawn else self.family.gain_offset
+        shape = tuple(axis_size(sizes, axis) for axis in entry.axes)
+        name = prefix + entry.name
+        weight = Parameter(entry.axes, shape, entry.kind, std, entry.parts, offset)
+        yield (name if entry.bare else f"{name}.weight"), weight
+        biased = self.config.get(entry.bias) if isinstance(entry.bias, str) else entry.bias
+        if biased:
+            output = entry.axes[1 if entry.kind == "transposed" else 0]
+            kind: Kind = "bias" if drawn else "norm"
+            yield (
+                f"{name}.bias",
+                Parameter((output,), (axis_size(sizes, output),), kind, 0.0, entry.parts),
+            )
+
+    def module_name(self, name: str) -> str:
+        """Returns the module's name of a parameter or buffer of this shape."""
+        return (
+            name if not name.startswith("blocks.") else self.family.blocks + name[len("blocks.") :]
+        )
+
+    def name(self, module_name: str) -> str:
+        """Returns the name in this shape of a parameter or buffer of the module."""
+        prefix = self.family.blocks
+        return (
+            f"blocks.{module_name[len(prefix) :]}"
+            if module_name.startswith(prefix)
+            else module_name
+        )
+
+    def mismatches(self, module: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Returns how the parameters of a module, by its names, differ from the table; empty: they do not."""
+        told = {self.module_name(name): entry.shape for name, entry in self.parameters().items()}
+        return [
+            f"{name}: {_size(module.get(name))} in the model, {_size(told.get(name))} for {self.family.name} "
+            "with this config"
+            for name in {**module, **told}
+            if module.get(name) != told.get(name)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.config)
+
+
+def _are_sizes(*values: Any) -> bool:
+    return all(type(value) is int and value > 0 for value in values)
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else "×".join(map(str, shape))

@@ -1,0 +1,173 @@
+"""The layers that a GPT is made of: norms, and linear maps and embeddings with low-rank adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from instar.models.architecture import Architecture, MaskedAxis
+from instar.models.lora import Lora, adapter_of
+from instar.models.loss import at_least_float32
+from instar.models.shape import Parameter
+
+
+class Norm(nn.Module):
+    """LayerNorm, with or without bias, or RMSNorm, over the residual stream."""
+
+    def __init__(self, arch: Architecture, table: Mapping[str, Parameter], name: str) -> None:
+        super().__init__()
+        self.eps, self.rms = arch.norm_eps, arch.norm == "rmsnorm"
+        self.masked = is_masked(arch, "embed")
+        self.weight = nn.Parameter(torch.empty(table[f"{name}.weight"].shape))
+        shift = table.get(f"{name}.bias")
+        self.bias = nn.Parameter(torch.empty(shift.shape)) if shift else None
+
+    def forward(self, x: Tensor, openings_D: Tensor | None) -> Tensor:
+        kind = x.device.type
+        if self.masked and openings_D is not None:
+            x = masked_norm(x, openings_D, self.weight, self.bias, self.eps, centered=not self.rms)
+        elif self.rms:
+            x = rms_norm(x, self.weight, self.eps)
+        else:
+            x = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        # autocast would cast and save a copy for each linear layer that reads this
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of the queries or keys of each head (arXiv 2302.05442, section 2.1)."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.eps = arch.qk_norm_eps
+        self.weight = nn.Parameter(torch.empty(arch.head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / √(mean(x²) + eps) · weight over the last axis (arXiv 1910.07467, equation 4).
+
+    Computed in float32 at least. Not twice differentiable on a CPU.
+    """
+    x = at_least_float32(x)
+    if x.is_cpu and not torch.compiler.is_compiling():
+        # torch has no fused kernel here, and its composite takes three times as long
+        normed: Tensor = _CpuRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    else:
+        normed = F.rms_norm(x, weight.shape, weight, eps)
+    return normed
+
+
+def masked_norm(
+    x: Tensor,
+    openings_D: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centered: bool,
+) -> Tensor:
+    """LayerNorm (`centered`) or RMSNorm in which channel d has weight `openings_D[d]` in the mean,
+    the variance and the output (arXiv 2305.02869, section 3.2).
+
+    With weights 0 and 1 it is the norm over the channels with weight 1. At least in float32.
+    """
+    x = at_least_float32(x)
+    share_D = openings_D / openings_D.sum()
+    if centered:
+        x = x - (x * share_D).sum(-1, keepdim=True)
+    normed = x * ((x * x * share_D).sum(-1, keepdim=True) + eps).rsqrt() * weight
+    return (normed if bias is None else normed + bias) * openings_D
+
+
+class _CpuRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, weight)
+        normed: Tensor = unit * weight
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        unit, scale, weight = ctx.saved_tensors
+        (grad,) = grad_outputs
+        grad_weight = (grad * unit).flatten(0, -2).sum(0)
+        grad_unit = grad * weight
+        along = torch.linalg.vecdot(grad_unit, unit).div_(unit.shape[-1]).unsqueeze(-1)
+        grad_x = torch.addcmul(grad_unit, unit, along, value=-1).mul_(scale)
+        return grad_x, grad_weight, None
+
+
+class _Adapted(nn.Module):
+    """A weight with an optional adapter."""
+
+    weight: Tensor
+    lora_a: nn.Parameter | None
+    lora_b: nn.Parameter | None
+    scale: float
+
+    def reset_parameters(self) -> None:
+        """Does nothing: `GPT.init_weights` sets the values."""
+
+    def adapt(self, table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> None:
+        """Adds the factors of an adapter."""
+        self.lora_a = self.lora_b = None
+        if adapter is not None:
+            self.lora_a = nn.Parameter(torch.empty(table[f"{name}.lora_a"].shape))
+            self.lora_b = nn.Parameter(torch.empty(table[f"{name}.lora_b"].shape))
+            self.scale = adapter.scale
+
+    def effective(self) -> Tensor:
+        """Returns W + scale · B A in the dtype of W."""
+        if self.lora_a is None or self.lora_b is None:
+            return self.weight
+        return self.weight + self.lora_b @ (self.scale * self.lora_a)
+
+
+class Linear(_Adapted, nn.Linear):
+    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        return y + F.linear(self.scale * F.linear(x, self.lora_a), self.lora_b)
+
+
+class Embedding(_Adapted, nn.Embedding):
+    """Rows of W + scale · B A."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = F.embedding(rows, self.weight)
+        if self.lora_a is None or self.lora_b is None:
+            return x
+        return x + F.embedding(rows, self.lora_b) @ (self.scale * self.lora_a)
+
+
+def embedding(table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> Embedding:
+    rows, width = table[f"{name}.weight"].shape
+    made = Embedding(rows, width)
+    made.adapt(table, name, adapter)
+    return made
+
+
+def linear(arch: Architecture, table: Mapping[str, Parameter], name: str) -> Linear:
+    outputs, inputs = table[f"{name}.weight"].shape
+    made = Linear(inputs, outputs, bias=f"{name}.bias" in table)
+    made.adapt(table, name, adapter_of(arch.lora, name))
+    return made
+
+
+def is_masked(arch: Architecture, axis: MaskedAxis) -> bool:
+    return arch.mask is not None and arch.mask.axis == axis
