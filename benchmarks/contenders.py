@@ -269,7 +269,7 @@ def hf(work: Work, pace: Pace) -> None:
 
 def fabric(work: Work, pace: Pace) -> None:
     """A loop on Lightning Fabric, as its documentation writes it."""
-    from lightning_fabric import Fabric
+    from lightning.fabric import Fabric
 
     on_gpu = work.device.type == "cuda"
     runtime = Fabric(
@@ -305,7 +305,7 @@ def main(name: str, asked: str) -> None:
     # what libraries print goes to stderr: stdout is for whoever keeps the pace
     told = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     words = json.loads(asked)
     loaded = load(None, words["overrides"])
     prepare_data(loaded, 1, lambda _: None)

@@ -135,7 +135,7 @@ def bare(folder: str, seed: int, steps: int, *, low: bool = False) -> None:
 
 
 def fabric(folder: str, seed: int, steps: int) -> None:
-    from lightning_fabric import Fabric
+    from lightning.fabric import Fabric
 
     torch.manual_seed(seed)
     run = Fabric(accelerator="cpu", devices=1)

@@ -42,7 +42,7 @@ NAMES = {
 }
 NEEDS = {
     "hf": ("transformers", "accelerate"),
-    "fabric": ("lightning_fabric",),
+    "fabric": ("lightning",),
 }
 
 
@@ -125,8 +125,8 @@ def main() -> None:
         data = text_for(Path(folder), 200_000 if chosen.quick else 8_000_000)
         for size in sizes:
             cases += measure(size, (*size.overrides, *SAME, *data), names, parsed.threads)
-    libraries = ["transformers", "accelerate", "lightning-fabric"]
-    installed = [name for name in libraries if importlib.util.find_spec(name.replace("-", "_"))]
+    libraries = ["transformers", "accelerate", "lightning"]
+    installed = [name for name in libraries if importlib.util.find_spec(name)]
     publish("throughput", cases, chosen, libraries=installed, threads=torch.get_num_threads())
 
 

@@ -82,7 +82,7 @@ def test_a_smoke_run_keeps_published_figures() -> None:
 def test_a_missing_contender_is_named(tmp_path: Path) -> None:
     code = (
         "import sys, runpy\n"
-        "sys.modules['lightning_fabric'] = None\n"
+        "sys.modules['lightning'] = None\n"
         f"sys.path.insert(0, {str(BENCHMARKS)!r})\n"
         "sys.argv = ['throughput.py']\n"
         "runpy.run_path(sys.path[0] + '/throughput.py', run_name='__main__')\n"
@@ -91,5 +91,5 @@ def test_a_missing_contender_is_named(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 1
-    assert "lightning_fabric" in done.stderr
+    assert "lightning" in done.stderr
     assert ".[bench]" in done.stderr
