@@ -300,7 +300,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         import_folder(folder, tmp_path / "again")
     index = {"weight_map": {"transformer.wte.weight": "../run/x.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="is not a file of this folder"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file of this folder"):
         import_folder(folder, tmp_path / "again")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
     with pytest.raises(CheckpointError, match="not an index"):

@@ -55,13 +55,16 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path, *, follow: bool = False) -> dict[str, TensorEntry]:
     """Returns the tensors of a safetensors file by name, in the order of their data.
+
+    Args:
+        follow: the file may be a symbolic link.
 
     Raises:
         CheckpointError: the file cannot be read, is not a safetensors file, or is truncated.
     """
-    raw, content, size = _header(path)
+    raw, content, size = _header(path, follow)
     try:
         content.pop("__metadata__", None)
         entries = msgspec.convert(content, dict[str, _Entry])
@@ -97,10 +100,10 @@ def read_metadata(path: Path) -> tuple[bytes, dict[str, str]]:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
 
 
-def _header(path: Path) -> tuple[bytes, dict[str, Any], int]:
+def _header(path: Path, follow: bool = False) -> tuple[bytes, dict[str, Any], int]:
     """Returns the header of a safetensors file with its length, its content, and the file's size."""
     try:
-        with open_regular(path) as file:
+        with open_regular(path, follow=follow) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")

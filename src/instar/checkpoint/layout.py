@@ -7,9 +7,9 @@ them, so no process needs a whole tensor, and any number of ranks can read what 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +52,8 @@ class Layout:
     """of whole tensors"""
     pieces: Mapping[str, tuple[Piece, ...]]
     """of each tensor, in the order of its rows"""
+    follow: bool = False
+    """whether files may be symbolic links"""
 
 
 def layout(
@@ -75,6 +77,22 @@ def layout(
 def file_layout(path: Path) -> Layout:
     """Returns the layout of a single file."""
     return _joined(path.parent, {path.name: (read_header(path), None)})
+
+
+def linked_layout(folder: Path, files: Iterable[str]) -> Layout:
+    """Returns the layout of files of whole tensors, which may be symbolic links.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read, or a tensor is in two files.
+    """
+    headers = {name: read_header(folder / name, follow=True) for name in files}
+    file_of: dict[str, str] = {}
+    for file, header in headers.items():
+        for name in header:
+            if (other := file_of.setdefault(name, file)) != file:
+                raise CheckpointError(f"{folder / file}: {name} is also in {other}")
+    joined = _joined(folder, {file: (header, None) for file, header in headers.items()})
+    return replace(joined, follow=True)
 
 
 def files_of(manifest: Manifest, component: str) -> dict[str, FileEntry]:
@@ -204,7 +222,7 @@ class ComponentReader:
 
             path = self.layout.folder / file
             try:
-                check_regular(path)
+                check_regular(path, follow=self.layout.follow)
                 # a mapping would keep the disk space of a deleted checkpoint, and die with a cut file
                 opened = safe_open(path, "pt", backend="pread")
             except (OSError, SafetensorError) as error:

@@ -104,6 +104,18 @@ _SANDWICH = {**AXES, "attn_output": "hidden_size", "mlp_output": "hidden_size"}
 
 
 @dataclass(frozen=True)
+class SingleExperts:
+    """Names in files where each expert has tensors of its own, which transformers joins as it loads them:
+    ``<block>.experts.<n>.<gate, up or down>.weight``."""
+
+    block: str
+    """what the MLP is called in files"""
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
 class Family:
     """The causal language models of one `model_type`."""
 
@@ -132,6 +144,7 @@ class Family:
     """operations that this family does not support, with the reason"""
     must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """values that keys of the config must have, if they are there"""
+    single_experts: SingleExperts | None = None
 
     @property
     def qk_norm(self) -> bool:
@@ -258,6 +271,7 @@ FAMILIES: dict[str, Family] = {
         "Mixtral",
         block=(*attention(), *EXPERTS, *PRE_NORMS),
         axes={**AXES, "experts": "num_local_experts"},
+        single_experts=SingleExperts("block_sparse_moe", "w1", "w3", "w2"),
     ),
     "qwen3_moe": Family(
         "Qwen3-MoE",
@@ -269,6 +283,7 @@ FAMILIES: dict[str, Family] = {
         ),
         axes={**AXES, "mlp": "moe_intermediate_size", "experts": "num_local_experts"},
         must={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+        single_experts=SingleExperts("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
 }
 """Families by the `model_type` of their config."""

@@ -1,4 +1,4 @@
-"""Folders of transformers' GPT-2 and Llama: export, import, and reading their weights.
+"""Folders of transformers' GPT-2 and Llama: export and import.
 
 `export_folder` and `import_folder` write and read the folder that `from_pretrained` loads::
 
@@ -10,25 +10,21 @@ Only safetensors and JSON are read and written; transformers is not needed.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.layout import Parts
-from instar.checkpoint.manifest import CheckpointError, Facts, read_json
+from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.store import Checkpoint, publish
-from instar.checkpoint.tensor_file import Outline, outlines, write_tensors
-from instar.config.files import check_regular
+from instar.checkpoint.tensor_file import Outline, outlines
 from instar.config.language import DataConfig, LanguageConfig
 from instar.config.origins import resolved
 from instar.data.text.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -36,17 +32,12 @@ from instar.models.architecture import Architecture, section_of
 from instar.models.hf.config import CONFIG, from_config, read_config, to_config
 from instar.models.hf.tensors import conversions, from_tensors, to_tensors
 from instar.models.hf.tokenizer import from_fast, to_fast
+from instar.models.hf.weights import MAX_SHARD_BYTES, encode, read_weights, write_weights
 from instar.models.shape import ArchitectureError
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
 from instar.record.progress import folder_bytes, progress
 from instar.record.rundir import RunDir
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 50 * 10**9
-"""Largest file of weights, as `save_pretrained` writes them."""
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def export_folder(
@@ -98,12 +89,12 @@ def export_folder(
         temporary = stack.enter_context(atomic_dir(folder))
         written = partial(folder_bytes, temporary)
         stack.enter_context(progress(f"writing {folder}", size, measured=written))
-        _write_weights(temporary, made, conversions(arch, weights), max_shard_bytes)
+        write_weights(temporary, made, conversions(arch, weights), max_shard_bytes)
         if tokenizer:
             atomic.write_synced(temporary / TOKENIZER_FILE, to_fast(tokenizer).encode())
             about = _tokenizer_config(tokenizer, arch)
-            atomic.write_synced(temporary / "tokenizer_config.json", _json(about))
-        atomic.write_synced(temporary / CONFIG, _json(config))
+            atomic.write_synced(temporary / "tokenizer_config.json", encode(about))
+        atomic.write_synced(temporary / CONFIG, encode(config))
     return arch
 
 
@@ -157,36 +148,6 @@ def _meta(stored: Mapping[str, Outline]) -> dict[str, Tensor]:
     }
 
 
-def _write_weights(
-    folder: Path,
-    made: Mapping[str, Outline],
-    make: Mapping[str, Callable[[], Tensor]],
-    most_bytes: int,
-) -> None:
-    """Writes the tensors in as many files as needed, in the order of the model, and their index."""
-    groups, room = list[list[str]](), 0
-    for name, outline in made.items():
-        if outline.size_bytes > room or not groups:
-            groups.append([])
-            room = most_bytes
-        groups[-1].append(name)
-        room -= outline.size_bytes
-    stem, suffix = WEIGHTS.split(".")
-    files = [
-        WEIGHTS if len(groups) == 1 else f"{stem}-{number:05}-of-{len(groups):05}.{suffix}"
-        for number in range(1, len(groups) + 1)
-    ]
-    for file, names in zip(files, groups, strict=True):
-        shapes = {name: made[name] for name in names}
-        write_tensors(folder / file, shapes, lambda name: make[name](), {"format": "pt"})
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(outline.size_bytes for outline in made.values())},
-            "weight_map": {n: file for file, each in zip(files, groups, strict=True) for n in each},
-        }
-        atomic.write_synced(folder / INDEX, _json(index))
-
-
 def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any]:
     token = tokenizer.end_token
     end = {} if token is None else {"bos_token": token, "eos_token": token}
@@ -197,35 +158,6 @@ def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any
         "split_special_tokens": True,  # text never becomes a special token
         **end,
     }
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    if (folder / INDEX).is_file():
-        index = read_json(folder / INDEX, follow=True).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-            raise CheckpointError(f"{folder / INDEX}: not an index of safetensors files")
-        files = sorted(set(index.values()))
-    elif (folder / WEIGHTS).is_file():
-        files = [WEIGHTS]
-    else:
-        pickled = sorted(path.name for kind in _PICKLED for path in folder.glob(kind))
-        if pickled:
-            raise CheckpointError(
-                f"{folder}: weights only as {', '.join(pickled)}, which may run any program when "
-                "unpickled and is not opened; save the model again with save_pretrained, which "
-                f"writes {WEIGHTS}"
-            )
-        raise CheckpointError(f"{folder}: no {WEIGHTS} and no {INDEX}")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        if Path(file).name != file:
-            raise CheckpointError(f"{folder / INDEX}: {file!r} is not a file of this folder")
-        try:
-            check_regular(folder / file, follow=True)
-            tensors |= load_file(folder / file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / file}: {error}") from error
-    return tensors
 
 
 def _read_tokenizer(folder: Path, arch: Architecture) -> Tokenizer | None:
@@ -250,7 +182,3 @@ def _data_section(tokenizer: Tokenizer | None, run_dir: Path) -> DataConfig:
 def _name(run_dir: Path) -> str:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.resolve().name).lstrip("-._")
     return name or "imported"
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -55,7 +55,7 @@ _NAMES: dict[Style, dict[str, str]] = {
         "head": "lm_head",
     },
 }
-_BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
+BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
 """Buffers that older versions of transformers saved; they follow from the config."""
 
 
@@ -178,7 +178,7 @@ def _under_full_names(
     """Drops buffers, and adds the prefix that a model saved without its head lacks."""
     given = {}
     for name, tensor in tensors.items():
-        if not _BUFFERS.fullmatch(name.removeprefix(prefix)):
+        if not BUFFERS.fullmatch(name.removeprefix(prefix)):
             given[prefix + name if prefix + name in wanted else name] = tensor
     return given
 

@@ -14,8 +14,8 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import Checkpoint, load
 from instar.config.fields import LANGUAGE
 from instar.models.architecture import Architecture
-from instar.models.hf.folder import read_weights
 from instar.models.hf.tensors import from_tensors, merged
+from instar.models.hf.weights import read_weights
 from instar.run.lifecycle.restore import load_model
 from instar.run.lifecycle.start import Weights
 from instar.run.loop.optimizer import copy_tensors

@@ -1,0 +1,247 @@
+"""Folders of transformers' models of known families, which are read but not trusted.
+
+Nothing of a folder is run or unpickled, and its config says nothing that its tensors do not confirm: a folder is
+opened only if every tensor of the model is there with its shape, and none besides.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instar.checkpoint.inspect import TensorEntry
+from instar.checkpoint.layout import ComponentReader, Layout, reading
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.tensor_file import DTYPES, Outline
+from instar.models.hf.config import CONFIG, read_config
+from instar.models.hf.families import FAMILIES, Family
+from instar.models.hf.file_names import Slot, has_single_experts, slots
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.tensors import BUFFERS
+from instar.models.hf.weights import weights_layout
+from instar.models.shape import ArchitectureError
+
+_FLOATS = ("F16", "BF16", "F32", "F64")
+_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+"""Keys of older configs, of which transformers makes `rope_parameters`."""
+_COMMON = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+_HEAD = "lm_head.weight"
+_ROWS_BYTES = 1 << 26
+"""compared at once"""
+
+Read = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class PretrainedFolder:
+    """A model of transformers on disk: its shape, and where each of its tensors is."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """`config.json` as it is"""
+    shape: PretrainedShape
+    """of the config, completed by the defaults of transformers"""
+    layout: Layout
+    stored: Mapping[str, str]
+    """name in the files of each tensor of the model, by its full name"""
+
+    @property
+    def single_experts(self) -> bool:
+        """Whether each expert has tensors of its own in the files."""
+        return has_single_experts(self.stored)
+
+    @cached_property
+    def outlines(self) -> dict[str, Outline]:
+        """Dtype and shape of each parameter by its name in the shape, in the model's order."""
+        table = self.shape.parameters()
+        return {
+            name: Outline(DTYPES[self._entry(parts[0][0]).dtype], table[name].shape)
+            for name, parts in self._parts.items()
+        }
+
+    @contextmanager
+    def reading(self) -> Iterator[Read]:
+        """Context manager: a function that reads a parameter by its name in the shape."""
+        with reading(self.layout) as read:
+            yield lambda name: self._read(read, name)
+
+    def _read(self, read: ComponentReader, name: str) -> Tensor:
+        parts, outline = self._parts[name], self.outlines[name]
+        if not parts[0][1].index:
+            return read(self.stored[parts[0][0]])
+        whole = torch.empty(outline.shape, dtype=outline.dtype)
+        for file_name, slot in parts:
+            whole[slot.index] = read(self.stored[file_name])
+        return whole
+
+    @cached_property
+    def _parts(self) -> dict[str, list[tuple[str, Slot]]]:
+        """The tensors of files that each parameter is made of."""
+        found: dict[str, list[tuple[str, Slot]]] = {}
+        for file_name, slot in slots(self.shape, single_experts=self.single_experts).items():
+            found.setdefault(slot.parameter, []).append((file_name, slot))
+        return found
+
+    def _entry(self, file_name: str) -> TensorEntry:
+        return self.layout.entries[self.stored[file_name]]
+
+
+def is_pretrained(path: Path) -> bool:
+    """Whether a folder is one that transformers saved, and not a run or a checkpoint of Instar."""
+    return (path / CONFIG).is_file()
+
+
+def open_folder(path: Path) -> PretrainedFolder:
+    """Opens a folder that `save_pretrained` wrote. Reads the headers of its files, no tensor but a tied head.
+
+    Raises:
+        CheckpointError: no known family; weights that are quantised, only pickled, or not those of the config,
+            which lists what does not fit; code of its own.
+    """
+    config = read_config(path)
+    where = path / CONFIG
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise CheckpointError(
+            f"{where}: model_type {kind!r} is not a known family; there are {', '.join(FAMILIES)}"
+        )
+    if config.get("auto_map") or config.get("trust_remote_code"):
+        raise CheckpointError(
+            f"{where}: auto_map: the folder brings code of its own, which is not run"
+        )
+    if quantised := [
+        key for key in ("quantization_config", "compression_config") if config.get(key)
+    ]:
+        raise CheckpointError(
+            f"{where}: {quantised[0]}: quantised weights do not grow; load the model in floating point and "
+            "save it again with save_pretrained"
+        )
+    layout = weights_layout(path)
+    _check_counts(where, config, FAMILIES[kind], len(layout.entries))
+    shape = _shape(where, config)
+    stored = _stored(path, shape, layout)
+    return PretrainedFolder(path, config, shape, layout, stored)
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config of a known family with the defaults of transformers. Keys that nothing
+    declares are left out, for they could take the place of methods.
+
+    Raises:
+        CheckpointError: transformers refuses it, or is not installed.
+    """
+    try:
+        from transformers import PreTrainedConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise CheckpointError(
+            f"folders of transformers need transformers ({error}): pip install 'instar[loops]'"
+        ) from error
+    kind = config["model_type"]
+    made_by: Any = CONFIG_MAPPING[kind]
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    fields = {field.name for field in dataclasses.fields(made_by)} - common
+    known = {*fields, *_ROPE, *_COMMON, *made_by.attribute_map, *FAMILIES[kind].axes.values()}
+    values = {key: copy.deepcopy(value) for key, value in config.items() if key in known}
+    try:
+        found: dict[str, Any] = made_by(**values).to_dict()
+    except Exception as error:  # a config of anyone's: whatever transformers makes of it
+        raise CheckpointError(f"{CONFIG}: transformers refuses it: {error}") from error
+    return found
+
+
+def _check_counts(where: Path, config: Mapping[str, Any], family: Family, tensors: int) -> None:
+    """Checks counts before anything is made as often as they say: each layer has tensors of its own."""
+    layers = config.get(family.axes["layers"], 0)
+    if type(layers) is not int or layers > tensors:
+        raise CheckpointError(
+            f"{where}: {family.axes['layers']} is {layers!r}, and the files have {tensors:,} tensors"
+        )
+
+
+def _shape(where: Path, config: Mapping[str, Any]) -> PretrainedShape:
+    try:
+        return PretrainedShape(completed(config))
+    except ArchitectureError as error:
+        lines = [each.message for each in error.problems]
+        raise CheckpointError("\n  ".join([f"{where}: no model of this shape:", *lines])) from error
+
+
+def _stored(path: Path, shape: PretrainedShape, layout: Layout) -> dict[str, str]:
+    """Returns the names in the files by full names; raises CheckpointError unless they are the model's."""
+    sizes = shape.sizes()
+    single = has_single_experts(layout.entries)
+    count = sizes["layers"] * (sizes.get("experts", 1) if single else 1)
+    if count > len(layout.entries):
+        raise CheckpointError(
+            f"{path / CONFIG}: {sizes['layers']} layers of {sizes.get('experts', 1)} experts, and the files have "
+            f"{len(layout.entries)} tensors"
+        )
+    wanted = slots(shape, single_experts=single)
+    prefix = shape.family.blocks.partition(".")[0] + "."
+    stored, problems = dict[str, str](), list[str]()
+    for name in layout.entries:
+        if BUFFERS.fullmatch(name.removeprefix(prefix)):
+            continue
+        full = name if name in wanted or prefix + name not in wanted else prefix + name
+        if full in stored:
+            problems.append(f"{full}: saved twice, also as {name}")
+        stored[full] = name
+    if shape.tied and _HEAD in stored:
+        problems += _problems_of_head(shape, layout, stored)
+    entries = {full: layout.entries[name] for full, name in stored.items()}
+    problems += _mismatches(wanted, entries)
+    if problems:
+        more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+        title = f"{path}: the tensors are not those of the {shape.family.name} of {CONFIG}:"
+        raise CheckpointError("\n  ".join([title, *problems[:12], *more]))
+    return {full: stored[full] for full in wanted}
+
+
+def _mismatches(wanted: Mapping[str, Slot], entries: Mapping[str, TensorEntry]) -> Iterable[str]:
+    dtypes: dict[str, str] = {}
+    for name, slot in wanted.items():
+        entry = entries.get(name)
+        if entry is None:
+            yield f"{name}: missing"
+        elif entry.dtype not in _FLOATS:
+            yield f"{name}: {entry.dtype}; weights must be in floating point ({', '.join(_FLOATS)})"
+        elif entry.shape != slot.shape:
+            yield f"{name}: shape {entry.shape}, but {CONFIG} says {slot.shape}"
+        elif (first := dtypes.setdefault(slot.parameter, entry.dtype)) != entry.dtype:
+            yield f"{name}: {entry.dtype}, beside experts of {first}"
+    yield from (f"{name}: unknown" for name in entries if name not in wanted)
+
+
+def _problems_of_head(
+    shape: PretrainedShape, layout: Layout, stored: dict[str, str]
+) -> Iterable[str]:
+    """Removes a repeated tied head; returns a problem if it differs from the table of tokens."""
+    head = stored.pop(_HEAD)
+    table = next(n for n, entry in shape.parameters().items() if entry.kind == "embedding")
+    tokens = stored.get(table)
+    if tokens is None:
+        return []
+    one, other = layout.entries[head], layout.entries[tokens]
+    if (one.dtype, one.shape) == (other.dtype, other.shape) and one.dtype in _FLOATS:
+        step = max(1, _ROWS_BYTES * one.shape[0] // max(1, one.size_bytes)) if one.shape else 1
+        with reading(layout) as read:
+            if all(
+                _same_bits(read.rows(head, at, at + step), read.rows(tokens, at, at + step))
+                for at in range(0, one.shape[0] if one.shape else 1, step)
+            ):
+                return []
+    return [f"{_HEAD}: differs from {table}, but {CONFIG} has tie_word_embeddings"]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))
