@@ -15,7 +15,7 @@ from instar.models.hf.families import FAMILIES
 
 PAGE = (Path(__file__).parents[2] / "docs/growth-anywhere.md").read_text("utf-8")
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-LOOPS = ("A plain loop", "transformers' `Trainer`", "Lightning")
+LOOPS = ("A plain loop", "transformers' `Trainer`", "Lightning", "LoRA adapters of peft")
 
 
 def code(section: str) -> str:
@@ -27,6 +27,7 @@ def code(section: str) -> str:
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
 @pytest.mark.parametrize("section", LOOPS)
 def test_a_loop_runs_as_it_is_printed(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,15 +19,16 @@ from torch.optim import Optimizer
 
 from instar.config.sections import Operation
 from instar.growth.apply import Key, Role, applied, grow_buffers, moments_mode
+from instar.growth.axes import Use
 from instar.growth.live.modules import carry_over, replace_parameters, take_over
 from instar.growth.live.optimizers import homes, prepare_optimizer
 from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
 from instar.growth.operators import plan
-from instar.growth.plan import GrowthError, GrowthPlan
+from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New
 from instar.growth.proof import Probe, Proof, compare
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.module import evaluating, load_buffers, persistent_buffers
-from instar.models.shape import Growable
+from instar.models.shape import Growable, streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ def prepare(
                 f"its label {proof.label!r} allows; the model is as before (allow_inexact=True accepts it)"
             )
     old, new = subject.parameters(), subject.parameters(module)
+    _warn_if_frozen(asked.name, larger, made, new)
     mode = moments_mode(asked)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     steps = [prepare_optimizer(each, made, old, new, key, mode) for each in optimizers]
@@ -236,6 +238,35 @@ def _prepare_ema(
         ema.update({subject.module_name(name): tensor for name, tensor in grown.items()})
 
     return commit
+
+
+def _warn_if_frozen(
+    operation: str, larger: Growable, made: GrowthPlan, parameters: Mapping[str, Parameter]
+) -> None:
+    """Warns if all tensors that read what is new, or add it to a residual stream, are zero there and frozen."""
+    table, streams = larger.parameters(), streams_of(larger)
+    zeros = [
+        name
+        for name, tensor in made.tensors.items()
+        if (isinstance(tensor, Fresh) and tensor.fill == "zero" and table[name].writes in streams)
+        or (
+            isinstance(tensor, Grown)
+            and any(
+                isinstance(piece, New) and piece.fill == "zero"
+                for edit in tensor.edits
+                if Use(name, table[name], edit.dim).relation == "reads"
+                for piece in edit.pieces
+            )
+        )
+    ]
+    trains = any(parameter.requires_grad for parameter in parameters.values())
+    if trains and zeros and not any(parameters[name].requires_grad for name in zeros):
+        logger.warning(
+            "%s: what is new does not train: %s and its like are zero there, and frozen; unfreeze them, or give them "
+            "adapters",
+            operation,
+            zeros[0],
+        )
 
 
 def _rewrapped(model: Module) -> Module:

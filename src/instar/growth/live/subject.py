@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from instar.distributed.shards import is_sharded
+from instar.growth.live.adapters import Adapted, adapted_shape, is_of_peft
 from instar.growth.plan import GrowthError
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.shape import ArchitectureError, Growable
@@ -51,7 +52,7 @@ def subject_of(model: Module, shape: Growable | None = None, build: Build | None
     _refuse_layout(module)
     config = getattr(module, "config", None)
     if shape is None and hasattr(config, "to_dict") and hasattr(config, "model_type"):
-        subject = Subject(module, shape_of(config), _Pretrained(module))
+        subject = _of_transformers(module, shape_of(config))
     else:
         shape = shape if shape is not None else getattr(module, "shape", None)
         if not (hasattr(shape, "parameters") and hasattr(shape, "resized")):
@@ -69,6 +70,13 @@ def subject_of(model: Module, shape: Growable | None = None, build: Build | None
             + more
         )
     return subject
+
+
+def _of_transformers(module: Any, shape: PretrainedShape) -> Subject:
+    if not any(map(is_of_peft, module.modules())):
+        return Subject(module, shape, _Pretrained(module))
+    adapted = adapted_shape(module, shape)
+    return Subject(module, adapted, Adapted(module, _Pretrained(module.get_base_model())))
 
 
 def shape_of(config: Any) -> PretrainedShape:
@@ -129,11 +137,6 @@ def _refuse_layout(module: Module) -> None:
             raise GrowthError(
                 f"{name or 'the model'} is moved between devices by accelerate (device_map): load the model "
                 "without device_map"
-            )
-        if type(each).__module__.startswith("peft."):
-            raise GrowthError(
-                f"{name or 'the model'} has adapters of peft: merge them first (merge_and_unload), grow, and "
-                "add new ones"
             )
 
 
