@@ -14,7 +14,7 @@ _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Slot:
+class FilePart:
     """The part of a parameter that a tensor of a file holds."""
 
     parameter: str
@@ -28,14 +28,14 @@ def has_single_experts(names: Iterable[str]) -> bool:
     return any(map(_OF_ONE_EXPERT.search, names))
 
 
-def slots(shape: PretrainedShape, *, single_experts: bool) -> dict[str, Slot]:
+def file_parts(shape: PretrainedShape, *, single_experts: bool) -> dict[str, FilePart]:
     """Returns every tensor of the files of a model, by its name there, in the model's order.
 
     Args:
         single_experts: each expert has tensors of its own; else, they are joined as in memory.
     """
     split = shape.family.single_experts if single_experts else None
-    found: dict[str, Slot] = {}
+    found: dict[str, FilePart] = {}
     for name, entry in shape.parameters().items():
         file_name = shape.module_name(name)
         if split and ".mlp." in file_name:
@@ -43,13 +43,13 @@ def slots(shape: PretrainedShape, *, single_experts: bool) -> dict[str, Slot]:
         if split and entry.kind == "experts" and len(entry.shape) == 3:
             found |= _of_experts(name, entry, file_name, split)
         else:
-            found[file_name] = Slot(name, entry.shape)
+            found[file_name] = FilePart(name, entry.shape)
     return found
 
 
 def _of_experts(
     name: str, entry: Parameter, file_name: str, split: SingleExperts
-) -> Iterator[tuple[str, Slot]]:
+) -> Iterator[tuple[str, FilePart]]:
     stem, _, part = file_name.rpartition(".")
     experts, rows, columns = entry.shape
     half = rows // 2
@@ -61,4 +61,4 @@ def _of_experts(
     for expert in range(experts):
         for title, along in parts.items():
             shape = (along.stop - along.start, columns)
-            yield f"{stem}.{expert}.{title}.weight", Slot(name, shape, (expert, along))
+            yield f"{stem}.{expert}.{title}.weight", FilePart(name, shape, (expert, along))

@@ -24,7 +24,7 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES, Outline
 from instar.models.hf.config import CONFIG, read_config
 from instar.models.hf.families import FAMILIES, Family
-from instar.models.hf.file_names import Slot, has_single_experts, slots
+from instar.models.hf.file_names import FilePart, file_parts, has_single_experts
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.tensors import BUFFERS
 from instar.models.hf.weights import weights_layout
@@ -79,16 +79,16 @@ class PretrainedFolder:
         if not parts[0][1].index:
             return read(self.stored[parts[0][0]])
         whole = torch.empty(outline.shape, dtype=outline.dtype)
-        for file_name, slot in parts:
-            whole[slot.index] = read(self.stored[file_name])
+        for file_name, part in parts:
+            whole[part.index] = read(self.stored[file_name])
         return whole
 
     @cached_property
-    def _parts(self) -> dict[str, list[tuple[str, Slot]]]:
+    def _parts(self) -> dict[str, list[tuple[str, FilePart]]]:
         """The tensors of files that each parameter is made of."""
-        found: dict[str, list[tuple[str, Slot]]] = {}
-        for file_name, slot in slots(self.shape, single_experts=self.single_experts).items():
-            found.setdefault(slot.parameter, []).append((file_name, slot))
+        found: dict[str, list[tuple[str, FilePart]]] = {}
+        for file_name, part in file_parts(self.shape, single_experts=self.single_experts).items():
+            found.setdefault(part.parameter, []).append((file_name, part))
         return found
 
     def _entry(self, file_name: str) -> TensorEntry:
@@ -186,7 +186,7 @@ def _stored(path: Path, shape: PretrainedShape, layout: Layout) -> dict[str, str
             f"{path / CONFIG}: {sizes['layers']} layers of {sizes.get('experts', 1)} experts, and the files have "
             f"{len(layout.entries)} tensors"
         )
-    wanted = slots(shape, single_experts=single)
+    wanted = file_parts(shape, single_experts=single)
     prefix = shape.family.blocks.partition(".")[0] + "."
     stored, problems = dict[str, str](), list[str]()
     for name in layout.entries:
@@ -207,17 +207,19 @@ def _stored(path: Path, shape: PretrainedShape, layout: Layout) -> dict[str, str
     return {full: stored[full] for full in wanted}
 
 
-def _mismatches(wanted: Mapping[str, Slot], entries: Mapping[str, TensorEntry]) -> Iterable[str]:
+def _mismatches(
+    wanted: Mapping[str, FilePart], entries: Mapping[str, TensorEntry]
+) -> Iterable[str]:
     dtypes: dict[str, str] = {}
-    for name, slot in wanted.items():
+    for name, part in wanted.items():
         entry = entries.get(name)
         if entry is None:
             yield f"{name}: missing"
         elif entry.dtype not in _FLOATS:
             yield f"{name}: {entry.dtype}; weights must be in floating point ({', '.join(_FLOATS)})"
-        elif entry.shape != slot.shape:
-            yield f"{name}: shape {entry.shape}, but {CONFIG} says {slot.shape}"
-        elif (first := dtypes.setdefault(slot.parameter, entry.dtype)) != entry.dtype:
+        elif entry.shape != part.shape:
+            yield f"{name}: shape {entry.shape}, but {CONFIG} says {part.shape}"
+        elif (first := dtypes.setdefault(part.parameter, entry.dtype)) != entry.dtype:
             yield f"{name}: {entry.dtype}, beside experts of {first}"
     yield from (f"{name}: unknown" for name in entries if name not in wanted)
 
