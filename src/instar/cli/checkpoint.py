@@ -64,14 +64,22 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
 
 
 @checkpoint.command()
-@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
+@click.argument("where", metavar="CHECKPOINT|RUN|FOLDER", shell_complete=candidates.checkpoints)
 @click.option("--tensors", is_flag=True, help="Also list every tensor, its type and shape.")
 @click.option(
     "--config", "config_only", is_flag=True, help="Print the config that the run began with."
 )
 @json_option
 def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None:
-    """Print the contents and origin of a checkpoint; of a RUN, the latest."""
+    """Print the contents and origin of a checkpoint; of a RUN, the latest.
+
+    Of a FOLDER that transformers saved: its family, axes and parameters, as `instar grow` knows them.
+    """
+    from instar.models.hf.config import is_pretrained
+
+    if is_pretrained(Path(where)) and not config_only:
+        _inspect_pretrained(Path(where), tensors, as_json)
+        return
     import msgspec
 
     from instar.checkpoint.inspect import read_header
@@ -106,6 +114,26 @@ def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None
         raise CheckpointError(
             "\n".join([*faults, f"List all broken files: instar checkpoint verify {path}"])
         )
+
+
+def _inspect_pretrained(path: Path, tensors: bool, as_json: bool) -> None:
+    import msgspec
+
+    from instar.cli.describe import pretrained_facts, print_headers
+    from instar.cli.output import print_named
+    from instar.models.hf.pretrained_folder import open_folder
+
+    folder = open_folder(path)
+    facts = pretrained_facts(folder)
+    headers = {path.name: folder.layout.entries}
+    if as_json:
+        print_json(facts | ({"tensors": msgspec.to_builtins(headers)} if tensors else {}))
+        return
+    axes = ", ".join(f"{axis} {size:,}" for axis, size in facts["axes"].items())
+    said = {**facts, "axes": axes, "parameters": f"{facts['parameters']:,}"}
+    print_named([(name, str(value)) for name, value in said.items()], 14)
+    if tensors:
+        print_headers(headers)
 
 
 @checkpoint.command()

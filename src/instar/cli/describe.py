@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from instar.checkpoint.compare import Difference
     from instar.checkpoint.inspect import Check, TensorEntry
     from instar.checkpoint.manifest import Manifest
+    from instar.models.hf.pretrained_folder import PretrainedFolder
     from instar.run.lifecycle.analysis import CheckpointAnalysis
 
 
@@ -42,6 +43,24 @@ def print_manifest(path: Path, manifest: Manifest, headers: Headers) -> None:
         for name, entry in manifest.files.items()
     ]
     print_table(["file", "held", "tensors", "size", "xxh3-128"], rows)
+
+
+def pretrained_facts(folder: PretrainedFolder) -> dict[str, Any]:
+    """Return what is known of a model of transformers on disk, as JSON values."""
+    from instar.models.shape import count_parameters
+
+    entries = [folder.layout.entries[name] for name in folder.stored.values()]
+    return {
+        "folder": str(folder.path),
+        "family": folder.shape.family.name,
+        "axes": folder.shape.sizes(),
+        "parameters": count_parameters(folder.shape).total,
+        "head": "tied" if folder.shape.tied else "untied",
+        "dtype": ", ".join(sorted({entry.dtype for entry in entries})),
+        "size": bytes_text(sum(entry.size_bytes for entry in entries)),
+        "files": len({pieces[0].file for pieces in folder.layout.pieces.values()}),
+        "refused": ", ".join(folder.shape.refusals()) or "no operation",
+    }
 
 
 def print_headers(headers: Headers) -> None:

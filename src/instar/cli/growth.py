@@ -1,4 +1,4 @@
-"""`instar grow`: grow a checkpoint offline into a new run."""
+"""`instar grow`: grow a checkpoint offline into a new run, or a folder of transformers into a new one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from instar.cli.completion import candidates
-from instar.cli.options import NewFolder, json_option, trust_option
+from instar.cli.options import NewFolder, byte_size, json_option, trust_option
 from instar.cli.output import print_json
 
 if TYPE_CHECKING:
     from instar.config.sections import Operation
-    from instar.run.lifecycle.offline import OfflineGrowth
+    from instar.growth.offline import OfflineGrowth
 
 
 _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
@@ -25,7 +25,7 @@ _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
     epilog="Operations and their options: docs/growth.md, e.g. --op widen_mlp=1024 "
     "--op 'insert_layers=2 where=even' --op 'set_lora_rank={target: attn, rank: 8}'"
 )
-@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
+@click.argument("where", metavar="CHECKPOINT|RUN|FOLDER", shell_complete=candidates.checkpoints)
 @click.argument("out", type=NewFolder())
 @click.option(
     "--op",
@@ -35,32 +35,64 @@ _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
     metavar="'NAME=VALUE [OPTION=VALUE …]'",
     help="Operation; may be given several times, carried out in this order.",
 )
-@click.option("--check", is_flag=True, help="Compare outputs, and write nothing if a label fails.")
+@click.option(
+    "--check/--no-proof",
+    default=None,
+    help="Compare outputs, and write nothing if a label fails. Default: for small models of transformers.",
+)
+@click.option(
+    "--max-shard-size",
+    callback=byte_size,
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    help="Largest file of weights of a FOLDER.",
+)
 @trust_option
 @json_option
-def grow(where: str, out: Path, texts: tuple[str, ...], check: bool, as_json: bool) -> None:
-    """Create the run OUT by growing a checkpoint (of a RUN, the latest).
+def grow(
+    where: str,
+    out: Path,
+    texts: tuple[str, ...],
+    check: bool | None,
+    max_shard_size: int,
+    as_json: bool,
+) -> None:
+    """Create the run OUT by growing a checkpoint (of a RUN, the latest), or the folder OUT by growing FOLDER.
 
-    Its one checkpoint has the same weights, optimizer state and history as if the operations had been
-    carried out during training: `instar resume OUT` continues from there. Memory holds one tensor of
-    the model at a time (with --check, both models).
+    The run's one checkpoint has the same weights, optimizer state and history as if the operations had been
+    carried out during training: `instar resume OUT` continues from there. FOLDER is one that transformers'
+    save_pretrained wrote, and OUT another. Memory holds one tensor of the model at a time (with --check, both
+    models).
     """
     operations = [operation_of(text) for text in texts]
 
-    from instar.cli.checkpoint import checkpoint_at
+    from instar.models.hf.config import is_pretrained
 
-    path = checkpoint_at(where)
+    if is_pretrained(Path(where)):
+        from instar.growth.folders import grow_folder
+        from instar.models.hf.pretrained_folder import open_folder
 
-    from instar.checkpoint.store import load
-    from instar.run.lifecycle.offline import grow as grow_checkpoint
+        result = grow_folder(
+            open_folder(Path(where)), out, operations, check=check, max_shard_bytes=max_shard_size
+        )
+        advice = f"AutoModelForCausalLM.from_pretrained({str(out)!r})"
+    else:
+        from instar.checkpoint.store import load
+        from instar.cli.checkpoint import checkpoint_at
 
-    result = grow_checkpoint(load(path), out, operations, check=check)
+        path = checkpoint_at(where)
+
+        from instar.run.lifecycle.offline import grow as grow_checkpoint
+
+        result = grow_checkpoint(load(path), out, operations, check=bool(check))
+        advice = f"instar resume {out}"
     if as_json:
         print_json(result.to_dict())
         return
     _print_stages(result)
     click.echo(str(out))
-    click.echo(f"next: instar resume {out}", err=True)
+    click.echo(f"next: {advice}", err=True)
 
 
 def operation_of(text: str) -> Operation:

@@ -22,18 +22,18 @@ from instar.growth.apply import Key, Role, applied, grow_buffers, moments_mode
 from instar.growth.axes import Use
 from instar.growth.live.modules import carry_over, replace_parameters, take_over
 from instar.growth.live.optimizers import homes, prepare_optimizer
+from instar.growth.live.probe import coarsest, drawn, moved, probed
 from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
 from instar.growth.operators import plan
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New
-from instar.growth.proof import Probe, Proof, compare
+from instar.growth.proof import Proof, compare
 from instar.models.hf.pretrained import PretrainedShape
-from instar.models.module import evaluating, load_buffers, persistent_buffers
+from instar.models.module import load_buffers, persistent_buffers
 from instar.models.shape import Growable, streams_of
 
 logger = logging.getLogger(__name__)
 
 Ema = Module | MutableMapping[str, Tensor]
-PROBE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -289,69 +289,20 @@ def _prove(
     if batch is None:
         if not isinstance(subject.shape, PretrainedShape):
             return None
-        batch = _drawn(subject.shape)
+        batch = drawn(subject.shape)
     device = next(module.parameters()).device
-    batch = _moved(batch, device)
-    dtype = _coarsest(module)
-    before = _probed(subject.module, batch)
-    proof = compare(made, before, _probed(module, batch), dtype)
+    batch = moved(batch, device)
+    dtype = coarsest({p.dtype for p in module.parameters()})
+    before = probed(subject.module, batch)
+    proof = compare(made, before, probed(module, batch), dtype)
     if proof.holds or made.label != "exact" or dtype is torch.float64:
         return proof
     # rounding in deep models can exceed the tolerance: float64 decides, but for what models compute in float32
     try:
         old = replace(subject, module=copy.deepcopy(subject.module).double())
         new = _built(old, larger, made, key)
-        doubled = _moved(batch, device, torch.float64)
-        return compare(made, _probed(old.module, doubled), _probed(new, doubled), torch.float32)
+        doubled = moved(batch, device, torch.float64)
+        return compare(made, probed(old.module, doubled), probed(new, doubled), torch.float32)
     except (RuntimeError, TypeError, ValueError) as error:
         logger.info("%s is not compared in float64: %s", operation.name, error)
         return proof
-
-
-def _drawn(shape: PretrainedShape) -> dict[str, Tensor]:
-    sizes, generator = shape.sizes(), torch.Generator().manual_seed(0)
-    size = (2, min(PROBE_TOKENS, sizes["context"]))
-    ids = torch.randint(0, sizes["vocab"], size, generator=generator)
-    return {"input_ids": ids, "labels": ids}
-
-
-def _moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device=device, dtype=dtype if batch.is_floating_point() else None)
-    if isinstance(batch, Mapping):
-        return {name: _moved(value, device, dtype) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [_moved(value, device, dtype) for value in batch]
-    return batch
-
-
-def _coarsest(module: Module) -> torch.dtype:
-    types = {p.dtype for p in module.parameters()}
-    order = (torch.bfloat16, torch.float16, torch.float32)
-    return next((each for each in order if each in types), torch.float64)
-
-
-def _probed(module: Module, batch: Any) -> Probe:
-    """Runs a model on the probe without dropout and autocast."""
-    device = next(module.parameters()).device.type
-    with (
-        evaluating(module),
-        torch.no_grad(),
-        torch.random.fork_rng(),
-        torch.autocast(device, enabled=False),
-    ):
-        torch.manual_seed(0)
-        if isinstance(batch, Mapping):
-            found = module(**batch)
-        else:
-            found = module(*batch) if isinstance(batch, list) else module(batch)
-    logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
-    if isinstance(logits, tuple | list) and logits:
-        logits = logits[0]
-    if not isinstance(logits, Tensor):
-        raise GrowthError(
-            f"on the probe the model returned {type(found).__name__}; it must be a tensor, a tuple that begins "
-            "with one, or have logits"
-        )
-    loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
-    return Probe(logits, float(loss) if loss is not None else 0.0)

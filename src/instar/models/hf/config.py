@@ -250,3 +250,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             "transformers model wrote"
         )
     return read_json(folder / CONFIG, follow=True)
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Whether a folder is one that transformers saved, and not a run or a checkpoint."""
+    return (folder / CONFIG).is_file()

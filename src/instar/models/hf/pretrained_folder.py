@@ -68,6 +68,18 @@ class PretrainedFolder:
             for name, parts in self._parts.items()
         }
 
+    def config_of(self, shape: PretrainedShape) -> dict[str, Any]:
+        """Returns the `config.json` of a model of another shape, with this one's other entries."""
+        before = self.shape.config
+        changes = {key: value for key, value in shape.config.items() if value != before.get(key)}
+        replaced = {
+            old for old, key in _class(shape.config).attribute_map.items() if key in changes
+        }
+        if "rope_parameters" in changes:
+            replaced |= {*_ROPE}
+        kept = {key: value for key, value in self.config.items() if key not in replaced}
+        return {**kept, **changes}
+
     @contextmanager
     def reading(self) -> Iterator[Read]:
         """Context manager: a function that reads a parameter by its name in the shape."""
@@ -95,18 +107,14 @@ class PretrainedFolder:
         return self.layout.entries[self.stored[file_name]]
 
 
-def is_pretrained(path: Path) -> bool:
-    """Whether a folder is one that transformers saved, and not a run or a checkpoint of Instar."""
-    return (path / CONFIG).is_file()
-
-
-def open_folder(path: Path) -> PretrainedFolder:
+def open_folder(path: Path | str) -> PretrainedFolder:
     """Opens a folder that `save_pretrained` wrote. Reads the headers of its files, no tensor but a tied head.
 
     Raises:
         CheckpointError: no known family; weights that are quantised, only pickled, or not those of the config,
             which lists what does not fit; code of its own.
     """
+    path = Path(path)
     config = read_config(path)
     where = path / CONFIG
     kind = config.get("model_type")
@@ -139,24 +147,31 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: transformers refuses it, or is not installed.
     """
-    try:
-        from transformers import PreTrainedConfig
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError as error:
-        raise CheckpointError(
-            f"folders of transformers need transformers ({error}): pip install 'instar[loops]'"
-        ) from error
-    kind = config["model_type"]
-    made_by: Any = CONFIG_MAPPING[kind]
+    made_by = _class(config)
+
+    from transformers import PreTrainedConfig
+
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     fields = {field.name for field in dataclasses.fields(made_by)} - common
-    known = {*fields, *_ROPE, *_COMMON, *made_by.attribute_map, *FAMILIES[kind].axes.values()}
+    sizes = FAMILIES[config["model_type"]].axes.values()
+    known = {*fields, *_ROPE, *_COMMON, *made_by.attribute_map, *sizes}
     values = {key: copy.deepcopy(value) for key, value in config.items() if key in known}
     try:
         found: dict[str, Any] = made_by(**values).to_dict()
     except Exception as error:  # a config of anyone's: whatever transformers makes of it
         raise CheckpointError(f"{CONFIG}: transformers refuses it: {error}") from error
     return found
+
+
+def _class(config: Mapping[str, Any]) -> Any:
+    """Returns the class of a config, of transformers itself."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise CheckpointError(
+            f"folders of transformers need transformers ({error}): pip install 'instar[loops]'"
+        ) from error
+    return CONFIG_MAPPING[config["model_type"]]
 
 
 def _check_counts(where: Path, config: Mapping[str, Any], family: Family, tensors: int) -> None:

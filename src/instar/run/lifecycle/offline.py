@@ -7,13 +7,12 @@ the live run.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +46,15 @@ from instar.growth.apply import (
     grow_states,
     moments_mode,
 )
-from instar.growth.plan import GrowthPlan, Label
+from instar.growth.offline import (
+    GrowthStage,
+    OfflineGrowth,
+    as_config_error,
+    check_proof,
+    expected_plan,
+    stage,
+)
+from instar.growth.plan import GrowthPlan
 from instar.growth.proof import Probe, Proof, compare
 from instar.models.gpt import load_gpt, named_generator
 from instar.models.module import load_buffers
@@ -80,41 +87,6 @@ PROBE_SAMPLES, PROBE_TOKENS = 4, 128
 
 
 Build = Callable[[Any], torch.nn.Module]
-
-
-class NotProven(InstarError):  # noqa: N818
-    """An operation changed the function more than its label allows; nothing was written."""
-
-
-@dataclass(frozen=True)
-class GrowthStage:
-    """An operation and its effect on the model."""
-
-    operation: Operation
-    label: Label | None
-    """None: an operation on settings"""
-    bound_nats: float | None
-    notes: tuple[str, ...]
-    parameters: int
-    """number of parameters after the operation"""
-
-
-@dataclass(frozen=True)
-class OfflineGrowth:
-    """Result of `grow`."""
-
-    path: Path
-    parameters_before: int
-    stages: tuple[GrowthStage, ...]
-    proof: Proof | None
-    seconds: float
-    warning: str = ""
-    """about adapters that cannot learn; empty if there are none"""
-    checked_on: str = ""
-    """samples of the proof, in words"""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "path": str(self.path)}
 
 
 @dataclass(frozen=True)
@@ -176,7 +148,7 @@ def grow(
         made = _write(source, new_run, result, model.build)
         proof, checked_on = None, ""
         if check:
-            expected = _expected_plan(result.stages)
+            expected = expected_plan(result.stages)
             if config.task == LANGUAGE:
                 proof, checked_on = _prove_on_tokens(source.path, made, expected), "random tokens"
             else:
@@ -188,13 +160,7 @@ def grow(
                 with _code_of(config.task):
                     proof = _prove_on_samples(tasks, model.build, source, load(made), expected)
                 checked_on = "held-out samples"
-            if not proof.holds:
-                names = ", ".join(stage.operation.name for stage in result.stages)
-                raise NotProven(
-                    f"{names}: not {proof.label}: outputs moved by {proof.max_logit_diff:.3g} "
-                    f"({proof.max_logit_diff_relative:.1g} of the largest), the loss on {checked_on} "
-                    f"by {proof.delta_loss:+.3g}; {out} was not made"
-                )
+            check_proof(proof, result.stages, out, checked_on)
     before = count_parameters(state.architecture).total
     path = RunDir(out).checkpoints / made.name
     with load(path, check=False).reading("model") as read:
@@ -258,7 +224,7 @@ def _carry_out(
     stages: list[GrowthStage] = []
     shapes: list[Growable] = []
     for operation in operations:
-        with _as_config_error():
+        with as_config_error():
             state, plan = planned(state, operation, step)
         if plan is not None:
             key = (seed, number_of(history))
@@ -266,24 +232,8 @@ def _carry_out(
             links.append(GrowthStep(plan, table, key, moments_mode(operation)))
             shapes.append(state.architecture)
         history = (*history, Change(operation, step, cursor, reason=REASON))
-        stages.append(_stage(operation, plan, state.architecture))
+        stages.append(stage(operation, plan, state.architecture))
     return _Result(tuple(links), tuple(stages), tuple(shapes), history, state)
-
-
-def _stage(operation: Operation, plan: GrowthPlan | None, grown: Growable) -> GrowthStage:
-    size = count_parameters(grown).total
-    if plan is None:
-        return GrowthStage(operation, None, None, (), size)
-    return GrowthStage(operation, plan.label, plan.bound_nats, plan.notes, size)
-
-
-@contextmanager
-def _as_config_error() -> Iterator[None]:
-    """Context manager: turn the ValueError of an impossible operation into a ConfigError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError.one(str(error), where="--op") from error
 
 
 def _write(source: Checkpoint, run: RunDir, result: _Result, build: Build) -> Path:
@@ -373,14 +323,6 @@ def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
     if "story" in state:
         kept["story"] = {**state["story"], "interval": None}
     return kept
-
-
-def _expected_plan(stages: Sequence[GrowthStage]) -> GrowthPlan:
-    """Return an empty plan with the weakest label; if bounded, with the sum of the bounds."""
-    labels = [stage.label for stage in stages if stage.label is not None]
-    weakest: Label = max(labels, key=get_args(Label).index, default="exact")
-    bound = sum(stage.bound_nats or 0.0 for stage in stages)
-    return GrowthPlan({}, weakest, bound if weakest == "bounded" else None)
 
 
 def _prove_on_samples(

@@ -1,0 +1,190 @@
+"""Growth of folders of transformers' models on disk, of any size: one tensor at a time is in memory."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.tensor_file import Outline
+from instar.config.files import read_regular
+from instar.config.sections import Operation
+from instar.growth.apply import GrowthStep, Read, TensorReader, grow_parameters, moments_mode
+from instar.growth.live.probe import coarsest, drawn, probed
+from instar.growth.offline import (
+    GrowthStage,
+    OfflineGrowth,
+    as_config_error,
+    check_proof,
+    expected_plan,
+    stage,
+)
+from instar.growth.operators import plan
+from instar.growth.proof import Proof, compare
+from instar.models.hf.config import CONFIG
+from instar.models.hf.file_names import FilePart, file_parts
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.pretrained_folder import PretrainedFolder, open_folder
+from instar.models.hf.weights import MAX_SHARD_BYTES, encode, write_weights
+from instar.models.shape import count_parameters
+from instar.record import atomic
+from instar.record.atomic import atomic_dir, check_new
+from instar.record.progress import folder_bytes, progress
+
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a folder that belong to a grown model too; no other is copied."""
+PROOF_BYTES = 2 * 10**9
+"""Up to this size of both models in float32, their outputs are compared unless the caller declines."""
+_KEPT_TENSORS = 2
+"""parameters of which several tensors of a file are made: gates with ups, and downs"""
+
+
+def grow_folder(
+    source: PretrainedFolder,
+    out: Path,
+    operations: Sequence[Operation],
+    *,
+    check: bool | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    seed: int = 0,
+) -> OfflineGrowth:
+    """Creates the folder `out`: the model of `source` after the operations, for `from_pretrained`.
+
+    New values are those of `instar.growth.grow` with the same seed. The folder is published whole or not at all.
+
+    Args:
+        check: compare the outputs of both models, and write nothing unless the labels hold; default: if both fit in
+            `PROOF_BYTES`.
+        max_shard_bytes: largest file of weights, unless a single tensor is larger.
+
+    Raises:
+        ConfigError: an operation is not possible for this model.
+        CheckpointError: a tensor cannot be read.
+        WriteError: `out` cannot be written or is not empty.
+        NotProven: a label does not hold.
+    """
+    begun = time.perf_counter()
+    check_new(out)
+    steps, stages, shape = _planned(source.shape, operations, seed)
+    before = count_parameters(source.shape).total
+    size = 4 * (before + stages[-1].parameters)
+    proof, warning = None, ""
+    if check is None and size > PROOF_BYTES:
+        warning = f"outputs were not compared: both models take {size / 1e9:.1f} GB; --check does"
+    with (
+        source.reading() as read,
+        atomic_dir(out) as temporary,
+    ):
+        grown = grow_parameters(steps, TensorReader(source.outlines, read))
+        made, make = _file_tensors(shape, grown, single_experts=source.single_experts)
+        total = sum(outline.size_bytes for outline in made.values())
+        with progress(f"writing {out}", total, measured=lambda: folder_bytes(temporary)):
+            write_weights(temporary, made, make, max_shard_bytes)
+        _copy_files(source.path, temporary)
+        atomic.write_synced(temporary / CONFIG, encode(source.config_of(shape)))
+        if check or (check is None and not warning):
+            proof = _prove(source, open_folder(temporary), stages)
+            check_proof(proof, stages, out, "random tokens")
+    seconds = time.perf_counter() - begun
+    checked_on = "random tokens" if proof else ""
+    return OfflineGrowth(out, before, stages, proof, seconds, warning, checked_on)
+
+
+def _planned(
+    shape: PretrainedShape, operations: Sequence[Operation], seed: int
+) -> tuple[tuple[GrowthStep, ...], tuple[GrowthStage, ...], PretrainedShape]:
+    steps, stages = list[GrowthStep](), list[GrowthStage]()
+    for operation in operations:
+        key = (seed, count_parameters(shape).total)
+        with as_config_error():
+            shape, made = plan(shape, operation)
+        steps.append(GrowthStep(made, shape.parameters(), key, moments_mode(operation)))
+        stages.append(stage(operation, made, shape))
+    return tuple(steps), tuple(stages), shape
+
+
+def _file_tensors(
+    shape: PretrainedShape, grown: TensorReader, *, single_experts: bool
+) -> tuple[dict[str, Outline], dict[str, Callable[[], Tensor]]]:
+    """Returns the tensors of the files of a grown model, and what makes each."""
+    read = _Kept(grown.read)
+    made: dict[str, Outline] = {}
+    make: dict[str, Callable[[], Tensor]] = {}
+    for name, part in file_parts(shape, single_experts=single_experts).items():
+        made[name] = Outline(grown.outlines[part.parameter].dtype, part.shape)
+        make[name] = partial(_part, read if part.index else grown.read, part)
+    return made, make
+
+
+def _part(read: Read, part: FilePart) -> Tensor:
+    whole = read(part.parameter)
+    return whole[part.index] if part.index else whole
+
+
+class _Kept:
+    """Reads parameters and keeps the last, of which many tensors of a file are made."""
+
+    def __init__(self, read: Read) -> None:
+        self._read, self._tensors = read, OrderedDict[str, Tensor]()
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            while len(self._tensors) >= _KEPT_TENSORS:
+                self._tensors.popitem(last=False)
+            self._tensors[name] = self._read(name)
+        return self._tensors[name]
+
+
+def _copy_files(folder: Path, to: Path) -> None:
+    for name in COPIED:
+        try:
+            content = read_regular(folder / name, follow=True)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: {error.strerror}") from error
+        atomic.write_synced(to / name, content)
+
+
+def _prove(
+    before: PretrainedFolder, after: PretrainedFolder, stages: Sequence[GrowthStage]
+) -> Proof:
+    """Compares both models in float32: only the rounding of the weights remains."""
+    batch = drawn(before.shape)
+    old, new = (probed(_loaded(each), batch) for each in (before, after))
+    dtypes = {outline.dtype for outline in after.outlines.values()} | {torch.float32}
+    return compare(expected_plan(stages), old, new, coarsest(dtypes))
+
+
+def _loaded(folder: PretrainedFolder) -> Module:
+    """Returns the model of a folder in float32. Its config is the completed one, not that of the file."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values: dict[str, Any] = folder.shape.to_dict()
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    with torch.random.fork_rng(devices=[]):
+        model: Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad(), folder.reading() as read:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(folder.shape.name(name)))
+    return model

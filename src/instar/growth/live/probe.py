@@ -1,0 +1,72 @@
+"""What a model computes for a batch, to compare it before and after growth."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from instar.growth.plan import GrowthError
+from instar.growth.proof import Probe
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.module import evaluating
+
+PROBE_TOKENS = 32
+
+
+def drawn(shape: PretrainedShape) -> dict[str, Tensor]:
+    """Returns a few drawn tokens, as arguments of a model of transformers."""
+    sizes, generator = shape.sizes(), torch.Generator().manual_seed(0)
+    size = (2, min(PROBE_TOKENS, sizes["context"]))
+    ids = torch.randint(0, sizes["vocab"], size, generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Returns a batch on another device, its floating point tensors in another dtype."""
+    if isinstance(batch, Tensor):
+        return batch.to(device=device, dtype=dtype if batch.is_floating_point() else None)
+    if isinstance(batch, Mapping):
+        return {name: moved(value, device, dtype) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [moved(value, device, dtype) for value in batch]
+    return batch
+
+
+def coarsest(types: Collection[torch.dtype]) -> torch.dtype:
+    """Returns the floating point type that rounds most."""
+    order = (torch.bfloat16, torch.float16, torch.float32)
+    return next((each for each in order if each in types), torch.float64)
+
+
+def probed(module: Module, batch: Any) -> Probe:
+    """Runs a model on a batch without dropout and autocast.
+
+    Raises:
+        GrowthError: it returns no logits.
+    """
+    device = next(module.parameters()).device.type
+    with (
+        evaluating(module),
+        torch.no_grad(),
+        torch.random.fork_rng(),
+        torch.autocast(device, enabled=False),
+    ):
+        torch.manual_seed(0)
+        if isinstance(batch, Mapping):
+            found = module(**batch)
+        else:
+            found = module(*batch) if isinstance(batch, list) else module(batch)
+    logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
+    if isinstance(logits, tuple | list) and logits:
+        logits = logits[0]
+    if not isinstance(logits, Tensor):
+        raise GrowthError(
+            f"on the probe the model returned {type(found).__name__}; it must be a tensor, a tuple that begins "
+            "with one, or have logits"
+        )
+    loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+    return Probe(logits, float(loss) if loss is not None else 0.0)

@@ -1,0 +1,87 @@
+"""What growth on disk returns: of a run's checkpoint, or of a folder of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from instar.config.errors import ConfigError, InstarError
+from instar.config.sections import Operation
+from instar.growth.plan import GrowthPlan, Label
+from instar.growth.proof import Proof
+from instar.models.shape import Growable, count_parameters
+
+
+class NotProven(InstarError):  # noqa: N818
+    """An operation changed the function more than its label allows; nothing was written."""
+
+
+@dataclass(frozen=True)
+class GrowthStage:
+    """An operation and its effect on the model."""
+
+    operation: Operation
+    label: Label | None
+    """None: an operation on settings"""
+    bound_nats: float | None
+    notes: tuple[str, ...]
+    parameters: int
+    """number of parameters after the operation"""
+
+
+@dataclass(frozen=True)
+class OfflineGrowth:
+    """Result of `grow`."""
+
+    path: Path
+    parameters_before: int
+    stages: tuple[GrowthStage, ...]
+    proof: Proof | None
+    seconds: float
+    warning: str = ""
+    """about adapters that cannot learn; empty if there are none"""
+    checked_on: str = ""
+    """samples of the proof, in words"""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "path": str(self.path)}
+
+
+def stage(operation: Operation, plan: GrowthPlan | None, grown: Growable) -> GrowthStage:
+    """Returns the stage of an operation; without a plan, of one on settings."""
+    size = count_parameters(grown).total
+    if plan is None:
+        return GrowthStage(operation, None, None, (), size)
+    return GrowthStage(operation, plan.label, plan.bound_nats, plan.notes, size)
+
+
+@contextmanager
+def as_config_error() -> Iterator[None]:
+    """Context manager: turns the ValueError of an impossible operation into a ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError.one(str(error), where="--op") from error
+
+
+def expected_plan(stages: Sequence[GrowthStage]) -> GrowthPlan:
+    """Returns an empty plan with the weakest label; if bounded, with the sum of the bounds."""
+    labels = [stage.label for stage in stages if stage.label is not None]
+    weakest: Label = max(labels, key=get_args(Label).index, default="exact")
+    bound = sum(stage.bound_nats or 0.0 for stage in stages)
+    return GrowthPlan({}, weakest, bound if weakest == "bounded" else None)
+
+
+def check_proof(proof: Proof, stages: Sequence[GrowthStage], out: Path, checked_on: str) -> None:
+    """Raises NotProven unless the labels hold."""
+    if not proof.holds:
+        names = ", ".join(stage.operation.name for stage in stages)
+        raise NotProven(
+            f"{names}: not {proof.label}: outputs moved by {proof.max_logit_diff:.3g} "
+            f"({proof.max_logit_diff_relative:.1g} of the largest), the loss on {checked_on} "
+            f"by {proof.delta_loss:+.3g}; {out} was not made"
+        )

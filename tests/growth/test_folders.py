@@ -1,0 +1,184 @@
+"""Folders of transformers' models grow on disk: every family, as `from_pretrained` then loads it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import EXACT, OTHER, REFUSED, model_of
+from tokenizers import Tokenizer as Fast
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from instar.checkpoint.manifest import CheckpointError
+from instar.cli.main import main
+from instar.config.errors import ConfigError
+from instar.config.sections import Operation
+from instar.growth import grow
+from instar.growth.folders import grow_folder
+from instar.growth.offline import NotProven
+from instar.models.hf.families import FAMILIES
+from instar.models.hf.pretrained_folder import open_folder
+from instar.record.atomic import WriteError
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    found: Tensor = model.eval()(ids).logits[..., :64]
+    return found
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    model_of("llama").save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_each_family_grows_as_the_live_model_does(kind: str, tmp_path: Path) -> None:
+    model, folder, out = copy.deepcopy(model_of(kind)), tmp_path / "small", tmp_path / "grown"
+    model.save_pretrained(folder, max_shard_size="60KB")
+    names = ("insert_layers", "widen_mlp", "widen_hidden_copied", "add_groups", "widen_mlp_split")
+    operations = [EXACT[name] for name in names if name not in REFUSED.get(kind, ())]
+    found = grow_folder(open_folder(folder), out, operations, max_shard_bytes=10**5)
+    assert found.proof is not None
+    assert found.proof.holds
+    assert len([*out.glob("*.safetensors")]) > 2
+    grown = AutoModelForCausalLM.from_pretrained(out)
+    assert (logits(grown) - logits(model)).abs().max() <= 1e-5 * logits(model).abs().max()
+    for operation in operations:
+        grow(model, operation)
+    live, there = model.state_dict(), grown.state_dict()
+    assert live.keys() == there.keys()
+    assert all(torch.equal(live[name], there[name]) for name in live)
+
+
+def test_a_folder_keeps_its_dtype_its_tokenizer_and_what_else_its_config_says(llama: Path) -> None:
+    small = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    small.save_pretrained(llama)
+    Fast(WordLevel({"a": 0}, "a")).save(str(llama / "tokenizer.json"))
+    (llama / "modeling_llama.py").write_text("raise SystemExit")
+    config = json.loads((llama / "config.json").read_text())
+    config |= {"rope_scaling": None, "rope_theta": 5000.0, "mark": [1]}
+    del config["rope_parameters"]
+    (llama / "config.json").write_text(json.dumps(config))
+    out = llama.parent / "out"
+    found = grow_folder(open_folder(llama), out, [EXACT["grow_head_dim"], EXACT["widen_hidden"]])
+    assert found.proof is not None
+    assert {file.name for file in out.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    said = json.loads((out / "config.json").read_text())
+    assert said["mark"] == [1]
+    assert "rope_theta" not in said
+    assert said["rope_parameters"]["rope_theta"] > 5000.0
+    grown = AutoModelForCausalLM.from_pretrained(out)
+    assert {p.dtype for p in grown.parameters()} == {torch.bfloat16}
+    assert grown.config.hidden_size == 72
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_is_not_exact_is_as_good_as_its_label(name: str, llama: Path) -> None:
+    found = grow_folder(open_folder(llama), llama.parent / "out", [OTHER[name]])
+    assert found.proof is not None
+    assert found.proof.label == ("bounded" if name == "resize_vocab" else "lossy")
+    AutoModelForCausalLM.from_pretrained(llama.parent / "out")
+
+
+def test_what_breaks_its_label_is_not_written(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(shape: object) -> float:
+        del shape
+        return 0.5
+
+    monkeypatch.setattr(type(open_folder(llama).shape), "norm_eps", property(wrong))
+    with pytest.raises(NotProven, match="widen_hidden: not exact"):
+        grow_folder(open_folder(llama), llama.parent / "out", [EXACT["widen_hidden"]])
+    assert {path.name for path in llama.parent.iterdir()} == {"llama"}
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (Operation("widen_mlp", 7, {}), "mlp is 48 already"),
+        (Operation("set_lr", 1e-3, {}), "no growth operation is called 'set_lr'"),
+        (Operation("widen_mlp", "x2", {"mask": 3}), "only a GPT supports masks"),
+    ],
+)
+def test_what_no_model_can_become_writes_nothing(
+    operation: Operation, message: str, llama: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        grow_folder(open_folder(llama), llama.parent / "out", [operation])
+    assert not (llama.parent / "out").exists()
+
+
+def test_what_is_cut_off_while_it_is_read_leaves_nothing(llama: Path) -> None:
+    folder = open_folder(llama)
+    os.truncate(llama / "model.safetensors", 5000)
+    with pytest.raises(CheckpointError):
+        grow_folder(folder, llama.parent / "out", [EXACT["widen_mlp"]])
+    assert {path.name for path in llama.parent.iterdir()} == {"llama"}
+    (llama.parent / "full").mkdir()
+    (llama.parent / "full" / "mine").touch()
+    with pytest.raises(WriteError, match="is not empty"):
+        grow_folder(folder, llama.parent / "full", [EXACT["widen_mlp"]])
+
+
+def test_a_kill_between_weights_and_config_leaves_nothing_to_be_seen(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path, to: Path) -> None:
+        del folder
+        if (to / "model.safetensors").stat().st_size > 10_000:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    folder, out = open_folder(llama), llama.parent / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr("instar.growth.folders._copy_files", killed)
+        if not (child := os.fork()):
+            try:
+                grow_folder(folder, out, [EXACT["widen_mlp"]], check=False)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = {path.name for path in llama.parent.iterdir()} - {"llama"}
+    assert len(left) == 1
+    assert left.pop().startswith(".tmp-out-")
+    grow_folder(folder, out, [EXACT["widen_mlp"]])
+    assert out.is_dir()
+
+
+def test_it_is_typed_as_for_a_checkpoint(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = llama.parent / "out"
+    operations = ("--op", "widen_mlp=x2 how=split", "--op", "insert_layers=1 where=end")
+    assert main(["grow", str(llama), str(out), *operations, "--max-shard-size", "100KB"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{out}\n"
+    told = said.err.splitlines()
+    assert told[0].startswith('widen_mlp "x2"')
+    assert told[2].startswith("checked on random tokens: max |Δlogit| ")
+    assert told[-1] == f"next: AutoModelForCausalLM.from_pretrained({str(out)!r})"
+    assert (out / "model.safetensors.index.json").is_file()
+
+    assert main(["checkpoint", "inspect", str(out), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["family"], facts["dtype"]) == ("Llama", "F32")
+    assert facts["axes"]["layers"] == 4
+    assert facts["axes"]["mlp"] == 96
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    assert main(["checkpoint", "inspect", str(out), "--tensors"]) == 0
+    assert "layers 4, embed 48, mlp 96" in capsys.readouterr().out
+
+    assert main(["grow", str(llama), str(out) + "2", *operations, "--no-proof"]) == 0
+    assert "checked on" not in capsys.readouterr().err
