@@ -1,0 +1,43 @@
+"""A run that is killed after growth and resumed ends with the bits of one that is not, in every loop."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from forks import Child, Forks
+from grown_loops import LAST, LOOPS
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_killed_run_goes_on_across_growth(loop: str, tmp_path: Path, forks: Forks) -> None:
+    forks.import_now("grown_loops")
+
+    def child(name: str, *words: int) -> Child:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return forks.start("grown_loops:run", loop, *words, place=tmp_path / name)
+
+    def last(name: str, *words: int) -> dict[str, Tensor]:
+        ended = child(name, *words)
+        assert ended.finish() == 0, ended.output()
+        return load_file(tmp_path / name / LAST)
+
+    whole = last("whole")
+    assert whole["model.layers.3.mlp.up_proj.weight"].shape == (96, 48)
+    killed = child("killed", 0, 4)
+    assert killed.wait_for("^saved 4$"), killed.output()
+    killed.signal(signal.SIGKILL)
+    assert killed.finish() == -signal.SIGKILL
+    assert not (tmp_path / "killed" / LAST).exists()
+    for step in (4, 3):  # right after the second operation, and between the two
+        resumed = last("killed", step)
+        assert resumed.keys() == whole.keys()
+        assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    if loop == "trainer":
+        config = json.loads((tmp_path / "whole/checkpoint-3/config.json").read_text())
+        assert (config["intermediate_size"], config["num_hidden_layers"]) == (96, 3)
