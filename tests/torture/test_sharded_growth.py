@@ -38,6 +38,7 @@ SCHEDULE = [
 ]
 SETTINGS = (
     "optimizer.name=adamw",
+    "optimizer.eps=1e-6",  # by default, gradients that are only rounding make steps of their own size
     "precision=fp32",
     f"train.until=[{STEPS}it]",
     f"learning_rate.lr_decay_iters={STEPS}",
