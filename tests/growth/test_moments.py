@@ -331,6 +331,27 @@ def test_a_merged_matrix_keeps_its_moments_and_its_adapter_begins_anew() -> None
     assert not any("lora" in name for name in new)
 
 
+def test_experts_share_the_gradient_and_the_moments_of_their_source() -> None:
+    old = random_gpt(LLAMA)
+    data = batch(LLAMA)
+    gradients(old, data)
+    new, made = grown(old, operation("upcycle", 3))
+    gradients(new, data)
+    for name, parameter in old.named_parameters():
+        whole = new.get_parameter(name).grad
+        total = whole if whole.ndim == parameter.ndim else whole.sum(0)
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-9, atol=1e-12)
+    memory = states_of(LLAMA, "exp_avg", "exp_avg_sq", "step")
+    moments = grow_optimizer(made, memory, KEY)
+    assert not any("router" in name for name in moments)
+    name = "blocks.0.mlp.up.weight"
+    for expert in range(3):
+        for kind, share in (("exp_avg", 3), ("exp_avg_sq", 9)):
+            expected = memory[f"{name}/{kind}"] / share
+            assert torch.equal(moments[f"{name}/{kind}"][expert], expected)
+    assert moments[f"{name}/step"] == memory[f"{name}/step"]
+
+
 def test_muons_momentum_grows_as_a_first_moment() -> None:
     old = random_gpt(GPT2)
     matrices = {n: p for n, p in old.named_parameters() if p.ndim == 2 and n.startswith("blocks.")}

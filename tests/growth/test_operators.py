@@ -20,6 +20,7 @@ from instar.models.shape import layer_of
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 ADAPTERS = (Lora("attn", 2, 3.0), Lora("mlp", 3, 4.0), Lora("embedding", 2, 1.0))
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
 
 GPT2 = gpt2(**SIZES)
 LLAMA = llama(**SIZES)
@@ -30,6 +31,8 @@ STYLES = {
     "layernorm without bias": replace(GPT2, bias=False, positions="rope", tied=False),
     "gpt2 with adapters": replace(GPT2, lora=ADAPTERS),
     "llama with adapters": replace(LLAMA, lora=(*ADAPTERS, Lora("head", 1, 1.0))),
+    "gpt2 with experts": replace(GPT2, **EXPERTS),
+    "llama with experts": replace(LLAMA, **EXPERTS),
 }
 
 
@@ -49,8 +52,12 @@ def operations(arch: Architecture) -> Iterator[Operation]:
     yield operation("add_heads", arch.n_kv_head, where="inside")
     yield operation("resize_vocab", arch.vocab_size + 5)
     yield operation("extend_context", "x2")
+    if arch.num_experts is None and not arch.lora:
+        yield operation("upcycle", 4)
+        yield operation("upcycle", 3, num_experts_per_tok=1)
+        yield operation("upcycle", 2, noise=0.1)
     if arch.lora:
-        yield operation("merge_lora", "mlp")
+        yield operation("merge_lora", "mlp" if arch.num_experts is None else None)
     else:
         yield operation("set_lora_rank", {"target": "all", "rank": 2})
     if groups > 1:

@@ -48,6 +48,11 @@ SIZE = "a whole number above 0 or a factor such as 'x2'"
         case("widen", 8, "needs {axis: …, size: …}, not 8"),
         case("widen", {"axis": "mlp"}, "needs {axis: …, size: …}"),
         case("widen", {"axis": 3, "size": 4}, "axis: needs a name, not 3"),
+        case("upcycle", 1, "needs a whole number of experts, at least 2, not 1"),
+        case("upcycle", 4, "noise: must be a number above 0, not 0", noise=0),
+        case(
+            "upcycle", 4, "router_aux_loss_coef: must be a number from 0", router_aux_loss_coef=-1
+        ),
         case("merge_lora", 3, "merge_lora: needs a name, not 3"),
         case("fold_masks", 3, "fold_masks: takes no value, not 3"),
         case("widen_mlp", 64, "has no option 'where'; there are how, lr, mask, moments", where=1),

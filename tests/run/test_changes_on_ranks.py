@@ -28,6 +28,7 @@ SCHEDULE = [
     {"name": "unfreeze", "value": "blocks.0.*", "when": {"waited": 2}},
     {"name": "set_context", "value": 8, "when": {"at_step": 24}},
     {"name": "stack_layers", "value": [0, 1, 2, 2], "when": {"at_step": 27}, "moments": "mapped"},
+    {"name": "upcycle", "value": 4, "when": {"at_step": 28}, "num_experts_per_tok": 1},
     {"name": "change_grad_accum", "value": 2, "when": {"all": [{"waited": 2}, {"at_step": 20}]}},
 ]
 FIRED = [
@@ -41,7 +42,8 @@ FIRED = [
     ("fold_masks", 22),
     ("set_context", 24),
     ("stack_layers", 27),
-    ("change_grad_accum", 29),
+    ("upcycle", 28),
+    ("change_grad_accum", 30),
 ]
 
 
@@ -104,6 +106,7 @@ GROWTH = [
     ("widen_mlp", 192, {"how": "split"}),
     ("widen_hidden", 48, {}),
     ("set_lora_rank", {"target": "attn", "rank": 2}, {}),
+    ("upcycle", 4, {}),
 ]
 
 

@@ -50,6 +50,28 @@ def test_singular_values_come_close_to_one(
     assert values.max() < highest
 
 
+def test_a_batch_of_matrices_is_updated_as_each_alone() -> None:
+    """Also where other matrices have the same shape, or its transpose."""
+    generator = torch.Generator().manual_seed(0)
+    stacked = [
+        torch.randn(3, 64, 16, generator=generator),
+        torch.randn(3, 16, 64, generator=generator),
+    ]
+    gradients = [torch.randn(each.shape, generator=generator) for each in stacked]
+    together = [Parameter(each.clone()) for each in stacked]
+    alone = [Parameter(matrix.clone()) for each in stacked for matrix in each]
+    for parameters, given in ((together, gradients), (alone, [m for g in gradients for m in g])):
+        optimizer = BatchedMuon(
+            [{"params": parameters, "weight_decay": 0.1}], momentum=0.9, ns_steps=5
+        )
+        optimizer.param_groups[0]["lr"] = 0.02
+        for parameter, gradient in zip(parameters, given, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    found = [matrix for each in together for matrix in each]
+    assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+
+
 def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     parameters = matrices()
     before = [p.detach().clone() for p in parameters]

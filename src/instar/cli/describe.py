@@ -136,6 +136,11 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
         "tied head" if a["tied"] else "untied head",
         *(["queries and keys normalised"] if a.get("qk_norm") else []),
         *([f"dropout {a['dropout']:g}"] if a.get("dropout") else []),
+        *(
+            [f"{a['num_experts']} experts, {a.get('num_experts_per_tok')} per token"]
+            if a.get("num_experts")
+            else []
+        ),
         *(f"adapters of rank {one['rank']} on {one['target']}" for one in a.get("lora", ())),
         *([f"new {m['axis']} entering until step {m['begin'] + m['steps']:,}"] if m else []),
     ]

@@ -13,11 +13,13 @@ from instar.config.schema import NAME, Direction, FeedConfig, Name, RunConfig
 from instar.config.sections import (
     Context,
     Epsilon,
+    Experts,
     Fraction,
     Heads,
     Layers,
     MLPWidth,
     ModelSection,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -61,6 +63,15 @@ class ModelConfig(ModelSection):
     rope_base: PositiveFloat = Field(10000.0, description="RoPE base θ")
     norm_eps: Epsilon = Field(1e-5, description="ε of the normalisations")
     dropout: Fraction = Field(0.0, description="dropout probability")
+    num_experts: Experts | None = Field(
+        None, description="experts in place of the MLP of each block; default: no experts"
+    )
+    num_experts_per_tok: Experts | None = Field(
+        None, description="experts that each token uses; default 2, or 1 of 1"
+    )
+    router_aux_loss_coef: NonNegativeFloat = Field(
+        0.01, description="weight of the load-balancing loss of the experts' routers in training"
+    )
 
 
 class MixturePart(Section):
@@ -194,6 +205,15 @@ def shape_checks(model: ModelConfig) -> list[ConfigProblem]:
                 ("model.n_embd", "model.n_head", "model.positions"),
                 f"rope turns pairs of channels: model.n_embd / model.n_head must be even, "
                 f"got {width} / {heads} = {width // heads}",
+            )
+        )
+    number, each = model.num_experts, model.num_experts_per_tok
+    if each is not None and (number is None or each > number):
+        found.append(
+            ConfigProblem(
+                ("model.num_experts_per_tok", "model.num_experts"),
+                f"model.num_experts_per_tok ({each}) must be at most model.num_experts "
+                f"({'which is not set' if number is None else number})",
             )
         )
     if model.n_kv_head is not None and heads % model.n_kv_head:

@@ -28,6 +28,7 @@ MOST_WIDTH = 2**20
 MOST_MLP = 2**22
 MOST_CONTEXT = 2**24
 MOST_VOCABULARY = 2**24
+MOST_EXPERTS = 2**12
 MOST_PROCESSES = 1024
 
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
@@ -40,6 +41,7 @@ Heads = Annotated[int, Field(gt=0, le=MOST_HEADS)]
 Width = Annotated[int, Field(gt=0, le=MOST_WIDTH)]
 MLPWidth = Annotated[int, Field(gt=0, le=MOST_MLP)]
 Context = Annotated[int, Field(gt=0, le=MOST_CONTEXT)]
+Experts = Annotated[int, Field(gt=0, le=MOST_EXPERTS)]
 Vocabulary = Annotated[int, Field(gt=0, le=MOST_VOCABULARY)]
 Batch = Annotated[int, Field(gt=0, le=2**20)]
 Ranks = Annotated[int, Field(gt=0, le=2**16)]

@@ -34,6 +34,7 @@ from instar.growth.plan import (
     Merged,
     New,
     Old,
+    Stacked,
     Truncated,
     check_buffers,
     source_of,
@@ -202,6 +203,8 @@ def apply_one(
     made = plan.tensors[name]
     if isinstance(made, Grown):
         return _Growing(role, copies, name, key).grow(made, read(made.source))
+    if isinstance(made, Stacked):
+        return _stacked(made, read(made.source), role, named_generator(*key, name, "noise"))
     if role is not Role.PARAMETER:
         # merging an adapter does not change the gradient of the matrix
         return read(made.source) if isinstance(made, Merged) else None
@@ -220,6 +223,17 @@ def apply_one(
         fresh = fresh.to(like)
     _fill(fresh, New(1, made.fill, made.std), named_generator(*key, name, "fresh"), made.offset)
     return fresh
+
+
+def _stacked(made: Stacked, tensor: Tensor, role: Role, generator: torch.Generator) -> Tensor:
+    stacked = tensor.expand(made.count, *tensor.shape).clone()
+    if role is not Role.PARAMETER:
+        return stacked.div_(made.count ** (2 if role is Role.SECOND_MOMENT else 1))
+    if made.noise:
+        drawn = torch.empty_like(stacked)
+        _fill(drawn, New(1, "normal", made.noise), generator)
+        stacked += drawn * tensor.square().mean().sqrt()
+    return stacked
 
 
 class _Growing:

@@ -15,6 +15,7 @@ from instar.config.errors import nearest
 from instar.config.sections import Operation
 from instar.growth import values
 from instar.growth.depth import insert_layers, stack_layers
+from instar.growth.experts import upcycle
 from instar.growth.heads import add_heads, grow_head_dim, split_kv_heads
 from instar.growth.lora import (
     change_lora_rank,
@@ -172,6 +173,16 @@ OPERATORS: Mapping[str, Operator] = {
     ),
     "split_kv_heads": Operator(split_kv_heads, values.is_multiple),
     "grow_head_dim": Operator(grow_head_dim, values.is_size),
+    "upcycle": Operator(
+        upcycle,
+        values.are_experts,
+        {
+            "num_experts_per_tok": values.is_count,
+            "router_aux_loss_coef": values.is_not_negative,
+            "noise": values.is_positive,
+        },
+        models="gpt",
+    ),
     "resize_vocab": Operator(resize_vocab, values.is_size),
     "extend_context": Operator(extend_context, values.is_size),
     "set_lora_rank": Operator(

@@ -114,7 +114,20 @@ class Truncated:
     std: float = 0.0
 
 
-TensorPlan = Grown | Fresh | Merged | Truncated
+@dataclass(frozen=True)
+class Stacked:
+    """`count` copies of `source` along a new first dimension, for the experts that share its inputs.
+
+    Their gradients add up to the old one, so each is given an equal share of it. Noise is normal, with the standard
+    deviation `noise` relative to the root mean square of the source.
+    """
+
+    source: str
+    count: int
+    noise: float = 0.0
+
+
+TensorPlan = Grown | Fresh | Merged | Truncated | Stacked
 
 
 @dataclass(frozen=True)
@@ -160,7 +173,7 @@ class GrowthPlan:
     def makes_new(self) -> bool:
         """Whether any element of any tensor is new or a copy."""
         return any(
-            not isinstance(made, Grown | Merged)
+            not isinstance(made, Grown | Merged | Stacked)
             or (isinstance(made, Grown) and (made.copied or any(map(_has_new, made.edits))))
             for made in self.tensors.values()
         )
@@ -168,7 +181,7 @@ class GrowthPlan:
 
 def source_of(made: TensorPlan) -> str | None:
     """Returns the old tensor whose moments a new tensor continues."""
-    return made.source if isinstance(made, Grown | Merged) else None
+    return made.source if isinstance(made, Grown | Merged | Stacked) else None
 
 
 def grown_shape(made: Grown, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from instar.growth.plan import (
     Label,
     Merged,
     Old,
+    Stacked,
     TensorPlan,
     Truncated,
 )
@@ -99,7 +100,7 @@ def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]
 
     All slices of a wholly new tensor are new. A vector has none: its slices are single numbers.
     """
-    if len(shape) < 2 or isinstance(how, Merged):
+    if len(shape) < 2 or isinstance(how, Merged | Stacked):
         return []
     if not isinstance(how, Grown) or how.copied:
         return [(dim, torch.ones(size, dtype=torch.bool)) for dim, size in enumerate(shape)]

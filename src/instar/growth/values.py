@@ -71,6 +71,9 @@ def is_lr(value: Any) -> None:
 
 is_count = checked(_is_count, "needs a whole number above 0")
 is_multiple = checked(lambda value: _is_count(value, 2), "needs a whole factor of at least 2")
+are_experts = checked(
+    lambda value: _is_count(value, 2), "needs a whole number of experts, at least 2"
+)
 is_rank = checked(
     lambda value: _is_count(value, 0), "needs a whole number, 0 to take adapters away"
 )
@@ -83,6 +86,10 @@ is_share = checked(
 is_flag = checked(lambda value: type(value) is bool, "must be true or false")
 is_positive = checked(
     lambda value: type(value) in (int, float) and 0 < value < math.inf, "must be a number above 0"
+)
+is_not_negative = checked(
+    lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+    "must be a number from 0 on",
 )
 is_text = checked(lambda value: isinstance(value, str) and value != "", "needs a name")
 is_text_or_nothing = checked(

@@ -27,6 +27,7 @@ from instar.config.language import LanguageConfig, ModelConfig
 from instar.config.sections import (
     FROM,
     MOST_CONTEXT,
+    MOST_EXPERTS,
     MOST_HEADS,
     MOST_LAYERS,
     MOST_MLP,
@@ -92,6 +93,7 @@ AXES = {
     "vocab": "vocab_size",
     "context": "context",
     "layers": "n_layer",
+    "experts": "num_experts",
 }
 """Field of `Architecture` that holds the size of each simple axis."""
 
@@ -105,8 +107,14 @@ MOST = {
     "n_mlp": MOST_MLP,
     "context": MOST_CONTEXT,
     "vocab_size": MOST_VOCABULARY,
+    "num_experts": MOST_EXPERTS,
 }
 """Limits that protect readers of untrusted files."""
+
+EXPERTS_PER_TOKEN = 2
+"""Default number of experts that a token uses."""
+ROUTER_STD = 0.02
+"""Initial standard deviation of a router. Not 0: the largest of equal logits is the same expert for every token."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +152,19 @@ class Architecture:
     """adapters; at most one entry matches a weight"""
     mask: Mask | None = None
     """mask over new structure"""
+    num_experts: int | None = None
+    """MLPs of each block; None: one, without a router"""
+    num_experts_per_tok: int | None = None
+    """MLPs that each token uses; None without experts"""
+    router_aux_loss_coef: float | None = None
+    """weight of the load-balancing loss in training; None without experts"""
 
     def __post_init__(self) -> None:
-        problems = size_problems(self, AXES.values(), MOST)
+        fields = [AXES[axis] for axis in self.sizes()]
+        problems = size_problems(
+            self, fields, {name: MOST[name] for name in fields if name in MOST}
+        )
+        problems += _expert_problems(self)
         choices = {"norm": Norm, "activation": Activation, "positions": Positions}
         for field, choice in choices.items():
             if getattr(self, field) not in get_args(choice):
@@ -186,7 +204,8 @@ class Architecture:
 
     def sizes(self) -> dict[str, int]:
         """Size of each simple axis."""
-        return {axis: getattr(self, field) for axis, field in AXES.items()}
+        sizes = {axis: getattr(self, field) for axis, field in AXES.items()}
+        return {axis: size for axis, size in sizes.items() if axis != "experts" or size is not None}
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -235,11 +254,13 @@ class Architecture:
         return {
             name.removesuffix(".weight"): entry.shape
             for name, entry in self.parameters().items()
-            if name.endswith(".weight") and (entry.reads or name.startswith("token_"))
+            if name.endswith(".weight")
+            and (entry.reads or name.startswith("token_"))
+            and not {"experts"} & {*entry.axes}
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, without `lora` and `mask` if there are none."""
+        """Returns the fields as JSON values, without those of adapters, masks and experts if there are none."""
         values = asdict(self)
         values["lora"] = list(values["lora"])
         if self.mask is not None:
@@ -249,7 +270,8 @@ class Architecture:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
-        check_fields(cls, values, optional=("lora", "mask"))
+        optional = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+        check_fields(cls, values, optional=("lora", "mask", *optional))
         problems = []
         read = dict(values)
         for name, from_json in (("lora", adapters.from_json), ("mask", _mask_from_json)):
@@ -304,6 +326,11 @@ def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
         "vocab_size": model.vocab_size or vocab_size,
         "qk_norm_eps": model.qk_norm_eps or model.norm_eps,
     }
+    if model.num_experts is None:
+        values |= {"num_experts_per_tok": None, "router_aux_loss_coef": None}
+    else:
+        per_token = model.num_experts_per_tok or min(EXPERTS_PER_TOKEN, model.num_experts)
+        values |= {"num_experts_per_tok": per_token}
     try:
         architecture = Architecture.from_dict(values)
     except ArchitectureError as error:
@@ -374,6 +401,12 @@ def _table(arch: Architecture) -> dict[str, Parameter]:
     def add_linear(name: str, output: str, source: str) -> None:
         add_weight(name, "matrix", output, source, biased=arch.bias)
 
+    def add_experts(name: str, output: str, source: str) -> None:
+        std = into_stream if output == "embed" else 0.02
+        add(f"{name}.weight", "experts", "experts", output, source, std=std)
+        if arch.bias:
+            add(f"{name}.bias", "bias", "experts", output)
+
     def add_norm(name: str) -> None:
         add(f"{name}.weight", "norm", "embed")
         if arch.bias and arch.norm == "layernorm":
@@ -393,14 +426,40 @@ def _table(arch: Architecture) -> dict[str, Parameter]:
             add(f"{block}.attn.k_norm.weight", "norm", "head_dim")
         add_linear(f"{block}.attn.output", "embed", "heads*head_dim")
         add_norm(f"{block}.mlp_norm")
+        add_mlp = add_linear
+        if arch.num_experts is not None:
+            add(f"{block}.mlp.router.weight", "matrix", "experts", "embed", std=ROUTER_STD)
+            add_mlp = add_experts
         if arch.activation == "swiglu":
-            add_linear(f"{block}.mlp.gate", "mlp", "embed")
-        add_linear(f"{block}.mlp.up", "mlp", "embed")
-        add_linear(f"{block}.mlp.down", "embed", "mlp")
+            add_mlp(f"{block}.mlp.gate", "mlp", "embed")
+        add_mlp(f"{block}.mlp.up", "mlp", "embed")
+        add_mlp(f"{block}.mlp.down", "embed", "mlp")
     add_norm("final_norm")
     if not arch.tied:
         add_weight("head", "head", "vocab", "embed", biased=False)
     return table
+
+
+def _expert_problems(arch: Architecture) -> Iterator[ConfigProblem]:
+    """Yields the problems of the fields of experts."""
+    number, each, coefficient = (
+        arch.num_experts,
+        arch.num_experts_per_tok,
+        arch.router_aux_loss_coef,
+    )
+    if number is None:
+        given = {"num_experts_per_tok": each, "router_aux_loss_coef": coefficient}
+        for field, value in given.items():
+            if value is not None:
+                yield problem(field, "has no effect without num_experts", "set model.num_experts")
+        return
+    if type(each) is not int or type(number) is not int or not 0 < each <= number:
+        yield problem(
+            "num_experts_per_tok",
+            f"must be a whole number from 1 to {number} experts, not {each!r}",
+        )
+    if type(coefficient) not in (int, float) or not 0 <= coefficient < math.inf:  # type: ignore[operator]
+        yield problem("router_aux_loss_coef", f"must be a number from 0 on, not {coefficient!r}")
 
 
 def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:

@@ -78,7 +78,12 @@ def state_bytes(
         name
         for name, entry in parameters.items()
         if optimizer == "sgd"
-        or (optimizer == "muon" and entry.kind == "matrix" and not adapters.is_adapter(name))
+        or (
+            optimizer == "muon"
+            and entry.kind in ("matrix", "experts")
+            and entry.dimensions > 1
+            and not adapters.is_adapter(name)
+        )
     }
     total = sum(sizes.values())
     return {
@@ -145,6 +150,11 @@ def _activation_bytes(
     if arch.qk_norm:
         attention += _WIDE * (queries + keys)
     mlp = low * arch.n_mlp * (4 if arch.activation == "swiglu" else 2)
+    if arch.num_experts is not None and arch.num_experts_per_tok is not None:
+        # rows are copied for each expert, and their outputs kept for the gates
+        mlp = (
+            arch.num_experts_per_tok * (mlp + 2 * low * arch.n_embd) + 4 * _WIDE * arch.num_experts
+        )
     masks = 2 * low * arch.n_embd if arch.dropout else 0
     block = 2 * norm + attention + mlp + masks
     blocks = arch.n_layer * stream + block if checkpointing else arch.n_layer * block
@@ -175,9 +185,16 @@ def flops_per_token(arch: Architecture, context: int | None = None) -> int:
     """Returns floating-point operations per token of a forward and backward pass.
 
     6 N_matmul + 12 n_layer · context · (n_head · head_dim) (PaLM, arXiv 2204.02311, appendix B),
-    for samples of `context` tokens (default: the architecture's). Attention is not halved for
+    for samples of `context` tokens (default: the architecture's). Of the experts, N_matmul counts those that a token
+    uses. Attention is not halved for
     causality, and the recomputation of gradient checkpointing is not counted.
     """
     length = arch.context if context is None else context
     attention = 12 * arch.n_layer * length * arch.n_head * arch.head_dim
-    return 6 * count_parameters(arch).matmul + attention
+    unused = 0
+    if arch.num_experts is not None and arch.num_experts_per_tok is not None:
+        each = sum(
+            math.prod(p.shape[1:]) for p in arch.parameters().values() if p.kind == "experts"
+        )
+        unused = (arch.num_experts - arch.num_experts_per_tok) * each
+    return 6 * (count_parameters(arch).matmul - unused) + attention

@@ -25,7 +25,8 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load
 from instar.models.architecture import Architecture
 from instar.models.cost import materializes_scores, repeats_keys
-from instar.models.layers import HeadNorm, Norm, embedding, is_masked, linear
+from instar.models.experts import ExpertMLP, load_balancing_loss
+from instar.models.layers import HeadNorm, Norm, activate, embedding, is_masked, linear
 from instar.models.lora import adapter_of
 from instar.models.loss import each_cross_entropy, head_cross_entropy
 from instar.models.shape import ArchitectureError, Parameter
@@ -72,7 +73,8 @@ class GPT(nn.Module):
         *,
         each: bool = False,
         cache: KVCache | None = None,
-    ) -> Tensor:
+        balance: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes logits or the loss.
 
         Args:
@@ -81,6 +83,7 @@ class GPT(nn.Module):
             each: return the loss of each sample, without gradients.
             cache: of the tokens before `inputs_BT`, to which these are added: first all tokens of a
                 prompt, then one at a time. For inference.
+            balance: of a model with experts: return also the sum of `load_balancing_loss`.
 
         Returns:
             logits (B, T, V); with targets the sum of the cross entropies in nats, a float32 scalar,
@@ -101,9 +104,10 @@ class GPT(nn.Module):
             rotation = (self.rope_cos[begin:end], self.rope_sin[begin:end])
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
+        routed: list[Tensor] = []
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x_BTD = checkpoint(
+                x_BTD, logits_BTE = checkpoint(
                     block,
                     x_BTD,
                     rotation,
@@ -112,7 +116,9 @@ class GPT(nn.Module):
                     preserve_rng_state=self.arch.dropout > 0,
                 )
             else:
-                x_BTD = block(x_BTD, rotation, openings, cache)
+                x_BTD, logits_BTE = block(x_BTD, rotation, openings, cache)
+            if balance:
+                routed.append(logits_BTE)
         x_BTD = self.final_norm(x_BTD, openings)
         weight_VD = (self.token_embedding if self.arch.tied else self.head).effective()
         if targets_BT is None:
@@ -120,7 +126,12 @@ class GPT(nn.Module):
         if each:
             losses_N = each_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
             return losses_N.view_as(targets_BT).sum(1, dtype=torch.float64)
-        return head_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+        loss = head_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
+        if not balance:
+            return loss
+        assert self.arch.num_experts_per_tok is not None
+        stacked_LBTE = torch.stack(routed)
+        return loss, load_balancing_loss(stacked_LBTE, targets_BT, self.arch.num_experts_per_tok)
 
     @torch.no_grad()
     def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -192,7 +203,8 @@ class _Block(nn.Module):
         self.attn_norm = Norm(arch, table, f"{name}.attn_norm")
         self.attn = _Attention(arch, table, layer)
         self.mlp_norm = Norm(arch, table, f"{name}.mlp_norm")
-        self.mlp = _MLP(arch, table, f"{name}.mlp")
+        mlp = _MLP if arch.num_experts is None else ExpertMLP
+        self.mlp = mlp(arch, table, f"{name}.mlp")
 
     def forward(
         self,
@@ -200,15 +212,16 @@ class _Block(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         openings: Tensor | None,
         cache: KVCache | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the stream (B, T, D) and, with experts, the router's logits (B, T, E)."""
         attended = self.attn(self.attn_norm(x, openings), rotation, openings, cache)
         if self.is_masked and openings is not None:
             attended = attended * openings[self.layer]
         x = x + _dropout(attended, self.dropout, self.training)
-        made = self.mlp(self.mlp_norm(x, openings), openings)
+        made, logits = self.mlp(self.mlp_norm(x, openings), openings)
         if self.is_masked and openings is not None:
             made = made * openings[self.layer]
-        return x + _dropout(made, self.dropout, self.training)
+        return x + _dropout(made, self.dropout, self.training), logits
 
 
 class _Attention(nn.Module):
@@ -305,32 +318,22 @@ def rotate(x_BTHC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _MLP(nn.Module):
-    """down(gelu(up x)), down(relu(up x)²) (arXiv 2109.08668) or down(silu(gate x) · up x)
-    (arXiv 2002.05202)."""
+    """down(activate(up x)), see `activate`."""
 
     def __init__(self, arch: Architecture, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()
         self.activation = arch.activation
         self.masked = is_masked(arch, "mlp")
-        if arch.activation == "swiglu":
-            self.gate = linear(arch, table, f"{name}.gate")
+        self.gate = linear(arch, table, f"{name}.gate") if arch.activation == "swiglu" else None
         self.up = linear(arch, table, f"{name}.up")
         self.down = linear(arch, table, f"{name}.down")
 
-    def forward(self, x_BTD: Tensor, openings_M: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, openings_M: Tensor | None) -> tuple[Tensor, None]:
         h_BTM = self.up(x_BTD)
-        if self.activation == "swiglu":
-            h_BTM = F.silu(self.gate(x_BTD)) * h_BTM
-        elif self.activation == "relu2":
-            h_BTM = F.relu(h_BTM)
-            h_BTM = h_BTM * h_BTM  # the derivative of square() is three times as slow on a CPU
-        else:
-            approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-            h_BTM = F.gelu(h_BTM, approximate=approximate)
+        h_BTM = activate(self.activation, h_BTM, None if self.gate is None else self.gate(x_BTD))
         if self.masked and openings_M is not None:
             h_BTM = h_BTM * openings_M.to(h_BTM.dtype)
-        out: Tensor = self.down(h_BTM)
-        return out
+        return self.down(h_BTM), None
 
 
 def _dropout(x: Tensor, probability: float, training: bool) -> Tensor:

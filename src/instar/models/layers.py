@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from instar.models.architecture import Architecture, MaskedAxis
+from instar.models.architecture import Activation, Architecture, MaskedAxis
 from instar.models.lora import Lora, adapter_of
 from instar.models.loss import at_least_float32
 from instar.models.shape import Parameter
@@ -167,6 +167,16 @@ def linear(arch: Architecture, table: Mapping[str, Parameter], name: str) -> Lin
     made = Linear(inputs, outputs, bias=f"{name}.bias" in table)
     made.adapt(table, name, adapter_of(arch.lora, name))
     return made
+
+
+def activate(activation: Activation, up: Tensor, gate: Tensor | None) -> Tensor:
+    """Returns gelu(up), relu(up)² (arXiv 2109.08668) or silu(gate) · up (arXiv 2002.05202)."""
+    if gate is not None:
+        return F.silu(gate) * up
+    if activation == "relu2":
+        up = F.relu(up)
+        return up * up  # the derivative of square() is three times as slow on a CPU
+    return F.gelu(up, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def is_masked(arch: Architecture, axis: MaskedAxis) -> bool:

@@ -17,7 +17,8 @@ embedding    (rows, channels)        channels       –            a table of ro
 matrix, head (output, input, …)      output         input        a linear map, or a convolution
 transposed   (input, output, …)      output         input        a transposed convolution
 experts      (experts, output, input) output        input        a linear map for each expert
-bias         (output,)               output         –            added to a matrix's output
+bias         (…, output)             output         –            added to a matrix's output, or to that
+                                                                 of each expert
 norm         (axis,)                 –              –            gain or shift of each channel,
                                                                  normalized over all of them
 post_norm    (channels,)             channels       –            gain of a norm whose output is added to a
@@ -115,10 +116,17 @@ class Parameter:
     """what the module adds to the tensor: 1 for gains that are stored as their difference from 1"""
 
     @property
+    def dimensions(self) -> int:
+        """Dimensions of the tensor, or of that of each expert."""
+        return len(self.axes) - (self.axes[:1] == ("experts",))
+
+    @property
     def writes(self) -> str | None:
         """The axis that it produces."""
         if self.kind in ("norm", "channel", "grouped", "buffer"):
             return None
+        if self.kind == "bias":
+            return self.axes[-1]
         return self.axes[1 if self.kind in ("embedding", "transposed", "experts") else 0]
 
     @property

@@ -214,6 +214,8 @@ class LanguageSpec(TaskSpec):
             f"{arch.n_layer} layers × {arch.n_embd} wide, {heads} of {arch.head_dim}",
             f"MLP {arch.n_mlp:,}, context {arch.context:,}, vocabulary {arch.vocab_size:,}",
         ]
+        if arch.num_experts is not None:
+            shape.append(f"{arch.num_experts} experts, {arch.num_experts_per_tok} per token")
         adapters = [
             f"{each.target} of rank {each.rank}, alpha {each.alpha:g}" for each in arch.lora
         ]
@@ -309,8 +311,22 @@ class LanguageTask(Task):
         return InitialValues(self.architecture.parameters(), self.config.seed)
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = model(batch["inputs"], batch["targets"])
-        return loss
+        """See `Task`. With experts, the gradient is that of the loss and of `router_aux_loss_coef` times
+        the load-balancing loss of each block; the value is the loss alone."""
+        import torch
+
+        from instar.tasks.logged import log
+
+        loss: torch.Tensor
+        balance: torch.Tensor
+        inputs, targets, arch = batch["inputs"], batch["targets"], self.architecture
+        if arch.router_aux_loss_coef is None or not torch.is_grad_enabled():
+            loss = model(inputs, targets)
+            return loss
+        loss, balance = model(inputs, targets, balance=True)
+        number = (targets != IGNORED).sum().clamp(min=1)
+        log("load_balancing_loss", balance / (number * arch.n_layer))
+        return loss + arch.router_aux_loss_coef * (balance - balance.detach())
 
     def measure(
         self,

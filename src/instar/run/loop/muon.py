@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -46,6 +47,8 @@ class BatchedMuon(torch.optim.Muon):
     some of them, orthogonalises these whole and returns the rows of the result. No bit depends on how
     many ranks there are.
 
+    A parameter of three dimensions is a batch of matrices, such as those of experts.
+
     Args:
         dtype: in which matrices travel and are orthogonalised. torch's Muon takes bfloat16.
     """
@@ -59,7 +62,11 @@ class BatchedMuon(torch.optim.Muon):
         iteration: Iteration = "quintic",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        super().__init__(params, lr=0.0, momentum=momentum, ns_steps=ns_steps)
+        # all of torch's constructor but its check that parameters have two dimensions
+        defaults = inspect.signature(torch.optim.Muon).parameters
+        values = {name: each.default for name, each in defaults.items() if name != "params"}
+        given = {"lr": 0.0, "momentum": momentum, "ns_steps": ns_steps}
+        torch.optim.Optimizer.__init__(self, params, {**values, **given})
         self.dtype = dtype
         self.coefficients = step_coefficients(iteration, ns_steps)
         self.safety = _SAFETY if iteration == "polar_express" else 1.0
@@ -79,11 +86,11 @@ class BatchedMuon(torch.optim.Muon):
         return loss
 
     def _by_shape(self, parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-        """Group matrices of the same dtype and the same shape, or its transpose."""
+        """Group parameters of the same dtype whose matrices have the same shape, or its transpose."""
         batches: dict[tuple[object, ...], list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
-                key = (parameter.dtype, *sorted(parameter.shape))
+                key = (parameter.dtype, *parameter.shape[:-2], *sorted(parameter.shape[-2:]))
                 batches.setdefault(key, []).append(parameter)
         return batches.values()
 
@@ -100,7 +107,7 @@ class BatchedMuon(torch.optim.Muon):
         rows = [own(parameter) for parameter in parameters]
         torch._foreach_mul_(rows, 1.0 - group["lr"] * group["weight_decay"])
         for parameter, row, update in zip(parameters, rows, updates, strict=True):
-            height, width = parameter.shape
+            height, width = parameter.shape[-2:]
             scale = max(1.0, height / width) ** 0.5
             row.add_(update, alpha=-group["lr"] * scale)
 
@@ -112,12 +119,14 @@ class BatchedMuon(torch.optim.Muon):
         return buffer
 
     def _orthogonalised(self, updates: Sequence[Tensor]) -> list[Tensor]:
-        """Orthogonalise matrices of the same shape, or its transpose."""
+        """Orthogonalise matrices, or batches of them, of the same shape or its transpose."""
         if not updates:
             return []
-        tall = [update.shape[0] > update.shape[1] for update in updates]
+        tall = [update.shape[-2] > update.shape[-1] for update in updates]
         wide = [update.mT if t else update for update, t in zip(updates, tall, strict=True)]
-        found = orthogonalise(torch.stack(wide), self.coefficients, self.safety).unbind()
+        batch = torch.stack(wide)
+        orthogonal = orthogonalise(batch.flatten(0, -3), self.coefficients, self.safety)
+        found = orthogonal.view_as(batch).unbind()
         return [update.mT if t else update for update, t in zip(found, tall, strict=True)]
 
 

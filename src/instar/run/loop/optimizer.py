@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from instar.config.schema import OptimizerConfig
 from instar.distributed.shards import own, own_rows, part
 from instar.growth.plan import GrowthError
+from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
 from instar.run.loop.muon import LANES, BatchedMuon
 from instar.tasks.task import Task
@@ -41,7 +42,8 @@ def group_parameters(shapes: Mapping[str, int], config: OptimizerConfig) -> tupl
     parameters that match a `no_decay` pattern, have no weight decay.
 
     Args:
-        shapes: number of dimensions of each parameter, by name, in the model's order.
+        shapes: number of dimensions of each parameter, or of each expert's part of it, by name, in the model's
+            order.
     """
     members: dict[tuple[str, float, float], list[str]] = {}
     for name, dimensions in shapes.items():
@@ -68,16 +70,18 @@ def build_optimizers(
     parameters: Mapping[str, Parameter],
     config: OptimizerConfig,
     *,
+    experts: frozenset[str] = frozenset(),
     elastic: bool = False,
     precision: str = "fp32",
 ) -> list[Optimizer]:
     """Build one optimizer per kind of update; groups have an `lr_ratio` and learning rate 0.
 
     Args:
+        experts: parameters whose first dimension lists experts, each of which is updated as a parameter of its own.
         elastic: no bit of an update may depend on which rows of a parameter a rank holds.
         precision: of the forward pass. Muon orthogonalises in bf16 only where that is bf16.
     """
-    shapes = {name: parameter.ndim for name, parameter in parameters.items()}
+    shapes = {name: p.ndim - (name in experts) for name, p in parameters.items()}
     by_update: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for group in group_parameters(shapes, config):
         fused = {name: not elastic or _has_even_rows(parameters[name]) for name in group.names}
@@ -158,7 +162,13 @@ def task_optimizers(
     parameters = dict(model.named_parameters())
     given = task.optimizer(model)
     if given is None:
-        return build_optimizers(parameters, config, elastic=elastic, precision=precision)
+        return build_optimizers(
+            parameters,
+            config,
+            experts=expert_parameters(model),
+            elastic=elastic,
+            precision=precision,
+        )
     made = list(given) if isinstance(given, Iterable) else [given]
     if made and all(isinstance(each, dict) for each in made):
         if config.name == "muon":

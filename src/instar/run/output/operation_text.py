@@ -83,4 +83,4 @@ def _short(value: Any) -> str:
         return ", ".join(map(_short, value)) or "none"
     if isinstance(value, Lora):
         return f"{value.target} r={value.rank} α={value.alpha:g}"
-    return str(value)
+    return "none" if value is None else str(value)

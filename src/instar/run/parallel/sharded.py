@@ -36,6 +36,7 @@ from instar.distributed.all_reduce import (
 from instar.distributed.failure import RunFailed
 from instar.distributed.shards import own
 from instar.distributed.world import World
+from instar.models.experts import ExpertLinear
 from instar.models.module import held_buffers, is_meta, load_buffers, materialize
 from instar.run.parallel.collectives import RoundedAllGather, TreeReduceScatter
 from instar.run.parallel.strategy import MicroBatchCalls, freeze, share_buffers
@@ -75,7 +76,7 @@ class Sharded:
         for block in blocks(bare):
             if config.compile:
                 _compile(block)
-            linear = [module for module in block.modules() if rounds and isinstance(module, Linear)]
+            linear = [m for m in block.modules() if rounds and isinstance(m, Linear | ExpertLinear)]
             if linear:
                 shard(linear)
                 cast(FSDPModule, linear[0]).set_custom_all_gather(self._gather)  # type: ignore[arg-type]
