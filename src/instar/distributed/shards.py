@@ -65,6 +65,21 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
     return as_sharded(local, like)
 
 
+@torch.no_grad()
+def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that all ranks hold whole with the layout of another of its shape, on any mesh.
+
+    Without communication; not copied if the other is whole.
+    """
+    if not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, places = like.device_mesh, like.placements
+    made = distribute_tensor(tensor.to(mesh.device_type), mesh, places, src_data_rank=None)
+    return made.to(like.device)
+
+
 def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the rows of a tensor that this rank holds of `like`, which has its shape, without a copy.
 

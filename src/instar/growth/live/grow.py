@@ -18,17 +18,18 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from instar.config.sections import Operation
-from instar.growth.apply import Key, Role, applied, grow_buffers, moments_mode
+from instar.distributed.shards import Wholes, is_sharded, laid_out
+from instar.growth.apply import Key, Role, applied, moments_mode
 from instar.growth.axes import Use
-from instar.growth.live.modules import carry_over, replace_parameters, take_over
-from instar.growth.live.optimizers import homes, prepare_optimizer
-from instar.growth.live.probe import coarsest, drawn, moved, probed
+from instar.growth.live.build import Wrap, build_sharded, build_whole
+from instar.growth.live.modules import take_over
+from instar.growth.live.optimizers import prepare_optimizer
+from instar.growth.live.probe import coarsest, drawn, moved, probed, reshard
 from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
 from instar.growth.operators import plan
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New
 from instar.growth.proof import Proof, compare
 from instar.models.hf.pretrained import PretrainedShape
-from instar.models.module import load_buffers, persistent_buffers
 from instar.models.shape import Growable, streams_of
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ def grow(
     probe: Any = None,
     shape: Growable | None = None,
     build: Build | None = None,
+    wrap: Wrap | None = None,
     seed: int = 0,
     allow_inexact: bool = False,
     **options: Any,
@@ -84,6 +86,8 @@ def grow(
             none.
         shape: of a module of your own; default: its attribute `shape`.
         build: returns a new module of a larger shape; default: the class of the model.
+        wrap: applies `fully_shard` to a module, as it was applied to the old one. A new module is returned, without the old
+            one's hooks. A collective: every process calls it alike.
         seed: of new values; every process of a run must give the same.
         allow_inexact: accept a model that breaks the label of the operation.
 
@@ -100,6 +104,7 @@ def grow(
         probe=probe,
         shape=shape,
         build=build,
+        wrap=wrap,
         seed=seed,
         allow_inexact=allow_inexact,
         **options,
@@ -117,17 +122,24 @@ def prepare(
     probe: Any = None,
     shape: Growable | None = None,
     build: Build | None = None,
+    wrap: Wrap | None = None,
     seed: int = 0,
     allow_inexact: bool = False,
     **options: Any,
 ) -> PreparedGrowth:
     """Builds and proves what `grow` would make of a model, which is not changed; same arguments."""
     asked = _operation(operation, value, options)
+    reshard(model)
     subject = subject_of(model, shape, build)
     larger, made = plan(subject.shape, asked)
     key = (seed, sum(p.numel() for p in subject.module.parameters()))
-    module = _built(subject, larger, made, key)
-    proof = _prove(subject, asked, module, larger, made, key, probe)
+    old = subject.parameters()
+    if wrap is None and any(map(is_sharded, old.values())):
+        raise GrowthError(
+            "the parameters are sharded (FSDP): pass wrap=, the function that applies fully_shard to the module"
+        )
+    module = _built(subject, larger, made, key, wrap)
+    proof = _prove(subject, asked, module, larger, made, key, probe, wrap)
     if proof is not None:
         logger.info("%s: %s", asked.name, proof)
         if not proof.holds and not allow_inexact:
@@ -135,20 +147,22 @@ def prepare(
                 f"{asked.name}: the outputs changed by {proof.max_logit_diff_relative:.2g} of the largest, more than "
                 f"its label {proof.label!r} allows; the model is as before (allow_inexact=True accepts it)"
             )
-    old, new = subject.parameters(), subject.parameters(module)
+    new = subject.parameters(module)
     _warn_if_frozen(asked.name, larger, made, new)
     mode = moments_mode(asked)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     steps = [prepare_optimizer(each, made, old, new, key, mode) for each in optimizers]
     if ema is not None:
-        steps.append(_prepare_ema(ema, subject, larger, made, key))
+        steps.append(_prepare_ema(ema, subject, larger, made, key, new, wrap))
 
     def commit() -> Module:
         for parameter in (*old.values(), *new.values()):
             parameter.grad = None
-        take_over(subject.module, module)
         for step in steps:
             step()
+        if wrap is not None:
+            return module
+        take_over(subject.module, module)
         return _rewrapped(model)
 
     return PreparedGrowth(asked, larger, made, proof, module, commit)
@@ -188,50 +202,39 @@ def _operation(
     return given
 
 
-def _built(subject: Subject, larger: Growable, made: GrowthPlan, key: Key) -> Module:
-    """Returns a module of the grown shape with the old tensors, transformed by the plan. A tensor that does not
-    change is shared by both."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        module = subject.build(larger)
-    grown = replace(subject, shape=larger)
-    old, there = subject.parameters(), grown.parameters(module)
-    if there.keys() != made.tensors.keys():
-        odd = sorted(there.keys() ^ made.tensors.keys())
-        raise GrowthError(f"a module of the grown shape has other parameters: {', '.join(odd[:4])}")
-    detached = {name: parameter.detach() for name, parameter in old.items()}
-    home = homes(made, old)
-    parameters = {}
-    for name, tensor in applied(made, detached, Role.PARAMETER, key):
-        source = old[home[name]]
-        if tensor is detached[home[name]]:
-            parameters[name] = source
-            continue
-        if tensor.shape != there[name].shape:
-            raise GrowthError(
-                f"a module of the grown shape has {name} of {tuple(there[name].shape)}, not {tuple(tensor.shape)}"
-            )
-        parameters[name] = Parameter(tensor, requires_grad=source.requires_grad)
-        vars(parameters[name]).update(vars(source))
-    buffers = grow_buffers(made, persistent_buffers(subject.module), module)
-    replace_parameters(module, {there[name]: parameter for name, parameter in parameters.items()})
-    load_buffers(module, buffers)
-    carry_over(subject, module, made)
-    return module
+def _built(
+    subject: Subject, larger: Growable, made: GrowthPlan, key: Key, wrap: Wrap | None
+) -> Module:
+    if wrap is None:
+        return build_whole(subject, larger, made, key)
+    return build_sharded(subject, larger, made, key, wrap)
 
 
 def _prepare_ema(
-    ema: Ema, subject: Subject, larger: Growable, made: GrowthPlan, key: Key
+    ema: Ema,
+    subject: Subject,
+    larger: Growable,
+    made: GrowthPlan,
+    key: Key,
+    parameters: Mapping[str, Parameter],
+    wrap: Wrap | None,
 ) -> Callable[[], None]:
+    """Returns a function that makes a moving average that of the grown model, which has these parameters."""
     if isinstance(ema, Module):
+        if wrap is not None:
+            raise GrowthError(
+                "with wrap=, ema= takes tensors by the names of parameters, no module"
+            )
         old = replace(subject, module=bare(ema))
         if old.parameters().keys() != subject.parameters().keys():
             raise GrowthError("the moving average has other parameters than the model")
-        new = _built(old, larger, made, key)
+        new = build_whole(old, larger, made, key)
         return lambda: take_over(old.module, new)
     tensors = {subject.name(name): tensor for name, tensor in ema.items()}
     if odd := tensors.keys() ^ subject.parameters().keys():
         raise GrowthError(f"the moving average has other names than the model: {min(odd)}")
-    grown = dict(applied(made, tensors, Role.PARAMETER, key))
+    averages = applied(made, Wholes(tensors), Role.PARAMETER, key)
+    grown = {name: laid_out(tensor, parameters[name]) for name, tensor in averages}
 
     def commit() -> None:
         ema.clear()
@@ -283,6 +286,7 @@ def _prove(
     made: GrowthPlan,
     key: Key,
     batch: Any,
+    wrap: Wrap | None,
 ) -> Proof | None:
     if batch is False:
         return None
@@ -292,17 +296,30 @@ def _prove(
         batch = drawn(subject.shape)
     device = next(module.parameters()).device
     batch = moved(batch, device)
-    dtype = coarsest({p.dtype for p in module.parameters()})
-    before = probed(subject.module, batch)
-    proof = compare(made, before, probed(module, batch), dtype)
+    before, after = probed(subject.module, batch), probed(module, batch)
+    dtype = coarsest({p.dtype for p in module.parameters()} | {after.logits.dtype})
+    proof = compare(made, before, after, dtype)
     if proof.holds or made.label != "exact" or dtype is torch.float64:
         return proof
     # rounding in deep models can exceed the tolerance: float64 decides, but for what models compute in float32
     try:
-        old = replace(subject, module=copy.deepcopy(subject.module).double())
-        new = _built(old, larger, made, key)
+        old, wrap = _doubled(subject, key, wrap)
+        new = _built(old, larger, made, key, wrap)
         doubled = moved(batch, device, torch.float64)
         return compare(made, probed(old.module, doubled), probed(new, doubled), torch.float32)
     except (RuntimeError, TypeError, ValueError) as error:
         logger.info("%s is not compared in float64: %s", operation.name, error)
         return proof
+
+
+def _doubled(subject: Subject, key: Key, wrap: Wrap | None) -> tuple[Subject, Wrap | None]:
+    """Returns a subject in float64, and what shards others of that type."""
+    if wrap is None:
+        return replace(subject, module=copy.deepcopy(subject.module).double()), None
+
+    def wrap_doubled(module: Module) -> None:
+        wrap(module.double())
+
+    same = GrowthPlan({name: Grown(name) for name in subject.parameters()}, "exact")
+    module = build_sharded(subject, subject.shape, same, key, wrap_doubled)
+    return replace(subject, module=module), wrap_doubled

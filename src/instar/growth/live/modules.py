@@ -25,9 +25,13 @@ def replace_parameters(module: Module, new: Mapping[Parameter, Parameter]) -> No
                 each._parameters[name] = new[parameter]
 
 
-def carry_over(subject: Subject, module: Module, plan: GrowthPlan) -> None:
+def carry_over(subject: Subject, module: Module, plan: GrowthPlan, *, hooks: bool = True) -> None:
     """Gives the submodules of a grown module the hooks, modes and additional attributes of the old ones, and the
-    device and dtype of their buffers. New blocks are like those next to them."""
+    device and dtype of their buffers. New blocks are like those next to them.
+
+    Args:
+        hooks: False: modes only, also of the module itself.
+    """
     old = dict(subject.module.named_modules())
     device = next(subject.module.parameters()).device
     seen: set[Module] = set()
@@ -39,9 +43,9 @@ def carry_over(subject: Subject, module: Module, plan: GrowthPlan) -> None:
             if buffer is not None:
                 like = (device, buffer.dtype) if was is None else (was.device, was.dtype)
                 new._buffers[name] = buffer.to(*like)
-        if source is not None and path:
+        if source is not None and (path or not hooks):
             for name, value in vars(source).items():
-                if _is_kept(name) or name not in vars(new):
+                if name in _KEPT or (hooks and (_is_kept(name) or name not in vars(new))):
                     # handles of hooks remove them from the dict of the first module that continues the old one
                     vars(new)[name] = _of(
                         new, source, value, shared=not is_new and source not in seen

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from instar.distributed.shards import is_sharded, laid_out, whole
 from instar.growth.apply import Key, Mode, grow_state, nearest_source, neighbours
 from instar.growth.plan import GrowthError, GrowthPlan, source_of
 
@@ -62,7 +63,7 @@ def prepare_optimizer(
         if source is not None and mode != "reset":
             state = optimizer.state.get(old[source], {})
             states[name] = {
-                field: _grown(plan, f"{name}/{field}", value, old[source], key, mode)
+                field: _grown(plan, f"{name}/{field}", value, (old[source], new[name]), key, mode)
                 for field, value in state.items()
             }
     names = {parameter: name for name, parameter in old.items()}
@@ -86,17 +87,25 @@ def prepare_optimizer(
 
 
 def _grown(
-    plan: GrowthPlan, name: str, value: Any, parameter: Parameter, key: Key, mode: Mode
+    plan: GrowthPlan,
+    name: str,
+    value: Any,
+    parameters: tuple[Parameter, Parameter],
+    key: Key,
+    mode: Mode,
 ) -> Any:
+    """Returns a state of the second parameter, which continues the first."""
+    parameter, new = parameters
     field = name.rpartition("/")[2]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.shape == parameter.shape and (field in _KNOWN or not value.ndim):
-            return grow_state(plan, name, lambda _: value, key, mode)
+            grown = grow_state(plan, name, lambda _: whole(value), key, mode)
+            return laid_out(grown, new) if value.ndim else grown
         if not value.ndim:
             return value.clone()
-        if field in _FACTORS:
+        if field in _FACTORS and not is_sharded(value):
             return _grown_factor(plan, name, value, parameter, key, mode)
     kind = (
         f"{value.dtype} of {list(value.shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -60,6 +61,7 @@ def probed(module: Module, batch: Any) -> Probe:
             found = module(**batch)
         else:
             found = module(*batch) if isinstance(batch, list) else module(batch)
+    reshard(module)
     logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
     if isinstance(logits, tuple | list) and logits:
         logits = logits[0]
@@ -70,3 +72,12 @@ def probed(module: Module, batch: Any) -> Probe:
         )
     loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
     return Probe(logits, float(loss) if loss is not None else 0.0)
+
+
+def reshard(model: Module) -> None:
+    """Lets go of parameters that `fully_shard` gathered, as it does not after a forward pass alone."""
+    # importing the module takes a while, and without it there are no sharded modules
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for each in model.modules() if fsdp else ():
+        if fsdp and isinstance(each, fsdp.FSDPModule):
+            each.reshard()

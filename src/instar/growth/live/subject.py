@@ -11,7 +11,6 @@ from torch.nn import DataParallel, Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from instar.distributed.shards import is_sharded
 from instar.growth.live.adapters import Adapted, adapted_shape, is_of_peft
 from instar.growth.plan import GrowthError
 from instar.models.hf.pretrained import PretrainedShape
@@ -46,7 +45,7 @@ def subject_of(model: Module, shape: Growable | None = None, build: Build | None
     """Returns the subject of a model, and checks that every parameter is named by its shape.
 
     Raises:
-        GrowthError: the model is of no known family, or it is quantised, sharded, or divided among devices.
+        GrowthError: the model is of no known family, or it is quantised, or divided among devices.
     """
     module = bare(model)
     _refuse_layout(module)
@@ -122,11 +121,6 @@ class _Pretrained:
 
 def _refuse_layout(module: Module) -> None:
     for name, parameter in module.named_parameters():
-        if is_sharded(parameter):
-            raise GrowthError(
-                f"{name} is sharded (FSDP): grow the whole model before fully_shard, from a checkpoint with "
-                "all tensors, or train it by `instar train`, which grows shards"
-            )
         if not parameter.is_floating_point():
             raise GrowthError(
                 f"{name} is of type {parameter.dtype}: quantised weights do not grow; load the model without "

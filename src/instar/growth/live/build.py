@@ -1,0 +1,132 @@
+"""Builds a grown module from the tensors of the old one: whole, or sharded by `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from instar.distributed.shards import Wholes, laid_out
+from instar.growth.apply import Key, Role, applied, grow_buffers
+from instar.growth.live.modules import carry_over, replace_parameters
+from instar.growth.live.optimizers import homes
+from instar.growth.live.subject import Subject
+from instar.growth.plan import GrowthError, GrowthPlan
+from instar.models.module import load_buffers, persistent_buffers
+from instar.models.shape import Growable
+
+Wrap = Callable[[Module], Any]
+"""Applies `fully_shard` to a module and its blocks, in place."""
+
+
+def build_whole(subject: Subject, larger: Growable, plan: GrowthPlan, key: Key) -> Module:
+    """Returns a module of the grown shape with the old tensors, transformed by the plan. A tensor that does not
+    change is shared by both.
+
+    Raises:
+        GrowthError: the module has other parameters than the shape.
+    """
+    module, there = _empty(subject, larger, plan)
+    old = subject.parameters()
+    detached = {name: parameter.detach() for name, parameter in old.items()}
+    home = homes(plan, old)
+    parameters = {}
+    for name, tensor in applied(plan, detached, Role.PARAMETER, key):
+        source = old[home[name]]
+        if tensor is detached[home[name]]:
+            parameters[name] = source
+            continue
+        _check(name, tensor, there[name])
+        parameters[name] = Parameter(tensor, requires_grad=source.requires_grad)
+        vars(parameters[name]).update(vars(source))
+    buffers = grow_buffers(plan, persistent_buffers(subject.module), module)
+    replace_parameters(module, {there[name]: parameter for name, parameter in parameters.items()})
+    load_buffers(module, buffers)
+    carry_over(subject, module, plan)
+    return module
+
+
+def build_sharded(
+    subject: Subject, larger: Growable, plan: GrowthPlan, key: Key, wrap: Wrap
+) -> Module:
+    """Returns the same as `build_whole`, sharded by `wrap`. A collective; one tensor at a time is whole.
+
+    Hooks are not taken over: those of `fully_shard` belong to the old shards.
+    """
+    with _parameters_on_meta():
+        module, there = _empty(subject, larger, plan)
+    old = subject.parameters()
+    home = homes(plan, old)
+    buffers = grow_buffers(plan, persistent_buffers(subject.module), module)
+    sources = {parameter: old[home[name]] for name, parameter in there.items()}
+    replace_parameters(
+        module,
+        {
+            each: Parameter(torch.empty_like(each, dtype=source.dtype), source.requires_grad)
+            for each, source in sources.items()
+        },
+    )
+    load_buffers(module, buffers)
+    carry_over(subject, module, plan, hooks=False)
+    wrap(module)
+    _allocate(module, next(iter(old.values())).device)
+    new = replace(subject, shape=larger).parameters(module)
+    for name, tensor in applied(plan, Wholes(old), Role.PARAMETER, key):
+        _check(name, tensor, new[name])
+        with torch.no_grad():
+            new[name].copy_(laid_out(tensor, new[name]))
+    return module
+
+
+def _empty(
+    subject: Subject, larger: Growable, plan: GrowthPlan
+) -> tuple[Module, Mapping[str, Parameter]]:
+    """Returns a new module of the grown shape, and its parameters by their names in the shape."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        module = subject.build(larger)
+    there = replace(subject, shape=larger).parameters(module)
+    if odd := sorted(there.keys() ^ plan.tensors.keys()):
+        raise GrowthError(f"a module of the grown shape has other parameters: {', '.join(odd[:4])}")
+    return module, there
+
+
+def _check(name: str, tensor: Tensor, parameter: Parameter) -> None:
+    if tensor.shape != parameter.shape:
+        raise GrowthError(
+            f"a module of the grown shape has {name} of {tuple(parameter.shape)}, not {tuple(tensor.shape)}"
+        )
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules that are built have parameters without memory, and real buffers."""
+
+    def moved(_: Module, __: str, parameter: Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(moved)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _allocate(module: Module, device: torch.device) -> None:
+    """Gives memory to what this rank holds of the parameters."""
+    buffers = {
+        (each, name): buffer
+        for each in module.modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None
+    }
+    module.to_empty(device=device)
+    for (each, name), buffer in buffers.items():
+        each._buffers[name] = buffer

@@ -1,0 +1,24 @@
+"""`grow` of a model that `fully_shard` has divided among two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from forks import Forks, children_as_ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "operations"),
+    [
+        ("llama", ["widen_mlp_split", "insert_layers", "widen_hidden"]),
+        ("qwen2", ["resize_vocab", "add_groups"]),  # whose head is the table
+    ],
+)
+def test_shards_grow_as_the_whole_model_does(
+    kind: str, operations: list[str], tmp_path: Path, forks: Forks
+) -> None:
+    forks.import_now("grown_shards")
+    ranks = children_as_ranks(forks, 2, "grown_shards:run", kind, *operations, place=tmp_path)
+    for rank in ranks:
+        assert rank.finish() == 0, rank.output()

@@ -1,0 +1,97 @@
+"""Ranks that hold shards of a model of transformers, which grows with its optimizer; beside it a whole one."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import EXACT, OTHER, model_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from instar.distributed.shards import whole
+from instar.growth import GrowthError, grow, prepare
+from instar.growth.proof import TOLERANCE
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All parameters and states, whole."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = whole(parameter)
+        for field, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}/{field}"] = whole(value)
+    return found
+
+
+def shard(model: nn.Module, mesh: Any) -> None:
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def run(kind: str, *operations: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = copy.deepcopy(model_of(kind)).train()
+    sharded.lm_head.weight.requires_grad_(kind != "llama")
+    alone = copy.deepcopy(sharded)
+    shard(sharded, mesh)
+    optimizers = [
+        torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3)
+        for each in (sharded, alone)
+    ]
+    step(sharded, optimizers[0], 0)
+    held = contents(sharded, optimizers[0])
+    for name, parameter in alone.named_parameters():
+        parameter.data.copy_(held[name])
+        if parameter.requires_grad:
+            fields = ("step", "exp_avg", "exp_avg_sq")
+            optimizers[1].state[parameter] = {f: held[f"{name}/{f}"].clone() for f in fields}
+    averages = {name: 2 * parameter.detach() for name, parameter in sharded.named_parameters()}
+    averages_alone = {name: 2 * p.detach() for name, p in alone.named_parameters()}
+    with pytest.raises(GrowthError, match="pass wrap="):
+        grow(sharded, EXACT["widen_mlp"], optimizer=optimizers[0])
+    wrap = partial(shard, mesh=mesh)
+    tolerance = TOLERANCE[torch.float32]
+    TOLERANCE[torch.float32] = 0.0  # rounding exceeds it, so that float64 decides
+    prepare(sharded, EXACT["widen_mlp_split"], wrap=wrap)
+    TOLERANCE[torch.float32] = tolerance
+    for operation in (({**EXACT, **OTHER})[name] for name in operations):
+        with torch.no_grad():
+            sharded.eval()(input_ids=torch.ones(1, 3, dtype=torch.int64))  # leaves the root whole
+        sharded = grow(sharded.train(), operation, optimizer=optimizers[0], ema=averages, wrap=wrap)
+        grow(alone, operation, optimizer=optimizers[1], ema=averages_alone)
+        found, wanted = contents(sharded, optimizers[0]), contents(alone, optimizers[1])
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+        assert averages.keys() == averages_alone.keys()
+        for name, tensor in averages_alone.items():
+            assert torch.equal(whole(averages[name]), tensor), name
+    for (name, mine), other in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+        assert isinstance(mine, DTensor), name
+        assert mine.device_mesh == mesh
+        assert mine.requires_grad == other.requires_grad
+    assert sharded.training
+    assert sharded.config.to_dict() == alone.config.to_dict()
+    for number in (1, 2):
+        step(sharded, optimizers[0], number)
+        step(alone, optimizers[1], number)
+    found, wanted = contents(sharded, optimizers[0]), contents(alone, optimizers[1])
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
+    dist.destroy_process_group()
