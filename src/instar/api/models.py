@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from instar.data.text.tokenizer import Tokenizer
-    from instar.models.gpt import GPT
+    from instar.models.sampling import LanguageModel
 
 Source = str | os.PathLike[str]
 """a checkpoint's folder, or a run by its folder, id or name, or `latest`: its latest checkpoint"""
 
 
-def load_model(checkpoint: Source, device: str = "auto") -> GPT:
+def load_model(checkpoint: Source, device: str = "auto") -> LanguageModel:
     """Load a language model in evaluation mode; its moving average if there is one.
 
     It is a torch module: tokens [B, T] → logits [B, T, vocabulary].
@@ -194,13 +194,13 @@ def _tokenizer(path: Path) -> Tokenizer:
     return load_tokenizer(path.absolute().parent.parent)
 
 
-def _load(path: Path, device: str) -> GPT:
+def _load(path: Path, device: str) -> LanguageModel:
     share_cores(os.environ)
 
     import torch
 
-    from instar.models.gpt import load_gpt
+    from instar.models.hf.saved import load_language_model
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_gpt(path, device)
+    return load_language_model(path, device)

@@ -247,22 +247,25 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
 def export(where: str, folder: Path, _to: str, ema: bool, max_shard_size: int) -> None:
     """Write the model into the new folder FOLDER, in the format of transformers.
 
-    A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM; the run's
-    tokenizer is included. One tensor at a time is in memory.
+    A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM, and a model
+    of transformers what it was; the run's tokenizer is included. One tensor at a time is in memory.
     """
     from instar.checkpoint.store import load
 
     path = checkpoint_at(where)
 
+    from instar.models.architecture import Architecture
     from instar.models.hf.config import CLASSES, style_of
     from instar.models.hf.folder import export_folder
+    from instar.models.hf.module import class_name
 
     with _with_advice(path):
         found = load(path)
     with _checkpoint_errors():
         arch = export_folder(found, folder, averaged=ema, max_shard_bytes=max_shard_size)
     click.echo(str(folder))
-    click.echo(f"next: {CLASSES[style_of(arch)]}.from_pretrained({str(folder)!r})", err=True)
+    name = CLASSES[style_of(arch)] if isinstance(arch, Architecture) else class_name(arch)
+    click.echo(f"next: {name}.from_pretrained({str(folder)!r})", err=True)
 
 
 @checkpoint.command("import")

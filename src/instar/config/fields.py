@@ -40,8 +40,10 @@ Root = type[RunConfig]
 C = TypeVar("C", bound=RunConfig)
 
 LANGUAGE = "language"
+CAUSAL_LM = "causal_lm"
 ROOTS: Mapping[str, str] = {
     LANGUAGE: "instar.config.language:LanguageConfig",
+    CAUSAL_LM: "instar.config.causal_lm:CausalLMConfig",
     "graph": "instar.config.graph:GraphConfig",
 }
 

@@ -148,16 +148,13 @@ class DataConfig(FeedConfig):
         return self.kind in ("stream", "python")
 
 
-class LanguageConfig(RunConfig):
-    """A whole run of a GPT on text."""
+class TextConfig(RunConfig):
+    """A whole run of a language model on text."""
 
-    name: Name = Field("gpt", description=NAME)
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the GPT's shape")
     data: DataConfig = Field(default_factory=DataConfig, description="samples and their order")
 
     def conflicts(self) -> list[ConfigProblem]:
-        of_weights = self.starts_from is not None  # whose shape is not a matter of this config
-        return [*([] if of_weights else shape_checks(self.model)), *data_checks(self.data)]
+        return data_checks(self.data)
 
     @property
     def metrics(self) -> dict[str, Direction]:
@@ -169,6 +166,17 @@ class LanguageConfig(RunConfig):
     @property
     def prefers_bf16(self) -> bool:
         return True
+
+
+class LanguageConfig(TextConfig):
+    """A whole run of a GPT on text."""
+
+    name: Name = Field("gpt", description=NAME)
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the GPT's shape")
+
+    def conflicts(self) -> list[ConfigProblem]:
+        of_weights = self.starts_from is not None  # whose shape is not a matter of this config
+        return [*([] if of_weights else shape_checks(self.model)), *super().conflicts()]
 
     @property
     def context(self) -> int:

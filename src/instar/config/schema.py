@@ -433,7 +433,8 @@ class RunConfig(Section):
     )
     task: str = Field(
         "language",
-        description="what is trained: language, graph, or your own as module:class",
+        description="what is trained: language, causal_lm (a model of transformers), graph, or your own as "
+        "module:class",
     )
     schedule: Annotated[tuple[ScheduledOperation, ...], Strict(False)] = Field(
         (),
@@ -497,6 +498,11 @@ class RunConfig(Section):
     def context(self) -> int:
         """Initial sample length in tokens; 1 for samples without a length."""
         return 1
+
+    @property
+    def longest_context(self) -> int | None:
+        """The most tokens that the model can read at step 0; None: not known from the config."""
+        return self.context
 
 
 C = TypeVar("C", bound=RunConfig)

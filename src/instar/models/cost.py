@@ -10,7 +10,7 @@ from typing import Literal
 from instar.config.schema import OptimizerName
 from instar.models import lora as adapters
 from instar.models.architecture import Architecture
-from instar.models.shape import Parameter, count_parameters
+from instar.models.shape import Parameter, TransformerShape, count_parameters
 
 _WIDE = 4
 """Bytes of a float32: weights, gradients, moments, the residual stream, log-softmax."""
@@ -181,20 +181,22 @@ def _logit_bytes(arch: Architecture, tokens: int, low: int, device: str) -> int:
     return held + _WIDE * arch.n_embd * (2 * tokens + arch.vocab_size)
 
 
-def flops_per_token(arch: Architecture, context: int | None = None) -> int:
+def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:
     """Returns floating-point operations per token of a forward and backward pass.
 
-    6 N_matmul + 12 n_layer · context · (n_head · head_dim) (PaLM, arXiv 2204.02311, appendix B),
+    6 N_matmul + 12 layers · context · (heads · head_dim) (PaLM, arXiv 2204.02311, appendix B),
     for samples of `context` tokens (default: the architecture's). Of the experts, N_matmul counts those that a token
     uses. Attention is not halved for
     causality, and the recomputation of gradient checkpointing is not counted.
     """
-    length = arch.context if context is None else context
-    attention = 12 * arch.n_layer * length * arch.n_head * arch.head_dim
+    sizes = arch.sizes()
+    length = sizes["context"] if context is None else context
+    attention = 12 * sizes["layers"] * length * sizes["heads"] * sizes["head_dim"]
+    experts, used = (getattr(arch, f"num_experts{part}", None) for part in ("", "_per_tok"))
     unused = 0
-    if arch.num_experts is not None and arch.num_experts_per_tok is not None:
+    if experts is not None and used is not None:
         each = sum(
             math.prod(p.shape[1:]) for p in arch.parameters().values() if p.kind == "experts"
         )
-        unused = (arch.num_experts - arch.num_experts_per_tok) * each
+        unused = (experts - used) * each
     return 6 * (count_parameters(arch).matmul - unused) + attention

@@ -152,6 +152,9 @@ class GPT(nn.Module):
                 hook.remove()
         yield from found
 
+    def new_cache(self) -> KVCache:
+        return KVCache()
+
     def reset_buffers(self) -> None:
         """Computes the non-persistent buffers: RoPE tables, and a closed mask."""
         if self.arch.positions == "rope" and not self.rope_cos.is_meta:

@@ -1,4 +1,4 @@
-"""Sampling from a GPT: drawing tokens one by one, and turning them into text as they come."""
+"""Sampling from a language model: drawing tokens one by one, and turning them into text as they come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from instar.data.text.tokenizer import Tokenizer
-from instar.models.gpt import GPT, KVCache, named_generator
+from instar.models.gpt import GPT, named_generator
+from instar.models.hf.module import PretrainedModel
 from instar.models.module import enough_threads, evaluating
 from instar.models.shape import count_parameters
 
@@ -19,11 +20,12 @@ _MIN_TEMPERATURE = 1e-6
 _INCOMPLETE = "�"
 """what a tokenizer decodes the first bytes of a character to"""
 
+LanguageModel = GPT | PretrainedModel
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 def generate(
-    model: GPT,
+    model: LanguageModel,
     tokens_BT: Tensor,
     n_new: int,
     *,
@@ -47,7 +49,7 @@ def generate(
 
 
 def stream(
-    model: GPT,
+    model: LanguageModel,
     tokens_BT: Tensor,
     *,
     temperature: float = 1.0,
@@ -84,10 +86,10 @@ def stream(
     flops_per_token = 2.0 * count_parameters(model.arch).total
     context = model.arch.context
     tokens_BT = tokens_BT[:, -context:]
-    cache = KVCache()
+    cache = model.new_cache()
     while True:
         if len(cache) == context:  # positions are counted from the first token of the window
-            cache = KVCache()
+            cache = model.new_cache()
         new_BT = tokens_BT[:, len(cache) :]
         flops = flops_per_token * new_BT.numel()
         with evaluating(model), enough_threads(flops), torch.no_grad():
@@ -190,7 +192,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def continuations(
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     n_new: int,

@@ -301,7 +301,9 @@ def count_parameters(arch: Growable) -> ParameterCount:
     for name, entry in arch.parameters().items():
         size = math.prod(entry.shape)
         by_kind[entry.kind] = by_kind.get(entry.kind, 0) + size
-        if getattr(arch, "tied", False) and name.startswith("token_embedding."):
+        if getattr(arch, "tied", False) and (
+            name.startswith("token_embedding.") or entry.axes == ("vocab", "embed")
+        ):
             tied += size
     total, head = sum(by_kind.values()), by_kind.get("head", 0)
     return ParameterCount(

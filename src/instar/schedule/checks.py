@@ -136,7 +136,7 @@ def has_end(config: RunConfig) -> bool:
 
 def _context(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield samples that would be longer than the model's context at that point."""
-    longest: int | None = config.context
+    longest = config.longest_context
     before: tuple[str, ...] = (SCHEDULE,)
     for number, given in enumerate(config.schedule):
         place = f"{SCHEDULE}[{number}]"

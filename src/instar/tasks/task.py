@@ -37,6 +37,7 @@ Say = Callable[[str], None]
 
 SPECS: Mapping[str, str] = {
     "language": "instar.tasks.language:LanguageSpec",
+    "causal_lm": "instar.tasks.causal_lm:CausalLMSpec",
     "graph": "instar.tasks.graph_spec:GraphSpec",
 }
 """`TaskSpec` of each built-in task; its module imports no torch."""

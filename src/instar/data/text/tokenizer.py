@@ -205,7 +205,9 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
     if not isinstance(tokenizer, BPETokenizer):
         return np.ones(tokenizer.vocab_size, dtype=np.int64)
     saved = json.loads(tokenizer.to_json())
-    if (saved.get("decoder") or {}).get("type") != "ByteLevel" or saved["model"]["type"] != "BPE":
+    if (saved.get("decoder") or {}).get("type") != "ByteLevel" or saved["model"].get(
+        "type"
+    ) != "BPE":
         return None
     added = {each["content"]: each for each in saved.get("added_tokens", ())}
     found = np.zeros(tokenizer.vocab_size, dtype=np.int64)

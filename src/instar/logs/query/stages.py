@@ -95,9 +95,11 @@ def operation_text(operation: OperationEvent) -> str:
 
 def shape_text(architecture: Mapping[str, Any]) -> str:
     """Returns layers and width, e.g. `12L/768d`; empty for an architecture without these."""
-    layers = architecture.get("n_layer", architecture.get("layers"))
-    width = architecture.get("n_embd", architecture.get("width"))
-    parts = [(layers, "L"), (width, "d")]
+    layers, width = ("n_layer", "layers", "num_hidden_layers"), ("n_embd", "width", "hidden_size")
+    parts = [
+        (next((architecture[name] for name in names if name in architecture), None), unit)
+        for names, unit in ((layers, "L"), (width, "d"))
+    ]
     return "/".join(f"{size}{unit}" for size, unit in parts if isinstance(size, int))
 
 

@@ -11,11 +11,12 @@ Only safetensors and JSON are read and written; transformers is not needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,9 +30,11 @@ from instar.config.language import DataConfig, LanguageConfig
 from instar.config.origins import resolved
 from instar.data.text.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from instar.models.architecture import Architecture, section_of
-from instar.models.hf.config import CONFIG, from_config, read_config, to_config
+from instar.models.hf.config import CONFIG, from_config, read_config, style_of, to_config
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.saved import PretrainedExport, is_of_transformers, pretrained_shape
 from instar.models.hf.tensors import conversions, from_tensors, to_tensors
-from instar.models.hf.tokenizer import from_fast, to_fast
+from instar.models.hf.tokenizer import TOKENIZER_CONFIG, from_fast, to_fast
 from instar.models.hf.weights import MAX_SHARD_BYTES, encode, read_weights, write_weights
 from instar.models.shape import ArchitectureError
 from instar.record import atomic
@@ -47,7 +50,7 @@ def export_folder(
     averaged: bool = False,
     weights: Mapping[str, Tensor] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Architecture:
+) -> Architecture | PretrainedShape:
     """Writes the model of a checkpoint, or the moving average of its weights, as a folder that
     `from_pretrained` loads. The folder is published atomically. One tensor at a time is in memory.
 
@@ -66,13 +69,12 @@ def export_folder(
     if component not in checkpoint.components:
         missing = "no moving average was kept (train.ema)" if averaged else "its model is missing"
         raise CheckpointError(f"{path}: {missing}; it has {', '.join(checkpoint.components)}")
-    try:
-        arch = Architecture.from_dict(checkpoint.manifest.architecture)
-    except ArchitectureError as error:
-        raise CheckpointError(f"{path}: not a GPT that is supported here:\n{error}") from error
     run = path.absolute().parent.parent
-    tokenizer = load_tokenizer(run) if (run / TOKENIZER_FILE).is_file() else None
-    config = to_config(arch, end_id=tokenizer.end_id if tokenizer else None)
+    if is_of_transformers(checkpoint.manifest.architecture):
+        parts: _Parts = PretrainedExport(pretrained_shape(checkpoint, component), run)
+    else:
+        parts = _GPTExport(_gpt_of(checkpoint), run)
+    arch = parts.arch
     with ExitStack() as stack:
         if weights is None:
             read = stack.enter_context(checkpoint.reading(component))
@@ -82,19 +84,72 @@ def export_folder(
             weights = Parts(read, stored, lambda _: None)
         else:
             stored = {name: Outline.of(tensor) for name, tensor in weights.items()}
-        made = {
-            name: Outline.of(tensor) for name, tensor in to_tensors(arch, _meta(stored)).items()
-        }
+        made = parts.outlines(stored)
         size = sum(outline.size_bytes for outline in made.values())
         temporary = stack.enter_context(atomic_dir(folder))
         written = partial(folder_bytes, temporary)
         stack.enter_context(progress(f"writing {folder}", size, measured=written))
-        write_weights(temporary, made, conversions(arch, weights), max_shard_bytes)
-        if tokenizer:
-            atomic.write_synced(temporary / TOKENIZER_FILE, to_fast(tokenizer).encode())
-            about = _tokenizer_config(tokenizer, arch)
-            atomic.write_synced(temporary / "tokenizer_config.json", encode(about))
-        atomic.write_synced(temporary / CONFIG, encode(config))
+        write_weights(temporary, made, parts.conversions(weights), max_shard_bytes)
+        for name, content in parts.files().items():
+            atomic.write_synced(temporary / name, content)
+    return arch
+
+
+class _Parts(Protocol):
+    """What an export is made of."""
+
+    @property
+    def arch(self) -> Architecture | PretrainedShape: ...
+
+    def outlines(self, stored: Mapping[str, Outline]) -> dict[str, Outline]:
+        """Returns the tensors of the files, for those of the checkpoint."""
+        ...
+
+    def conversions(self, weights: Mapping[str, Tensor]) -> Mapping[str, Callable[[], Tensor]]:
+        """Returns what makes each tensor of the files."""
+        ...
+
+    def files(self) -> Mapping[str, bytes]:
+        """Returns all other files: the config and the tokenizer's."""
+        ...
+
+
+@dataclass(frozen=True)
+class _GPTExport:
+    """A GPT as GPT-2 or Llama."""
+
+    arch: Architecture
+    run: Path
+
+    def outlines(self, stored: Mapping[str, Outline]) -> dict[str, Outline]:
+        made = to_tensors(self.arch, _meta(stored))
+        return {name: Outline.of(tensor) for name, tensor in made.items()}
+
+    def conversions(self, weights: Mapping[str, Tensor]) -> Mapping[str, Callable[[], Tensor]]:
+        return conversions(self.arch, weights)
+
+    def files(self) -> dict[str, bytes]:
+        found = {}
+        if tokenizer := self._tokenizer:
+            about = _tokenizer_config(tokenizer, self.arch)
+            found[TOKENIZER_FILE] = to_fast(tokenizer).encode()
+            found[TOKENIZER_CONFIG] = encode(about)
+        end = self._tokenizer.end_id if self._tokenizer else None
+        return {**found, CONFIG: encode(to_config(self.arch, end_id=end))}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        return load_tokenizer(self.run) if (self.run / TOKENIZER_FILE).is_file() else None
+
+
+def _gpt_of(checkpoint: Checkpoint) -> Architecture:
+    try:
+        arch = Architecture.from_dict(checkpoint.manifest.architecture)
+    except ArchitectureError as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: not a GPT that is supported here:\n{error}"
+        ) from error
+    style_of(arch)
     return arch
 
 

@@ -76,6 +76,23 @@ class PretrainedShape:
         yield from values.items()
 
     @property
+    def context(self) -> int:
+        return self.sizes()["context"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.sizes()["vocab"]
+
+    @property
+    def num_experts(self) -> int | None:
+        return self.sizes().get("experts")
+
+    @property
+    def num_experts_per_tok(self) -> int | None:
+        found: int | None = self.config.get("num_experts_per_tok")
+        return found
+
+    @property
     def streams(self) -> tuple[str, ...]:
         return ("embed",)
 

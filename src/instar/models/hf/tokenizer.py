@@ -15,6 +15,15 @@ from instar.data.text.tokenizer import (
     Tokenizer,
 )
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+COMPANIONS = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files beside a tokenizer of transformers that belong to it and its model."""
+
 
 def to_fast(tokenizer: Tokenizer) -> str:
     """Returns the equivalent tokenizer in the JSON of the tokenizers library."""

@@ -31,7 +31,7 @@ from instar.checkpoint.manifest import (
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load
 from instar.checkpoint.tensor_file import Outline, outlines, write_tensors
 from instar.config.errors import ConfigError, InstarError
-from instar.config.fields import LANGUAGE, from_values, root_of
+from instar.config.fields import CAUSAL_LM, LANGUAGE, from_values, root_of
 from instar.config.files import read_regular
 from instar.config.load import load as load_config
 from instar.config.schema import RunConfig
@@ -56,7 +56,9 @@ from instar.growth.offline import (
 )
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import Probe, Proof, compare
-from instar.models.gpt import load_gpt, named_generator
+from instar.models.gpt import named_generator
+from instar.models.hf.saved import load_language_model
+from instar.models.hf.tokenizer import COMPANIONS
 from instar.models.module import load_buffers
 from instar.models.shape import Growable, count_parameters
 from instar.record import atomic
@@ -142,14 +144,14 @@ def grow(
     ):
         new_run = RunDir(temporary)
         new_run.logs.mkdir()
-        for file in (run.config, run.path / TOKENIZER_FILE):
+        for file in (run.config, *(run.path / name for name in (TOKENIZER_FILE, *COMPANIONS))):
             if file.is_file():
                 atomic.write_synced(temporary / file.name, read_regular(file))
         made = _write(source, new_run, result, model.build)
         proof, checked_on = None, ""
         if check:
             expected = expected_plan(result.stages)
-            if config.task == LANGUAGE:
+            if config.task in (LANGUAGE, CAUSAL_LM):
                 proof, checked_on = _prove_on_tokens(source.path, made, expected), "random tokens"
             else:
                 task = _task_of(run)
@@ -359,8 +361,8 @@ def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Modu
 
 
 def _prove_on_tokens(before: Path, after: Path, expected: GrowthPlan) -> Proof:
-    """Compare two GPTs on random tokens, in float64: only the rounding of the weights remains."""
-    models = [load_gpt(path).double() for path in (before, after)]
+    """Compare two language models on random tokens, in float64: only the rounding of the weights remains."""
+    models = [load_language_model(path).double() for path in (before, after)]
     rows = min(model.arch.vocab_size for model in models)
     columns = min(PROBE_TOKENS, *(model.arch.context for model in models))
     generator = named_generator(REASON)

@@ -17,7 +17,7 @@ from typing import Any
 from instar.checkpoint.listing import BEST, latest, pointed_at, pointers, resolve
 from instar.checkpoint.manifest import MANIFEST, CheckpointError, encode_json, read_manifest
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.fields import LANGUAGE, kept
+from instar.config.fields import CAUSAL_LM, LANGUAGE, kept
 from instar.config.load import WEIGHTS, Brought, Loaded
 from instar.config.origins import DEFAULT
 from instar.config.sections import FROM
@@ -32,11 +32,12 @@ from instar.models.hf.config import CONFIG, TITLES, from_config, read_config
 from instar.models.hf.tokenizer import from_fast, same_vocabulary
 from instar.record.rundir import RunDir, find_run
 from instar.run.lifecycle.resume import STARTS_FROM, began_with
-from instar.tasks.language import LanguageSpec
 from instar.tasks.task import TaskSpec, spec_class
+from instar.tasks.text import TextSpec
 
 KEY = STARTS_FROM
 TOKENIZER = "data.tokenizer"
+_ON_TEXT = (LANGUAGE, CAUSAL_LM)
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class Weights:
         return {key: value for key, value in found.items() if key != FROM}
 
 
-def find(text: str) -> Weights:
-    """Return what `model.from` names.
+def find(text: str, task: str = LANGUAGE) -> Weights:
+    """Return what `model.from` names, for a run of a task.
 
     Raises:
         ConfigError: there is no such run or folder.
@@ -86,6 +87,8 @@ def find(text: str) -> Weights:
     """
     path = Path(text)
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
+        if task == CAUSAL_LM:
+            return _pretrained(path)
         config = read_config(path)
         shape = from_config(config).to_dict()
         return Weights(path, LANGUAGE, shape, {}, f"{TITLES[config['model_type']]} of {path}", True)
@@ -98,6 +101,18 @@ def find(text: str) -> Weights:
     about = f"step {manifest.step:,} of {run.path.name}"
     task = str(config.get("task", LANGUAGE))
     return Weights(path, task, manifest.architecture, config, about)
+
+
+def _pretrained(path: Path) -> Weights:
+    from instar.models.hf.pretrained_folder import open_folder  # imports torch
+
+    shape = open_folder(path).shape
+    # labels are of other tasks, and JSON has no numbers as keys
+    values = {key: value for key, value in shape.to_dict().items() if key not in _LABELS}
+    return Weights(path, CAUSAL_LM, values, {}, f"{shape.family.name} of {path}", True)
+
+
+_LABELS = ("id2label", "label2id")
 
 
 def _checkpoint(path: Path) -> Path:
@@ -132,11 +147,11 @@ def brought(given: Mapping[str, Any]) -> Brought:
         return {}, "", ()
     task = given.get("task", LANGUAGE)
     try:
-        weights = find(text)
+        weights = find(text, str(task))
         if weights.task != task:
             raise ConfigError.one(f"{weights.about} is of task {weights.task}, not of {task}")
         section = _prefixed(weights.section())
-        source = weights.tokenizer() if task == LANGUAGE else None
+        source = weights.tokenizer() if task in _ON_TEXT else None
     except CheckpointError as error:
         return {}, "", (ConfigProblem((KEY,), f"{KEY}: {error}"),)
     except ConfigError as error:
@@ -144,10 +159,13 @@ def brought(given: Mapping[str, Any]) -> Brought:
     conflicts = [*_conflicts(given, section, weights)]
     found = {} if text == str(weights.path) else {KEY: str(weights.path)}
     found |= {key: value for key, value in section.items() if given.get(key) is None}
-    if task == LANGUAGE:
-        conflicts += _tokenizer_conflicts(given, source, section["model.vocab_size"], weights)
+    if task in _ON_TEXT:
+        rows = section["model.vocab_size" if task == LANGUAGE else "model.config"]
+        rows = rows if task == LANGUAGE else rows["vocab_size"]
+        conflicts += _tokenizer_conflicts(given, source, rows, weights)
         if source is not None and TOKENIZER not in given:
-            is_byte = from_fast(source).kind == "byte"
+            # beside its file are those that an export of a model of transformers takes along
+            is_byte = task == LANGUAGE and from_fast(source).kind == "byte"
             found[TOKENIZER] = "byte" if is_byte else str(weights.tokenizer_file)
     return found, f"{WEIGHTS}{weights.path}", conflicts
 
@@ -232,7 +250,7 @@ def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
     if text is None:
         return None
     try:
-        weights = find(text)
+        weights = find(text, loaded.config.task)
     except ConfigError as error:
         found = (_problem(KEY, each) for each in error.problems)
         raise ConfigError(*(_located(loaded, each) for each in found)) from None
@@ -245,7 +263,7 @@ def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
         )
         for key, was, now in _differences(weights, spec)
     ]
-    if isinstance(spec, LanguageSpec) and spec.dataset is not None:
+    if isinstance(spec, TextSpec) and spec.dataset is not None:
         source, named = weights.tokenizer(), spec.config.data.tokenizer
         own = load_tokenizer(spec.dataset.path) if named in TRAINED[1:] else None
         if source is not None and own is not None and not same_vocabulary(source, own):

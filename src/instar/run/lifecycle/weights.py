@@ -14,6 +14,7 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import Checkpoint, load
 from instar.config.fields import LANGUAGE
 from instar.models.architecture import Architecture
+from instar.models.hf.pretrained_folder import open_folder
 from instar.models.hf.tensors import from_tensors, merged
 from instar.models.hf.weights import read_weights
 from instar.run.lifecycle.restore import load_model
@@ -77,10 +78,15 @@ def open_weights(weights: Weights, architecture: Any) -> OpenedWeights:
     Raises:
         CheckpointError: the weights are damaged, of another model than they say, or not finite.
     """
-    if weights.task != LANGUAGE:
+    if weights.task != LANGUAGE and not weights.is_hf:
         checkpoint = load(weights.path)
         return OpenedWeights(_Saved(checkpoint, _component(checkpoint)), checkpoint)
-    tensors = _gpt(weights, architecture.context)
+    tensors: Mapping[str, Tensor]
+    if weights.task == LANGUAGE:
+        tensors = _gpt(weights, architecture.context)
+    else:
+        with open_folder(weights.path).reading() as read:
+            tensors = {name: read(name) for name in architecture.parameters()}
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:
         raise CheckpointError(

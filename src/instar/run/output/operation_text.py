@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from instar.growth.proof import Proof
@@ -16,6 +16,8 @@ Differences = Mapping[str, tuple[Any, Any]]
 
 _BOOKKEEPING = ("interval_factor", "unscaled_intervals")
 """settings that only say how others came about"""
+_UNTOLD = ("mask", "layer_types")
+"""too long for a line"""
 
 
 def differences(before: State, after: State) -> Differences:
@@ -24,12 +26,20 @@ def differences(before: State, after: State) -> Differences:
         (before.settings, after.settings),
         (before.architecture, after.architecture),
     )
-    return {
-        field.name: (getattr(was, field.name), getattr(now, field.name))
-        for was, now in pairs
-        for field in dataclasses.fields(was)
-        if field.name not in _BOOKKEEPING and getattr(was, field.name) != getattr(now, field.name)
-    }
+    found = {}
+    for old, new in pairs:
+        was, now = dict(_values(old)), dict(_values(new))
+        for name in {**was, **now}:
+            if name not in _BOOKKEEPING and was.get(name) != now.get(name):
+                found[name] = was.get(name), now.get(name)
+    return found
+
+
+def _values(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a dataclass, and of one that holds a config the keys of that."""
+    for field in dataclasses.fields(value):
+        held = getattr(value, field.name)
+        yield from held.items() if isinstance(held, Mapping) else [(field.name, held)]
 
 
 def shape_text(shape: Growable) -> str:
@@ -43,7 +53,7 @@ def shape_text(shape: Growable) -> str:
 def changed_text(changes: Differences) -> str:
     """Return `2048→3072`, with names if several values changed."""
     sizes = {name: pair for name, pair in changes.items() if name in AXES.values()}
-    shown = sizes or {name: pair for name, pair in changes.items() if name != "mask"}
+    shown = sizes or {name: pair for name, pair in changes.items() if name not in _UNTOLD}
     texts = {name: f"{_short(was)}→{_short(now)}" for name, (was, now) in shown.items()}
     if len(texts) == 1:
         return next(iter(texts.values()))

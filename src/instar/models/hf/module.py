@@ -1,0 +1,126 @@
+"""Causal language models of transformers, which train, generate and are saved as a GPT is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.loss import IGNORED, at_least_float32, each_cross_entropy, head_cross_entropy
+
+
+class PretrainedModel(nn.Module):
+    """A model of transformers under the names of its shape, called as a `GPT` is.
+
+    Parameters are float32. Nothing but the shape's config decides which class is built.
+    """
+
+    def __init__(
+        self,
+        shape: PretrainedShape,
+        *,
+        gradient_checkpointing: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        """`seed`: of initial values as transformers draws them; None: parameters may have any values."""
+        super().__init__()
+        self.arch = shape
+        self.inner = _built(shape, seed)
+        if gradient_checkpointing:
+            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(
+        self,
+        inputs_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        each: bool = False,
+        cache: PretrainedCache | None = None,
+    ) -> Tensor:
+        """Computes logits or the loss; arguments and results are those of `GPT`."""
+        read = self.inner.base_model(
+            input_ids=inputs_BT,
+            use_cache=cache is not None,
+            past_key_values=None if cache is None else cache.layers,
+        )
+        x_BTD: Tensor = read.last_hidden_state
+        if targets_BT is None:
+            return self._logits(x_BTD)
+        x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+        if self._cap is not None:
+            logits_NV = at_least_float32(self._logits(x_ND))
+            how = "none" if each else "sum"
+            losses = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction=how)
+        else:
+            loss = each_cross_entropy if each else head_cross_entropy
+            losses = loss(x_ND, self._head.weight, targets_N)
+        return losses.view(targets_BT.shape).sum(1, dtype=torch.float64) if each else losses
+
+    @property
+    def _head(self) -> nn.Linear:
+        head: nn.Linear = self.inner.get_output_embeddings()
+        return head
+
+    @property
+    def _cap(self) -> float | None:
+        cap: float | None = self.arch.config.get("final_logit_softcapping")
+        return cap
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self._head(x)
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+    def new_cache(self) -> PretrainedCache:
+        return PretrainedCache(self.inner.config)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields all modules by their names in the shape, from which those of parameters follow."""
+        outer = f"{prefix}." if prefix else ""
+        yield prefix, self
+        for name, module in self.inner.named_modules(memo, remove_duplicate=remove_duplicate):
+            yield outer + (self.arch.name(f"{name}.")[:-1] if name else "inner"), module
+
+
+class PretrainedCache:
+    """Keys and values of the tokens that a model has seen."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import DynamicCache
+
+        self.layers = DynamicCache(config=config)
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return int(self.layers.get_seq_length())
+
+
+def class_name(shape: PretrainedShape) -> str:
+    """Returns the class of transformers that the model has."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.config["model_type"]])
+
+
+def _built(shape: PretrainedShape, seed: int | None) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = copy.deepcopy(shape.to_dict())
+    kind = values.pop("model_type")
+    config = CONFIG_MAPPING[kind](**values)
+    if seed is None:
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.tie_weights()
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

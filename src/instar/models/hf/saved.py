@@ -1,0 +1,109 @@
+"""Language models of checkpoints, a GPT or a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instar.checkpoint.inspect import check_shapes
+from instar.checkpoint.manifest import CheckpointError, read_manifest
+from instar.checkpoint.store import Checkpoint, load
+from instar.checkpoint.tensor_file import Outline
+from instar.config.files import read_regular
+from instar.data.text.tokenizer import TOKENIZER_FILE
+from instar.models.gpt import GPT, load_gpt
+from instar.models.hf.config import CONFIG
+from instar.models.hf.file_names import Slot, slots
+from instar.models.hf.module import PretrainedModel, class_name
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.tokenizer import COMPANIONS
+from instar.models.hf.weights import encode
+from instar.models.shape import ArchitectureError
+
+
+def load_language_model(path: Path, device: str = "cpu") -> GPT | PretrainedModel:
+    """Returns the model of a checkpoint in evaluation mode; its moving average if there is one.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or no language model that is known here.
+    """
+    if not is_of_transformers(read_manifest(path).architecture):
+        return load_gpt(path, device)
+    checkpoint = load(path)
+    component = "ema" if "ema" in checkpoint.components else "model"
+    model = PretrainedModel(pretrained_shape(checkpoint, component))
+    tensors = checkpoint.tensors(component)
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(
+            f"{path}: {len(broken)} tensors, the first {broken[0]}, hold values that are not finite "
+            "(NaN or infinite); use an earlier checkpoint"
+        )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+    return model.to(device).eval()
+
+
+def is_of_transformers(architecture: Mapping[str, Any]) -> bool:
+    """Whether an architecture of a manifest is that of a model of transformers."""
+    return "model_type" in architecture
+
+
+def pretrained_shape(checkpoint: Checkpoint, component: str) -> PretrainedShape:
+    """Returns the shape of a checkpoint of a model of transformers.
+
+    Raises:
+        CheckpointError: it is unknown, or not that of the tensors.
+    """
+    path, entries = checkpoint.path, checkpoint.layout(component).entries
+    try:
+        shape = PretrainedShape(checkpoint.manifest.architecture)
+    except ArchitectureError as error:
+        raise CheckpointError(f"{path}: no model that this Instar knows:\n{error}") from error
+    # a manifest may claim any size: make nothing before the header of the file agrees
+    if shape.sizes()["layers"] > len(entries):
+        raise CheckpointError(f"{path}: more layers than tensors")
+    check_shapes(path, entries, {name: e.shape for name, e in shape.parameters().items()})
+    return shape
+
+
+@dataclass(frozen=True)
+class PretrainedExport:
+    """A model of transformers as `save_pretrained` writes it, with the files that came with it."""
+
+    arch: PretrainedShape
+    run: Path
+
+    def outlines(self, stored: Mapping[str, Outline]) -> dict[str, Outline]:
+        """Returns the tensors of the files, for those of the checkpoint."""
+        return {
+            name: Outline(stored[slot.parameter].dtype, slot.shape) for name, slot in self._slots()
+        }
+
+    def conversions(self, weights: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+        """Returns what makes each tensor of the files."""
+
+        def part(slot: Slot) -> Tensor:
+            return weights[slot.parameter][slot.index].contiguous()
+
+        return {name: partial(part, slot) for name, slot in self._slots()}
+
+    def files(self) -> dict[str, bytes]:
+        """Returns the config, and the files of the run that belong to the model."""
+        config = {
+            **self.arch.to_dict(),
+            "architectures": [class_name(self.arch)],
+            "dtype": "float32",
+        }
+        there = [name for name in (TOKENIZER_FILE, *COMPANIONS) if (self.run / name).is_file()]
+        return {CONFIG: encode(config), **{name: read_regular(self.run / name) for name in there}}
+
+    def _slots(self) -> ItemsView[str, Slot]:
+        split = self.arch.family.single_experts is not None
+        return slots(self.arch, single_experts=split).items()

@@ -1,0 +1,115 @@
+"""Training of causal language models of transformers: continued pretraining and fine-tuning.
+
+Importing the module does not import torch; building a model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instar.config.causal_lm import CausalLMConfig
+from instar.config.errors import ConfigError
+from instar.config.load import Loaded
+from instar.config.schema import RunConfig
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.tokenizer import COMPANIONS
+from instar.models.shape import ArchitectureError
+from instar.tasks.task import SavedModel
+from instar.tasks.text import TextSpec, TextTask
+
+if TYPE_CHECKING:
+    from instar.models.hf.module import PretrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class CausalLMSpec(TextSpec):
+    """`TaskSpec` of a causal language model of transformers on text."""
+
+    config: CausalLMConfig
+    architecture: PretrainedShape
+
+    task_class = "instar.tasks.causal_lm:CausalLMTask"
+
+    @classmethod
+    def resolved(cls, loaded: Loaded, vocab_size: int) -> PretrainedShape:
+        config = _causal(loaded.config)
+        try:
+            shape = PretrainedShape(config.model.config or {})
+        except ArchitectureError as error:
+            raise ConfigError(
+                *(
+                    loaded.problem("model.config", each.message, each.hint)
+                    for each in error.problems
+                )
+            ) from None
+        if vocab_size > shape.vocab_size:
+            message = f"data.tokenizer has {vocab_size:,} tokens, and the model's table {shape.vocab_size:,} rows"
+            hint = "leave it out: the tokenizer comes with the weights"
+            raise ConfigError(loaded.problem("data.tokenizer", message, hint))
+        return shape
+
+    @classmethod
+    def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
+        del config
+        return {"config": PretrainedShape(architecture).to_dict()}
+
+    @classmethod
+    def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+        begun = PretrainedShape(_causal(config).model.config or {})
+        return SavedModel(begun, PretrainedShape(architecture).to_dict(), _module)
+
+    @property
+    def derived(self) -> dict[str, object]:
+        return {**super().derived, "model.context": self.config.context}
+
+    @property
+    def kept(self) -> dict[str, Path]:
+        beside = Path(self.config.data.tokenizer).parent
+        files = {name: beside / name for name in COMPANIONS}
+        return {**super().kept, **{name: file for name, file in files.items() if file.is_file()}}
+
+    @property
+    def refuses_shards(self) -> str:
+        return "a model of transformers is whole on every rank"
+
+    def style(self, architecture: PretrainedShape) -> Sequence[tuple[str, Sequence[str]]]:
+        kind = f"{architecture.family.name}, {'tied' if architecture.tied else 'untied'} head"
+        return [*super().style(architecture), ("style", [kind])]
+
+
+def _module(shape: PretrainedShape) -> PretrainedModel:
+    from instar.models.hf.module import PretrainedModel
+
+    return PretrainedModel(shape)
+
+
+def _causal(config: RunConfig) -> CausalLMConfig:
+    assert isinstance(config, CausalLMConfig)
+    return config
+
+
+class CausalLMTask(TextTask):
+    """`Task` of a causal language model of transformers on text."""
+
+    config: CausalLMConfig
+    architecture: PretrainedShape
+
+    @property
+    def random(self) -> bool:
+        """Always true: some families have dropout."""
+        return True
+
+    def build(self) -> PretrainedModel:
+        return self._built(None if self.config.starts_from else self.config.seed)
+
+    def shell(self) -> PretrainedModel:
+        return self._built(None)
+
+    def _built(self, seed: int | None) -> PretrainedModel:
+        from instar.models.hf.module import PretrainedModel
+
+        checkpointing = self.config.train.gradient_checkpointing
+        return PretrainedModel(self.architecture, gradient_checkpointing=checkpointing, seed=seed)

@@ -1,0 +1,258 @@
+"""What tasks on text share: a language model's tokens, loss, metrics and generated text.
+
+Importing the module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from instar.config.errors import ConfigError
+from instar.config.language import BITS_PER_BYTE, TextConfig
+from instar.config.load import Loaded
+from instar.config.schema import RunConfig
+from instar.data.order import Order
+from instar.data.source import IGNORED, Source, windows_of
+from instar.data.text import dataset as data
+from instar.data.text.dataset import DataSet
+from instar.data.text.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    load_tokenizer,
+    named_tokenizer,
+    token_bytes,
+)
+from instar.models.cost import flops_per_token
+from instar.models.shape import TransformerShape
+from instar.tasks.task import Batch, Measured, Say, Tally, Task, TaskSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from instar.models.sampling import LanguageModel
+
+EVAL_TOKENS = 8192
+"""Tokens per evaluation micro-batch unless `eval.batch_size` is set."""
+_BYTES = 256
+"""vocabulary of the byte tokenizer, and the assumption for a character tokenizer"""
+
+
+@dataclass(frozen=True, eq=False)
+class TextSpec(TaskSpec):
+    """`TaskSpec` of a language model on text."""
+
+    config: TextConfig
+    tokens: Callable[[int], int | None]
+    """for a context length, tokens of a text with as many samples as the training split has; None
+    if unknown"""
+    dataset: DataSet | None = None
+    """None: not prepared yet"""
+
+    unit = "token"
+
+    @classmethod
+    @abstractmethod
+    def resolved(cls, loaded: Loaded, vocab_size: int) -> Any:
+        """Return the shape that the config describes, for a tokenizer of this size.
+
+        Raises:
+            ConfigError: lists every mistake in the shape.
+        """
+
+    @classmethod
+    def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:
+        config = _text(loaded.config)
+        data.prepare_data(config.data, config.data_seed, world_size, say)
+
+    @classmethod
+    def open(cls, loaded: Loaded, world_size: int) -> Self:
+        config = _text(loaded.config)
+        dataset = data.open_data(config.data, config.data_seed, world_size)
+        made = cls(config, cls.resolved(loaded, dataset.vocab_size), dataset.train_tokens, dataset)
+        if made.token_bytes is None and (key := _asks_for_bytes(config)):
+            raise ConfigError(
+                loaded.problem(
+                    key,
+                    f"{key}: {BITS_PER_BYTE} is not known of this tokenizer: how many bytes of text a "
+                    "token stands for is known of byte, char and byte-level BPE",
+                    "use loss",
+                )
+            )
+        context = config.context
+        dataset.held_out("val", context)
+        samples = dataset.train_samples(context)
+        if samples is not None and samples < world_size:
+            raise ConfigError(
+                loaded.problem(
+                    "data.source",
+                    f"{world_size} ranks, but only {samples} training samples of {context} tokens",
+                    "use fewer ranks, a smaller model.context or more text",
+                )
+            )
+        return made
+
+    @classmethod
+    def assume(cls, loaded: Loaded, say: Say, world_size: int = 1) -> Self:
+        """See `TaskSpec`: the vocabulary of data that are missing is assumed."""
+        config = _text(loaded.config)
+        missing = data.missing(config.data, config.data_seed, say)
+        if not missing:
+            return cls.open(loaded, world_size)
+        named = named_tokenizer(config.data.tokenizer)
+        trained = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
+        vocabulary = trained if named is None else named.vocab_size
+        say(
+            f"no data in {', '.join(map(str, missing))} yet, which a run would prepare: a vocabulary "
+            f"of {vocabulary:,} is assumed"
+        )
+        return cls(config, cls.resolved(loaded, vocabulary), lambda _: None)
+
+    @cached_property
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """Bytes of text of each token; None if unknown, or if the data are not prepared."""
+        return None if self.dataset is None else token_bytes(load_tokenizer(self.dataset.path))
+
+    @property
+    def opened(self) -> DataSet:
+        """The data, which must be prepared."""
+        assert self.dataset is not None
+        return self.dataset
+
+    @property
+    def derived(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        if self.dataset is not None and not self.config.data.mixture:  # parts each have a folder
+            found["data.path"] = str(self.dataset.path)
+        found["eval.batch_size"] = max(1, EVAL_TOKENS // self.config.context)
+        return found
+
+    @property
+    def kept(self) -> dict[str, Path]:
+        """The tokenizer's file."""
+        return {TOKENIZER_FILE: self.opened.path / TOKENIZER_FILE}
+
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        return self.opened.train(context, seed)
+
+    def held_out(self, split: str, context: int) -> Source:
+        return self.opened.held_out(split, context)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        found = self.opened
+        return {"data": found.fingerprint, "tokenizer": found.tokenizer_fingerprint}
+
+    def samples(self, context: int) -> int | None:
+        tokens = self.tokens(context)
+        return None if tokens is None else windows_of(tokens, context)
+
+    def split_sizes(self, context: int) -> dict[str, int | None]:
+        return {} if self.dataset is None else super().split_sizes(context)
+
+    def weight(self, context: int) -> int:
+        return context
+
+    def units(self, context: int) -> int | None:
+        return self.tokens(context)
+
+    def flops(self, architecture: TransformerShape, context: int) -> int:
+        return flops_per_token(architecture, context)
+
+
+def _asks_for_bytes(config: TextConfig) -> str:
+    """Return a key that names the metric bits_per_byte, or an empty string."""
+    rules = enumerate(config.early_stopping.rules)
+    asked = {f"early_stopping.rules[{number}].metric": rule.metric for number, rule in rules}
+    asked |= {f"checkpoint.best_of[{n}]": name for n, name in enumerate(config.checkpoint.best_of)}
+    asked["learning_rate.plateau.metric"] = config.learning_rate.plateau.metric
+    return next((key for key, metric in asked.items() if metric == BITS_PER_BYTE), "")
+
+
+def _text(config: RunConfig) -> TextConfig:
+    assert isinstance(config, TextConfig)
+    return config
+
+
+SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
+"""sampling parameters of the text that a run generates during training"""
+UNIT_TOKENS = 2048
+"""tokens of held-out text per unit of the standard error: neighbouring windows are correlated"""
+
+
+class TextTask(Task):
+    """`Task` of a language model on text. A sample is a window or document, its weight its target tokens."""
+
+    spec: TextSpec
+    config: TextConfig
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        known = self.spec.token_bytes is not None
+        return tuple(name for name in self.config.metrics if known or name != BITS_PER_BYTE)
+
+    @property
+    def cluster(self) -> int:
+        return max(1, UNIT_TOKENS // self.context)
+
+    def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(batch["inputs"], batch["targets"])
+        return loss
+
+    def measure(
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        *,
+        predict: bool = False,  # noqa: ARG002
+    ) -> Measured:
+        """Return the loss in nats per token and, if the bytes of tokens are known, in bits per byte:
+        Σ nats / (ln 2 · Σ bytes), both sums over all targets."""
+        import torch
+
+        targets = batch["targets"]
+        losses: torch.Tensor = model(batch["inputs"], targets, each=True)
+        counted = targets != IGNORED
+        tallies = {"loss": Tally(losses, counted.sum(1))}
+        if (known := self.spec.token_bytes) is not None:
+            table = torch.from_numpy(known).to(targets.device)
+            sizes = torch.where(counted, table[targets.clamp(min=0).long()], 0).sum(1)
+            tallies[BITS_PER_BYTE] = Tally(losses / math.log(2), sizes)
+        return Measured(tallies)
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the perplexity, exp(loss), per token of this tokenizer."""
+        loss = metrics["loss"]
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        logits: torch.Tensor = model(batch["inputs"])
+        return logits
+
+    def sample_text(
+        self, model: torch.nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int
+    ) -> str:
+        """See `GeneratesText`."""
+        import torch
+
+        from instar.models.sampling import generate
+
+        device = next(model.parameters()).device
+        start = torch.tensor([tokenizer.encode(prompt).tolist()], device=device)
+        written = generate(
+            cast("LanguageModel", model),
+            start,
+            tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            top_k=SAMPLE_TOP_K,
+            vocab_size=tokenizer.vocab_size,
+            generator=torch.Generator().manual_seed(0),
+        )
+        return tokenizer.decode(written[0, start.shape[1] :].tolist())
