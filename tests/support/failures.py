@@ -545,3 +545,9 @@ def an_hour_later(argv: Sequence[str]) -> int:
     now = time.time
     time.time = lambda: now() + 3600.0
     return main(argv)
+
+
+def killed_at_step_18(argv: Sequence[str]) -> int:
+    """SIGKILL comes before step 18."""
+    before_step(18, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    return main([*argv])

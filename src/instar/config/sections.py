@@ -64,8 +64,8 @@ def with_from(section: type[S]) -> type[S]:
     about = Field(
         None,
         description="weights to start from: a run's (of its best checkpoint, else of its latest), a "
-        "checkpoint's folder, or a Hugging Face folder with a GPT-2 or Llama; the shape and the "
-        "tokenizer come with them; default: random",
+        "checkpoint's folder, or a Hugging Face folder (for task language with a GPT-2 or Llama); the "
+        "shape and the tokenizer come with them; default: random",
     )
     made: type[S] = create_model(
         section.__name__,

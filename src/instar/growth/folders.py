@@ -17,6 +17,7 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import Outline
 from instar.config.files import read_regular
 from instar.config.sections import Operation
+from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import GrowthStep, Read, TensorReader, grow_parameters, moments_mode
 from instar.growth.live.probe import coarsest, drawn, probed
 from instar.growth.offline import (
@@ -33,25 +34,13 @@ from instar.models.hf.config import CONFIG
 from instar.models.hf.file_names import FilePart, file_parts
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import PretrainedFolder, open_folder
+from instar.models.hf.tokenizer import COMPANIONS
 from instar.models.hf.weights import MAX_SHARD_BYTES, encode, write_weights
 from instar.models.shape import count_parameters
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
 from instar.record.progress import folder_bytes, progress
 
-COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Files of a folder that belong to a grown model too; no other is copied."""
 PROOF_BYTES = 2 * 10**9
 """Up to this size of both models in float32, their outputs are compared unless the caller declines."""
 _KEPT_TENSORS = 2
@@ -155,7 +144,7 @@ class _Kept:
 
 
 def _copy_files(folder: Path, to: Path) -> None:
-    for name in COPIED:
+    for name in (TOKENIZER_FILE, *COMPANIONS):
         try:
             content = read_regular(folder / name, follow=True)
         except FileNotFoundError:

@@ -19,7 +19,7 @@ from instar.config.files import read_regular
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf.config import CONFIG
-from instar.models.hf.file_names import Slot, slots
+from instar.models.hf.file_names import FilePart, file_parts
 from instar.models.hf.module import PretrainedModel, class_name
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.tokenizer import COMPANIONS
@@ -89,7 +89,7 @@ class PretrainedExport:
     def conversions(self, weights: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
         """Returns what makes each tensor of the files."""
 
-        def part(slot: Slot) -> Tensor:
+        def part(slot: FilePart) -> Tensor:
             return weights[slot.parameter][slot.index].contiguous()
 
         return {name: partial(part, slot) for name, slot in self._slots()}
@@ -104,6 +104,6 @@ class PretrainedExport:
         there = [name for name in (TOKENIZER_FILE, *COMPANIONS) if (self.run / name).is_file()]
         return {CONFIG: encode(config), **{name: read_regular(self.run / name) for name in there}}
 
-    def _slots(self) -> ItemsView[str, Slot]:
+    def _slots(self) -> ItemsView[str, FilePart]:
         split = self.arch.family.single_experts is not None
-        return slots(self.arch, single_experts=split).items()
+        return file_parts(self.arch, single_experts=split).items()

@@ -18,11 +18,16 @@ from instar.data.text.tokenizer import (
 TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANIONS = (
     TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "chat_template.jinja",
     "generation_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
 )
-"""Files beside a tokenizer of transformers that belong to it and its model."""
+"""Files beside a tokenizer.json of transformers that belong to it or its model; no other is copied."""
 
 
 def to_fast(tokenizer: Tokenizer) -> str:

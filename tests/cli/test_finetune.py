@@ -1,0 +1,117 @@
+"""`task: causal_lm`: models of transformers are trained, grown, killed, resumed, sampled and exported."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from forks import Forks
+from pretrained import CONFIG, write_place
+from started import run_ranks
+from tiny_run import Place, acknowledged, codes, events, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from instar.api import load_model, load_tokenizer
+from instar.cli.main import main
+
+Captured = pytest.CaptureFixture[str]
+
+STEPS = 40
+SCHEDULE = (
+    "schedule=[{name: widen_mlp, value: x1.5, when: {at_step: 10}}, "
+    "{name: insert_layers, value: 1, when: {at_step: 25}}]"
+)
+
+
+def train(run_dir: str, *overrides: str) -> int:
+    """`instar train` in this process, which has imported transformers."""
+    sets = [word for text in (f"record.run_dir={run_dir}", *overrides) for word in ("--set", text)]
+    return main(["train", "run.yaml", *sets])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_run_that_grows_is_killed_resumed_sampled_and_exported(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks, capsys: Captured
+) -> None:
+    monkeypatch.chdir(write_place(kind, tmp_path))
+    assert train("whole", SCHEDULE) == 0
+    here = Place(tmp_path, forks)
+    child = here.train(Path("killed"), SCHEDULE, body="failures:killed_at_step_18")
+    assert codes(child) == [-signal.SIGKILL]
+    assert acknowledged(Path("killed")) in (10, 15)  # the last save is told at the next step
+    shutil.rmtree("model")
+    assert main(["resume", "killed"]) == 0
+    assert weights(Path("killed"), STEPS) == weights(Path("whole"), STEPS)
+    grown = [event["name"] for event in events(Path("whole"), "operation")]
+    assert grown == ["widen_mlp", "insert_layers"]
+    losses = [event["loss"] for event in events(Path("whole"), "eval")]
+    assert losses[-1] < losses[0] - 0.5
+
+    capsys.readouterr()
+    assert main(["sample", "whole", "--prompt", "12 sq", "--max-tokens", "6"]) == 0
+    assert capsys.readouterr().out.startswith("12 sq")
+    assert main(["checkpoint", "export", "whole", "tuned", "--to", "hf"]) == 0
+    ids = torch.arange(24)[None] * 7
+    theirs = AutoModelForCausalLM.from_pretrained("tuned").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, load_model("whole", "cpu")(ids))
+    tokens = AutoTokenizer.from_pretrained("tuned")("12 squared").input_ids
+    assert tokens == load_tokenizer("whole").encode("12 squared").tolist()
+
+    assert train("next", "model.from=tuned", "train.until=1it") == 0
+    assert events(Path("next"), "eval")[0]["loss"] == pytest.approx(losses[-1], abs=1e-4)
+    assert main(["grow", "whole", "larger", "--op", "widen_mlp=x2"]) == 0
+
+
+def test_two_ranks_are_the_same_run(tmp_path: Path) -> None:
+    write_place("qwen3", tmp_path)
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for count, run in enumerate(runs, 1):
+        sets = ("--set", SCHEDULE, "--set", f"record.run_dir={run}", "--set", "train.until=14it")
+        run_ranks(count, tmp_path, "train", tmp_path / "run.yaml", *sets)
+    one, two = ([event["loss"] for event in events(run, "train")] for run in runs)
+    assert len(one) == 14
+    assert two == pytest.approx(one, abs=1e-4)
+
+
+REFUSED = {
+    "missing folder": ("model: {from: model", "model: {from: modle", "no folder 'modle'"),
+    "no folder": ("model: {from: model, ", "model: {", "model.from must name the folder of a model"),
+    "long context": ("context: 16", "context: 33", "model.context is 33, but the model reads at most 32"),
+    "unknown key": ("context: 16", "n_layer: 16", "unknown key 'n_layer' in model"),
+    "long samples": (
+        "device: cpu",
+        "schedule: [{name: set_context, value: 48, when: {at_step: 2}}]",
+        "is more than the 32 tokens",
+    ),
+}  # fmt: skip
+
+
+def test_a_bad_config_or_folder_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(write_place("llama", tmp_path))
+
+    def refuses(message: str) -> None:
+        capsys.readouterr()
+        assert train("refused") == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+        assert sorted(map(str, Path().iterdir())) == ["model", "run.yaml", "squares.txt"]
+
+    for was, now, message in REFUSED.values():
+        assert was in CONFIG
+        Path("run.yaml").write_text(CONFIG.replace(was, now))
+        refuses(message)
+    Path("run.yaml").write_text(CONFIG)
+    tokens, config = Path("model/tokenizer.json"), Path("model/config.json")
+    text, values = tokens.read_text(), config.read_text()
+    config.write_text(values.replace('"model_type": "llama"', '"model_type": "bloom"'))
+    refuses("model_type 'bloom' is not a known family")
+    config.write_text(values)
+    tokens.unlink()
+    refuses("model has no tokenizer.json")
+    tokens.write_text(text.replace('"<|end|>":0', '"<|end|>":300').replace('"id": 0', '"id": 300'))
+    refuses("301 tokens, and the model's table 288 rows")
