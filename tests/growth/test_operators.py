@@ -40,6 +40,7 @@ def operations(arch: Architecture) -> Iterator[Operation]:
     """At least one of every kind that this model can take."""
     groups = arch.n_head // arch.n_kv_head
     yield operation("stack_layers", 2)
+    yield operation("stack_layers", 2, how="interpolate")
     yield operation("stack_layers", [*range(arch.n_layer), 0])
     yield operation("insert_layers", 1)
     yield operation("insert_layers", 3, where="even", **{"from": "normal"})

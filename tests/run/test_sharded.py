@@ -181,7 +181,7 @@ def test_a_task_may_refuse_to_be_sharded(tmp_path: Path) -> None:
 
 SCHEDULE = """schedule=[
   {name: widen_mlp, value: x2, when: {at_step: 2}},
-  {name: stack_layers, value: 2, when: {at_step: 3}},
+  {name: stack_layers, value: 2, how: interpolate, when: {at_step: 3}},
   {name: upcycle, value: 3, when: {at_step: 4}},
   {name: widen_hidden, value: x2, when: {at_step: 4}},
   {name: resize_vocab, value: 64, when: {at_step: 5}},

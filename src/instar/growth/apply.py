@@ -26,6 +26,7 @@ from torch.nn import Module
 from instar.checkpoint.tensor_file import Outline
 from instar.config.sections import Operation
 from instar.growth.plan import (
+    Averaged,
     Edit,
     Fresh,
     Grown,
@@ -38,6 +39,7 @@ from instar.growth.plan import (
     Truncated,
     check_buffers,
     source_of,
+    sources_of,
 )
 from instar.models.gpt import named_generator
 from instar.models.module import empty_buffers, persistent_buffers
@@ -205,6 +207,10 @@ def apply_one(
         return _Growing(role, copies, name, key).grow(made, read(made.source))
     if isinstance(made, Stacked):
         return _stacked(made, read(made.source), role, named_generator(*key, name, "noise"))
+    if isinstance(made, Averaged):
+        # as of any copy, moments of the first order begin at 0
+        zero = role is Role.FIRST_MOMENT and copies == "asymmetric"
+        return _averaged(made, read).mul_(0.0 if zero else 1.0)
     if role is not Role.PARAMETER:
         # merging an adapter does not change the gradient of the matrix
         return read(made.source) if isinstance(made, Merged) else None
@@ -234,6 +240,17 @@ def _stacked(made: Stacked, tensor: Tensor, role: Role, generator: torch.Generat
         _fill(drawn, New(1, "normal", made.noise), generator)
         stacked += drawn * tensor.square().mean().sqrt()
     return stacked
+
+
+def _averaged(made: Averaged, read: Read) -> Tensor:
+    """Returns the weighted mean, one source at a time and in float32 at least."""
+    first = read(made.sources[0])
+    wide = torch.promote_types(first.dtype, torch.float32)
+    mean = torch.zeros_like(first, dtype=wide)
+    for source, weight in zip(made.sources, made.weights, strict=True):
+        tensor = first if source == made.sources[0] else read(source)
+        mean.add_(tensor.to(wide), alpha=weight)
+    return mean.to(first.dtype)
 
 
 class _Growing:
@@ -348,14 +365,16 @@ def grown_states(plan: GrowthPlan, states: Iterable[str], mode: Mode = "asymmetr
     """Returns the names of the states that `grow_optimizer` makes of states with these names."""
     if mode == "reset":
         return []
-    of: dict[str | None, list[str]] = {}
+    of: dict[str, dict[str, None]] = {}
     for name in states:
         parameter, _, state = name.rpartition("/")
-        of.setdefault(parameter, []).append(state)
+        of.setdefault(parameter, {})[state] = None
     return [
         f"{name}/{state}"
         for name, made in plan.tensors.items()
-        for state in of.get(source_of(made), ())
+        if (sources := sources_of(made))
+        for state in of.get(sources[0], ())
+        if all(state in of.get(other, ()) for other in sources[1:])
     ]
 
 
@@ -365,11 +384,16 @@ def grow_state(
     """Returns one of `grown_states`."""
     parameter, _, state = name.rpartition("/")
     made = plan.tensors[parameter]
-    tensor = read(f"{source_of(made)}/{state}")
+    first = source_of(made)
+    tensor = read(f"{first}/{state}")
     if not tensor.ndim and state not in _MOMENTS:
-        return tensor.clone() if isinstance(made, Grown) and made.copied else tensor
+        return tensor if plan.source(parameter) else tensor.clone()
+
+    def of(source: str) -> Tensor:
+        return tensor if source == first else read(f"{source}/{state}")
+
     copies: Copies = "mapped" if mode == "mapped" else "asymmetric"
-    grown = apply_one(plan, parameter, lambda _: tensor, state_role(state), key, copies)
+    grown = apply_one(plan, parameter, of, state_role(state), key, copies)
     assert grown is not None
     return grown
 

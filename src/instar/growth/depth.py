@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from instar.growth.axes import Use, initial_slices
 from instar.growth.lora import adapters_of_blocks
 from instar.growth.masks import with_mask
-from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, TensorPlan
+from instar.growth.plan import Averaged, Fresh, Grown, GrowthError, GrowthPlan, TensorPlan
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import Architecture
 from instar.models.shape import (
@@ -31,25 +31,62 @@ class _Block:
 
     source: int
     inserted: bool = False
+    share: float = 0.0
+    """of the old block above `source`, in a mean of both"""
 
 
 def stack_layers(
     arch: G, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
-    """Stacks copies of all blocks (G_stack, arXiv 2405.15319), or copies the old block that a list
-    names for each new one; lossy."""
-    del options, step
+    """Makes a deeper model of copies of the blocks; lossy.
+
+    A list names the old block of each new one. A factor stacks copies of the whole model (G_stack, arXiv
+    2405.15319); with `how`: ``interleave`` repeats each block in place, ``overlap`` stacks copies that lack `drop` blocks
+    on each side of a seam (SOLAR, arXiv 2312.15166; default: a quarter), ``interpolate`` puts means of neighbours
+    between them.
+    """
+    del step
     layers = _layers(arch)
+    # before the blocks are listed
     grown_size(len(value) if isinstance(value, list | tuple) else value * layers, layers, "layers")
-    order = list(range(layers)) * value if isinstance(value, int) else list(value)
+    blocks = _stacked(value, layers, options)
+    grown_size(len(blocks), layers, "layers")
+    order = [block.source for block in blocks]
     if beyond := [layer for layer in order if layer >= layers]:
         raise GrowthError(f"there is no layer {beyond[0]}: layers are 0 to {layers - 1}")
     if lost := sorted(set(range(layers)) - set(order)):
         raise GrowthError(f"layer {listed(lost)} would be lost: the map must have every layer")
-    blocks = [_Block(layer) for layer in order]
     grown = _deeper(arch, blocks, "neighbour")
-    tensors = _tensors(grown, blocks, (), "neighbour")
+    tensors = _tensors(grown, blocks, (), "neighbour", arch.parameters())
     return grown, GrowthPlan(tensors, "lossy", blocks=tuple(order))
+
+
+def _stacked(value: Any, layers: int, options: Mapping[str, Any]) -> list[_Block]:
+    if isinstance(value, list | tuple):
+        if options.keys() & {"how", "drop"}:
+            raise GrowthError("a layer map says itself where copies are: leave out how and drop")
+        return [_Block(layer) for layer in value]
+    how, drop = options.get("how", "stack"), options.get("drop", max(1, layers // 4))
+    if "drop" in options and how != "overlap":
+        raise GrowthError("drop requires how: overlap")
+    if how == "interleave":
+        return [_Block(layer) for layer in range(layers) for _ in range(value)]
+    if how == "interpolate":
+        return [
+            _Block(layer, share=part / value if layer + 1 < layers else 0.0)
+            for layer in range(layers)
+            for part in range(value)
+        ]
+    if how == "overlap" and 2 * drop > layers:
+        raise GrowthError(
+            f"drop: {drop} on both sides of a seam would lose blocks of {layers}; choose at most {layers // 2}"
+        )
+    cut = drop if how == "overlap" else 0
+    return [
+        _Block(layer)
+        for copy in range(value)
+        for layer in range(cut if copy else 0, layers - (cut if copy + 1 < value else 0))
+    ]
 
 
 def insert_layers(
@@ -77,7 +114,7 @@ def insert_layers(
     if steps := options.get("mask"):
         grown = with_mask(grown, "layers", _ranges(new), step, steps)
         streams = ()  # the mask is the zero factor
-    tensors = _tensors(grown, blocks, streams, origin)
+    tensors = _tensors(grown, blocks, streams, origin, arch.parameters())
     drawn = origin == "normal"
     sources = tuple(None if block.inserted and drawn else block.source for block in blocks)
     return grown, GrowthPlan(tensors, "exact", notes=(f"new: {listed(new)}",), blocks=sources)
@@ -117,11 +154,17 @@ def _deeper(arch: Any, blocks: Sequence[_Block], origin: str) -> Any:
 
 
 def _tensors(
-    grown: Growable, blocks: Sequence[_Block], streams: tuple[str, ...], origin: str
+    grown: Growable,
+    blocks: Sequence[_Block],
+    streams: tuple[str, ...],
+    origin: str,
+    old: Collection[str],
 ) -> dict[str, TensorPlan]:
     """Returns all plans; the first mention of an old block keeps it, further ones copy it."""
     named_first = {
-        block.source: at for at, block in reversed([*enumerate(blocks)]) if not block.inserted
+        block.source: at
+        for at, block in reversed([*enumerate(blocks)])
+        if not (block.inserted or block.share)
     }
     kept = set(named_first.values())
     tensors: dict[str, TensorPlan] = {}
@@ -133,6 +176,8 @@ def _tensors(
             tensors[name] = Fresh(entry.shape, "zero", offset=entry.offset)
         elif blocks[layer].inserted and origin == "normal":
             tensors[name] = _drawn(name, entry)
+        elif (share := blocks[layer].share) and (above := _above(source)) in old:
+            tensors[name] = Averaged((source, above), (1 - share, share))
         else:
             tensors[name] = Grown(source, copied=True)
     return tensors
@@ -141,6 +186,12 @@ def _tensors(
 def _drawn(name: str, entry: Parameter) -> Fresh:
     new = initial_slices(Use(name, entry, 0), entry.shape[0])
     return Fresh(entry.shape, new.fill, new.std, entry.offset)
+
+
+def _above(name: str) -> str:
+    """Returns the name of the same tensor in the next block."""
+    layer = layer_of(name)
+    return name if layer is None else in_block(name, layer + 1)
 
 
 def _in_old(name: str, blocks: Sequence[_Block]) -> str:

@@ -151,7 +151,15 @@ _ADAPTER: Mapping[str, Check] = {
 }
 
 OPERATORS: Mapping[str, Operator] = {
-    "stack_layers": Operator(stack_layers, values.is_layer_map, models="all"),
+    "stack_layers": Operator(
+        stack_layers,
+        values.is_layer_map,
+        {
+            "how": values.one_of("stack", "interleave", "overlap", "interpolate"),
+            "drop": values.is_count,
+        },
+        models="all",
+    ),
     "insert_layers": Operator(
         insert_layers,
         values.is_count,
@@ -184,7 +192,9 @@ OPERATORS: Mapping[str, Operator] = {
         models="gpt",
     ),
     "resize_vocab": Operator(resize_vocab, values.is_size),
-    "extend_context": Operator(extend_context, values.is_size),
+    "extend_context": Operator(
+        extend_context, values.is_size, {"rope": values.one_of("linear", "dynamic", "yarn")}
+    ),
     "set_lora_rank": Operator(
         set_lora_rank,
         values.has(target=values.is_text, rank=values.is_rank),

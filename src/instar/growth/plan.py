@@ -127,7 +127,16 @@ class Stacked:
     noise: float = 0.0
 
 
-TensorPlan = Grown | Fresh | Merged | Truncated | Stacked
+@dataclass(frozen=True)
+class Averaged:
+    """A weighted mean of several old tensors of one shape; `weights` add up to 1. It is a copy of them: all are
+    kept elsewhere."""
+
+    sources: tuple[str, ...]
+    weights: tuple[float, ...]
+
+
+TensorPlan = Grown | Fresh | Merged | Truncated | Stacked | Averaged
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,7 @@ class GrowthPlan:
         made = self.tensors[name]
         if isinstance(made, Truncated):
             return made.a if made.side == "a" else made.b
-        if isinstance(made, Fresh) or (isinstance(made, Grown) and made.copied):
+        if isinstance(made, Fresh | Averaged) or (isinstance(made, Grown) and made.copied):
             return None
         return made.source
 
@@ -180,8 +189,15 @@ class GrowthPlan:
 
 
 def source_of(made: TensorPlan) -> str | None:
-    """Returns the old tensor whose moments a new tensor continues."""
-    return made.source if isinstance(made, Grown | Merged | Stacked) else None
+    """Returns the old tensor whose moments a new tensor continues, of several the first."""
+    return next(iter(sources_of(made)), None)
+
+
+def sources_of(made: TensorPlan) -> tuple[str, ...]:
+    """Returns the old tensors of whose moments those of a new tensor are made."""
+    if isinstance(made, Averaged):
+        return made.sources
+    return (made.source,) if isinstance(made, Grown | Merged | Stacked) else ()
 
 
 def grown_shape(made: Grown, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from instar.growth.plan import (
+    Averaged,
     Edit,
     Fresh,
     Grown,
@@ -122,7 +123,7 @@ def _squared_norms(plan: GrowthPlan, name: str, gradient: Tensor) -> tuple[float
     """Returns the sums of squares over the kept elements and over the new ones."""
     how = plan.tensors[name]
     kept = torch.ones((1,) * gradient.ndim, dtype=torch.bool)
-    if isinstance(how, Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
+    if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
         kept = ~kept
     elif isinstance(how, Grown):
         for edit in how.edits:

@@ -20,6 +20,7 @@ from instar.growth.masks import with_mask
 from instar.growth.plan import Fill, GrowthError, GrowthPlan, New, Old, Piece
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import MaskedAxis, Norm
+from instar.models.hf.pretrained import PretrainedShape
 from instar.models.shape import Growable, TransformerShape, buffers_of
 
 G = TypeVar("G", bound=Growable)
@@ -138,15 +139,30 @@ def extend_context(
     arch: T, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[T, GrowthPlan]:
     """Makes the context longer; exact for up to the old number of tokens. RoPE has no table of
-    positions; a learned table gets rows with initial values."""
-    del options, step
+    positions; a learned table gets rows with initial values.
+
+    `rope` scales the frequencies of a model of transformers: ``linear`` and ``yarn`` (arXiv 2309.00071) change what it
+    computes at every length, ``dynamic`` only beyond the old one, which stays in the config.
+    """
+    del step
     now = arch.sizes()["context"]
     size = grown_size(value, now, "context")
+    if (rope := options.get("rope")) is not None:
+        return _with_scaled_rope(arch, rope, size)
     grown = arch.resized(context=size)
     layout = layout_of([Old(0, now), size - now], initial_slices)
     tensors = plan_tensors(arch, grown.parameters(), {"context": layout})
     # samples have the old length until set_context
     return grown, GrowthPlan(tensors, "exact", waits=True)
+
+
+def _with_scaled_rope(arch: Any, rope: str, size: int) -> tuple[Any, GrowthPlan]:
+    if not isinstance(arch, PretrainedShape) or arch.positions != "rope":
+        raise GrowthError("rope scales frequencies of models of transformers with RoPE only")
+    grown = arch.with_scaled_rope(rope, size)
+    tensors = plan_tensors(arch, grown.parameters(), {})
+    note = f"{rope}, factor {size / arch.sizes()['context']:g}"
+    return grown, GrowthPlan(tensors, "exact" if rope == "dynamic" else "lossy", notes=(note,))
 
 
 def _is_inner(arch: Growable, axis: str) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from instar.distributed.shards import is_sharded, laid_out, whole
 from instar.growth.apply import Key, Mode, grow_state, nearest_source, neighbours
-from instar.growth.plan import GrowthError, GrowthPlan, source_of
+from instar.growth.plan import GrowthError, GrowthPlan, sources_of
 
 _KNOWN = frozenset(
     {
@@ -59,12 +59,20 @@ def prepare_optimizer(
         optimizer = optimizer.optimizer
     states = {}
     for name, made in plan.tensors.items():
-        source = source_of(made)
-        if source is not None and mode != "reset":
-            state = optimizer.state.get(old[source], {})
+        sources = sources_of(made)
+        if sources and mode != "reset":
+            found = {source: optimizer.state.get(old[source], {}) for source in sources}
             states[name] = {
-                field: _grown(plan, f"{name}/{field}", value, (old[source], new[name]), key, mode)
-                for field, value in state.items()
+                field: _grown(
+                    plan,
+                    f"{name}/{field}",
+                    {source: state[field] for source, state in found.items()},
+                    (old[sources[0]], new[name]),
+                    key,
+                    mode,
+                )
+                for field in found[sources[0]]
+                if all(field in state for state in found.values())
             }
     names = {parameter: name for name, parameter in old.items()}
     home = homes(plan, old)
@@ -89,24 +97,33 @@ def prepare_optimizer(
 def _grown(
     plan: GrowthPlan,
     name: str,
-    value: Any,
+    values: Mapping[str, Any],
     parameters: tuple[Parameter, Parameter],
     key: Key,
     mode: Mode,
 ) -> Any:
-    """Returns a state of the second parameter, which continues the first."""
+    """Returns a state of a new parameter.
+
+    Args:
+        values: that state of each old parameter that it is made from.
+        parameters: the first of these, whose shape all have, and the new one.
+    """
     parameter, new = parameters
     field = name.rpartition("/")[2]
+    value = next(iter(values.values()))
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.shape == parameter.shape and (field in _KNOWN or not value.ndim):
-            grown = grow_state(plan, name, lambda _: whole(value), key, mode)
+            whole_of = {source: whole(each) for source, each in values.items()}
+            grown = grow_state(
+                plan, name, lambda each: whole_of[each.rpartition("/")[0]], key, mode
+            )
             return laid_out(grown, new) if value.ndim else grown
         if not value.ndim:
             return value.clone()
         if field in _FACTORS and not is_sharded(value):
-            return _grown_factor(plan, name, value, parameter, key, mode)
+            return _grown_factor(plan, name, values, parameter, key, mode)
     kind = (
         f"{value.dtype} of {list(value.shape)}"
         if isinstance(value, Tensor)
@@ -122,12 +139,21 @@ def _grown(
 
 
 def _grown_factor(
-    plan: GrowthPlan, name: str, value: Tensor, parameter: Parameter, key: Key, mode: Mode
+    plan: GrowthPlan,
+    name: str,
+    values: Mapping[str, Tensor],
+    parameter: Parameter,
+    key: Key,
+    mode: Mode,
 ) -> Tensor:
     """Grows a mean over one dimension as the matrix that it stands for, and takes the mean again."""
     parameter_name, _, field = name.rpartition("/")
     dim = _FACTORS[field]
+    value = next(iter(values.values()))
     kept = value.ndim == parameter.ndim
-    full = (value if kept else value.unsqueeze(dim)).expand(parameter.shape)
-    grown = grow_state(plan, f"{parameter_name}/exp_avg_sq", lambda _: full, key, mode)
-    return value if grown is full else grown.mean(dim, keepdim=kept)
+    full = {
+        f"{source}/exp_avg_sq": (each if kept else each.unsqueeze(dim)).expand(parameter.shape)
+        for source, each in values.items()
+    }
+    grown = grow_state(plan, f"{parameter_name}/exp_avg_sq", full.__getitem__, key, mode)
+    return value if any(grown is each for each in full.values()) else grown.mean(dim, keepdim=kept)

@@ -142,6 +142,8 @@ class Family:
     """whether transformers refuses a config whose width is not a multiple of the number of heads"""
     refusals: Mapping[str, str] = field(default_factory=dict)
     """operations that this family does not support, with the reason"""
+    rope_scalings: tuple[str, ...] = ("linear", "dynamic", "yarn")
+    """kinds of scaled RoPE that transformers computes for it, of those that growth knows"""
     must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """values that keys of the config must have, if they are there"""
     single_experts: SingleExperts | None = None
@@ -266,6 +268,7 @@ FAMILIES: dict[str, Family] = {
             linear("mlp.down_proj", "embed", "mlp"),
             *PRE_NORMS,
         ),
+        rope_scalings=(),
     ),
     "mixtral": Family(
         "Mixtral",

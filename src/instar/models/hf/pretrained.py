@@ -163,6 +163,35 @@ class PretrainedShape:
             config["rope_parameters"] = {**config["rope_parameters"], "rope_theta": rope_base}
         return replace(self, config=config)
 
+    def with_scaled_rope(self, kind: str, context: int) -> Self:
+        """Returns a copy whose RoPE is scaled from its context to a longer one, of the layers with full attention.
+
+        Args:
+            kind: ``linear``, ``dynamic`` or ``yarn``, as transformers names them.
+
+        Raises:
+            ArchitectureError: RoPE is scaled already, or the family has other kinds.
+        """
+        if kind not in self.family.rope_scalings:
+            known = ", ".join(self.family.rope_scalings) or "no kind of scaling here"
+            message = f"RoPE of {self.family.name} is not scaled by {kind!r}"
+            raise ArchitectureError(problem("from", message, f"it has {known}"))
+        now = self.sizes()["context"]
+        rope = dict(self.config.get("rope_parameters") or {})
+        full = rope.get("full_attention")
+        plain = full if isinstance(full, Mapping) else rope
+        if plain.get("rope_type") != "default":
+            raise ArchitectureError(
+                problem("from", f"RoPE is scaled already, by {plain.get('rope_type')!r}")
+            )
+        scaled = {**plain, "rope_type": kind, "factor": context / now}
+        if kind == "yarn":
+            scaled["original_max_position_embeddings"] = now
+        # beyond this size transformers changes the frequencies of `dynamic`
+        grown = self if kind == "dynamic" else self.resized(context=context)
+        rope = {**rope, "full_attention": scaled} if plain is full else scaled
+        return replace(grown, config={**grown.config, "rope_parameters": rope})
+
     def deeper(self, sources: Sequence[int | None]) -> Self:
         """Returns a copy whose block j has the kind of the old block ``sources[j]``, or of the one below."""
         grown = self.resized(layers=len(sources))
