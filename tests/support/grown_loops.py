@@ -4,6 +4,7 @@ beginning, and saves every step."""
 from __future__ import annotations
 
 import copy
+import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 from small_models import model_of
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -32,7 +34,7 @@ SCHEDULE = [
     {"name": "insert_layers", "value": 1, "when": {"waited": 2}},
 ]
 STEPS = 6
-LAST = "last.safetensors"
+LAST = "last-0.safetensors"
 
 Saved = Callable[[int], None]
 """Called with each step whose checkpoint is whole."""
@@ -51,6 +53,11 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
+def place() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
 def fresh() -> PreTrainedModel:
     return copy.deepcopy(model_of("llama")).train()
 
@@ -65,14 +72,20 @@ def plain(folder: Path, start: int, saved: Saved) -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if state:
         optimizer.load_state_dict(state["optimizer"])
+    wrapped: nn.Module = model
+    rank, ranks = place()
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+        wrapped = DistributedDataParallel(model)
     for step in range(start + 1, STEPS + 1):
-        batch = {name: ids[None] for name, ids in Texts()[step].items()}
+        text = Texts()[step * ranks + rank]
         optimizer.zero_grad()
-        model(**batch).loss.backward()
+        wrapped(**{name: ids[None] for name, ids in text.items()}).loss.backward()
         optimizer.step()
-        schedule.step(model, step, optimizer=optimizer)
+        schedule.step(wrapped, step, optimizer=optimizer)
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "growth": schedule}
-        torch.save({n: each.state_dict() for n, each in parts.items()}, folder / f"{step}.pt")
+        if rank == 0:
+            torch.save({n: each.state_dict() for n, each in parts.items()}, folder / f"{step}.pt")
         saved(step)
     return model
 
@@ -123,6 +136,7 @@ def of_trainer(
         use_cpu=True,
         dataloader_pin_memory=False,
         disable_tqdm=True,
+        ddp_backend="gloo" if place()[1] > 1 else None,
         **given,
     )
     return Trainer(
@@ -133,7 +147,8 @@ def of_trainer(
 def trainer(folder: Path, start: int, saved: Saved) -> nn.Module:
     checkpoint = str(folder / f"checkpoint-{start}") if start else None
     model = AutoModelForCausalLM.from_pretrained(checkpoint) if checkpoint else fresh()
-    running = of_trainer(model, folder, TrainerGrowth(SCHEDULE), _OnSave(saved))
+    growth = TrainerGrowth(SCHEDULE, wrapped=lambda: running.model_wrapped)
+    running = of_trainer(model, folder, growth, _OnSave(saved))
     running.train(resume_from_checkpoint=checkpoint)
     trained: nn.Module = running.model
     return trained
@@ -162,6 +177,7 @@ def fit(
     module = Language()
     running = pl.Trainer(
         accelerator="cpu",
+        devices=place()[1],
         max_steps=STEPS,
         logger=False,
         enable_progress_bar=False,
@@ -170,7 +186,7 @@ def fit(
         **{"limit_val_batches": 0, **given},
     )
     # Lightning resumes exactly at the end of an epoch only: each is one step
-    loader = DataLoader(Texts(2), batch_size=2)
+    loader = DataLoader(Texts(2 * place()[1]), batch_size=2)
     running.fit(module, loader, DataLoader(Texts(2), batch_size=8), ckpt_path=start)
     return module
 
@@ -209,4 +225,5 @@ def run(loop: str, start: int = 0, hold: int = -1) -> None:
             signal.pause()
 
     model = LOOPS[loop](Path.cwd(), start, saved)
-    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, LAST)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(tensors, f"last-{place()[0]}.safetensors")

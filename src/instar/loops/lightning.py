@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import Module
 
+from instar.growth.live.ddp import renew
 from instar.growth.plan import GrowthError
 from instar.loops.schedule import GrowthSchedule
 from instar.schedule.operations import Change
@@ -43,10 +44,6 @@ class LightningGrowth(Callback):
         self._model, self._monitor, self._probe = model, monitor, probe
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.world_size > 1:
-            raise GrowthError(
-                "LightningGrowth grows a model in one process; with several, stop, grow the checkpoint, and resume"
-            )
         # the module's hook is the only one that comes before its tensors are loaded
         hook: Callable[[Any], None] = pl_module.on_load_checkpoint
 
@@ -78,7 +75,8 @@ class LightningGrowth(Callback):
         loss = trainer.callback_metrics.get(self._monitor)
         if trainer.sanity_checking or loss is None or not trainer.optimizers:
             return
-        if self._step(trainer, pl_module, float(loss)):
+        # a metric that is not synchronised differs between processes
+        if self._step(trainer, pl_module, float(trainer.strategy.broadcast(loss))):
             # Lightning restores the modes of those submodules only that there were before the evaluation
             self._found(pl_module).train()
 
@@ -91,13 +89,16 @@ class LightningGrowth(Callback):
     def _step(
         self, trainer: Trainer, pl_module: LightningModule, loss: float | None = None
     ) -> tuple[Change, ...]:
-        return self.schedule.step(
+        done = self.schedule.step(
             self._found(pl_module),
             trainer.global_step // max(1, len(trainer.optimizers)),
             optimizer=trainer.optimizers,
             loss=loss,
             probe=self._probe,
         )
+        if done and trainer.strategy.model is not None:
+            renew(trainer.strategy.model)
+        return done
 
     def _found(self, module: LightningModule) -> Module:
         found = getattr(module, self._model, None)

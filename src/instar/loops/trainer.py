@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.training_args import ParallelMode
 
@@ -28,18 +29,29 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         schedule: path of a schedule file, or its entries.
         seed: of new values.
         probe: see `instar.growth.grow`.
+        wrapped: returns the trainer's `model_wrapped`, which several processes need:
+            ``TrainerGrowth(..., wrapped=lambda: trainer.model_wrapped)``.
     """
 
-    def __init__(self, schedule: Any, *, seed: int = 0, probe: Any = None) -> None:
+    def __init__(
+        self,
+        schedule: Any,
+        *,
+        seed: int = 0,
+        probe: Any = None,
+        wrapped: Callable[[], Module] | None = None,
+    ) -> None:
         given = str(schedule) if isinstance(schedule, Path) else schedule
+        self._wrapped = wrapped
         self._arguments, self._probe = {"schedule": given, "seed": seed}, probe
         # the length of the run is known when it begins
         self.schedule = GrowthSchedule(schedule, seed=seed, steps=1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.parallel_mode is ParallelMode.DISTRIBUTED:
+        if args.parallel_mode is ParallelMode.DISTRIBUTED and self._wrapped is None:
             raise GrowthError(
-                "TrainerGrowth grows a model in one process; with several, stop, grow the checkpoint, and resume"
+                "with several processes TrainerGrowth needs what wraps the model: pass "
+                "wrapped=lambda: trainer.model_wrapped"
             )
         self.schedule.steps = state.max_steps
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
@@ -70,7 +82,7 @@ class TrainerGrowth(TrainerCallback, ExportableState):
 
     def _step(self, state: Any, live: Mapping[str, Any], loss: float | None = None) -> None:
         self.schedule.step(
-            live["model"],
+            live["model"] if self._wrapped is None else self._wrapped(),
             state.global_step,
             optimizer=live["optimizer"],
             loss=loss,

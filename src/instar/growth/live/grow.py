@@ -22,10 +22,12 @@ from instar.distributed.shards import Wholes, is_sharded, laid_out
 from instar.growth.apply import Key, Role, applied, moments_mode
 from instar.growth.axes import Use
 from instar.growth.live.build import Wrap, build_sharded, build_whole
+from instar.growth.live.ddp import renew
 from instar.growth.live.modules import take_over
 from instar.growth.live.optimizers import prepare_optimizer
 from instar.growth.live.probe import coarsest, drawn, moved, probed, reshard
-from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
+from instar.growth.live.subject import Build, Subject, shape_of, subject_of
+from instar.growth.live.wrappers import bare
 from instar.growth.operators import plan
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New
 from instar.growth.proof import Proof, compare
@@ -74,8 +76,8 @@ def grow(
 
     ``grow(model, "widen_mlp", "x2", how="split", optimizer=optimizer)``: operations, values and options are those
     of a schedule (docs/schedule.md). The module stays the same object, with its hooks, modes, devices and dtypes;
-    gradients are dropped. A module wrapped by DDP is returned without the wrapper, to be wrapped anew; one of
-    `torch.compile` compiles again at its next call.
+    gradients are dropped. Pass it with its wrappers, which stay the same objects too: one of `torch.compile` compiles
+    again at its next call; DDP is made to reduce the new gradients, if every process calls `grow` alike.
 
     Args:
         operation: a name, an `Operation`, or an entry of a schedule.
@@ -163,7 +165,8 @@ def prepare(
         if wrap is not None:
             return module
         take_over(subject.module, module)
-        return _rewrapped(model)
+        renew(model)
+        return model
 
     return PreparedGrowth(asked, larger, made, proof, module, commit)
 
@@ -270,12 +273,6 @@ def _warn_if_frozen(
             operation,
             zeros[0],
         )
-
-
-def _rewrapped(model: Module) -> Module:
-    if isinstance(inner := getattr(model, "_orig_mod", None), Module) and inner is bare(model):
-        return model
-    return bare(model)
 
 
 def _prove(

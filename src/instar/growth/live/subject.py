@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.nn import DataParallel, Module, Parameter
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
+from torch.nn import Module, Parameter
 
 from instar.growth.live.adapters import Adapted, adapted_shape, is_of_peft
+from instar.growth.live.wrappers import bare
 from instar.growth.plan import GrowthError
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.shape import ArchitectureError, Growable
@@ -89,17 +88,6 @@ def shape_of(config: Any) -> PretrainedShape:
         return PretrainedShape(values)
     except ArchitectureError as error:
         raise GrowthError("; ".join(each.message for each in error.problems)) from None
-
-
-def bare(model: Module) -> Module:
-    """Returns the module inside `torch.compile`, DDP and moving averages."""
-    while True:
-        if isinstance(model, DistributedDataParallel | DataParallel | AveragedModel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), Module):
-            model = inner
-        else:
-            return model
 
 
 @dataclass(frozen=True)

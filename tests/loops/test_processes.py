@@ -1,4 +1,4 @@
-"""A run that is killed after growth and resumed ends with the bits of one that is not, in every loop."""
+"""Processes of every loop: killed after growth and resumed, with the bits of a run that is not; and several of one run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Child, Forks
+from forks import Child, Forks, children_as_ranks
 from grown_loops import LAST, LOOPS
 from safetensors.torch import load_file
 from torch import Tensor
@@ -41,3 +41,14 @@ def test_a_killed_run_goes_on_across_growth(loop: str, tmp_path: Path, forks: Fo
     if loop == "trainer":
         config = json.loads((tmp_path / "whole/checkpoint-3/config.json").read_text())
         assert (config["intermediate_size"], config["num_hidden_layers"]) == (96, 3)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_two_processes_grow_alike_and_train_on(loop: str, tmp_path: Path, forks: Forks) -> None:
+    """Gradients of all parameters, new ones too, are those of both processes, which have samples of their own."""
+    forks.import_now("grown_loops")
+    for rank in children_as_ranks(forks, 2, "grown_loops:run", loop, place=tmp_path):
+        assert rank.finish() == 0, rank.output()
+    one, other = (load_file(tmp_path / f"last-{rank}.safetensors") for rank in range(2))
+    assert one["model.layers.3.mlp.up_proj.weight"].shape == (96, 48)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
