@@ -34,6 +34,12 @@ def test_a_model_that_did_not_grow_is_refused() -> None:
         resumed.check(fresh())
 
 
+def test_a_checkpoint_without_growth_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"stateful_callbacks": {}}', "utf-8")
+    with pytest.raises(GrowthError, match="holds no history of TrainerGrowth"):
+        TrainerGrowth(SCHEDULE).replay(fresh(), tmp_path)
+
+
 def test_guards_of_a_schedule_hold() -> None:
     skipped = {"name": "add_heads", "value": 3, "when": {"at_step": 1}, "on_failure": "skip"}
     large = {"name": "widen_mlp", "value": "x2", "when": {"at_step": 1}, "max_params": 10}

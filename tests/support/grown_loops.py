@@ -7,6 +7,7 @@ import copy
 import os
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +145,27 @@ def of_trainer(
     )
 
 
-def trainer(folder: Path, start: int, saved: Saved) -> nn.Module:
+def trainer(folder: Path, start: int, saved: Saved, *, lora: bool = False) -> nn.Module:
     checkpoint = str(folder / f"checkpoint-{start}") if start else None
-    model = AutoModelForCausalLM.from_pretrained(checkpoint) if checkpoint else fresh()
     growth = TrainerGrowth(SCHEDULE, wrapped=lambda: running.model_wrapped)
+    if lora:
+        model: Any = adapted()
+        if checkpoint:
+            growth.replay(model, checkpoint)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint) if checkpoint else fresh()
     running = of_trainer(model, folder, growth, _OnSave(saved))
     running.train(resume_from_checkpoint=checkpoint)
     trained: nn.Module = running.model
     return trained
+
+
+def adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model: nn.Module = get_peft_model(fresh(), LoraConfig(target_modules=["q_proj", "down_proj"]))
+    return model
 
 
 class Language(pl.LightningModule):
@@ -211,6 +225,7 @@ LOOPS: Mapping[str, Callable[[Path, int, Saved], nn.Module]] = {
     "plain": plain,
     "accelerate": accelerate,
     "trainer": trainer,
+    "lora": partial(trainer, lora=True),
     "lightning": lightning,
 }
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.nn import Module
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.training_args import ParallelMode
 
+from instar.config.files import read_regular
 from instar.growth.plan import GrowthError
 from instar.loops.schedule import GrowthSchedule
 
@@ -66,6 +68,16 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         loss = (kwargs.get("metrics") or {}).get("eval_loss")
         if loss is not None and kwargs.get("optimizer") is not None:
             self._step(state, kwargs, float(loss))
+
+    def replay(self, model: Module, checkpoint: str | Path) -> None:
+        """Grows a model built as for a new run by the history of a checkpoint, which holds only adapters of peft, so that
+        they fit it. The base grows as it did if its weights are frozen."""
+        state = json.loads(read_regular(Path(checkpoint, "trainer_state.json")))
+        saved = (state.get("stateful_callbacks") or {}).get(type(self).__name__)
+        if saved is None:
+            raise GrowthError(f"{checkpoint} holds no history of {type(self).__name__}")
+        self.growth = saved["attributes"]["growth"]
+        self.schedule.replay(model)
 
     @property
     def growth(self) -> dict[str, Any]:
