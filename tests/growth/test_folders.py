@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import EXACT, OTHER, REFUSED, model_of
+from small_models import EXACT, OTHER, REFUSED, SIZES, model_of
 from tokenizers import Tokenizer as Fast
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.sections import Operation
-from instar.growth import grow
+from instar.growth import GrowthError, grow, prepare
 from instar.growth.folders import grow_folder
 from instar.growth.offline import NotProven
 from instar.models.hf.families import FAMILIES
@@ -58,6 +58,57 @@ def test_each_family_grows_as_the_live_model_does(kind: str, tmp_path: Path) -> 
     live, there = model.state_dict(), grown.state_dict()
     assert live.keys() == there.keys()
     assert all(torch.equal(live[name], there[name]) for name in live)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "made"),
+    [
+        ("llama", {"hidden_size": 32}, "MixtralForCausalLM"),
+        ("mistral", {"sliding_window": 8, "tie_word_embeddings": True}, "MixtralForCausalLM"),
+        ("qwen3", {"attention_bias": True}, "Qwen3MoeForCausalLM"),
+    ],
+)
+def test_a_dense_model_becomes_one_of_experts(
+    kind: str, sizes: dict[str, object], made: str, tmp_path: Path
+) -> None:
+    """By transformers alone: the class is another, the logits are those of before."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "dense")
+    operations = [Operation("upcycle", 4, {"num_experts_per_tok": 3}), EXACT["widen_mlp"]]
+    found = grow_folder(open_folder(tmp_path / "dense"), tmp_path / "experts", operations)
+    assert found.proof is not None
+    assert found.proof.holds
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "experts")
+    assert type(grown).__name__ == made
+    assert (logits(grown) - logits(model)).abs().max() <= 1e-5 * logits(model).abs().max()
+    routed = grown(torch.arange(32)[None], output_router_logits=True).router_logits
+    assert [tuple(each.shape) for each in routed] == [(32, 4)] * 3
+    assert all(len(set(each.topk(3).indices.flatten().tolist())) == 4 for each in routed)
+    with pytest.raises(GrowthError, match=f"cannot become a {made} in place"):
+        grow(model, operations[0])
+    live = prepare(model, operations[0]).model
+    grow(live, operations[1])
+    there = grown.state_dict()
+    assert all(torch.equal(tensor, there[name]) for name, tensor in live.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("qwen2", "no family is Qwen2 of this config with experts"),
+        ("llama", "Mixtral has no self_attn.q_proj.bias"),
+        ("mixtral", "the model has 4 experts already"),
+    ],
+)
+def test_a_family_without_a_counterpart_is_refused(kind: str, said: str, tmp_path: Path) -> None:
+    model_of(kind).save_pretrained(tmp_path / "small")
+    with pytest.raises(ConfigError, match=said):
+        grow_folder(
+            open_folder(tmp_path / "small"), tmp_path / "out", [Operation("upcycle", 4, {})]
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_keeps_its_dtype_its_tokenizer_and_what_else_its_config_says(llama: Path) -> None:

@@ -206,7 +206,8 @@ def apply_one(
     if isinstance(made, Grown):
         return _Growing(role, copies, name, key).grow(made, read(made.source))
     if isinstance(made, Stacked):
-        return _stacked(made, read(made.source), role, named_generator(*key, name, "noise"))
+        joined = torch.cat([read(source) for source in made.sources])
+        return _stacked(made, joined, role, named_generator(*key, name, "noise"))
     if isinstance(made, Averaged):
         # as of any copy, moments of the first order begin at 0
         zero = role is Role.FIRST_MOMENT and copies == "asymmetric"

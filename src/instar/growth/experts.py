@@ -8,15 +8,18 @@ from typing import Any
 
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, Stacked, TensorPlan
 from instar.models.architecture import EXPERTS_PER_TOKEN, ROUTER_STD, Architecture
+from instar.models.hf.families import JOINED
+from instar.models.hf.pretrained import PretrainedShape
 from instar.models.lora import adapter_of
+from instar.models.shape import TransformerShape
 
 BALANCE = 0.01
 """Default weight of the load-balancing loss (arXiv 2101.03961, section 2.2)."""
 
 
 def upcycle(
-    arch: Architecture, value: int, options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: TransformerShape, value: int, options: Mapping[str, Any], step: int
+) -> tuple[TransformerShape, GrowthPlan]:
     """Replaces every MLP by `value` copies of it, its experts, and a router (sparse upcycling, arXiv 2212.05055).
 
     Exact whatever the router says, because experts are equal and gates add up to 1. The router is drawn: with zeros
@@ -27,32 +30,54 @@ def upcycle(
     tensor; lossy.
 
     Raises:
+        ArchitectureError: more experts per token than experts; a family of transformers without experts.
         GrowthError: there are experts already, or adapters of MLPs, which have no counterpart.
     """
     del step
-    if arch.num_experts is not None:
-        raise GrowthError(f"the model has {arch.num_experts} experts already")
+    if "experts" in arch.sizes():
+        raise GrowthError(f"the model has {arch.sizes()['experts']} experts already")
+    per_token = options.get("num_experts_per_tok", min(EXPERTS_PER_TOKEN, value))
+    if per_token > value:
+        raise GrowthError(f"num_experts_per_tok: {per_token} of {value} experts; choose fewer")
+    balance = float(options.get("router_aux_loss_coef", BALANCE))
+    noise = float(options.get("noise", 0.0))
+    if isinstance(arch, Architecture):
+        grown: TransformerShape = _gpt(arch, value, per_token, balance)
+    elif isinstance(arch, PretrainedShape):
+        grown = arch.with_experts(value, per_token, balance)
+    else:
+        raise GrowthError(f"a {type(arch).__name__} has no counterpart with experts")
+    old = arch.parameters()
+    tensors: dict[str, TensorPlan] = {}
+    for name, entry in grown.parameters().items():
+        sources = _sources(name)
+        if all(source in old for source in sources):
+            alike = len(entry.shape) == len(old[sources[0]].shape)
+            tensors[name] = Grown(name) if alike else Stacked(sources, value, noise)
+        else:
+            tensors[name] = Fresh(entry.shape, "normal", ROUTER_STD)
+    note = f"{value} experts, {per_token} per token"
+    return grown, GrowthPlan(tensors, "lossy" if noise else "exact", notes=(note,))
+
+
+def _gpt(arch: Architecture, number: int, per_token: int, balance: float) -> Architecture:
     adapted = [name for name in arch.adaptable() if ".mlp." in name and adapter_of(arch.lora, name)]
     if adapted:
         raise GrowthError(
             f"{adapted[0]} has an adapter, and experts have none: merge_lora mlp and set_lora_rank "
             "{target: mlp, rank: 0} first"
         )
-    per_token = options.get("num_experts_per_tok", min(EXPERTS_PER_TOKEN, value))
-    grown = replace(
+    return replace(
         arch,
-        num_experts=value,
+        num_experts=number,
         num_experts_per_tok=per_token,
-        router_aux_loss_coef=float(options.get("router_aux_loss_coef", BALANCE)),
+        router_aux_loss_coef=balance,
     )
-    noise = float(options.get("noise", 0.0))
-    tensors: dict[str, TensorPlan] = {}
-    for name, entry in grown.parameters().items():
-        if name.endswith(".mlp.router.weight"):
-            tensors[name] = Fresh(entry.shape, "normal", ROUTER_STD)
-        elif entry.axes[0] == "experts":
-            tensors[name] = Stacked(name, value, noise)
-        else:
-            tensors[name] = Grown(name)
-    note = f"{value} experts, {per_token} per token"
-    return grown, GrowthPlan(tensors, "lossy" if noise else "exact", notes=(note,))
+
+
+def _sources(name: str) -> tuple[str, ...]:
+    """Returns the dense parameters of which a parameter of the grown model is made."""
+    for joined, sources in JOINED.items():
+        if name.endswith(joined):
+            return tuple(name.removesuffix(joined) + source for source in sources)
+    return (name,)

@@ -84,7 +84,9 @@ def grow_folder(
         atomic_dir(out) as temporary,
     ):
         grown = grow_parameters(steps, TensorReader(source.outlines, read))
-        made, make = _file_tensors(shape, grown, single_experts=source.single_experts)
+        # new experts are written as published models have them
+        single = source.single_experts or "experts" not in source.shape.sizes()
+        made, make = _file_tensors(shape, grown, single_experts=single)
         total = sum(outline.size_bytes for outline in made.values())
         with progress(f"writing {out}", total, measured=lambda: folder_bytes(temporary)):
             write_weights(temporary, made, make, max_shard_bytes)

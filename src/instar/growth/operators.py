@@ -189,7 +189,6 @@ OPERATORS: Mapping[str, Operator] = {
             "router_aux_loss_coef": values.is_not_negative,
             "noise": values.is_positive,
         },
-        models="gpt",
     ),
     "resize_vocab": Operator(resize_vocab, values.is_size),
     "extend_context": Operator(

@@ -116,13 +116,13 @@ class Truncated:
 
 @dataclass(frozen=True)
 class Stacked:
-    """`count` copies of `source` along a new first dimension, for the experts that share its inputs.
+    """`count` copies of the sources, joined along their first dimension, along a new one: an expert each.
 
     Their gradients add up to the old one, so each is given an equal share of it. Noise is normal, with the standard
-    deviation `noise` relative to the root mean square of the source.
+    deviation `noise` relative to the root mean square of the sources.
     """
 
-    source: str
+    sources: tuple[str, ...]
     count: int
     noise: float = 0.0
 
@@ -174,6 +174,8 @@ class GrowthPlan:
         made = self.tensors[name]
         if isinstance(made, Truncated):
             return made.a if made.side == "a" else made.b
+        if isinstance(made, Stacked):
+            return made.sources[0]
         if isinstance(made, Fresh | Averaged) or (isinstance(made, Grown) and made.copied):
             return None
         return made.source
@@ -195,9 +197,9 @@ def source_of(made: TensorPlan) -> str | None:
 
 def sources_of(made: TensorPlan) -> tuple[str, ...]:
     """Returns the old tensors of whose moments those of a new tensor are made."""
-    if isinstance(made, Averaged):
+    if isinstance(made, Averaged | Stacked):
         return made.sources
-    return (made.source,) if isinstance(made, Grown | Merged | Stacked) else ()
+    return (made.source,) if isinstance(made, Grown | Merged) else ()
 
 
 def grown_shape(made: Grown, shape: tuple[int, ...]) -> tuple[int, ...]:

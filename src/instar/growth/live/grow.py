@@ -41,7 +41,11 @@ Ema = Module | MutableMapping[str, Tensor]
 
 @dataclass(frozen=True)
 class PreparedGrowth:
-    """A grown model that is not in use yet."""
+    """A grown model that is not in use yet.
+
+    Where an operation makes a model of another class, as `upcycle` makes a Mixtral of a Llama, `model` is all that there
+    is: the old module cannot become it.
+    """
 
     operation: Operation
     shape: Growable
@@ -158,6 +162,11 @@ def prepare(
         steps.append(_prepare_ema(ema, subject, larger, made, key, new, wrap))
 
     def commit() -> Module:
+        if type(module) is not type(subject.module):
+            raise GrowthError(
+                f"{asked.name}: a {type(subject.module).__name__} cannot become a {type(module).__name__} in place; "
+                f"prepare(model, {asked.name!r}, …).model is a new one, for a new optimizer"
+            )
         for parameter in (*old.values(), *new.values()):
             parameter.grad = None
         for step in steps:

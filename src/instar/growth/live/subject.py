@@ -92,12 +92,15 @@ def shape_of(config: Any) -> PretrainedShape:
 
 @dataclass(frozen=True)
 class _Pretrained:
-    """Builds models of transformers of the same class, whose config has the new sizes."""
+    """Builds models of transformers whose config has the new sizes: of the same class, or of that of the family
+    with experts."""
 
     module: Module
 
     def __call__(self, shape: PretrainedShape) -> Module:
         old: Any = self.module.config
+        if shape.config["model_type"] != old.model_type:
+            return _of_another_family(shape, old)
         config = copy.deepcopy(old)
         before = old.to_dict()
         for key, value in shape.to_dict().items():
@@ -105,6 +108,18 @@ class _Pretrained:
                 setattr(config, key, copy.deepcopy(value))
         module: Module = type(self.module)(config)
         return module
+
+
+def _of_another_family(shape: PretrainedShape, old: Any) -> Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = copy.deepcopy(shape.to_dict())
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    module: Module = AutoModelForCausalLM.from_config(
+        config, attn_implementation=old._attn_implementation
+    )
+    return module
 
 
 def _refuse_layout(module: Module) -> None:

@@ -116,6 +116,29 @@ class SingleExperts:
 
 
 @dataclass(frozen=True)
+class WithExperts:
+    """The family whose blocks differ in that their MLPs are experts of `EXPERTS`."""
+
+    model_type: str
+    model_class: str
+    config: Mapping[str, object]
+    """keys that make the blocks alike"""
+
+
+MIXTRAL = WithExperts("mixtral", "MixtralForCausalLM", {})
+QWEN3_MOE = WithExperts(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+)
+JOINED: Mapping[str, tuple[str, ...]] = {
+    "mlp.experts.gate_up_proj": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.experts.down_proj": ("mlp.down_proj.weight",),
+}
+"""Parameters of `gated_mlp` that one of `EXPERTS` joins."""
+
+
+@dataclass(frozen=True)
 class Family:
     """The causal language models of one `model_type`."""
 
@@ -147,6 +170,7 @@ class Family:
     must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """values that keys of the config must have, if they are there"""
     single_experts: SingleExperts | None = None
+    with_experts: WithExperts | None = None
 
     @property
     def qk_norm(self) -> bool:
@@ -208,8 +232,9 @@ _LLAMA = Family(
         *PRE_NORMS,
     ),
     heads_divide_width=True,
+    with_experts=MIXTRAL,
 )
-_MISTRAL = Family("Mistral", block=(*attention(), *gated_mlp(), *PRE_NORMS))
+_MISTRAL = Family("Mistral", block=(*attention(), *gated_mlp(), *PRE_NORMS), with_experts=MIXTRAL)
 _QWEN3 = Family(
     "Qwen3",
     block=(
@@ -218,6 +243,7 @@ _QWEN3 = Family(
         *gated_mlp(),
         *PRE_NORMS,
     ),
+    with_experts=QWEN3_MOE,
 )
 _GEMMA2 = Family(
     "Gemma 2",
@@ -239,7 +265,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
     "mistral": _MISTRAL,
-    "qwen2": replace(_MISTRAL, name="Qwen2", block=(*attention(True), *gated_mlp(), *PRE_NORMS)),
+    "qwen2": Family("Qwen2", block=(*attention(True), *gated_mlp(), *PRE_NORMS)),
     "qwen3": _QWEN3,
     "gemma2": _GEMMA2,
     "gemma3_text": replace(_GEMMA2, name="Gemma 3", block=(*_GEMMA2.block, *qk_norms())),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from instar.models.hf.families import FAMILIES, Family, TableEntry
+from instar.models.hf.families import FAMILIES, JOINED, Family, TableEntry
 from instar.models.shape import ArchitectureError, Kind, Parameter, axis_size, problem
 
 _SHARED_EPS = (
@@ -202,6 +202,35 @@ class PretrainedShape:
             made.append(kinds[source] if source is not None else made[-1] if made else kinds[0])
         return replace(grown, config={**grown.config, "layer_types": made})
 
+    def with_experts(self, number: int, per_token: int, balance: float) -> PretrainedShape:
+        """Returns the shape of the same model with `number` experts in place of each MLP.
+
+        Raises:
+            ArchitectureError: no family is the same with experts.
+        """
+        found = self.family.with_experts
+        if found is None or self.config.get("use_sliding_window"):
+            possible = ", ".join(f.name for f in FAMILIES.values() if f.with_experts is not None)
+            message = f"no family is {self.family.name} of this config with experts"
+            raise ArchitectureError(problem("from", message, f"{possible} have one"))
+        axes, sizes = FAMILIES[found.model_type].axes, {**self.sizes(), "experts": number}
+        grown = PretrainedShape(
+            {
+                **self.config,
+                **found.config,
+                **{key: sizes[axis] for axis, key in axes.items()},
+                "model_type": found.model_type,
+                "architectures": [found.model_class],
+                "num_experts_per_tok": per_token,
+                "router_aux_loss_coef": balance,
+            }
+        )
+        old, new = self.parameters(), grown.parameters()
+        if lost := [name for name in old if not _is_mlp_weight(name) and name not in new]:
+            message = f"{grown.family.name} has no {lost[0].removeprefix('blocks.0.')}"
+            raise ArchitectureError(problem("from", message))
+        return grown
+
     def parameters(self) -> dict[str, Parameter]:
         """Returns every parameter by its name with the prefix ``blocks.``, in the module's order."""
         family, sizes = self.family, self.sizes()
@@ -264,6 +293,10 @@ class PretrainedShape:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.config)
+
+
+def _is_mlp_weight(name: str) -> bool:
+    return any(name.endswith(source) for sources in JOINED.values() for source in sources)
 
 
 def _are_sizes(*values: Any) -> bool:
