@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -75,6 +76,40 @@ def test_two_ranks_are_the_same_run(tmp_path: Path) -> None:
     one, two = ([event["loss"] for event in events(run, "train")] for run in runs)
     assert len(one) == 14
     assert two == pytest.approx(one, abs=1e-4)
+
+
+def test_conversations_are_learned_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the answers count: what is asked is random, and the answer is always the same."""
+    monkeypatch.chdir(write_place("llama", tmp_path))
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} squared"},
+                {"role": "assistant", "content": "is cubed"},
+            ]
+        }
+        for n in range(60)
+    ]
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    data = ["data.kind=chat", "data.source=chats.jsonl", "data.packing=false", "model.context=32"]
+    assert train("whole", *data, "train.until=12it", "optimizer.lr=1e-2") == 0
+    losses = [event["loss"] for event in events(Path("whole"), "eval")]
+    assert losses[-1] < 1.0 < 4.0 < events(Path("whole"), "train")[0]["loss"]
+    assert (
+        train(
+            "half",
+            *data,
+            "train.until=12it",
+            "optimizer.lr=1e-2",
+            "train.until=5it",
+            "learning_rate.lr_decay_iters=12",
+        )
+        == 0
+    )
+    assert main(["resume", "half", "--until", "12it"]) == 0
+    assert weights(Path("half"), 12) == weights(Path("whole"), 12)
 
 
 REFUSED = {

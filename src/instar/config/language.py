@@ -90,11 +90,12 @@ class MixturePart(Section):
 class DataConfig(FeedConfig):
     """Where the samples are, in which order they come, and how they reach the ranks."""
 
-    kind: Literal["tokens", "rows", "stream", "python"] = Field(
+    kind: Literal["tokens", "rows", "stream", "python", "chat"] = Field(
         "tokens",
         description="tokens: text, tokenised once into token shards; rows: a Hugging Face data set, "
         "tokenised once too; stream: a Hugging Face IterableDataset, read from its beginning; "
-        "python: any iterable, made by a function",
+        "python: any iterable, made by a function; chat: JSON lines with conversations, of which only the "
+        "assistant's tokens are targets",
     )
     path: str | None = Field(
         None,
@@ -132,9 +133,13 @@ class DataConfig(FeedConfig):
     )
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.05, description="share held out")
     test_fraction: Fraction = Field(0.05, description="share kept for a final test")
+    chat_template: str | None = Field(
+        None,
+        description="chat: file of a jinja template; default: the model's, or else a plain one",
+    )
     packing: bool = Field(
         True,
-        description="rows, stream, python: documents end to end, cut into samples; false: a sample "
+        description="rows, stream, python, chat: documents end to end, cut into samples; false: a sample "
         "is one document, cut off after the context",
     )
     lanes: Annotated[int, Field(gt=0, le=2**16)] = Field(
@@ -270,10 +275,11 @@ def _source(data: DataConfig) -> Iterator[ConfigProblem]:
             f"data.source of kind python names a function, not {data.source!r}",
             "e.g. my_package.my_module:samples",
         )
-    elif kind in ("rows", "stream") and data.source == "stdlib" and not data.mixture:
+    elif kind in ("rows", "stream", "chat") and data.source == "stdlib" and not data.mixture:
         yield ConfigProblem(
             ("data.source", "data.kind", "data.mixture"),
-            f"data.source of kind {kind} must be given: files, a folder or a name on the hub",
+            f"data.source of kind {kind} must be given: files, a folder"
+            + (" or a name on the hub" if kind != "chat" else " or a glob"),
         )
     if data.mixture and data.source != "stdlib":
         yield ConfigProblem(
@@ -281,17 +287,17 @@ def _source(data: DataConfig) -> Iterator[ConfigProblem]:
             "data.source is not read where data.mixture names the sources",
             "name it as a part of data.mixture, or leave one of them out",
         )
-    if kind in ("tokens", "python") and (data.subset or data.source_split != "train"):
+    if kind in ("tokens", "python", "chat") and (data.subset or data.source_split != "train"):
         key = "data.subset" if data.subset else "data.source_split"
         yield ConfigProblem(
             (key, "data.kind"),
             f"{key} selects from a Hugging Face data set, and kind {kind} reads none",
             "use kind rows or stream, or leave it out",
         )
-    if kind == "tokens" and data.tokens_field is not None:
+    if kind in ("tokens", "chat") and data.tokens_field is not None:
         yield ConfigProblem(
             ("data.tokens_field", "data.kind"),
-            "data.tokens_field names a column of rows, and kind tokens prepares text",
+            f"data.tokens_field names a column of rows, and kind {kind} prepares text",
             "say data.kind: rows",
         )
     if kind != "tokens" and data.max_bytes is not None:
@@ -329,6 +335,23 @@ def _reading(data: DataConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             ("data.order", "data.packing"),
             "data.order random draws windows of packed text, and data.packing is false",
+        )
+    if kind == "chat" and data.order == "random":
+        yield ConfigProblem(
+            ("data.order", "data.kind"),
+            "data.order random draws windows of text, and kind chat has samples of its own",
+            "use shuffled",
+        )
+    if kind == "chat" and data.tokenizer in ("byte", "char", "bpe"):
+        yield ConfigProblem(
+            ("data.tokenizer", "data.kind"),
+            f"kind chat needs the tokenizer.json of a model, not {data.tokenizer}",
+        )
+    if kind != "chat" and data.chat_template is not None:
+        yield ConfigProblem(
+            ("data.chat_template", "data.kind"),
+            f"data.chat_template renders conversations, and kind {kind} has none",
+            "say data.kind: chat",
         )
     if kind == "tokens" and not data.packing:
         yield ConfigProblem(

@@ -31,7 +31,8 @@ _TEXT_NAMES = """
     hs ml ex exs erl clj lisp el zig f90 m
 """
 _TEXT_SUFFIXES = frozenset(f".{name}" for name in _TEXT_NAMES.split())
-_ROW_SUFFIXES = frozenset({".jsonl", ".ndjson", ".parquet"})
+_LINES = frozenset({".jsonl", ".ndjson"})
+_ROW_SUFFIXES = _LINES | {".parquet"}
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _PIECE_BYTES = 1 << 20
 _PARQUET_ROWS = 1024
@@ -112,6 +113,21 @@ def _told(sizes: Iterator[int], advance: Advance) -> Iterator[int]:
     for size in sizes:
         advance(size)
         yield size
+
+
+def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
+    """Yield each line of the JSON Lines files of a source that is not blank: file, number, content.
+
+    Raises ConfigError if there are no such files.
+    """
+    files = [file for file in _find(source) if file.suffix.lower() in _LINES]
+    if not files:
+        raise ConfigError.one(
+            f"{source} is no JSON Lines file ({', '.join(sorted(_LINES))})", key="data.source"
+        )
+    for path in files:
+        for number, line in _JSONLines(path, "").lines():
+            yield path, number, line
 
 
 def check_source(source: str) -> None:
@@ -235,13 +251,13 @@ class _JSONLines:
     text_field: str
 
     def sizes(self) -> Iterator[int]:
-        for number, line in self._lines():
+        for number, line in self.lines():
             yield len(self._text(number, line).encode())
 
     def texts(self, parts: list[Part]) -> Iterator[Iterator[str]]:
-        return _clipped(self._lines(), parts, lambda line: self._text(*line))
+        return _clipped(self.lines(), parts, lambda line: self._text(*line))
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
+    def lines(self) -> Iterator[tuple[int, bytes]]:
         with _open(self.path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():

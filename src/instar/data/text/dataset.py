@@ -14,6 +14,7 @@ from instar.config.language import DataConfig
 from instar.config.user_code import load_named
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import Concatenated, DocumentSamples, Source, TokenWindows, mixture_order
+from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.corpus import check_source
 from instar.data.text.prepare import default_path, is_made, parameters, prepare
 from instar.data.text.rows import open_rows
@@ -94,7 +95,7 @@ def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path
         if is_made(folder, part, seed, say):
             continue
         absent.append(folder)
-        if part.kind == "tokens":
+        if part.kind in ("tokens", "chat"):
             for source in filter(None, (part.source, part.val_source)):
                 check_source(source)
     return absent
@@ -110,6 +111,9 @@ def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
     if data.read_from_start:
         folder = data.path or default_path(data, seed)
         return StreamData(data, open_dataset(folder), _counted(data, world_size))
+    if data.kind == "chat":
+        folder = data.path or default_path(data, seed)
+        return ChatData(data, open_dataset(folder), open_dataset(Path(folder) / MARKS), seed)
     return _open_tokens(data, seed)
 
 
@@ -227,6 +231,40 @@ class MixtureData:
 
     def _weighed(self) -> zip[tuple[TokenData, float | None]]:
         return zip(self.parts, (part.weight for part in self.data.mixture), strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class ChatData(PreparedData):
+    """Conversations, of which only the assistant's tokens are targets."""
+
+    marks: TokenDataset
+    """what each token is, see `chat`"""
+    seed: int
+
+    @property
+    def fingerprint(self) -> str:
+        told = f"{self.dataset.fingerprint}\n{self.marks.fingerprint}"
+        return xxhash.xxh3_128_hexdigest(told.encode())
+
+    def train_samples(self, context: int) -> int:
+        return len(self._samples("train", context))
+
+    def train_tokens(self, context: int) -> int:
+        return self.train_samples(context) * context + 1
+
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        samples = self._samples("train", context)
+        whole = transformed(samples, self.data, seed)
+        return hosted(whole, self.data, self.seed, context, seed), order_of(
+            self.data, len(samples), seed
+        )
+
+    def held_out(self, split: str, context: int) -> Source:
+        return self._samples(split, context)
+
+    def _samples(self, split: str, context: int) -> ChatSamples:
+        pair = self.dataset.split(split), self.marks.split(split)
+        return ChatSamples(*pair, context, packing=self.data.packing)
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,6 +98,9 @@ def prepare(
     if (folder / DATASET_FILE).exists():
         _add_training_tokens(folder, data, say)
         return folder
+    if data.kind == "chat":
+        _prepare_chat(folder, data, seed, say)
+        return folder
     plan = _plan(data, seed, lambda amounts: say(f"preparing {amounts} → {folder}"))
     with atomic_dir(folder, key="data.path", first_wins=True) as aside:
         splits: dict[str, tuple[Shard, ...]] = {}
@@ -118,6 +121,17 @@ def prepare(
     counts = (f"{name} {sum(s.count for s in shards):,}" for name, shards in splits.items())
     say(f"tokens: {', '.join(counts)}; vocabulary {plan.tokenizer.vocab_size:,}")
     return folder
+
+
+def _prepare_chat(folder: Path, data: DataConfig, seed: int, say: Say) -> None:
+    from instar.data.text.chat import write_conversations
+
+    say(f"preparing {data.source} → {folder}")
+    with atomic_dir(folder, key="data.path", first_wins=True) as aside:
+        made_from = _made_from(data, seed, np.empty(0, dtype=np.int64))
+        counts = write_conversations(aside, data, seed, made_from)
+    check_made_from(folder, data, seed, say)
+    say(f"tokens: {', '.join(f'{name} {count:,}' for name, count in counts.items())}")
 
 
 def is_made(folder: Path, data: DataConfig, seed: int, say: Say) -> bool:
@@ -153,7 +167,9 @@ def parameters(data: DataConfig, seed: int) -> dict[str, Any]:
     fields = {"source", "tokenizer", "max_bytes", "val_fraction", "test_fraction"}
     fields |= {"vocab_size"} if data.tokenizer == "bpe" else set()
     fields |= {"val_source"} if data.val_source is not None else set()
-    if data.kind != "tokens":
+    if data.kind == "chat":
+        fields |= {"kind", "chat_template"}
+    elif data.kind != "tokens":
         fields |= {"kind", "subset", "source_split"}
         fields |= {"text_field" if data.tokens_field is None else "tokens_field"}
     elif {data.source, data.val_source} - {None, STDLIB}:

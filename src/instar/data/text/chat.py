@@ -1,0 +1,344 @@
+"""Conversations: JSON lines rendered by a chat template, of which only the assistant's tokens are targets.
+
+A folder of prepared conversations is a data set of tokens with a second one of as many numbers in `marks`: bit 0
+says that the token is a target, bit 1 that a conversation begins with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from instar.config.errors import ConfigError
+from instar.config.files import read_regular
+from instar.config.language import DataConfig
+from instar.data.order import Int64Array
+from instar.data.source import IGNORED, check_indices
+from instar.data.split import Parts, divide_whole, whole
+from instar.data.text.corpus import read_lines
+from instar.data.text.shards import (
+    ShardWriter,
+    TokenizerRecord,
+    TokenSplit,
+    write_once,
+    write_record,
+)
+from instar.data.text.tokenizer import TOKENIZER_FILE, BPETokenizer, Tokenizer, named_tokenizer
+
+PLAIN = """\
+{%- for message in messages -%}
+{{- '### ' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}{{- '\\n' -}}
+{%- else -%}{{- message['content'] + '\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '### assistant\\n' -}}{%- endif -%}
+"""
+"""The template of a model that has none."""
+MARKS = "marks"
+TARGET, BEGINS = 1, 2
+_GENERATION = "endgeneration"
+_BATCH = 256
+_SHARD_TOKENS = 1 << 23
+
+Spans = Sequence[tuple[int, int]]
+"""Characters [begin, end) of a rendered conversation that the assistant writes."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template of transformers, in jinja2's sandbox, and the special tokens that it may name."""
+
+    text: str
+    special: dict[str, Any]
+
+    def render(self, messages: Sequence[dict[str, Any]]) -> tuple[str, Spans]:
+        """Returns a conversation as text, and what of it the assistant writes.
+
+        A template says the latter by `{% generation %}`. Of others, it is what each message of the assistant adds
+        to the messages before it and the prompt for it.
+
+        Raises:
+            ValueError: the template refuses the conversation, or what it adds cannot be told apart.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def rendered(count: int, *, prompt: bool = False, mask: bool = False) -> Any:
+            return render_jinja_template(
+                conversations=[list(messages[:count])],
+                chat_template=self.text,
+                return_assistant_tokens_mask=mask,
+                add_generation_prompt=prompt,
+                **self.special,
+            )
+
+        try:
+            if _GENERATION in self.text:
+                (text,), (spans,) = rendered(len(messages), mask=True)
+                return str(text), spans
+            text = str(rendered(len(messages))[0][0])
+            spans = []
+            for number, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    begin = str(rendered(number, prompt=True)[0][0])
+                    end = str(rendered(number + 1)[0][0])
+                    if not (end.startswith(begin) and text.startswith(end)):
+                        raise ValueError(
+                            "the chat template renders a message otherwise when others follow, so that the "
+                            "assistant's tokens cannot be told apart; give a data.chat_template with "
+                            "{% generation %} around them"
+                        )
+                    spans.append((len(begin), len(end)))
+        except (ValueError, ImportError):
+            raise
+        except Exception as error:  # a template of anyone's: whatever jinja2 makes of it
+            raise ValueError(f"the chat template refuses it: {error}") from error
+        return text, spans
+
+
+def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Returns `data.chat_template`, or the template beside the tokenizer, or else `PLAIN`."""
+    beside = Path(data.tokenizer).parent
+    config = _json(beside / "tokenizer_config.json")
+    special: dict[str, Any] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            special[name] = token
+    special.setdefault("eos_token", tokenizer.end_token or "")
+    if data.chat_template is not None:
+        return ChatTemplate(_text(Path(data.chat_template)), special)
+    if (beside / "chat_template.jinja").is_file():
+        return ChatTemplate(_text(beside / "chat_template.jinja"), special)
+    found = config.get("chat_template")
+    if isinstance(found, list):  # of several by name
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return ChatTemplate(found if isinstance(found, str) else PLAIN, special)
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_regular(path, follow=True).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.one(
+            f"data.chat_template: cannot read {path}: {error}", key="data.chat_template"
+        ) from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_regular(path, follow=True)) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError.one(f"cannot be read: {error}", where=str(path)) from None
+    return found if isinstance(found, dict) else {}
+
+
+def conversations(source: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yields the bytes and the messages of each line.
+
+    Raises:
+        ConfigError: a line has no list `messages` of objects with `role` and `content`, both text, of which one is the
+            assistant's; names file and line.
+    """
+    for path, number, line in read_lines(source):
+        try:
+            messages = msgspec.json.decode(line).get("messages")
+        except (msgspec.DecodeError, AttributeError):
+            messages = None
+        if problem := _problem(messages):
+            raise ConfigError.one(
+                problem,
+                where=f"{path}:{number}",
+                hint='a line is {"messages": [{"role": "user", "content": "…"}, …]}',
+                key="data.source",
+            )
+        yield len(line), messages
+
+
+def _problem(messages: Any) -> str:
+    if not isinstance(messages, list) or not messages:
+        return "a line of kind chat has a list `messages`"
+    for message in messages:
+        texts = isinstance(message, dict) and [message.get("role"), message.get("content")]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            return "each of `messages` has a `role` and a `content`, both text"
+    if not any(message["role"] == "assistant" for message in messages):
+        return "none of `messages` is the assistant's, so that there is nothing to learn"
+    return ""
+
+
+def divided(data: DataConfig, seed: int) -> dict[str, tuple[str, Parts]]:
+    """Returns the source and the conversations of each split; all lines are read and checked."""
+
+    def sizes(source: str) -> Int64Array:
+        return np.fromiter((size for size, _ in conversations(source)), np.int64)
+
+    first = sizes(data.source)
+    if data.val_source is None and first.size:
+        parts = divide_whole(first, data.val_fraction, data.test_fraction, seed)
+        if parts is not None:
+            return {name: (data.source, rows) for name, rows in parts.items()}
+    elif data.val_source is not None and first.size:
+        held = sizes(data.val_source)
+        return {
+            "train": (data.source, whole(np.arange(first.size), first)),
+            "val": (data.val_source, whole(np.arange(held.size), held)),
+        }
+    raise ConfigError.one(
+        f"{data.source}: {first.size} conversations, too few or too unequal to hold out whole ones",
+        where="data.val_source",
+        hint="give conversations to hold out in data.val_source, or other fractions",
+        key="data.val_source",
+    )
+
+
+def write_conversations(
+    aside: Path, data: DataConfig, seed: int, source: dict[str, Any]
+) -> dict[str, int]:
+    """Writes a folder of prepared conversations; returns the tokens of each split.
+
+    Args:
+        source: what it is made from, for its record.
+
+    Raises:
+        ConfigError: a line is no conversation, or the template refuses it.
+    """
+    tokenizer = named_tokenizer(data.tokenizer)
+    if not isinstance(tokenizer, BPETokenizer):
+        raise ConfigError.one(
+            f"data.kind chat needs a tokenizer.json, not {data.tokenizer}", key="data.tokenizer"
+        )
+    template = template_of(data, tokenizer)
+    splits = divided(data, seed)
+    record = TokenizerRecord(tokenizer.kind, tokenizer.fingerprint)
+    (aside / MARKS).mkdir()
+    written: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for name, (path, parts) in splits.items():
+        writers = [
+            ShardWriter(
+                folder,
+                name,
+                tokenizer=tokenizer.fingerprint,
+                vocab_size=size,
+                shard_tokens=_SHARD_TOKENS,
+            )
+            for folder, size in ((aside, tokenizer.vocab_size), (aside / MARKS, 4))
+        ]
+        for tokens, marks in _encoded(path, set(parts[:, 0].tolist()), template, tokenizer):
+            writers[0].append(tokens)
+            writers[1].append(marks)
+        for found, writer in zip(written, writers, strict=True):
+            found[name] = writer.close()
+    for folder, size, found in (
+        (aside / MARKS, 4, written[1]),
+        (aside, tokenizer.vocab_size, written[0]),
+    ):
+        write_once(folder / TOKENIZER_FILE, tokenizer.to_json().encode())
+        write_record(folder, tokenizer=record, vocab_size=size, splits=found, source=source)
+    return {name: sum(shard.count for shard in shards) for name, shards in written[0].items()}
+
+
+def _encoded(
+    source: str, wanted: set[int], template: ChatTemplate, tokenizer: BPETokenizer
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Yields tokens and marks of the conversations wanted. Special tokens in their text are those of the template:
+    transformers does not tell them apart either."""
+    fast = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    fast.no_truncation()
+    fast.no_padding()
+    batch: list[tuple[str, Spans]] = []
+
+    def tokens() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        found = fast.encode_batch([text for text, _ in batch], add_special_tokens=False)
+        for encoding, (_, spans) in zip(found, batch, strict=True):
+            yield np.array(encoding.ids, np.uint32), _marks(encoding.offsets, spans)
+
+    for number, (_, messages) in enumerate(conversations(source)):
+        if number in wanted:
+            try:
+                batch.append(template.render(messages))
+            except (ValueError, ImportError) as error:
+                where = f"{source}: conversation {number + 1}"
+                raise ConfigError.one(str(error), where=where, key="data.source") from None
+        if len(batch) == _BATCH:
+            yield from tokens()
+            batch = []
+    yield from tokens()
+
+
+def _marks(offsets: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.uint8]:
+    """Returns the marks of tokens that stand for these characters: what overlaps a span is a target."""
+    places = np.array(offsets, np.int64).reshape(-1, 2)
+    marks = np.zeros(len(places), np.uint8)
+    for begin, end in spans:
+        marks[(places[:, 1] > begin) & (places[:, 0] < end) & (places[:, 1] > places[:, 0])] = (
+            TARGET
+        )
+    marks[:1] |= BEGINS
+    return marks
+
+
+class ChatSamples:
+    """A source of `context` tokens per sample, whose targets are the assistant's; other targets are -1.
+
+    Packed, samples are windows over conversations end to end; else, a sample is one conversation, cut off after
+    the context. What has no target is no sample.
+    """
+
+    def __init__(
+        self, tokens: TokenSplit, marks: TokenSplit, context: int, *, packing: bool
+    ) -> None:
+        self._tokens, self._marks, self.context = tokens, marks, context
+        every = marks.read(0, len(marks))
+        if packing:
+            begins = np.arange(0, len(every) - 1, context, dtype=np.int64)
+            ends = np.minimum(begins + context + 1, len(every))
+        else:
+            begins = np.flatnonzero(every & BEGINS).astype(np.int64)
+            ends = np.minimum(np.append(begins[1:], len(every)), begins + context + 1)
+        targets = np.concatenate([[0], np.cumsum(every & TARGET, dtype=np.int64)])
+        counts: Int64Array = targets[ends] - targets[np.minimum(begins + 1, ends)]
+        used = counts > 0
+        self._begins, self._ends, self._counts = begins[used], ends[used], counts[used]
+        if not used.any():
+            raise ConfigError.one(
+                f"no sample of the {tokens.name} split has a token of the assistant within {context:,} tokens",
+                where="model.context",
+                hint="a longer context",
+                key="model.context",
+            )
+        how = "packed" if packing else "one"
+        self.fingerprint = f"{tokens.fingerprint}/{marks.fingerprint}/{how}/{context}"
+
+    def __len__(self) -> int:
+        return self._begins.size
+
+    def weights(self, indices: Int64Array) -> float:
+        """Return the number of targets in the samples."""
+        return float(self._counts[indices].sum())
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> dict[str, NDArray[Any]]:  # noqa: ARG002
+        """Return `inputs` and `targets`, int64 [len(indices), context], contiguous.
+
+        Raises IndexError outside 0 … len-1.
+        """
+        check_indices(indices, len(self))
+        inputs = np.zeros((indices.size, self.context), dtype=np.int64)
+        targets = np.full_like(inputs, IGNORED)
+        places = zip(self._begins[indices].tolist(), self._ends[indices].tolist(), strict=True)
+        for row, (begin, end) in enumerate(places):
+            tokens, marks = self._tokens.read(begin, end), self._marks.read(begin, end)
+            size = end - begin - 1
+            inputs[row, :size] = tokens[:-1]
+            targets[row, :size] = np.where(marks[1:] & TARGET, tokens[1:].astype(np.int64), IGNORED)
+        return {"inputs": inputs, "targets": targets}
