@@ -8,10 +8,11 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 LOWEST := .venv-lowest
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser hosts slurm test test-gpu bench-gpu test-lowest test-vllm lint format bench torture docs clean
+.PHONY: help demo browser hosts slurm test test-gpu bench-gpu test-lowest test-vllm test-clients lint format bench torture docs clean
 
 help:
 	@echo "make demo      install the core, train a small GPT that grows, then sample from it"
@@ -19,7 +20,8 @@ help:
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make bench-gpu  benchmarks on CUDA devices; result in benchmarks/results/gpu.json"
 	@echo "make test-lowest  what depends on torch's version, with the lowest one allowed (5 GB download)"
-	@echo "make test-vllm  fleets with a real vLLM server on this CPU (3 GB download)"
+	@echo "make test-vllm  a real vLLM on this CPU: servers of fleets, exported models (3 GB download)"
+	@echo "make test-clients  exported models in lm-evaluation-harness and transformers serve"
 	@echo "make lint      format, lint, types, import rules"
 	@echo "make bench     benchmarks; results in benchmarks/results"
 	@echo "make torture   long fault trials, random trials with all examples; results in benchmarks/results"
@@ -65,7 +67,7 @@ hosts:
 # take longest first (tests/conftest.py). Tests that fail are run once more, alone, and both outcomes
 # are printed. What fails twice fails. (1: all tests ran, some failed.) Modules are compiled
 # beforehand: hundreds of processes would each do it where PYTHONDONTWRITEBYTECODE is set.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm$(NO_HOSTS)"
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm and not clients$(NO_HOSTS)"
 
 test: $(STAMP) browser hosts
 	$(BIN)/python -m compileall -q src tests benchmarks
@@ -103,7 +105,17 @@ $(VLLM)/.installed: Makefile
 	@touch $@
 
 test-vllm: $(STAMP) $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm tests/fleet
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm tests/fleet tests/clients
+
+# What runs exported models has an environment of its own, as where somebody else runs them.
+$(CLIENTS)/.installed: Makefile constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --constraint constraints.txt \
+	  lm-eval==0.4.13 torch transformers accelerate
+	@touch $@
+
+test-clients: $(STAMP) $(CLIENTS)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -136,4 +148,4 @@ docs: $(STAMP) browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(VLLM) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(VLLM) $(CLIENTS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -58,6 +58,10 @@ def test_transformers_reads_the_config_as_it_is_meant(arch: Architecture) -> Non
     assert (read.bos_token_id, read.eos_token_id) == (1, 1)
 
 
+def test_a_gpt2_has_the_key_of_its_context_that_older_readers_take() -> None:
+    assert to_config(GPT2)["n_ctx"] == GPT2.context
+
+
 @pytest.mark.parametrize("kind", [GPT2Config, LlamaConfig])
 def test_what_a_config_leaves_out_is_as_in_transformers(kind: type[Any]) -> None:
     assert from_config({"model_type": kind.model_type}) == from_config(kind().to_dict())

@@ -118,6 +118,7 @@ def to_config(arch: Architecture, *, end_id: int | None = None) -> dict[str, Any
     if style == "gpt2":
         return config | {
             "n_inner": arch.n_mlp,
+            "n_ctx": arch.context,  # what llama.cpp reads
             "activation_function": _ACTIVATIONS[arch.activation],
             **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), arch.dropout),
         }

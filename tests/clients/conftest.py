@@ -1,0 +1,16 @@
+"""The models that clients run."""
+
+from __future__ import annotations
+
+import pytest
+from exported import Exported, export_all
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+    return export_all(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(params=["gpt2", "llama", "grown"])
+def model(request: pytest.FixtureRequest, exported: dict[str, Exported]) -> Exported:
+    return exported[request.param]
