@@ -11,6 +11,7 @@ import pytest
 import torch
 from forks import Forks
 from pretrained import CONFIG, write_place
+from safetensors.torch import load_file
 from started import run_ranks
 from tiny_run import Place, acknowledged, codes, events, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -110,6 +111,37 @@ def test_conversations_are_learned_and_resumed(
     )
     assert main(["resume", "half", "--until", "12it"]) == 0
     assert weights(Path("half"), 12) == weights(Path("whole"), 12)
+
+
+def test_adapters_train_grow_resume_and_are_merged_in_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_place("qwen3", tmp_path))
+    adapters = (
+        "schedule=[{name: set_lora_rank, value: {target: attn, rank: 2}, when: {at_step: 0}}, "
+        "{name: freeze, value: ['*.weight'], when: {at_step: 0}}, "
+        "{name: insert_layers, value: 1, when: {at_step: 6}}, "
+        "{name: set_lora_rank, value: {target: attn, rank: 4}, when: {at_step: 8}}]"
+    )
+    keys = [adapters, "optimizer.lr=1e-2", "learning_rate.lr_decay_iters=12"]
+    assert train("whole", *keys, "train.until=12it") == 0
+    assert train("half", *keys, "train.until=7it") == 0
+    assert main(["resume", "half", "--until", "12it"]) == 0
+    assert weights(Path("half"), 12) == weights(Path("whole"), 12)
+    before = AutoModelForCausalLM.from_pretrained("model").state_dict()
+    after = load_file("whole/checkpoints/step-12/model.safetensors")
+    kept = before["model.layers.0.self_attn.q_proj.weight"]
+    torch.testing.assert_close(after["blocks.0.self_attn.q_proj.weight"], kept, rtol=0, atol=0)
+    factors = {name: after[name] for name in after if name.endswith("lora_b")}
+    assert len(factors) == 4 * 4
+    assert all(each.shape[1] == 4 and each.any() for each in factors.values())
+
+    assert main(["checkpoint", "export", "whole", "tuned", "--to", "hf"]) == 0
+    ids = torch.arange(24)[None] * 7
+    theirs = AutoModelForCausalLM.from_pretrained("tuned").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, load_model("whole", "cpu")(ids))
+    assert train("next", "model.from=whole", "train.until=1it") == 2
 
 
 REFUSED = {

@@ -13,6 +13,7 @@ from instar.growth.masks import with_mask
 from instar.growth.plan import Averaged, Fresh, Grown, GrowthError, GrowthPlan, TensorPlan
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import Architecture
+from instar.models.hf.lora_shape import LoraShape
 from instar.models.shape import (
     Growable,
     Parameter,
@@ -148,8 +149,9 @@ def _deeper(arch: Any, blocks: Sequence[_Block], origin: str) -> Any:
         return arch.resized(layers=len(blocks))
     drawn = origin == "normal"
     sources = [None if block.inserted and drawn else block.source for block in blocks]
-    if isinstance(arch, Architecture) and arch.lora:
-        return replace(arch, n_layer=len(blocks), lora=adapters_of_blocks(arch, sources))
+    if isinstance(arch, Architecture | LoraShape) and arch.lora:
+        grown = replace(arch, lora=()).deeper(sources)
+        return replace(grown, lora=adapters_of_blocks(arch, sources))
     return arch.deeper(sources)
 
 

@@ -28,16 +28,18 @@ from instar.growth.plan import (
     Truncated,
 )
 from instar.models.architecture import Architecture
+from instar.models.hf.lora_shape import LoraShape
 from instar.models.lora import POSSIBLE, Lora, adapter_of, covering, matches
 from instar.models.shape import Parameter
 
+Adaptable = Architecture | LoraShape
 Adapters = Mapping[str, Lora | None]
 """The adapter, or None, of every adaptable weight, by the weight's name without ``.weight``."""
 
 
 def set_lora_rank(
-    arch: Architecture, value: Mapping[str, Any], options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], step: int
+) -> tuple[Adaptable, GrowthPlan]:
     """Gives all weights of a target adapters of this rank; 0 removes them.
 
     `hold` (default: true) keeps the scale of existing adapters; `alpha` (default: twice the rank)
@@ -66,8 +68,8 @@ def set_lora_rank(
 
 
 def change_lora_rank(
-    arch: Architecture, value: Mapping[str, Any], options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], step: int
+) -> tuple[Adaptable, GrowthPlan]:
     """Multiplies the ranks of a target's adapters by a factor; rounded, at least 1."""
     del step
     made = {
@@ -82,8 +84,8 @@ def change_lora_rank(
 
 
 def set_lora_alpha(
-    arch: Architecture, value: Mapping[str, Any], options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], step: int
+) -> tuple[Adaptable, GrowthPlan]:
     """Sets α of a target's adapters, which changes their scale."""
     del options, step
     adapted = _target_adapters(_adapters(arch), value["target"])
@@ -93,8 +95,8 @@ def set_lora_alpha(
 
 
 def merge_lora(
-    arch: Architecture, value: str | None, options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
+    arch: Adaptable, value: str | None, options: Mapping[str, Any], step: int
+) -> tuple[Adaptable, GrowthPlan]:
     """Adds a target's adapters (None: all) to their weights, and resets the adapters.
 
     A tied head stays the same, because it reads the adapted table.
@@ -114,7 +116,7 @@ def merge_lora(
     return arch, GrowthPlan(tensors, "exact", notes=(f"{len(merged)} adapters merged",))
 
 
-def adapters_of_blocks(arch: Architecture, blocks: Sequence[int | None]) -> tuple[Lora, ...]:
+def adapters_of_blocks(arch: Adaptable, blocks: Sequence[int | None]) -> tuple[Lora, ...]:
     """Returns the adapter entries of a model whose block j is made from block ``blocks[j]``, so
     that adapters move with their blocks; a new block (None) has the adapters that all blocks
     share."""
@@ -122,14 +124,14 @@ def adapters_of_blocks(arch: Architecture, blocks: Sequence[int | None]) -> tupl
     parts = [name.removeprefix("blocks.0.") for name in old if name.startswith("blocks.0.")]
     wanted = {name: adapter for name, adapter in old.items() if not name.startswith("blocks.")}
     for part in parts:
-        each = [old[f"blocks.{layer}.{part}"] for layer in range(arch.n_layer)]
+        each = [old[f"blocks.{layer}.{part}"] for layer in range(arch.sizes()["layers"])]
         shared = each[0] if all(_same_adapter(each[0], other) for other in each) else None
         for layer, source in enumerate(blocks):
             wanted[f"blocks.{layer}.{part}"] = shared if source is None else each[source]
     return covering(wanted, [entry.target for entry in arch.lora])
 
 
-def _adapters(arch: Architecture) -> Adapters:
+def _adapters(arch: Adaptable) -> Adapters:
     return {name: adapter_of(arch.lora, name) for name in arch.adaptable()}
 
 
@@ -162,7 +164,7 @@ def _same_adapter(one: Lora | None, other: Lora | None) -> bool:
     return replace(one, target="") == replace(other, target="")
 
 
-def _change(arch: Architecture, target: str, made: Adapters) -> tuple[Architecture, GrowthPlan]:
+def _change(arch: Adaptable, target: str, made: Adapters) -> tuple[Adaptable, GrowthPlan]:
     """Returns the architecture and plan for new adapters of some of the weights of `target`."""
     old = _adapters(arch)
     if all(_same_adapter(old[name], adapter) for name, adapter in made.items()):

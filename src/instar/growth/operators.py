@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any, Literal, TypeVar
 
 from instar.config.errors import nearest
@@ -18,6 +19,7 @@ from instar.growth.depth import insert_layers, stack_layers
 from instar.growth.experts import upcycle
 from instar.growth.heads import add_heads, grow_head_dim, split_kv_heads
 from instar.growth.lora import (
+    Adaptable,
     change_lora_rank,
     merge_lora,
     set_lora_alpha,
@@ -43,12 +45,12 @@ class Operator:
     plan: Planner
     value: Check
     options: Mapping[str, Check] = field(default_factory=dict)
-    models: Literal["all", "transformers", "gpt"] = "transformers"
-    """applies to every `Growable` model, to those with a `TransformerShape`, or to Instar's GPT only"""
+    models: Literal["all", "transformers", "adaptable", "gpt"] = "transformers"
+    """applies to every `Growable` model, to those with a `TransformerShape`, to those with low-rank adapters of
+    ours, or to Instar's GPT only"""
 
     def fits(self, arch: Growable) -> bool:
-        kinds = {"all": Growable, "transformers": TransformerShape, "gpt": Architecture}
-        return self.models == "all" or isinstance(arch, kinds[self.models])
+        return self.models == "all" or isinstance(arch, _KINDS[self.models])
 
 
 def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan]:
@@ -126,7 +128,16 @@ def _widen(
     return plan(arch, Operation(_OPERATION_OF_AXIS[axis], value["size"], options), step=step)
 
 
-_MODELS = {"transformers": "decoder-only transformers", "gpt": "Instar's GPT"}
+_KINDS: Mapping[str, type | UnionType] = {
+    "transformers": TransformerShape,
+    "adaptable": Adaptable,
+    "gpt": Architecture,
+}
+_MODELS = {
+    "transformers": "decoder-only transformers",
+    "adaptable": "Instar's GPT and models of task causal_lm",
+    "gpt": "Instar's GPT",
+}
 
 _OPERATION_OF_AXIS = {
     "mlp": "widen_mlp",
@@ -198,20 +209,20 @@ OPERATORS: Mapping[str, Operator] = {
         set_lora_rank,
         values.has(target=values.is_text, rank=values.is_rank),
         _ADAPTER,
-        models="gpt",
+        models="adaptable",
     ),
     "change_lora_rank": Operator(
         change_lora_rank,
         values.has(target=values.is_text, factor=values.is_positive),
         {"hold": values.is_flag},
-        models="gpt",
+        models="adaptable",
     ),
     "set_lora_alpha": Operator(
         set_lora_alpha,
         values.has(target=values.is_text, alpha=values.is_positive),
-        models="gpt",
+        models="adaptable",
     ),
-    "merge_lora": Operator(merge_lora, values.is_text_or_nothing, models="gpt"),
+    "merge_lora": Operator(merge_lora, values.is_text_or_nothing, models="adaptable"),
     "widen": Operator(
         _widen,
         values.has(axis=values.is_text, size=values.is_size),

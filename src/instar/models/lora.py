@@ -14,7 +14,7 @@ from typing import Any
 
 TARGETS = {
     "all": "*",
-    "attn": "blocks.*.attn.*",
+    "attn": "blocks.*attn.*",
     "mlp": "blocks.*.mlp.*",
     "embedding": "token_embedding",
     "head": "head",

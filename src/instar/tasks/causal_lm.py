@@ -14,7 +14,7 @@ from instar.config.causal_lm import CausalLMConfig
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.tokenizer import COMPANIONS
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import SavedModel
@@ -29,15 +29,15 @@ class CausalLMSpec(TextSpec):
     """`TaskSpec` of a causal language model of transformers on text."""
 
     config: CausalLMConfig
-    architecture: PretrainedShape
+    architecture: LoraShape
 
     task_class = "instar.tasks.causal_lm:CausalLMTask"
 
     @classmethod
-    def resolved(cls, loaded: Loaded, vocab_size: int) -> PretrainedShape:
+    def resolved(cls, loaded: Loaded, vocab_size: int) -> LoraShape:
         config = _causal(loaded.config)
         try:
-            shape = PretrainedShape(config.model.config or {})
+            shape = LoraShape(config.model.config or {})
         except ArchitectureError as error:
             raise ConfigError(
                 *(
@@ -54,12 +54,18 @@ class CausalLMSpec(TextSpec):
     @classmethod
     def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
         del config
-        return {"config": PretrainedShape(architecture).to_dict()}
+        shape = LoraShape.from_dict(architecture)
+        if shape.lora:
+            raise ValueError(
+                "it has adapters: `instar checkpoint export RUN FOLDER --to hf` merges them, and a run starts "
+                "from the folder"
+            )
+        return {"config": shape.to_dict()}
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
-        begun = PretrainedShape(_causal(config).model.config or {})
-        return SavedModel(begun, PretrainedShape(architecture).to_dict(), _module)
+        begun = LoraShape(_causal(config).model.config or {})
+        return SavedModel(begun, LoraShape.from_dict(architecture).to_dict(), _module)
 
     @property
     def derived(self) -> dict[str, object]:
@@ -75,12 +81,15 @@ class CausalLMSpec(TextSpec):
     def refuses_shards(self) -> str:
         return "a model of transformers is whole on every rank"
 
-    def style(self, architecture: PretrainedShape) -> Sequence[tuple[str, Sequence[str]]]:
+    def style(self, architecture: LoraShape) -> Sequence[tuple[str, Sequence[str]]]:
         kind = f"{architecture.family.name}, {'tied' if architecture.tied else 'untied'} head"
-        return [*super().style(architecture), ("style", [kind])]
+        adapters = [
+            f"{each.target} of rank {each.rank}, alpha {each.alpha:g}" for each in architecture.lora
+        ]
+        return [*super().style(architecture), ("style", [kind]), ("adapters", adapters)]
 
 
-def _module(shape: PretrainedShape) -> PretrainedModel:
+def _module(shape: LoraShape) -> PretrainedModel:
     from instar.models.hf.module import PretrainedModel
 
     return PretrainedModel(shape)
@@ -95,7 +104,7 @@ class CausalLMTask(TextTask):
     """`Task` of a causal language model of transformers on text."""
 
     config: CausalLMConfig
-    architecture: PretrainedShape
+    architecture: LoraShape
 
     @property
     def random(self) -> bool:

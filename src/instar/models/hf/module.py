@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.pretrained import PretrainedShape
+from instar.models.layers import Linear
+from instar.models.lora import adapter_of
 from instar.models.loss import IGNORED, at_least_float32, each_cross_entropy, head_cross_entropy
 
 
@@ -22,7 +25,7 @@ class PretrainedModel(nn.Module):
 
     def __init__(
         self,
-        shape: PretrainedShape,
+        shape: LoraShape,
         *,
         gradient_checkpointing: bool = False,
         seed: int | None = None,
@@ -31,6 +34,7 @@ class PretrainedModel(nn.Module):
         super().__init__()
         self.arch = shape
         self.inner = _built(shape, seed)
+        _adapt(self.inner, shape)
         if gradient_checkpointing:
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -113,7 +117,7 @@ def _built(shape: PretrainedShape, seed: int | None) -> Any:
     from transformers.initialization import no_init_weights
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    values = copy.deepcopy(shape.to_dict())
+    values: dict[str, Any] = copy.deepcopy(dict(shape.config))
     kind = values.pop("model_type")
     config = CONFIG_MAPPING[kind](**values)
     if seed is None:
@@ -124,3 +128,17 @@ def _built(shape: PretrainedShape, seed: int | None) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _adapt(inner: Any, shape: LoraShape) -> None:
+    """Gives the linear maps of a model their adapters; B is 0, so that nothing changes."""
+    table = shape.parameters() if shape.lora else {}
+    for name in shape.adaptable() if shape.lora else ():
+        if (adapter := adapter_of(shape.lora, name)) is None:
+            continue
+        old: nn.Linear = inner.get_submodule(shape.module_name(name))
+        with torch.device("meta"):
+            made = Linear(old.in_features, old.out_features, bias=old.bias is not None)
+        made.weight, made.bias = old.weight, old.bias
+        made.adapt(table, name, adapter)
+        inner.set_submodule(shape.module_name(name), made)

@@ -20,8 +20,9 @@ from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf.config import CONFIG
 from instar.models.hf.file_names import FilePart, file_parts
+from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.module import PretrainedModel, class_name
-from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.tensors import merged_weight
 from instar.models.hf.tokenizer import COMPANIONS
 from instar.models.hf.weights import encode
 from instar.models.shape import ArchitectureError
@@ -55,7 +56,7 @@ def is_of_transformers(architecture: Mapping[str, Any]) -> bool:
     return "model_type" in architecture
 
 
-def pretrained_shape(checkpoint: Checkpoint, component: str) -> PretrainedShape:
+def pretrained_shape(checkpoint: Checkpoint, component: str) -> LoraShape:
     """Returns the shape of a checkpoint of a model of transformers.
 
     Raises:
@@ -63,7 +64,7 @@ def pretrained_shape(checkpoint: Checkpoint, component: str) -> PretrainedShape:
     """
     path, entries = checkpoint.path, checkpoint.layout(component).entries
     try:
-        shape = PretrainedShape(checkpoint.manifest.architecture)
+        shape = LoraShape.from_dict(checkpoint.manifest.architecture)
     except ArchitectureError as error:
         raise CheckpointError(f"{path}: no model that this Instar knows:\n{error}") from error
     # a manifest may claim any size: make nothing before the header of the file agrees
@@ -77,7 +78,7 @@ def pretrained_shape(checkpoint: Checkpoint, component: str) -> PretrainedShape:
 class PretrainedExport:
     """A model of transformers as `save_pretrained` writes it, with the files that came with it."""
 
-    arch: PretrainedShape
+    arch: LoraShape
     run: Path
 
     def outlines(self, stored: Mapping[str, Outline]) -> dict[str, Outline]:
@@ -87,17 +88,17 @@ class PretrainedExport:
         }
 
     def conversions(self, weights: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-        """Returns what makes each tensor of the files."""
+        """Returns what makes each tensor of the files; adapters are merged into their weights."""
 
         def part(slot: FilePart) -> Tensor:
-            return weights[slot.parameter][slot.index].contiguous()
+            return merged_weight(self.arch, weights, slot.parameter)[slot.index].contiguous()
 
         return {name: partial(part, slot) for name, slot in self._slots()}
 
     def files(self) -> dict[str, bytes]:
         """Returns the config, and the files of the run that belong to the model."""
         config = {
-            **self.arch.to_dict(),
+            **self.arch.without_adapters().to_dict(),
             "architectures": [class_name(self.arch)],
             "dtype": "float32",
         }
@@ -106,4 +107,4 @@ class PretrainedExport:
 
     def _slots(self) -> ItemsView[str, FilePart]:
         split = self.arch.family.single_experts is not None
-        return file_parts(self.arch, single_experts=split).items()
+        return file_parts(self.arch.without_adapters(), single_experts=split).items()

@@ -20,6 +20,7 @@ from torch import Tensor
 from instar.checkpoint.manifest import CheckpointError
 from instar.models.architecture import Architecture
 from instar.models.hf.config import TITLES, Style, style_of
+from instar.models.hf.lora_shape import LoraShape
 from instar.models.lora import adapter_of
 from instar.models.shape import Parameter
 
@@ -87,7 +88,7 @@ def conversions(
 
     def convert(sources: Sequence[str]) -> Tensor:
         parts = [
-            _merged(arch, tensors, name) if name in table else torch.zeros(shapes[name].shape)
+            merged_weight(arch, tensors, name) if name in table else torch.zeros(shapes[name].shape)
             for name in sources
         ]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -135,10 +136,15 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def merged(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the parameters of a model without adapters, which are merged into their weights."""
-    return {name: _merged(arch, tensors, name) for name in replace(arch, lora=()).parameters()}
+    return {
+        name: merged_weight(arch, tensors, name) for name in replace(arch, lora=()).parameters()
+    }
 
 
-def _merged(arch: Architecture, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+def merged_weight(
+    arch: Architecture | LoraShape, tensors: Mapping[str, Tensor], name: str
+) -> Tensor:
+    """Returns a parameter, with its adapter added if it has one."""
     layer = name.removesuffix(".weight")
     if layer not in arch.adaptable() or (adapter := adapter_of(arch.lora, layer)) is None:
         return tensors[name]
