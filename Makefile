@@ -128,7 +128,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(BENCH_STAMP)
-	@for name in communication order loading graphs startup logs dashboard pauses sharded_saves deltas operations throughput scaling time_to_loss delta_size; do \
+	@for name in communication order loading graphs startup logs dashboard pauses sharded_saves deltas operations throughput scaling time_to_loss delta_size grown_optimizer; do \
 	  $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # The SLURM of tests/torture/test_slurm.py, which starts and ends its daemons.

@@ -51,6 +51,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("logs", "one log call"),
         ("delta_size", "applying a delta, 1 % changed"),
         ("moments", "loss moved by growing, the most"),
+        ("grown_optimizer", "insert_layers 2, state kept: mean loss off / range"),
     ],
 )
 @pytest.mark.timeout(600)  # the operations compile several shapes

@@ -64,7 +64,7 @@ def run(kind: str, *operations: str) -> None:
             optimizers[1].state[parameter] = {f: held[f"{name}/{f}"].clone() for f in fields}
     averages = {name: 2 * parameter.detach() for name, parameter in sharded.named_parameters()}
     averages_alone = {name: 2 * p.detach() for name, p in alone.named_parameters()}
-    with pytest.raises(GrowthError, match="pass wrap="):
+    with pytest.raises(GrowthError, match="call grow with wrap="):
         grow(sharded, EXACT["widen_mlp"], optimizer=optimizers[0])
     wrap = partial(shard, mesh=mesh)
     tolerance = TOLERANCE[torch.float32]

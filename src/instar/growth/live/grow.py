@@ -142,7 +142,7 @@ def prepare(
     old = subject.parameters()
     if wrap is None and any(map(is_sharded, old.values())):
         raise GrowthError(
-            "the parameters are sharded (FSDP): pass wrap=, the function that applies fully_shard to the module"
+            "the parameters are sharded (FSDP): call grow with wrap=, the function that applies fully_shard to the module"
         )
     module = _built(subject, larger, made, key, wrap)
     proof = _prove(subject, asked, module, larger, made, key, probe, wrap)
