@@ -68,6 +68,26 @@ def test_a_run_that_grows_is_killed_resumed_sampled_and_exported(
     assert main(["grow", "whole", "larger", "--op", "widen_mlp=x2"]) == 0
 
 
+def test_a_run_makes_a_model_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Whose class is another: it is grown, resumed and exported as such."""
+    monkeypatch.chdir(write_place("qwen3", tmp_path))
+    keys = ("train.until=8it", "optimizer.lr=0.003")
+    assert train("run", "schedule=[{name: upcycle, value: 4, when: {at_step: 5}}]", *keys) == 0
+    (grown,) = events(Path("run"), "operation")
+    assert grown["proof"]["max_logit_diff_relative"] <= 1e-5
+    assert grown["change"] == "qwen3→qwen3_moe"
+    assert main(["resume", "run", "--until", "10it"]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "export", "run", "tuned", "--to", "hf"]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained("tuned").eval()
+    assert type(theirs).__name__ == "Qwen3MoeForCausalLM"
+    ids = torch.arange(16)[None] * 7
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, load_model("run", "cpu")(ids))
+
+
 def test_two_ranks_are_the_same_run(tmp_path: Path) -> None:
     write_place("qwen3", tmp_path)
     runs = [tmp_path / "one", tmp_path / "two"]

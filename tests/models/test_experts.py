@@ -25,11 +25,20 @@ from instar.models.experts import (
     load_balancing_loss,
 )
 from instar.models.gpt import GPT, KVCache
+from instar.models.hf.pretrained import PretrainedShape
 from instar.models.loss import IGNORED
 from instar.models.shape import ArchitectureError, count_parameters
 
 SIZES = {"n_embd": 16, "n_mlp": 12, "context": 6, "vocab_size": 11, "num_experts": 4}
 GPT2, LLAMA = gpt2(**SIZES, num_experts_per_tok=1), llama(**SIZES)
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "vocab_size": 11,
+    "max_position_embeddings": 6,
+}
 STYLES = pytest.mark.parametrize("arch", [GPT2, LLAMA], ids=["one per token", "two per token"])
 
 
@@ -168,6 +177,13 @@ def test_flops_count_the_experts_that_a_token_uses_and_memory_all() -> None:
     )
     held = [memory_estimate(arch, batch_size=4)["activations"] for arch in (dense, LLAMA)]
     assert held[1] > held[0]
+
+
+def test_flops_of_a_model_of_transformers_count_the_experts_that_a_token_uses() -> None:
+    sizes = {**CONFIG, "num_local_experts": 4, "num_experts_per_tok": 1}
+    arch = PretrainedShape({**sizes, "model_type": "mixtral"})
+    dense = PretrainedShape({**CONFIG, "model_type": "mistral"})
+    assert flops_per_token(arch) - flops_per_token(dense) == 6 * 2 * 4 * 16
 
 
 def test_routers_and_biases_are_vectors_of_experts() -> None:

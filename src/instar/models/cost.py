@@ -186,13 +186,12 @@ def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:
 
     6 N_matmul + 12 layers · context · (heads · head_dim) (PaLM, arXiv 2204.02311, appendix B),
     for samples of `context` tokens (default: the architecture's). Of the experts, N_matmul counts those that a token
-    uses. Attention is not halved for
-    causality, and the recomputation of gradient checkpointing is not counted.
+    uses. Attention is not halved for causality, and the recomputation of gradient checkpointing is not counted.
     """
     sizes = arch.sizes()
     length = sizes["context"] if context is None else context
     attention = 12 * sizes["layers"] * length * sizes["heads"] * sizes["head_dim"]
-    experts, used = (getattr(arch, f"num_experts{part}", None) for part in ("", "_per_tok"))
+    experts, used = sizes.get("experts"), getattr(arch, "num_experts_per_tok", None)
     unused = 0
     if experts is not None and used is not None:
         each = sum(

@@ -84,10 +84,6 @@ class PretrainedShape:
         return self.sizes()["vocab"]
 
     @property
-    def num_experts(self) -> int | None:
-        return self.sizes().get("experts")
-
-    @property
     def num_experts_per_tok(self) -> int | None:
         found: int | None = self.config.get("num_experts_per_tok")
         return found
