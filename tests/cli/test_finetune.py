@@ -99,8 +99,8 @@ def test_two_ranks_are_the_same_run(tmp_path: Path) -> None:
     assert two == pytest.approx(one, abs=1e-4)
 
 
-def test_conversations_are_learned_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_conversations_are_learned_resumed_answered_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """Only the answers count: what is asked is random, and the answer is always the same."""
     monkeypatch.chdir(write_place("llama", tmp_path))
@@ -114,7 +114,12 @@ def test_conversations_are_learned_and_resumed(
         for n in range(60)
     ]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    Path("turns.jinja").write_text(
+        "{% for each in messages %}{{ '<' if each.role == 'user' else '>' }}{{ each.content }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
     data = ["data.kind=chat", "data.source=chats.jsonl", "data.packing=false", "model.context=32"]
+    data += ["data.chat_template=turns.jinja"]
     assert train("whole", *data, "train.until=12it", "optimizer.lr=1e-2") == 0
     losses = [event["loss"] for event in events(Path("whole"), "eval")]
     assert losses[-1] < 1.0 < 4.0 < events(Path("whole"), "train")[0]["loss"]
@@ -131,6 +136,17 @@ def test_conversations_are_learned_and_resumed(
     )
     assert main(["resume", "half", "--until", "12it"]) == 0
     assert weights(Path("half"), 12) == weights(Path("whole"), 12)
+
+    capsys.readouterr()
+    asked = ["sample", "half", "--chat", "--prompt", "7 squared", "--temperature", "0"]
+    assert main(asked) == 0
+    assert capsys.readouterr().out == "is cubed\n"
+    assert main(["checkpoint", "export", "half", "tuned", "--to", "hf"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained("tuned")
+    said = [{"role": "user", "content": "7 squared"}]
+    prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt")
+    found = AutoModelForCausalLM.from_pretrained("tuned").generate(**prompt, max_new_tokens=20)
+    assert tokenizer.decode(found[0]) == "<7 squared<|end|>>is cubed<|end|>"
 
 
 def test_adapters_train_grow_resume_and_are_merged_in_exports(

@@ -56,6 +56,7 @@ def sample(
     top_k: int | None = 50,
     top_p: float | None = None,
     stop: Sequence[str] = (),
+    chat: bool = False,
     seed: int = 0,
     device: str = "auto",
 ) -> list[str]:
@@ -68,9 +69,10 @@ def sample(
         top_k: sample among the k most likely tokens only.
         top_p: sample among the most likely tokens whose probabilities sum to this (nucleus).
         stop: a text ends before the first of these.
+        chat: `prompt` is what a user says, and each text the model's answer alone, as its chat template has them.
 
     Raises:
-        ConfigError: there is no such run, or the prompt or a stop text is empty.
+        ConfigError: there is no such run, the prompt or a stop text is empty, or the chat template refuses it.
         CheckpointError: there is no checkpoint, it is damaged, or its logits are not finite.
     """
     texts = [""] * num
@@ -83,6 +85,7 @@ def sample(
         top_k=top_k,
         top_p=top_p,
         stop=stop,
+        chat=chat,
         seed=seed,
         device=device,
     )
@@ -99,11 +102,12 @@ def stream_samples(
     num: int = 1,
     device: str = "auto",
     stop: Sequence[str] = (),
+    chat: bool = False,
     **options: Any,
 ) -> Iterator[tuple[int, str]]:
     """Yield pieces of the texts of `sample` as they are generated, each with the number of its text.
 
-    The first piece of a text is the prompt; a text is complete when the next begins.
+    The first piece of a text is the prompt, without `chat`; a text is complete when the next begins.
     """
     path = _folder(checkpoint)
 
@@ -111,7 +115,11 @@ def stream_samples(
     from instar.models.sampling import continuations
 
     tokenizer = _tokenizer(path)
-    tokens = tokenizer.encode(prompt).tolist()
+    if chat:
+        tokens, end = _opened(path, tokenizer, prompt)
+        stop = (*stop, *end)
+    else:
+        tokens = tokenizer.encode(prompt).tolist()
     if not tokens or "" in stop:
         where = "stop" if tokens else "prompt"
         raise ConfigError.one(
@@ -124,7 +132,7 @@ def stream_samples(
         for number, piece in pieces:
             if number > begun:
                 begun = number
-                yield number, tokenizer.decode(tokens)
+                yield number, "" if chat else tokenizer.decode(tokens)
             yield number, piece
     except FloatingPointError as error:
         raise CheckpointError(f"{path}: {error}; use an earlier checkpoint") from error
@@ -192,6 +200,21 @@ def _tokenizer(path: Path) -> Tokenizer:
     from instar.data.text.tokenizer import load_tokenizer
 
     return load_tokenizer(path.absolute().parent.parent)
+
+
+def _opened(path: Path, tokenizer: Tokenizer, said: str) -> tuple[list[int], list[str]]:
+    """Return the tokens of a conversation up to the answer, and the text that ends one, if there is any."""
+    from instar.data.text.chat import parsing, template_beside
+    from instar.data.text.tokenizer import BPETokenizer
+
+    run_dir = path.absolute().parent.parent
+    if not isinstance(tokenizer, BPETokenizer):
+        raise ConfigError.one("the tokenizer has no special tokens", where="--chat")
+    try:
+        text, end = template_beside(run_dir, tokenizer).opened(said)
+    except (ValueError, ImportError) as error:
+        raise ConfigError.one(str(error), where="--chat") from None
+    return parsing(tokenizer).encode(text, add_special_tokens=False).ids, [end] if end else []
 
 
 def _load(path: Path, device: str) -> LanguageModel:

@@ -283,6 +283,7 @@ def test(context: click.Context, /, run: str, **options: Any) -> int:
 @click.command()
 @click.argument("run", metavar="RUN|CHECKPOINT", shell_complete=candidates.checkpoints)
 @click.option("--prompt", default="\n", show_default="a new line", help="Text to continue.")
+@click.option("--chat", is_flag=True, help="The prompt is what a user says: print the answer.")
 @click.option("--max-tokens", "--tokens", default=200, show_default=True, type=click.IntRange(1))
 @click.option("--num", "--samples", default=1, show_default=True, type=click.IntRange(1, 10**4))
 @click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0.0))

@@ -15,7 +15,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.models.hf.lora_shape import LoraShape
-from instar.models.hf.tokenizer import COMPANIONS
+from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import SavedModel
 from instar.tasks.text import TextSpec, TextTask
@@ -75,6 +75,8 @@ class CausalLMSpec(TextSpec):
     def kept(self) -> dict[str, Path]:
         beside = Path(self.config.data.tokenizer).parent
         files = {name: beside / name for name in COMPANIONS}
+        if self.config.data.chat_template is not None:
+            files[CHAT_TEMPLATE] = Path(self.config.data.chat_template)
         return {**super().kept, **{name: file for name, file in files.items() if file.is_file()}}
 
     @property

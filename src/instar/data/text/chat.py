@@ -46,6 +46,7 @@ PLAIN = """\
 MARKS = "marks"
 TARGET, BEGINS = 1, 2
 _GENERATION = "endgeneration"
+_ANSWER = "(answer)"
 _BATCH = 256
 _SHARD_TOKENS = 1 << 23
 
@@ -69,44 +70,62 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the conversation, or what it adds cannot be told apart.
         """
+        if _GENERATION in self.text:
+            (text,), (spans,) = self._rendered(messages, return_assistant_tokens_mask=True)
+            return str(text), spans
+        text = self._text_of(messages)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                begin = self._text_of(messages[:number], add_generation_prompt=True)
+                end = self._text_of(messages[: number + 1])
+                if not (end.startswith(begin) and text.startswith(end)):
+                    raise ValueError(
+                        "the chat template renders a message otherwise when others follow, so that the "
+                        "assistant's tokens cannot be told apart; give a data.chat_template with "
+                        "{% generation %} around them"
+                    )
+                spans.append((len(begin), len(end)))
+        return text, spans
+
+    def opened(self, said: str) -> tuple[str, str]:
+        """Returns the conversation that a user opens, up to the assistant's answer, and the text that ends an answer.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+        question = {"role": "user", "content": said}
+        text = self._text_of([question], add_generation_prompt=True)
+        whole = self._text_of([question, {"role": "assistant", "content": _ANSWER}])
+        return text, whole.partition(_ANSWER)[2].strip() or self.special["eos_token"]
+
+    def _text_of(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        return str(self._rendered(messages, **options)[0][0])
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        def rendered(count: int, *, prompt: bool = False, mask: bool = False) -> Any:
+        try:
             return render_jinja_template(
-                conversations=[list(messages[:count])],
+                conversations=[list(messages)],
                 chat_template=self.text,
-                return_assistant_tokens_mask=mask,
-                add_generation_prompt=prompt,
+                **options,
                 **self.special,
             )
-
-        try:
-            if _GENERATION in self.text:
-                (text,), (spans,) = rendered(len(messages), mask=True)
-                return str(text), spans
-            text = str(rendered(len(messages))[0][0])
-            spans = []
-            for number, message in enumerate(messages):
-                if message["role"] == "assistant":
-                    begin = str(rendered(number, prompt=True)[0][0])
-                    end = str(rendered(number + 1)[0][0])
-                    if not (end.startswith(begin) and text.startswith(end)):
-                        raise ValueError(
-                            "the chat template renders a message otherwise when others follow, so that the "
-                            "assistant's tokens cannot be told apart; give a data.chat_template with "
-                            "{% generation %} around them"
-                        )
-                    spans.append((len(begin), len(end)))
-        except (ValueError, ImportError):
+        except ImportError:
             raise
         except Exception as error:  # a template of anyone's: whatever jinja2 makes of it
             raise ValueError(f"the chat template refuses it: {error}") from error
-        return text, spans
 
 
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """Returns `data.chat_template`, or the template beside the tokenizer, or else `PLAIN`."""
-    beside = Path(data.tokenizer).parent
+    given = None if data.chat_template is None else Path(data.chat_template)
+    return template_beside(Path(data.tokenizer).parent, tokenizer, given)
+
+
+def template_beside(beside: Path, tokenizer: Tokenizer, given: Path | None = None) -> ChatTemplate:
+    """Returns the template in a file, or that of a folder with a tokenizer, or else `PLAIN`."""
     config = _json(beside / "tokenizer_config.json")
     special: dict[str, Any] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -115,8 +134,8 @@ def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
         if isinstance(token, str):
             special[name] = token
     special.setdefault("eos_token", tokenizer.end_token or "")
-    if data.chat_template is not None:
-        return ChatTemplate(_text(Path(data.chat_template)), special)
+    if given is not None:
+        return ChatTemplate(_text(given), special)
     if (beside / "chat_template.jinja").is_file():
         return ChatTemplate(_text(beside / "chat_template.jinja"), special)
     found = config.get("chat_template")
@@ -253,9 +272,7 @@ def _encoded(
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Yields tokens and marks of the conversations wanted. Special tokens in their text are those of the template:
     transformers does not tell them apart either."""
-    fast = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    fast.no_truncation()
-    fast.no_padding()
+    fast = parsing(tokenizer)
     batch: list[tuple[str, Spans]] = []
 
     def tokens() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
@@ -274,6 +291,14 @@ def _encoded(
             yield from tokens()
             batch = []
     yield from tokens()
+
+
+def parsing(tokenizer: BPETokenizer) -> tokenizers.Tokenizer:
+    """Returns a tokenizer that reads the names of special tokens in a text as these."""
+    fast = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
 
 
 def _marks(offsets: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.uint8]:

@@ -16,6 +16,7 @@ from instar.data.text.tokenizer import (
 )
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (
     TOKENIZER_CONFIG,
     "generation_config.json",
@@ -24,7 +25,7 @@ COMPANIONS = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
 )
 """Files beside a tokenizer.json of transformers that belong to it or its model; no other is copied."""
