@@ -121,12 +121,18 @@ class ChatTemplate:
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """Returns `data.chat_template`, or the template beside the tokenizer, or else `PLAIN`."""
     given = None if data.chat_template is None else Path(data.chat_template)
-    return template_beside(Path(data.tokenizer).parent, tokenizer, given)
+    return template_beside(Path(data.tokenizer).parent, tokenizer, given, follow=True)
 
 
-def template_beside(beside: Path, tokenizer: Tokenizer, given: Path | None = None) -> ChatTemplate:
-    """Returns the template in a file, or that of a folder with a tokenizer, or else `PLAIN`."""
-    config = _json(beside / "tokenizer_config.json")
+def template_beside(
+    beside: Path, tokenizer: Tokenizer, given: Path | None = None, *, follow: bool = False
+) -> ChatTemplate:
+    """Returns the template in a file, or that of a folder with a tokenizer, or else `PLAIN`.
+
+    Args:
+        follow: whether files of the folder may be symbolic links, as in the cache of the hub.
+    """
+    config = _json(beside / "tokenizer_config.json", follow)
     special: dict[str, Any] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = config.get(name)
@@ -135,9 +141,9 @@ def template_beside(beside: Path, tokenizer: Tokenizer, given: Path | None = Non
             special[name] = token
     special.setdefault("eos_token", tokenizer.end_token or "")
     if given is not None:
-        return ChatTemplate(_text(given), special)
+        return ChatTemplate(_text(given, follow=True), special)
     if (beside / "chat_template.jinja").is_file():
-        return ChatTemplate(_text(beside / "chat_template.jinja"), special)
+        return ChatTemplate(_text(beside / "chat_template.jinja", follow=follow), special)
     found = config.get("chat_template")
     if isinstance(found, list):  # of several by name
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
@@ -145,18 +151,18 @@ def template_beside(beside: Path, tokenizer: Tokenizer, given: Path | None = Non
     return ChatTemplate(found if isinstance(found, str) else PLAIN, special)
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, *, follow: bool) -> str:
     try:
-        return read_regular(path, follow=True).decode()
+        return read_regular(path, follow=follow).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.one(
             f"data.chat_template: cannot read {path}: {error}", key="data.chat_template"
         ) from None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, follow: bool) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(path, follow=True)) if path.is_file() else {}
+        found = json.loads(read_regular(path, follow=follow)) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise ConfigError.one(f"cannot be read: {error}", where=str(path)) from None
     return found if isinstance(found, dict) else {}
