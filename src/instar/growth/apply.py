@@ -235,7 +235,7 @@ def apply_one(
 def _stacked(made: Stacked, tensor: Tensor, role: Role, generator: torch.Generator) -> Tensor:
     stacked = tensor.expand(made.count, *tensor.shape).clone()
     if role is not Role.PARAMETER:
-        return stacked.div_(made.count ** (2 if role is Role.SECOND_MOMENT else 1))
+        return stacked.div_(made.count * (made.per_token if role is Role.SECOND_MOMENT else 1))
     if made.noise:
         drawn = torch.empty_like(stacked)
         _fill(drawn, New(1, "normal", made.noise), generator)

@@ -53,7 +53,7 @@ def upcycle(
         sources = _sources(name)
         if all(source in old for source in sources):
             alike = len(entry.shape) == len(old[sources[0]].shape)
-            tensors[name] = Grown(name) if alike else Stacked(sources, value, noise)
+            tensors[name] = Grown(name) if alike else Stacked(sources, value, per_token, noise)
         else:
             tensors[name] = Fresh(entry.shape, "normal", ROUTER_STD)
     note = f"{value} experts, {per_token} per token"

@@ -118,12 +118,15 @@ class Truncated:
 class Stacked:
     """`count` copies of the sources, joined along their first dimension, along a new one: an expert each.
 
-    Their gradients add up to the old one, so each is given an equal share of it. Noise is normal, with the standard
-    deviation `noise` relative to the root mean square of the sources.
+    Their gradients add up to the old one, so first moments are divided by `count`. Second moments are divided by
+    `count` · `per_token`: of a token's gradient, which is mostly noise, `per_token` experts each get that share
+    (measured with 4 experts in a GPT of 4 × 128: by 4.6 with one of them per token, by 8.6 with two). Noise is normal,
+    with the standard deviation `noise` relative to the root mean square of the sources.
     """
 
     sources: tuple[str, ...]
     count: int
+    per_token: int
     noise: float = 0.0
 
 
