@@ -41,6 +41,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("communication", "closed form / simulation, worst case"),
         ("graphs", "4 graphs per rank: T(2) / 2 T(1), beside"),
         ("pauses", "tiny: verify"),
+        ("folders", "instar grow / cp"),
         ("sharded_saves", "save / raw synced write"),
         ("deltas", "tiny, all cores train: training stands still"),
         ("operations", "tiny: pause of widen_hidden / step"),

@@ -15,7 +15,14 @@ from instar.models.hf.families import FAMILIES
 
 PAGE = (Path(__file__).parents[2] / "docs/growth-anywhere.md").read_text("utf-8")
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-LOOPS = ("A plain loop", "transformers' `Trainer`", "Lightning", "LoRA adapters of peft", "Offline")
+LOOPS = (
+    "A plain loop",
+    "transformers' `Trainer`",
+    "Lightning",
+    "LoRA adapters of peft",
+    "Offline",
+    "A new tokenizer",
+)
 
 
 def code(section: str) -> str:

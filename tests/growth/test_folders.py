@@ -188,8 +188,8 @@ def test_what_is_cut_off_while_it_is_read_leaves_nothing(llama: Path) -> None:
 def test_a_kill_between_weights_and_config_leaves_nothing_to_be_seen(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(folder: Path, to: Path) -> None:
-        del folder
+    def killed(folder: Path, planned: object, to: Path) -> None:
+        del folder, planned
         if (to / "model.safetensors").stat().st_size > 10_000:
             os.kill(os.getpid(), signal.SIGKILL)
 

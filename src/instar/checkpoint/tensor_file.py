@@ -101,7 +101,7 @@ def write_tensors(
             raise ValueError(
                 f"{name} has dtype {outline.dtype}, which the file format does not have"
             )
-    order = sorted(outlines, key=lambda name: (-_rank(outlines[name].dtype), name))
+    order = file_order(outlines)
     digest = xxhash.xxh3_128()
     with path.open("wb") as file:
 
@@ -119,6 +119,11 @@ def write_tensors(
             write(_content(tensor))
     atomic.sync_file(path)
     return digest.hexdigest()
+
+
+def file_order(outlines: Mapping[str, Outline]) -> list[str]:
+    """Returns the names of tensors in the order in which a file has them."""
+    return sorted(outlines, key=lambda name: (-_rank(outlines[name].dtype), name))
 
 
 def check_dense(tensors: Mapping[str, Tensor]) -> None:

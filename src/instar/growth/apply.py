@@ -35,6 +35,7 @@ from instar.growth.plan import (
     Merged,
     New,
     Old,
+    Reindexed,
     Stacked,
     Truncated,
     check_buffers,
@@ -72,6 +73,8 @@ Mode = Literal["asymmetric", "mapped", "reset"]
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """States that are moments also of a parameter without dimensions. Others without dimensions are
 numbers for the whole parameter, such as the count of steps, and are kept as they are."""
+_ROWS = 4096
+"""means of rows that are made at once"""
 _SQUARES = ("sq", "square", "sum", "variance")
 """Parts of the names of optimizer states that are sums or means of squared gradients."""
 
@@ -208,6 +211,8 @@ def apply_one(
     if isinstance(made, Stacked):
         joined = torch.cat([read(source) for source in made.sources])
         return _stacked(made, joined, role, named_generator(*key, name, "noise"))
+    if isinstance(made, Reindexed):
+        return _reindexed(made, read(made.source), role, copies)
     if isinstance(made, Averaged):
         # as of any copy, moments of the first order begin at 0
         zero = role is Role.FIRST_MOMENT and copies == "asymmetric"
@@ -252,6 +257,32 @@ def _averaged(made: Averaged, read: Read) -> Tensor:
         tensor = first if source == made.sources[0] else read(source)
         mean.add_(tensor.to(wide), alpha=weight)
     return mean.to(first.dtype)
+
+
+def _reindexed(made: Reindexed, tensor: Tensor, role: Role, copies: Copies) -> Tensor:
+    """Returns a tensor with other rows; means are taken in float32 at least, a few thousand at a time."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    firsts = torch.tensor([row[0] if row else 0 for row in made.rows])
+    out = tensor.index_select(0, firsts.to(tensor.device))
+    new = [at for at in range(len(made.rows)) if at not in made.kept]
+    if role is Role.FIRST_MOMENT and copies == "asymmetric":
+        out[torch.tensor(new, dtype=torch.int64, device=out.device)] = 0.0
+        return out
+    of_all = [at for at in new if not made.rows[at]]
+    out[torch.tensor(of_all, dtype=torch.int64, device=out.device)] = _mean([tensor], 0).to(
+        out.dtype
+    )
+    several = [at for at in new if len(made.rows[at]) > 1]
+    for first in range(0, len(several), _ROWS):
+        rows = several[first : first + _ROWS]
+        sources = torch.tensor([source for at in rows for source in made.rows[at]])
+        counts = torch.tensor([len(made.rows[at]) for at in rows])
+        into = torch.arange(len(rows)).repeat_interleave(counts).to(out.device)
+        sums = torch.zeros(len(rows), *tensor.shape[1:], dtype=wide, device=out.device)
+        sums.index_add_(0, into, tensor.index_select(0, sources.to(out.device)).to(wide))
+        shares = counts.to(sums).reciprocal().view(-1, *[1] * (sums.ndim - 1))
+        out[torch.tensor(rows, device=out.device)] = (sums * shares).to(out.dtype)
+    return out
 
 
 class _Growing:

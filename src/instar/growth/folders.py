@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.manifest import CheckpointError, read_json
 from instar.checkpoint.tensor_file import Outline
 from instar.config.files import read_regular
 from instar.config.sections import Operation
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import GrowthStep, Read, TensorReader, grow_parameters, moments_mode
 from instar.growth.live.probe import coarsest, drawn, probed
+from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.offline import (
     GrowthStage,
     OfflineGrowth,
@@ -35,12 +37,14 @@ from instar.models.hf.file_names import FilePart, file_parts
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import PretrainedFolder, open_folder
 from instar.models.hf.tokenizer import COMPANIONS
+from instar.models.hf.vocabulary import VocabularyMap
 from instar.models.hf.weights import MAX_SHARD_BYTES, encode, write_weights
 from instar.models.shape import count_parameters
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
 from instar.record.progress import folder_bytes, progress
 
+GENERATION = "generation_config.json"
 PROOF_BYTES = 2 * 10**9
 """Up to this size of both models in float32, their outputs are compared unless the caller declines."""
 _KEPT_TENSORS = 2
@@ -73,7 +77,8 @@ def grow_folder(
     """
     begun = time.perf_counter()
     check_new(out)
-    steps, stages, shape = _planned(source.shape, operations, seed)
+    planned = _planned(source, operations, seed)
+    stages, shape = planned.stages, planned.shape
     before = count_parameters(source.shape).total
     size = 4 * (before + stages[-1].parameters)
     proof, warning = None, ""
@@ -83,14 +88,14 @@ def grow_folder(
         source.reading() as read,
         atomic_dir(out) as temporary,
     ):
-        grown = grow_parameters(steps, TensorReader(source.outlines, read))
+        grown = grow_parameters(planned.steps, TensorReader(source.outlines, read))
         # new experts are written as published models have them
         single = source.single_experts or "experts" not in source.shape.sizes()
         made, make = _file_tensors(shape, grown, single_experts=single)
         total = sum(outline.size_bytes for outline in made.values())
         with progress(f"writing {out}", total, measured=lambda: folder_bytes(temporary)):
             write_weights(temporary, made, make, max_shard_bytes)
-        _copy_files(source.path, temporary)
+        _copy_files(source.path, planned, temporary)
         atomic.write_synced(temporary / CONFIG, encode(source.config_of(shape)))
         if check or (check is None and not warning):
             proof = _prove(source, open_folder(temporary), stages)
@@ -100,17 +105,31 @@ def grow_folder(
     return OfflineGrowth(out, before, stages, proof, seconds, warning, checked_on)
 
 
-def _planned(
-    shape: PretrainedShape, operations: Sequence[Operation], seed: int
-) -> tuple[tuple[GrowthStep, ...], tuple[GrowthStage, ...], PretrainedShape]:
-    steps, stages = list[GrowthStep](), list[GrowthStage]()
+@dataclass(frozen=True)
+class _Planned:
+    steps: tuple[GrowthStep, ...]
+    stages: tuple[GrowthStage, ...]
+    shape: PretrainedShape
+    tokenizer: Path
+    """folder of the grown model's"""
+    vocabularies: tuple[VocabularyMap, ...]
+    """of operations with a new tokenizer"""
+
+
+def _planned(source: PretrainedFolder, operations: Sequence[Operation], seed: int) -> _Planned:
+    steps, stages, vocabularies = list[GrowthStep](), list[GrowthStage](), list[VocabularyMap]()
+    shape, tokenizer = source.shape, source.path
     for operation in operations:
         key = (seed, count_parameters(shape).total)
         with as_config_error():
-            shape, made = plan(shape, operation)
+            exact = with_vocabulary(operation, tokenizer)
+            shape, made = plan(shape, exact)
+        if isinstance(exact.value, VocabularyMap):
+            tokenizer = Path(operation.value["tokenizer"])
+            vocabularies.append(exact.value)
         steps.append(GrowthStep(made, shape.parameters(), key, moments_mode(operation)))
         stages.append(stage(operation, made, shape))
-    return tuple(steps), tuple(stages), shape
+    return _Planned(tuple(steps), tuple(stages), shape, tokenizer, tuple(vocabularies))
 
 
 def _file_tensors(
@@ -145,22 +164,28 @@ class _Kept:
         return self._tensors[name]
 
 
-def _copy_files(folder: Path, to: Path) -> None:
+def _copy_files(folder: Path, planned: _Planned, to: Path) -> None:
     for name in (TOKENIZER_FILE, *COMPANIONS):
+        path = (folder if name == GENERATION else planned.tokenizer) / name
         try:
-            content = read_regular(folder / name, follow=True)
+            content = read_regular(path, follow=True)
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise CheckpointError(f"{folder / name}: {error.strerror}") from error
+            raise CheckpointError(f"{path}: {error.strerror}") from error
         atomic.write_synced(to / name, content)
+    if planned.vocabularies and (to / GENERATION).exists():
+        settings = read_json(to / GENERATION)
+        for vocabulary in planned.vocabularies:
+            settings |= vocabulary.special_ids(settings)
+        atomic.write_synced(to / GENERATION, encode(settings))
 
 
 def _prove(
     before: PretrainedFolder, after: PretrainedFolder, stages: Sequence[GrowthStage]
 ) -> Proof:
     """Compares both models in float32: only the rounding of the weights remains."""
-    batch = drawn(before.shape)
+    batch = drawn(before.shape, after.shape)
     old, new = (probed(_loaded(each), batch) for each in (before, after))
     dtypes = {outline.dtype for outline in after.outlines.values()} | {torch.float32}
     return compare(expected_plan(stages), old, new, coarsest(dtypes))

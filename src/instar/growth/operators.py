@@ -201,7 +201,7 @@ OPERATORS: Mapping[str, Operator] = {
             "noise": values.is_positive,
         },
     ),
-    "resize_vocab": Operator(resize_vocab, values.is_size),
+    "resize_vocab": Operator(resize_vocab, values.is_vocabulary),
     "extend_context": Operator(
         extend_context, values.is_size, {"rope": values.one_of("linear", "dynamic", "yarn")}
     ),

@@ -139,7 +139,17 @@ class Averaged:
     weights: tuple[float, ...]
 
 
-TensorPlan = Grown | Fresh | Merged | Truncated | Stacked | Averaged
+@dataclass(frozen=True)
+class Reindexed:
+    """The old tensor `source` with other rows: each is the mean of the old rows that `rows` lists for it, of all if it
+    lists none. Those in `kept` are old rows at another place, and continue their moments; all others are new."""
+
+    source: str
+    rows: tuple[tuple[int, ...], ...]
+    kept: frozenset[int]
+
+
+TensorPlan = Grown | Fresh | Merged | Truncated | Stacked | Averaged | Reindexed
 
 
 @dataclass(frozen=True)
@@ -202,7 +212,7 @@ def sources_of(made: TensorPlan) -> tuple[str, ...]:
     """Returns the old tensors of whose moments those of a new tensor are made."""
     if isinstance(made, Averaged | Stacked):
         return made.sources
-    return (made.source,) if isinstance(made, Grown | Merged) else ()
+    return (made.source,) if isinstance(made, Grown | Merged | Reindexed) else ()
 
 
 def grown_shape(made: Grown, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from instar.growth.plan import (
     Label,
     Merged,
     Old,
+    Reindexed,
     Stacked,
     TensorPlan,
     Truncated,
@@ -103,6 +104,8 @@ def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]
     """
     if len(shape) < 2 or isinstance(how, Merged | Stacked):
         return []
+    if isinstance(how, Reindexed):
+        return [(0, ~_kept_rows(how))]
     if not isinstance(how, Grown) or how.copied:
         return [(dim, torch.ones(size, dtype=torch.bool)) for dim, size in enumerate(shape)]
     found = [(edit.dim, ~_kept(edit)) for edit in how.edits]
@@ -119,12 +122,18 @@ def _kept(edit: Edit) -> Tensor:
     )
 
 
+def _kept_rows(how: Reindexed) -> Tensor:
+    return torch.tensor([row in how.kept for row in range(len(how.rows))])
+
+
 def _squared_norms(plan: GrowthPlan, name: str, gradient: Tensor) -> tuple[float, float]:
     """Returns the sums of squares over the kept elements and over the new ones."""
     how = plan.tensors[name]
     kept = torch.ones((1,) * gradient.ndim, dtype=torch.bool)
     if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
         kept = ~kept
+    elif isinstance(how, Reindexed):
+        kept = _kept_rows(how).view(-1, *[1] * (gradient.ndim - 1))
     elif isinstance(how, Grown):
         for edit in how.edits:
             along = [1] * gradient.ndim

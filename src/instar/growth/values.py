@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from instar.growth.plan import GrowthError
+from instar.models.hf.vocabulary import VocabularyMap
 
 MAX_FACTOR = 1024
 """Largest factor by which an axis may grow at once."""
@@ -44,6 +45,18 @@ def is_size(value: Any) -> None:
         raise GrowthError(f"needs a whole number above 0 or a factor such as 'x2', not {value!r}")
     if factor is not None and factor <= 1:
         raise GrowthError(f"a model only grows, and {value!r} is not a factor above 1")
+
+
+def is_vocabulary(value: Any) -> None:
+    """A size, or a tokenizer: ``{tokenizer: FOLDER}``, with ``from: FOLDER`` and ``rows: n`` if need be."""
+    if isinstance(value, VocabularyMap):
+        return
+    if not isinstance(value, Mapping):
+        is_size(value)
+    elif "tokenizer" not in value:
+        raise GrowthError(f"needs a size or {{tokenizer: FOLDER}}, not {value!r}")
+    else:
+        check_each(value, {"tokenizer": is_text, "from": is_text, "rows": is_count})
 
 
 def is_layer_map(value: Any) -> None:

@@ -17,10 +17,11 @@ from instar.growth.axes import (
     zero_in_readers,
 )
 from instar.growth.masks import with_mask
-from instar.growth.plan import Fill, GrowthError, GrowthPlan, New, Old, Piece
+from instar.growth.plan import Fill, Grown, GrowthError, GrowthPlan, New, Old, Piece, Reindexed
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import MaskedAxis, Norm
 from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.vocabulary import VocabularyMap
 from instar.models.shape import Growable, TransformerShape, buffers_of
 
 G = TypeVar("G", bound=Growable)
@@ -125,14 +126,43 @@ def resize_vocab(
 
     A new logit is the mean of the V old logits, and its exponential at most the mean of theirs: n
     new rows raise the loss by at most log(1 + n / V) nats.
+
+    With the map of a new tokenizer, rows of tokens that both have are kept, and others are means of old rows; lossy.
     """
     del options, step
     now = arch.sizes()["vocab"]
+    if isinstance(value, VocabularyMap):
+        return _with_vocabulary(arch, value)
+    if isinstance(value, Mapping):
+        raise GrowthError(
+            "a tokenizer is read by instar grow of a folder and by instar.growth.grow; here, give the number of rows"
+        )
     size = grown_size(value, now, "vocab")
     grown = arch.resized(vocab=size)
     layout = layout_of([Old(0, now), size - now], lambda _, count: New(count, "mean"))
     tensors = plan_tensors(arch, grown.parameters(), {"vocab": layout})
     return grown, GrowthPlan(tensors, "bounded", bound_nats=math.log1p((size - now) / now))
+
+
+def _with_vocabulary(arch: Any, value: VocabularyMap) -> tuple[Any, GrowthPlan]:
+    now, rows = arch.sizes()["vocab"], value.rows
+    if not isinstance(arch, PretrainedShape):
+        raise GrowthError("only models of transformers take a new tokenizer; a run has its own")
+    most = max((source for row in rows for source in row), default=0)
+    if most >= now:
+        raise GrowthError(f"the old tokenizer has a token {most:,}, and the table {now:,} rows")
+    grown = arch.resized(vocab=len(rows))
+    grown = replace(grown, config={**grown.config, **value.special_ids(arch.config)})
+    if odd := [use.name for use in uses(grown, "vocab") if use.dim]:
+        raise GrowthError(f"{odd[0]} has columns of tokens: merge the adapter of the table first")
+    tensors = {
+        name: Reindexed(name, rows, value.kept) if "vocab" in entry.axes else Grown(name)
+        for name, entry in grown.parameters().items()
+    }
+    pieces = sum(bool(row) for row in rows) - len(value.kept)
+    rest = len(rows) - len(value.kept) - pieces
+    note = f"{len(value.kept):,} tokens kept, {pieces:,} from pieces, {rest:,} from the mean of all"
+    return grown, GrowthPlan(tensors, "lossy", notes=(note,))
 
 
 def extend_context(

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from instar.growth.live.modules import take_over
 from instar.growth.live.optimizers import prepare_optimizer
 from instar.growth.live.probe import coarsest, drawn, moved, probed, reshard
 from instar.growth.live.subject import Build, Subject, shape_of, subject_of
+from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.live.wrappers import bare
 from instar.growth.operators import plan
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New
 from instar.growth.proof import Proof, compare
 from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.vocabulary import VocabularyMap
 from instar.models.shape import Growable, streams_of
 
 logger = logging.getLogger(__name__)
@@ -137,7 +140,8 @@ def prepare(
     asked = _operation(operation, value, options)
     reshard(model)
     subject = subject_of(model, shape, build)
-    larger, made = plan(subject.shape, asked)
+    exact = with_vocabulary(asked, _home(subject.module))
+    larger, made = plan(subject.shape, exact)
     key = (seed, sum(p.numel() for p in subject.module.parameters()))
     old = subject.parameters()
     if wrap is None and any(map(is_sharded, old.values())):
@@ -171,6 +175,7 @@ def prepare(
             parameter.grad = None
         for step in steps:
             step()
+        _set_special_ids(module if wrap else subject.module, exact)
         if wrap is not None:
             return module
         take_over(subject.module, module)
@@ -198,7 +203,21 @@ def plan_growth(
     """
     if shape is None:
         shape = subject_of(model).shape if isinstance(model, Module) else shape_of(model)
-    return plan(shape, _operation(operation, value, options))
+    return plan(shape, with_vocabulary(_operation(operation, value, options), _home(model)))
+
+
+def _home(model: Any) -> Path | None:
+    """Returns the folder that a model was loaded from, where its tokenizer may be."""
+    name = getattr(model, "name_or_path", "")
+    return Path(name) if isinstance(name, str) and name else None
+
+
+def _set_special_ids(module: Module, operation: Operation) -> None:
+    """Gives the settings of generation the ids of a new tokenizer."""
+    settings: Any = getattr(module, "generation_config", None)
+    if isinstance(operation.value, VocabularyMap) and settings is not None:
+        for key, value in operation.value.special_ids(settings.to_dict()).items():
+            setattr(settings, key, value)
 
 
 def _operation(
@@ -299,7 +318,7 @@ def _prove(
     if batch is None:
         if not isinstance(subject.shape, PretrainedShape):
             return None
-        batch = drawn(subject.shape)
+        batch = drawn(subject.shape, larger)
     device = next(module.parameters()).device
     batch = moved(batch, device)
     before, after = probed(subject.module, batch), probed(module, batch)

@@ -18,11 +18,11 @@ from instar.models.module import evaluating
 PROBE_TOKENS = 32
 
 
-def drawn(shape: PretrainedShape) -> dict[str, Tensor]:
-    """Returns a few drawn tokens, as arguments of a model of transformers."""
-    sizes, generator = shape.sizes(), torch.Generator().manual_seed(0)
-    size = (2, min(PROBE_TOKENS, sizes["context"]))
-    ids = torch.randint(0, sizes["vocab"], size, generator=generator)
+def drawn(*shapes: PretrainedShape) -> dict[str, Tensor]:
+    """Returns a few drawn tokens, as arguments of models of transformers of any of these shapes."""
+    vocab, context = (min(shape.sizes()[axis] for shape in shapes) for axis in ("vocab", "context"))
+    size = (2, min(PROBE_TOKENS, context))
+    ids = torch.randint(0, vocab, size, generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}
 
 

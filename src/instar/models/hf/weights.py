@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from instar.checkpoint.layout import Layout, linked_layout, reading
 from instar.checkpoint.manifest import CheckpointError, read_json
-from instar.checkpoint.tensor_file import Outline, write_tensors
+from instar.checkpoint.tensor_file import Outline, file_order, write_tensors
 from instar.record import atomic
 
 WEIGHTS = "model.safetensors"
@@ -76,7 +79,10 @@ def write_weights(
     make: Mapping[str, Callable[[], Tensor]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes tensors in as many files as needed, in the order of `made`, and their index."""
+    """Writes tensors in as many files as needed, in the order of `made`, and their index.
+
+    While one tensor is written, a thread makes the next.
+    """
     groups, room = list[list[str]](), 0
     for name, outline in made.items():
         if outline.size_bytes > room or not groups:
@@ -89,9 +95,19 @@ def write_weights(
         WEIGHTS if len(groups) == 1 else f"{stem}-{number:05}-of-{len(groups):05}.{suffix}"
         for number in range(1, len(groups) + 1)
     ]
-    for file, names in zip(files, groups, strict=True):
-        shapes = {name: made[name] for name in names}
-        write_tensors(folder / file, shapes, lambda name: make[name](), {"format": "pt"})
+    shapes = [{name: made[name] for name in names} for names in groups]
+    order = [name for each in shapes for name in file_order(each)]
+    with ThreadPoolExecutor(1) as pool:
+        later = deque(pool.submit(make[name]) for name in order[:1])
+        following = iter(order[1:])
+
+        def read(_: str) -> Tensor:
+            tensor = later.popleft().result()
+            later.extend(pool.submit(make[name]) for name in islice(following, 1))
+            return tensor
+
+        for file, each in zip(files, shapes, strict=True):
+            write_tensors(folder / file, each, read, {"format": "pt"})
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(outline.size_bytes for outline in made.values())},

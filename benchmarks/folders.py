@@ -1,0 +1,141 @@
+"""How much memory and time `instar grow` needs for a model of transformers of 7 billion parameters.
+
+    python benchmarks/folders.py [--quick]
+
+The layout of Llama 2 7B in bfloat16, random numbers in three shards, 13.5 GB. In turns: the folder is copied by
+`cp` and synced; and grown by four inserted layers and wider MLPs into 16.7 GB, by the command in a process of its
+own. The disk needs 35 GB. A twin of 4 layers is grown the same way, and its logits are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from instar.checkpoint.tensor_file import Outline
+from instar.models.hf.file_names import file_parts
+from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.weights import write_weights
+from report import case, options, parser, publish
+
+LLAMA_7B = LlamaConfig()
+TWIN = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=688,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    vocab_size=1000,
+)
+OPERATIONS = ("--op", "insert_layers=4 where=even", "--op", "widen_mlp=x1.25")
+REPEATS = 1
+
+
+def make(folder: Path, config: LlamaConfig, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    """Write a model of random numbers, all tensors a part of the same ones."""
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    parts = file_parts(PretrainedShape(config.to_dict()), single_experts=False)
+    outlines = {name: Outline(dtype, part.shape) for name, part in parts.items()}
+    size = max(outline.size_bytes // dtype.itemsize for outline in outlines.values())
+    block = torch.randn(size, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+
+    def tensor(name: str, outline: Outline) -> Tensor:
+        size = outline.size_bytes // dtype.itemsize
+        if len(outline.shape) == 1:
+            return torch.ones(outline.shape, dtype=dtype)
+        start = len(name) * 4099 % (len(block) - size + 1)
+        return block[start : start + size].reshape(outline.shape)
+
+    makers = {name: partial(tensor, name, outline) for name, outline in outlines.items()}
+    write_weights(folder, outlines, makers, max_shard_bytes)
+
+
+def run(command: Sequence[str | Path]) -> tuple[float, int, str]:
+    """Return seconds until what a command wrote is on the disk, its most memory in bytes, and its output."""
+    begun, most = time.perf_counter(), 0
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        while child.poll() is None:  # what it says fits into the pipe
+            most = max(most, _peak(child.pid))
+            time.sleep(0.02)
+        said = child.stdout.read()
+    assert child.returncode == 0, command
+    os.sync()
+    return time.perf_counter() - begun, most, said
+
+
+def _peak(process: int) -> int:
+    """Return the most memory that a process had; `ru_maxrss` would begin with that of its parent."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:  # it has ended
+        return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def grow(small: Path, grown: Path, *more: str) -> tuple[float, int, dict[str, Any]]:
+    instar = [sys.executable, "-m", "instar", "grow", small, grown, *OPERATIONS, *more, "--json"]
+    seconds, most, said = run(instar)
+    return seconds, most, json.loads(said)
+
+
+def main() -> None:
+    chosen = options(parser(__doc__).parse_args())
+    found: dict[str, list[float]] = {"copied": [], "grown": [], "memory": []}
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
+        small, copied, grown = (Path(place) / name for name in ("small", "copied", "grown"))
+        make(small, TWIN, torch.float32, 10**7)
+        _, _, said = grow(small, grown, "--check")
+        moved = said["proof"]["max_logit_diff_relative"]
+        if not chosen.quick:
+            shutil.rmtree(small)
+            make(small, LLAMA_7B, torch.bfloat16, 5 * 10**9)
+        for _ in range(1 if chosen.quick else REPEATS):
+            shutil.rmtree(grown)
+            seconds, _, _ = run(["cp", "-r", small, copied])
+            found["copied"].append(size_of(copied) / seconds / 1e9)
+            shutil.rmtree(copied)
+            seconds, most, said = grow(small, grown, "--no-proof")
+            found["grown"].append(size_of(grown) / seconds / 1e9)
+            found["memory"].append(most / 1e9)
+        sizes = [size_of(folder) / 1e9 for folder in (small, grown)]
+    ratio = [a / b for a, b in zip(found["grown"], found["copied"], strict=True)]
+    publish(
+        "folders",
+        [
+            case("parameters, small", [said["parameters_before"] / 1e9], "billions"),
+            case("parameters, grown", [said["stages"][-1]["parameters"] / 1e9], "billions"),
+            case("folder, small", [sizes[0]], "GB"),
+            case("folder, grown", [sizes[1]], "GB"),
+            case("instar grow, most memory", found["memory"], "GB", most=2.0),
+            case("cp", found["copied"], "GB/s"),
+            case("instar grow", found["grown"], "GB/s"),
+            case("instar grow / cp", ratio, "ratio", least=0.6),
+            case("twin: logits moved by", [moved], "of max", most=1e-5),
+        ],
+        chosen,
+        libraries=["transformers", "safetensors"],
+    )
+
+
+if __name__ == "__main__":
+    main()
