@@ -92,31 +92,33 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def grow(small: Path, grown: Path, *more: str) -> tuple[float, int, dict[str, Any]]:
-    instar = [sys.executable, "-m", "instar", "grow", small, grown, *OPERATIONS, *more, "--json"]
-    seconds, most, said = run(instar)
-    return seconds, most, json.loads(said)
-
-
 def main() -> None:
     chosen = options(parser(__doc__).parse_args())
     found: dict[str, list[float]] = {"copied": [], "grown": [], "memory": []}
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
         small, copied, grown = (Path(place) / name for name in ("small", "copied", "grown"))
-        make(small, TWIN, torch.float32, 10**7)
-        _, _, said = grow(small, grown, "--check")
-        moved = said["proof"]["max_logit_diff_relative"]
-        if not chosen.quick:
-            shutil.rmtree(small)
-            make(small, LLAMA_7B, torch.bfloat16, 5 * 10**9)
-        for _ in range(1 if chosen.quick else REPEATS):
-            shutil.rmtree(grown)
+
+        def turn(flag: str) -> dict[str, Any]:
             seconds, _, _ = run(["cp", "-r", small, copied])
             found["copied"].append(size_of(copied) / seconds / 1e9)
             shutil.rmtree(copied)
-            seconds, most, said = grow(small, grown, "--no-proof")
+            instar = [sys.executable, "-m", "instar", "grow", small, grown, *OPERATIONS, flag]
+            seconds, most, said = run([*instar, "--json"])
             found["grown"].append(size_of(grown) / seconds / 1e9)
             found["memory"].append(most / 1e9)
+            result: dict[str, Any] = json.loads(said)
+            return result
+
+        make(small, TWIN, torch.float32, 10**7)
+        said = turn("--check")
+        moved = said["proof"]["max_logit_diff_relative"]
+        if not chosen.quick:
+            found = {name: [] for name in found}
+            shutil.rmtree(small)
+            make(small, LLAMA_7B, torch.bfloat16, 5 * 10**9)
+            for _ in range(REPEATS):
+                shutil.rmtree(grown)
+                said = turn("--no-proof")
         sizes = [size_of(folder) / 1e9 for folder in (small, grown)]
     ratio = [a / b for a, b in zip(found["grown"], found["copied"], strict=True)]
     publish(
