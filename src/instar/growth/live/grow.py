@@ -318,6 +318,7 @@ def _prove(
     if batch is None:
         if not isinstance(subject.shape, PretrainedShape):
             return None
+        assert isinstance(larger, PretrainedShape)
         batch = drawn(subject.shape, larger)
     device = next(module.parameters()).device
     batch = moved(batch, device)

@@ -39,11 +39,11 @@ class VocabularyMap:
     def special_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the ids of special tokens in a config with the new tokenizer: the same tokens if it has them, else
         its own, else None."""
-        moved = {self.rows[new][0]: new for new in self.kept}
+        moved: dict[Any, int] = {self.rows[new][0]: new for new in self.kept}
         found: dict[str, Any] = {}
         for key in (f"{name}_id" for name in _SPECIAL):
             old = config.get(key)
-            ids = old if isinstance(old, list) else [old]
+            ids: list[Any] = old if isinstance(old, list) else [old]
             if old is None:
                 continue
             new = [moved.get(each) for each in ids]
