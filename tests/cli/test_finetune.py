@@ -152,7 +152,7 @@ def test_conversations_are_learned_resumed_answered_and_exported(
 def test_adapters_train_grow_resume_and_are_merged_in_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(write_place("qwen3", tmp_path))
+    monkeypatch.chdir(write_place("mixtral", tmp_path))
     adapters = (
         "schedule=[{name: set_lora_rank, value: {target: attn, rank: 2}, when: {at_step: 0}}, "
         "{name: freeze, value: ['*.weight'], when: {at_step: 0}}, "
