@@ -75,7 +75,7 @@ def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None
 
     Of a FOLDER that transformers saved: its family, axes and parameters, as `instar grow` knows them.
     """
-    from instar.models.hf.config import is_pretrained
+    from instar.models.hf import is_pretrained
 
     if is_pretrained(Path(where)) and not config_only:
         _inspect_pretrained(Path(where), tensors, as_json)

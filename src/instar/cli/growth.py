@@ -67,7 +67,7 @@ def grow(
     """
     operations = [operation_of(text) for text in texts]
 
-    from instar.models.hf.config import is_pretrained
+    from instar.models.hf import is_pretrained
 
     if is_pretrained(Path(where)):
         from instar.growth.folders import grow_folder

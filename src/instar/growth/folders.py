@@ -32,7 +32,7 @@ from instar.growth.offline import (
 )
 from instar.growth.operators import plan
 from instar.growth.proof import Proof, compare
-from instar.models.hf.config import CONFIG
+from instar.models.hf import CONFIG
 from instar.models.hf.file_names import FilePart, file_parts
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import PretrainedFolder, open_folder

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from instar.checkpoint.manifest import CheckpointError, read_json
 from instar.models.architecture import Activation, Architecture
+from instar.models.hf import CONFIG
 from instar.models.shape import ArchitectureError
-
-CONFIG = "config.json"
 
 Style = Literal["gpt2", "llama"]
 
@@ -252,8 +251,3 @@ def read_config(folder: Path) -> dict[str, Any]:
             "transformers model wrote"
         )
     return read_json(folder / CONFIG, follow=True)
-
-
-def is_pretrained(folder: Path) -> bool:
-    """Whether a folder is one that transformers saved, and not a run or a checkpoint."""
-    return (folder / CONFIG).is_file()

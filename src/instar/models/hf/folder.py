@@ -30,7 +30,8 @@ from instar.config.language import DataConfig, LanguageConfig
 from instar.config.origins import resolved
 from instar.data.text.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from instar.models.architecture import Architecture, section_of
-from instar.models.hf.config import CONFIG, from_config, read_config, style_of, to_config
+from instar.models.hf import CONFIG
+from instar.models.hf.config import from_config, read_config, style_of, to_config
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.saved import PretrainedExport, is_of_transformers, pretrained_shape
 from instar.models.hf.tensors import conversions, from_tensors, to_tensors

@@ -22,7 +22,8 @@ from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.layout import ComponentReader, Layout, reading
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES, Outline
-from instar.models.hf.config import CONFIG, read_config
+from instar.models.hf import CONFIG
+from instar.models.hf.config import read_config
 from instar.models.hf.families import FAMILIES, Family
 from instar.models.hf.file_names import FilePart, file_parts, has_single_experts
 from instar.models.hf.pretrained import PretrainedShape

@@ -18,7 +18,7 @@ from instar.checkpoint.tensor_file import Outline
 from instar.config.files import read_regular
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.models.gpt import GPT, load_gpt
-from instar.models.hf.config import CONFIG
+from instar.models.hf import CONFIG
 from instar.models.hf.file_names import FilePart, file_parts
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.module import PretrainedModel, class_name

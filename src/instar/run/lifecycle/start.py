@@ -28,7 +28,8 @@ from instar.data.text.tokenizer import (
     load_tokenizer,
     named_tokenizer,
 )
-from instar.models.hf.config import CONFIG, TITLES, from_config, read_config
+from instar.models.hf import CONFIG
+from instar.models.hf.config import TITLES, from_config, read_config
 from instar.models.hf.tokenizer import from_fast, same_vocabulary
 from instar.record.rundir import RunDir, find_run
 from instar.run.lifecycle.resume import STARTS_FROM, began_with
