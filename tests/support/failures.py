@@ -210,7 +210,8 @@ def trains_again_and_again(times: int, overrides: Sequence[str]) -> int:
     from instar import api
 
     me = psutil.Process()
-    torch.set_num_threads(2)
+    # more threads than cores would wait for one another, spinning
+    torch.set_num_threads(2 // int(os.environ.get("WORLD_SIZE", "1")))
     flags = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     for number in range(times):
         api.train("run.yaml", [*overrides, f"record.run_dir=run-{number}"])
