@@ -14,6 +14,7 @@ from small_models import SIZES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from instar.checkpoint.manifest import CheckpointError
 from instar.cli.main import main
 from instar.config.sections import Operation
 from instar.growth import GrowthError, grow, plan_growth
@@ -193,6 +194,22 @@ def test_a_table_smaller_than_the_old_tokenizer_is_refused(place: Path) -> None:
         plan_growth(config, "resize_vocab", value)
     with pytest.raises(GrowthError, match=r"no tokenizer\.json of the old tokenizer: say from"):
         plan_growth(config, "resize_vocab", {"tokenizer": str(place / "new")})
+
+
+def test_a_tokenizer_that_cannot_encode_is_refused(place: Path, tmp_path: Path) -> None:
+    Tokenizer(models.Unigram([("a", 0.0)])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot encode: .*unknown token"):
+        map_vocabulary(tmp_path, place / "new")
+
+
+def test_ids_that_are_none_are_those_of_the_new_tokenizer(place: Path) -> None:
+    made = map_vocabulary(place / "small", place / "new")
+    asked = {"eos_token_id": [[1]], "pad_token_id": {"id": 0}, "bos_token_id": 10**9}
+    assert made.special_ids(asked) == {
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
 
 
 def test_a_table_may_become_smaller(place: Path, tmp_path: Path) -> None:

@@ -39,14 +39,14 @@ class VocabularyMap:
     def special_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the ids of special tokens in a config with the new tokenizer: the same tokens if it has them, else
         its own, else None."""
-        moved: dict[Any, int] = {self.rows[new][0]: new for new in self.kept}
+        moved = {self.rows[new][0]: new for new in self.kept}
         found: dict[str, Any] = {}
         for key in (f"{name}_id" for name in _SPECIAL):
             old = config.get(key)
-            ids: list[Any] = old if isinstance(old, list) else [old]
+            ids = old if isinstance(old, list) else [old]
             if old is None:
                 continue
-            new = [moved.get(each) for each in ids]
+            new = [moved.get(each) if type(each) is int else None for each in ids]
             known = None not in new
             found[key] = (
                 (new if isinstance(old, list) else new[0]) if known else self.special.get(key)
@@ -135,7 +135,12 @@ class _Vocabulary:
         """Returns the ids of the pieces of each text; of one that is no text, those of its bytes."""
         whole = [text.decode(errors="replace") for text in texts]
         unknown = self._unknown()
-        encoded = self.fast.encode_batch(whole, add_special_tokens=False)
+        try:
+            encoded = self.fast.encode_batch(whole, add_special_tokens=False)
+        except Exception as error:  # e.g. of an unknown token, where there is no token for it
+            raise CheckpointError(
+                f"{self.folder / TOKENIZER_FILE}: cannot encode: {error}"
+            ) from error
         return [
             tuple(number for number in found.ids if number != unknown)
             if "\ufffd" not in said
