@@ -86,8 +86,18 @@ def resume(run_dir: Path, *overrides: str) -> list[float]:
         ["optimizer.name=muon", "train.gradient_checkpointing=true"],
         ["reproducible=elastic", "parallel.elastic.virtual_ranks=2"],
         [f"schedule={json.dumps(GROWS)}", "record.analyze_every=2"],
+        ["precision=bf16", "model.num_experts=3"],
+        ["model.bias=true", "model.num_experts=3"],
     ],
-    ids=["plain", "bf16 with average", "muon with checkpointing", "elastic", "grows"],
+    ids=[
+        "plain",
+        "bf16 with average",
+        "muon with checkpointing",
+        "elastic",
+        "grows",
+        "experts in one kernel",
+        "experts one by one",
+    ],
 )
 def test_runs_take_the_branches_for_gpus_and_compute_the_same(
     losses: Losses, how: list[str]

@@ -142,7 +142,7 @@ def load_balancing_loss(logits_LBTE: Tensor, targets_BT: Tensor, per_token: int)
     number_B = counted_BT.sum(1)
     share_BT1 = counted_BT[..., None].to(logits_LBTE.dtype) / number_B[:, None, None].clamp(min=1)
     experts = logits_LBTE.shape[-1]
-    chosen_LBTE = F.one_hot(logits_LBTE.topk(per_token).indices, experts).sum(-2)
+    chosen_LBTE = _one_hot(logits_LBTE.topk(per_token).indices, experts).sum(-2)
     f_LBE = (chosen_LBTE * share_BT1).sum(2) / per_token
     p_LBE = (logits_LBTE.softmax(-1) * share_BT1).sum(2)
     loss: Tensor = experts * ((f_LBE * p_LBE).sum(-1) * number_B).sum()
@@ -168,7 +168,12 @@ def grouped_linear(
     y_SO = F.grouped_mm(x_SI, weight_EOI.mT, offs=groups.ends)
     if bias_EO is None:
         return y_SO
-    return y_SO + F.one_hot(groups.experts, len(bias_EO)).to(bias_EO.dtype) @ bias_EO
+    return y_SO + _one_hot(groups.experts, len(bias_EO)).to(bias_EO.dtype) @ bias_EO
+
+
+def _one_hot(index: Tensor, experts: int) -> Tensor:
+    """Returns whether each index is that of an expert (…, E). Does not wait for the device, as `F.one_hot` may."""
+    return index[..., None] == torch.arange(experts, device=index.device)
 
 
 def _has_kernel(x_SI: Tensor, weight_EOI: Tensor) -> bool:
