@@ -11,7 +11,7 @@ import pytest
 from forks import Forks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FORK_THEMSELVES = ("growth", "moments")
+FORK_THEMSELVES = ("experts", "growth", "moments")
 """each of its runs from one process that has imported torch"""
 
 
@@ -53,6 +53,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("logs", "one log call"),
         ("delta_size", "applying a delta, 1 % changed"),
         ("moments", "loss moved by growing, the most"),
+        ("experts", "logits moved by upcycling, the most"),
         ("grown_optimizer", "insert_layers 2, state kept: mean loss off / range"),
     ],
 )
