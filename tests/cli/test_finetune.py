@@ -66,6 +66,10 @@ def test_a_run_that_grows_is_killed_resumed_sampled_and_exported(
     assert train("next", "model.from=tuned", "train.until=1it") == 0
     assert events(Path("next"), "eval")[0]["loss"] == pytest.approx(losses[-1], abs=1e-4)
     assert main(["grow", "whole", "larger", "--op", "widen_mlp=x2"]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "inspect", "larger"]) == 0
+    family = {"llama": "Llama", "gemma2": "Gemma 2"}[kind]
+    assert f"{family}: layers 4, embed 48, mlp 144," in capsys.readouterr().out
 
 
 def test_a_run_makes_a_model_of_experts(

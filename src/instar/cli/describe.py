@@ -120,6 +120,8 @@ def _amount(unit: str, value: float) -> str:
 
 def _architecture(fields: Mapping[str, Any]) -> list[str]:
     """Describe a GPT in two lines; list the fields of any other architecture."""
+    if "model_type" in fields and (told := _pretrained(fields)):
+        return told
     counted = all(type(fields.get(name)) is int for name in _SHAPE)
     if not (counted and all(name in fields for name in (*_SWITCHES, "rope_base"))):
         return [", ".join(f"{name} {_cell(value)}" for name, value in fields.items()) or "none"]
@@ -149,6 +151,21 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
         f"context {a['context']}, vocabulary {a['vocab_size']:,}",
         ", ".join(switches),
     ]
+
+
+def _pretrained(fields: Mapping[str, Any]) -> list[str]:
+    """Describe a model of transformers; empty if it is not known."""
+    from instar.models.hf.lora_shape import LoraShape
+    from instar.models.shape import ArchitectureError
+
+    try:
+        shape = LoraShape.from_dict(fields)
+    except ArchitectureError:
+        return []
+    axes = ", ".join(f"{axis} {size:,}" for axis, size in shape.sizes().items())
+    adapters = [f"adapters of rank {each.rank} on {each.target}" for each in shape.lora]
+    head = "tied head" if shape.tied else "untied head"
+    return [f"{shape.family.name}: {axes}", ", ".join([head, *adapters])]
 
 
 def _operation(entry: Any) -> str:

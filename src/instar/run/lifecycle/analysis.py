@@ -15,6 +15,7 @@ from instar.checkpoint.listing import checkpoints
 from instar.checkpoint.manifest import Manifest, read_manifest
 from instar.checkpoint.store import Checkpoint, load
 from instar.checkpoint.tensor_file import outlines
+from instar.config.causal_lm import CausalLMConfig
 from instar.config.errors import ConfigError
 from instar.config.language import LanguageConfig
 from instar.config.load import load as load_config
@@ -121,6 +122,8 @@ def _attention(path: Path, manifest: Manifest) -> tuple[tuple[HeadEntropy, ...],
         return (), "the checkpoint is not in the folder of a run"
     try:
         run, _ = effective(began_with(folder, manifest), history_from_json(manifest.history))
+        if isinstance(run, CausalLMConfig):
+            return (), "the attention of models of transformers is not analysed"
         if not isinstance(run, LanguageConfig):
             return (), NO_ATTENTION
         model = load_gpt(path)
