@@ -102,8 +102,9 @@ def test_tokens_and_targets_are_those_of_transformers(place: Path, packing: bool
 
 def test_a_template_without_generation_marks_what_the_assistant_adds(place: Path) -> None:
     (place / "model/chat_template.jinja").write_text(CHATML)
-    prepare_data(config(place), 7)
-    opened = open_data(config(place), 7)
+    named = config(place, tokenizer=str(place / "model"))  # by its folder
+    prepare_data(named, 7)
+    opened = open_data(named, 7)
     tokenizer = load_tokenizer(place / "model")
     batch = opened.held_out("val", CONTEXT).read(np.arange(1))
     wanted = batch["targets"][0]

@@ -14,6 +14,7 @@ from instar.config.causal_lm import CausalLMConfig
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
+from instar.data.text.tokenizer import folder_of
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS
 from instar.models.shape import ArchitectureError
@@ -73,8 +74,8 @@ class CausalLMSpec(TextSpec):
 
     @property
     def kept(self) -> dict[str, Path]:
-        beside = Path(self.config.data.tokenizer).parent
-        files = {name: beside / name for name in COMPANIONS}
+        beside = folder_of(self.config.data.tokenizer)
+        files = {} if beside is None else {name: beside / name for name in COMPANIONS}
         if self.config.data.chat_template is not None:
             files[CHAT_TEMPLATE] = Path(self.config.data.chat_template)
         return {**super().kept, **{name: file for name, file in files.items() if file.is_file()}}

@@ -31,7 +31,13 @@ from instar.data.text.shards import (
     write_once,
     write_record,
 )
-from instar.data.text.tokenizer import TOKENIZER_FILE, BPETokenizer, Tokenizer, named_tokenizer
+from instar.data.text.tokenizer import (
+    TOKENIZER_FILE,
+    BPETokenizer,
+    Tokenizer,
+    folder_of,
+    named_tokenizer,
+)
 
 PLAIN = """\
 {%- for message in messages -%}
@@ -121,7 +127,9 @@ class ChatTemplate:
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """Returns `data.chat_template`, or the template beside the tokenizer, or else `PLAIN`."""
     given = None if data.chat_template is None else Path(data.chat_template)
-    return template_beside(Path(data.tokenizer).parent, tokenizer, given, follow=True)
+    beside = folder_of(data.tokenizer)
+    assert beside is not None  # the tokenizer is a file
+    return template_beside(beside, tokenizer, given, follow=True)
 
 
 def template_beside(

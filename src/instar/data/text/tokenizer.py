@@ -308,6 +308,12 @@ def named_file(name: str) -> Path | None:
     return file
 
 
+def folder_of(name: str) -> Path | None:
+    """Return the folder with the files beside the one that `data.tokenizer` names; None for a kind to train."""
+    path = Path(name)
+    return None if name in TRAINED else path if path.is_dir() else path.parent
+
+
 def named_tokenizer(name: str) -> Tokenizer | None:
     """Return the tokenizer that `data.tokenizer` names, None if it must be trained.
 

@@ -90,3 +90,17 @@ class LoraShape(PretrainedShape):
         """See `PretrainedShape`; without adapters, which the caller moves with their blocks."""
         grown: Self = PretrainedShape.deeper(self.without_adapters(), sources)
         return grown
+
+    def with_experts(self, number: int, per_token: int, balance: float) -> LoraShape:
+        """See `PretrainedShape`; adapters of attention stay.
+
+        Raises:
+            ArchitectureError: no family is the same with experts, or an MLP has an adapter.
+        """
+        for name in self.adaptable():
+            if ".mlp." in name and adapters.adapter_of(self.lora, name):
+                message = f"{name} has an adapter, and experts have none"
+                hint = "merge_lora mlp and set_lora_rank {target: mlp, rank: 0} first"
+                raise ArchitectureError(problem(LORA, message, hint))
+        dense = PretrainedShape(self.config)
+        return LoraShape(dense.with_experts(number, per_token, balance).config, self.lora)
