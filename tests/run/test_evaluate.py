@@ -28,7 +28,7 @@ from instar.run.loop.evaluate import (
     held_out_indices,
 )
 from instar.run.loop.trainer import Trainer
-from instar.tasks import language
+from instar.tasks import text
 
 Make = Callable[..., Trainer]
 
@@ -73,7 +73,7 @@ def test_the_batch_size_does_not_matter(
     trainer: Make, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     """Neither for the loss nor for its standard error, which is told from fixed units of text."""
-    monkeypatch.setattr(language, "UNIT_TOKENS", 5 * 16)
+    monkeypatch.setattr(text, "UNIT_TOKENS", 5 * 16)
     run = trainer()
     found = [measure(run, size, limit).metrics["loss"] for size in (1, 3, 7, 1000)]
     assert [each.value for each in found] == pytest.approx([found[0].value] * 4, rel=1e-6)
