@@ -4,12 +4,12 @@
 
 A small Llama and a small Qwen3 with random weights are trained by both on the same samples in the same order, with the same
 settings of AdamW, in float32 on one thread. Said are the largest difference of the two losses of a step, and the ratio of the speeds:
-tokens per second over the median step of each run, in turns, and of these the median of the pairs' ratios.
+tokens per second of processor time, which other work on the machine disturbs less than the clock's, in the median step of each run, in turns;
+and of the pairs' ratios the median.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import statistics
@@ -53,7 +53,7 @@ class Effort:
     pairs: int
 
 
-FULL = Effort(width=128, layers=4, vocabulary=2048, context=128, batch=8, steps=60, pairs=5)
+FULL = Effort(width=128, layers=4, vocabulary=2048, context=128, batch=4, steps=50, pairs=4)
 QUICK = replace(FULL, width=32, layers=1, vocabulary=300, context=32, batch=2, steps=50, pairs=1)
 
 
@@ -151,12 +151,16 @@ def samples_in_order(settings: Sequence[str], effort: Effort) -> list[dict[str, 
 
 
 def by_instar(settings: Sequence[str], run: Path) -> tuple[list[float], float]:
-    """The loss of each step, and the seconds of the median step."""
-    train(None, [*settings, f"record.run_dir={run}"])
+    """The loss of each step, and the processor's seconds of the median step."""
+    times: list[float] = []
+
+    class Timed:
+        def on_step_end(self, _: Any) -> None:
+            times.append(time.process_time())
+
+    train(None, [*settings, f"record.run_dir={run}"], hooks=[Timed()])
     steps = [event for event in read_events(run / "events.jsonl") if isinstance(event, Train)]
-    tokens = [b.tokens - a.tokens for a, b in itertools.pairwise(steps)]
-    rates = [event.tokens_per_s for event in steps[1:] if event.tokens_per_s]
-    return [event.loss for event in steps], statistics.median(tokens) / statistics.median(rates)
+    return [event.loss for event in steps], statistics.median(np.diff(times).tolist())
 
 
 def by_trainer(
@@ -177,7 +181,7 @@ def by_trainer(
 
     class Timed(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            times.append(time.perf_counter())
+            times.append(time.process_time())
 
     model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
     arguments = TrainingArguments(
