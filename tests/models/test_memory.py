@@ -15,7 +15,10 @@ LLAMA = replace(
     GPT2, n_kv_head=2, norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=False
 )
 MIXED = replace(LLAMA, activation="relu2", qk_norm=True)
-STYLES = pytest.mark.parametrize("arch", [GPT2, LLAMA, MIXED], ids=["gpt2", "llama", "mixed"])
+EXPERTS = replace(LLAMA, num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.01)
+STYLES = pytest.mark.parametrize(
+    "arch", [GPT2, LLAMA, MIXED, EXPERTS], ids=["gpt2", "llama", "mixed", "experts"]
+)
 
 
 def kept_bytes(arch: Architecture, samples: int, *, bf16: bool = False) -> int:
