@@ -11,7 +11,7 @@ from instar.config.sections import Operation
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.operators import check
 from instar.growth.plan import GrowthError
-from instar.models.hf.vocabulary import map_vocabulary
+from instar.models.hf.tokens import map_vocabulary
 
 
 def with_vocabulary(operation: Operation, home: Path | None) -> Operation:
