@@ -153,6 +153,11 @@ def test_what_never_trains_is_told(
     assert ("what is new does not train" in caplog.text) == warns
 
 
+def test_adapted_models_become_no_experts() -> None:
+    with pytest.raises(GrowthError, match=r"upcycle: .*merge_and_unload"):
+        grow(adapted("qwen2"), "upcycle", 4, num_experts_per_tok=2)
+
+
 def merged() -> nn.Module:
     model = adapted("llama")
     model.merge_adapter()

@@ -70,6 +70,10 @@ class AdaptedShape(PretrainedShape):
                 Parameter((output, "rank"), (outputs, each.rank), "matrix", 0.0, weight.parts),
             )
 
+    def refusals(self) -> dict[str, str]:
+        reason = "experts have no adapters of peft: merge them first (merge_and_unload)"
+        return {**super().refusals(), "upcycle": reason}
+
     def deeper(self, sources: Sequence[int | None]) -> Self:
         """Returns a copy in which adapters move with their blocks; a drawn block has those of the one below."""
         made: list[int] = []
