@@ -46,6 +46,13 @@ def hole(path: Path, size: int = LARGE, begin: bytes = b"") -> None:
         file.truncate(len(begin) + size)
 
 
+def repeated(path: Path, line: bytes, times: int, begin: bytes = b"") -> None:
+    with path.open("wb") as file:
+        file.write(begin)
+        for _ in range(times // 100_000):
+            file.write(line * 100_000)
+
+
 def tokens(place: Path) -> Sequence[str]:
     hole(place / "text.txt")
     return ["data", "prepare", "--source", "text.txt", "--tokenizer", "byte", "--path", "new"]
@@ -60,7 +67,7 @@ def tokenizer(place: Path) -> Sequence[str]:
 
 def lines(place: Path) -> list[str]:
     line = json.dumps({"text": "so it goes " * 10}) + "\n"
-    (place / "text.jsonl").write_text(line * 1_000_000)
+    repeated(place / "text.jsonl", line.encode(), 5_000_000)
     words = ["--source", "text.jsonl", "--tokenizer", "byte", "--path", "new"]
     return ["data", "prepare", *words, "--set"]
 
@@ -110,7 +117,7 @@ def exported(place: Path) -> Sequence[str]:
         writer.train(1, 2.0)
     events = place / "run" / "events.jsonl"
     start, step = events.read_bytes().splitlines(keepends=True)
-    events.write_bytes(start + step * 600_000)
+    repeated(events, step, 5_000_000, begin=start)
     return ["logs", "export", "run", "--to", "csv", "-o", "new"]
 
 
