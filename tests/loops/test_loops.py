@@ -67,6 +67,15 @@ def test_guards_of_a_schedule_hold() -> None:
             GrowthError,
             "at_fraction needs the length",
         ),
+        (
+            {
+                "name": "widen_mlp",
+                "value": "x2",
+                "when": {"slope_below": {"window": 2, "slope": 1}},
+            },
+            GrowthError,
+            "needs the FLOPs of a step",
+        ),
     ],
 )
 def test_mistakes_of_a_schedule_are_found_at_once(

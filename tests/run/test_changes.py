@@ -445,6 +445,26 @@ def test_no_more_losses_are_remembered_than_the_schedule_asks_for(make_grown: Ma
     assert len(run.state.losses) <= 4
 
 
+def test_a_slope_per_flop_is_decided_alike_after_a_resume(make_grown: Make, tmp_path: Path) -> None:
+    """The losses since the last operation are those of the checkpoint and those after it."""
+    slow = {"slope_below": {"window": 3, "slope": 1e12}}
+    given = (
+        schedule({"name": "insert_layers", "value": 1, "when": slow}),
+        "eval.eval_interval=2",
+        "checkpoint.every_steps=4",
+        "checkpoint.keep_last=9",
+    )
+    make_grown(*given).train()
+    (whole,) = events(tmp_path / "events.jsonl", OperationEvent)
+    assert whole.step == 6
+    assert "per 1e15 FLOPs over 3 evaluations" in whole.reason
+    again = make_grown(*given, name="again")
+    assert not restore(again, load(tmp_path / "events" / "checkpoints" / "step-4"))
+    again.train()
+    (resumed,) = events(tmp_path / "again.jsonl", OperationEvent)
+    assert (resumed.step, resumed.reason) == (whole.step, whole.reason)
+
+
 def test_without_an_evaluation_at_the_start_they_begin_with_the_first(
     make_grown: Make, tmp_path: Path
 ) -> None:

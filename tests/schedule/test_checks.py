@@ -81,6 +81,8 @@ BROKEN = [
     ("- {name: change_lr, value: 2, when: {plateau: {window: 1, slope: 1}}}\n", "1:56", "window must be a whole number of at least 2", ""),
     ("- {name: change_lr, value: 2, when: {plateau: {window: 3}}}\n", "1:47", "plateau.slope is missing", ""),
     ("- {name: change_lr, value: 2, when: {plateau: {window: 3, slope: -1}}}\n", "1:66", "of at least 0", ""),
+    ("- {name: change_lr, value: 2, when: {slope_below: {window: 3}}}\n", "1:51", "slope_below needs slope or curve", ""),
+    ("- {name: change_lr, value: 2, when: {slope_below: {window: 3, curve: {floor: 1, flops: 0, exponent: 1}}}}\n", "1:88", "greater than 0", ""),
     ("- {name: change_lr, value: 2, when: {waited: 3}, max_wait_iters: 3}\n", "1:37", "cannot be combined with trigger_loss and max_wait_iters", "under 'any:'"),
     # with what else the config says
     ("- {name: set_context, value: 129, max_wait_iters: 3}\n", "1:30", "more than the 128 tokens", "extend_context before it"),

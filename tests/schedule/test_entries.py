@@ -22,6 +22,7 @@ from instar.schedule.triggers import (
     LossBelow,
     Moment,
     Plateau,
+    SlopeBelow,
     Trigger,
     Waited,
     due,
@@ -64,6 +65,7 @@ def test_a_seed_s_entry_fires_on_the_loss_or_the_wait() -> None:
         ({"when": {"at_tokens": "1.5Mtok"}}, AtTokens(1_500_000)),
         ({"when": {"at_fraction": 0.25}}, AtFraction(0.25)),
         ({"when": {"plateau": {"window": 4, "slope": 0.1}}}, Plateau(4, 0.1, 1)),
+        ({"when": {"slope_below": {"window": 4, "slope": 7}}}, SlopeBelow(4, 7.0, 1)),
         ({"when": {"waited": 3, "loss_below": 2}}, AllOf((LossBelow(2.0), Waited(3)))),
         (
             {"when": {"any": [{"waited": 3}, {"all": [{"at_step": 1}, {"at_fraction": 0.5}]}]}},

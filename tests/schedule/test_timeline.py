@@ -78,6 +78,7 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
                 since_last=spot.step - (last or 0),
                 loss=loss if evaluated else None,
                 losses=tuple(losses),
+                flops_per_step=pace.flops_per_step,
                 operated=last == spot.step,
             )
             if due(entry, now, state) is None:
@@ -200,6 +201,7 @@ def test_the_seed_s_schedule_fires_where_a_hand_calculation_says(
             [30, 80],
             [30, None],
         ),
+        ([{"when": {"slope_below": {"window": 3, "slope": 1, "patience": 2}}}], [80], [None]),
         ([{"when": {"at_fraction": 0.5}}], [150], [150]),
         ([{"when": {"at_tokens": 4000}}], [100], [100]),
         ([{"when": {"at_tokens": 4001}}], [101], [101]),
@@ -212,6 +214,12 @@ def test_the_steps_of_a_schedule(
     run = config([{"name": "change_lr", "value": 1.0, **each} for each in given])
     assert foretold(run) == (early, late)
     assert (played(run, hopeful=True), played(run, hopeful=False)) == (early, late)
+
+
+def test_another_model_s_curve_is_passed_at_once_or_never() -> None:
+    slow = {"window": 2, "curve": {"floor": 2.0, "flops": 1e9, "exponent": 0.3}}
+    run = config([{"name": "change_lr", "value": 1.0, "when": {"slope_below": slow}}])
+    assert foretold(run) == ([40], [None])
 
 
 def test_growth_waits_until_a_mask_is_open_in_full() -> None:
@@ -248,6 +256,7 @@ LOSSES = st.one_of(
         st.integers(2, 4),
         st.integers(1, 3),
     ),
+    st.just({"slope_below": {"window": 2, "slope": 1}}),
 )
 WHEN = st.recursive(
     COUNTED | LOSSES,

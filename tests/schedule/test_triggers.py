@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from instar.schedule.curves import PowerLaw
 from instar.schedule.triggers import (
     AllOf,
     AnyOf,
@@ -15,6 +16,7 @@ from instar.schedule.triggers import (
     LossBelow,
     Moment,
     Plateau,
+    SlopeBelow,
     Trigger,
     Waited,
     fires,
@@ -120,10 +122,36 @@ def test_what_an_operation_did_to_the_loss_is_no_slope() -> None:
     assert fires(FLAT, dataclasses.replace(before, since_last=150)) is None
 
 
+def test_a_slope_is_compared_per_flop() -> None:
+    # falls by 0.5 nats in 100 steps of 1e12 FLOPs: by 5 per 1e15
+    seen = dataclasses.replace(losses(4.0, 3.5, 3.0), flops_per_step=1e12)
+    assert fires(SlopeBelow(3, 5.01), seen) == (
+        "val fell 5 per 1e15 FLOPs over 3 evaluations, at most 5.01"
+    )
+    assert fires(SlopeBelow(3, 4.99), seen) is None
+    assert fires(SlopeBelow(3, 5.01), dataclasses.replace(seen, flops_per_step=5e11)) is None
+    assert fires(SlopeBelow(4, 9e9), seen) is None  # the one before was at the last operation
+    assert fires(SlopeBelow(3, 9e9, patience=2), seen) is None
+
+
+def test_the_slope_of_another_model_is_that_at_the_same_loss() -> None:
+    law = PowerLaw(floor=2.0, flops=1e15, exponent=0.5)
+    flops = law.flops_at(3.5)
+    assert law.loss(flops) == pytest.approx(3.5)
+    fall = (law.loss(flops * 0.999) - law.loss(flops * 1.001)) / (0.002 * flops) * 1e15
+    assert law.slope_at(3.5) == pytest.approx(fall, rel=1e-4)
+    seen = dataclasses.replace(losses(4.0, 3.5, 3.0), flops_per_step=1e12)
+    assert fires(SlopeBelow(3, law), seen) is None  # 5 here, 1.7 there
+    assert fires(SlopeBelow(3, PowerLaw(2.0, 1e14, 0.5)), seen) is not None
+    # what the other one never reaches, it does not reach faster
+    assert fires(SlopeBelow(3, PowerLaw(3.6, 1e14, 0.5)), seen) is None
+
+
 def test_how_many_losses_to_remember() -> None:
     assert losses_needed(Waited(3)) == 0
     assert losses_needed(LossBelow(3.0)) == 1
     assert losses_needed(AnyOf((Waited(3), Plateau(4, 0.1, 3)))) == 6
+    assert losses_needed(SlopeBelow(4, 0.1, 3)) == 6
 
 
 def test_words() -> None:
@@ -134,4 +162,10 @@ def test_words() -> None:
     )
     assert words(Plateau(5, 0.02, 2)) == (
         "val falls by at most 0.02 per 1,000 steps over 5 evaluations, 2 times in a row"
+    )
+    assert words(SlopeBelow(5, 12.0)) == (
+        "val falls by at most 12 nats per 1e15 FLOPs over 5 evaluations"
+    )
+    assert words(SlopeBelow(5, PowerLaw(1.9, 2e15, 0.25))) == (
+        "val falls per FLOP by at most as much over 5 evaluations as 1.9 + (2e+15 / FLOPs)^0.25"
     )

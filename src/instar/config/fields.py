@@ -24,10 +24,12 @@ from instar.config.document import KeyPath
 from instar.config.errors import ConfigError, nearest
 from instar.config.schema import Direction, RunConfig, SamplesConfig
 from instar.config.sections import (
+    CurveSection,
     PlainSection,
     PlateauTrigger,
     ScheduledOperation,
     Section,
+    SlopeTrigger,
     When,
     with_from,
 )
@@ -170,6 +172,8 @@ def schedule_keys() -> dict[KeyPath, FieldInfo]:
         (): ScheduledOperation,
         ("when",): When,
         ("when", "plateau"): PlateauTrigger,
+        ("when", "slope_below"): SlopeTrigger,
+        ("when", "slope_below", "curve"): CurveSection,
     }
     return {
         ("schedule", 0, *path, name): field
@@ -341,7 +345,7 @@ def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
         for step in name.split("."):
             node = alternatives(root, node)[0]["properties"][step]
         if name == "schedule":
-            kinds = (ScheduledOperation, When, PlateauTrigger)
+            kinds = (ScheduledOperation, When, PlateauTrigger, SlopeTrigger, CurveSection)
             node = {
                 **node,
                 "$defs": {kind.__name__: whole["$defs"][kind.__name__] for kind in kinds},

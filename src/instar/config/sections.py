@@ -126,6 +126,31 @@ class PlateauTrigger(Sparse):
     patience: PositiveInt = Field(1, description="evaluations in a row for which this must hold")
 
 
+class CurveSection(Sparse):
+    """A loss by compute: floor + (flops / FLOPs trained) ** exponent."""
+
+    floor: Score = Field(description="loss that it approaches, nats")
+    flops: Annotated[float, Field(gt=0, le=1e40)] = Field(
+        description="FLOPs after which it is 1 nat above the floor"
+    )
+    exponent: Annotated[float, Field(gt=0, le=10)] = Field(description="how fast it falls")
+
+
+class SlopeTrigger(Sparse):
+    """A validation loss that falls less per FLOP than another model's."""
+
+    window: Annotated[int, Field(ge=2, le=10**6)] = Field(
+        description="number of evaluations to which a line is fitted, all since the last operation"
+    )
+    slope: Annotated[float, Field(ge=0, le=1e40)] | None = Field(
+        None, description="largest decrease with which it fires, nats per 1e15 FLOPs"
+    )
+    curve: CurveSection | None = Field(
+        None, description="in place of slope: the other model's loss by compute, of a pilot"
+    )
+    patience: PositiveInt = Field(1, description="evaluations in a row for which this must hold")
+
+
 class When(Sparse):
     """A trigger; all given keys must hold."""
 
@@ -138,6 +163,9 @@ class When(Sparse):
     at_fraction: Fraction | None = Field(None, description="used share of the run's budget")
     plateau: PlateauTrigger | None = Field(
         None, description="the validation loss has stopped falling"
+    )
+    slope_below: SlopeTrigger | None = Field(
+        None, description="the validation loss falls less per FLOP than another model's"
     )
     any: Annotated[tuple[When, ...], Strict(False)] | None = Field(
         None, description="one of these triggers fires"

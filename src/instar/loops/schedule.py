@@ -27,6 +27,7 @@ from instar.schedule.triggers import (
     AtTokens,
     Entry,
     Moment,
+    SlopeBelow,
     Trigger,
     due,
     entries,
@@ -158,6 +159,8 @@ class GrowthSchedule:
                 "at_fraction needs the length of the run (steps=)": AtFraction in kinds
                 and self.steps is None,
                 "at_tokens needs tokens_per_step=": AtTokens in kinds and not self.tokens_per_step,
+                "slope_below needs the FLOPs of a step, which only instar train counts": SlopeBelow
+                in kinds,
             }
             if found := [problem for problem, holds in problems.items() if holds]:
                 raise GrowthError(f"{entry.place}: {'; '.join(found)}")

@@ -117,6 +117,9 @@ def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
     if when.at_fraction is not None and not has_end(config):
         hint = "add a budget such as 2000it to train.until, or use at_step"
         yield f"{key}.at_fraction", "needs a budget of steps, tokens, samples or epochs", hint
+    if (slow := when.slope_below) is not None and (slow.slope is None) == (slow.curve is None):
+        hint = "slope: nats per 1e15 FLOPs; curve: the one that instar schedule pilot prints"
+        yield f"{key}.slope_below", "needs slope or curve, one of them", hint
     for name in ("any", "all"):
         inner: tuple[When, ...] | None = getattr(when, name)
         if inner == ():

@@ -37,6 +37,11 @@ class Pace:
     """None: unknown, assumed infinite."""
     flops_per_token: int
 
+    @property
+    def flops_per_step(self) -> int:
+        """FLOPs of a step with a whole global batch."""
+        return self.global_batch * self.weight * self.flops_per_token
+
 
 @dataclass(frozen=True)
 class Clock:
@@ -201,13 +206,14 @@ class _Ending:
             loss=(-math.inf if self.optimistic else math.inf) if evaluated else None,
             losses=self._losses(step),
             operated=self.leg.entry is not None and step == begin,
+            flops_per_step=self.leg.pace.flops_per_step,
         )
         if step >= self.masked_until:
             state = self.folded
         return due(self.entry, moment, state) is not None
 
     def _losses(self, step: int) -> tuple[tuple[int, float], ...]:
-        """Return losses for a plateau trigger that never fall, or that never stop falling."""
+        """Return losses for triggers on a slope that never fall, or that never stop falling."""
         last, slope = step // self.interval, 1e30 if self.optimistic else -1e30
         first = max(self.clock.step // self.interval, last - losses_needed(self.entry.trigger))
         steps = (number * self.interval for number in range(first + 1, last + 1))

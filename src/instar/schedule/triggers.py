@@ -14,6 +14,7 @@ from instar.growth.operators import is_growth
 from instar.models.architecture import mask_of
 from instar.models.shape import Growable, count_parameters
 from instar.record.format import si
+from instar.schedule.curves import PER, PowerLaw
 from instar.schedule.operations import History, State
 
 
@@ -36,6 +37,8 @@ class Moment:
     `losses_needed`."""
     operated: bool = False
     """Whether an operation of the schedule was carried out, or skipped, at this very step."""
+    flops_per_step: float = 0.0
+    """FLOPs of a step of the present model; used with `losses` only."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,26 @@ class Plateau:
 
 
 @dataclass(frozen=True)
+class SlopeBelow:
+    """Fires when the validation loss fell by at most `bound` per FLOP, by the least-squares line
+    through `window` evaluations, at each of the last `patience`; all since the last operation.
+
+    A model should grow when the larger one would learn more from the next FLOP: at the same loss, as
+    this is where the grown model begins.
+    """
+
+    window: int
+    bound: float | PowerLaw
+    """Nats per 1e15 FLOPs; or another model's loss by FLOPs: its slope at the mean loss of these
+    evaluations."""
+    patience: int = 1
+
+    def at(self, loss: float) -> float:
+        """Return the bound in nats per 1e15 FLOPs while the loss is `loss`."""
+        return self.bound.slope_at(loss) if isinstance(self.bound, PowerLaw) else self.bound
+
+
+@dataclass(frozen=True)
 class AnyOf:
     """Fires when any of its triggers fires."""
 
@@ -98,7 +121,7 @@ class AllOf:
     triggers: tuple[Trigger, ...]
 
 
-Trigger = LossBelow | Waited | AtStep | AtTokens | AtFraction | Plateau | AnyOf | AllOf
+Trigger = LossBelow | Waited | AtStep | AtTokens | AtFraction | Plateau | SlopeBelow | AnyOf | AllOf
 
 
 def fires(trigger: Trigger, moment: Moment) -> str | None:
@@ -122,6 +145,8 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
             return f"{fraction:.4g} of the budget" if _used(moment, fraction) else None
         case Plateau():
             return _flat(trigger, moment)
+        case SlopeBelow():
+            return _slow(trigger, moment)
         case AnyOf(triggers):
             return next((why for each in triggers if (why := fires(each, moment))), None)
         case AllOf(triggers):
@@ -135,13 +160,13 @@ def needs_loss(trigger: Trigger) -> bool:
     match trigger:
         case AnyOf(triggers) | AllOf(triggers):
             return any(map(needs_loss, triggers))
-    return isinstance(trigger, LossBelow | Plateau)
+    return isinstance(trigger, LossBelow | Plateau | SlopeBelow)
 
 
 def losses_needed(trigger: Trigger) -> int:
     """Return the number of latest evaluations that the trigger depends on."""
     match trigger:
-        case Plateau(window, _, patience):
+        case Plateau(window, _, patience) | SlopeBelow(window, _, patience):
             return window + patience - 1
         case AnyOf(triggers) | AllOf(triggers):
             return max(map(losses_needed, triggers), default=0)
@@ -168,6 +193,12 @@ def words(trigger: Trigger) -> str:
             return (
                 f"val falls by at most {slope:g} per 1,000 steps over {window} evaluations{often}"
             )
+        case SlopeBelow(window, bound, patience):
+            often = f", {patience} times in a row" if patience > 1 else ""
+            over = f"over {window} evaluations{often}"
+            if isinstance(bound, PowerLaw):
+                return f"val falls per FLOP by at most as much {over} as {bound}"
+            return f"val falls by at most {bound:g} nats per 1e15 FLOPs {over}"
         case AnyOf(triggers):
             return " or ".join(_bracketed(each, AllOf) for each in triggers)
         case AllOf(triggers):
@@ -194,29 +225,50 @@ def _less(loss: float, bound: float) -> str:
 
 
 def _flat(plateau: Plateau, moment: Moment) -> str | None:
-    # losses at or before the last operation, or at step 0, are not part of the slope
-    began = moment.step - moment.since_last
-    seen = [point for point in moment.losses if point[0] > began]
-    falls = [
-        _fall(seen[end - plateau.window : end])
-        for end in range(len(seen) - plateau.patience + 1, len(seen) + 1)
-        if end >= plateau.window
-    ]
-    if len(falls) < plateau.patience or not all(fall <= plateau.slope for fall in falls):
+    falls = [fall for fall, _ in _lines(plateau, moment)]
+    if not falls or not all(fall <= plateau.slope for fall in falls):
         return None
     how = "rose" if falls[-1] < 0 else "fell"
     return f"val {how} {abs(falls[-1]):.2g} per 1,000 steps over {plateau.window} evaluations"
 
 
-def _fall(points: list[tuple[int, float]]) -> float:
-    """Return the fall in nats per 1,000 steps of the least-squares line through (step, loss)."""
+def _slow(trigger: SlopeBelow, moment: Moment) -> str | None:
+    if moment.flops_per_step <= 0:
+        return None
+    per_flops = PER / (1000 * moment.flops_per_step)
+    lines = [(fall * per_flops, trigger.at(mean)) for fall, mean in _lines(trigger, moment)]
+    if not lines or not all(fall <= bound for fall, bound in lines):
+        return None
+    fall, bound = lines[-1]
+    how = "rose" if fall < 0 else "fell"
+    return (
+        f"val {how} {abs(fall):.3g} per 1e15 FLOPs over {trigger.window} evaluations, "
+        f"at most {bound:.3g}"
+    )
+
+
+def _lines(trigger: Plateau | SlopeBelow, moment: Moment) -> list[tuple[float, float]]:
+    """Return the fall in nats per 1,000 steps, and the mean loss, of the least-squares lines through
+    the windows that end at each of the last `patience` evaluations; nothing if there are fewer."""
+    # losses at or before the last operation, or at step 0, are not part of the slope
+    began = moment.step - moment.since_last
+    seen = [point for point in moment.losses if point[0] > began]
+    ends = range(len(seen) - trigger.patience + 1, len(seen) + 1)
+    if ends[0] < trigger.window:
+        return []
+    return [_line(seen[end - trigger.window : end]) for end in ends]
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Return the fall in nats per 1,000 steps of the least-squares line through (step, loss), and the
+    mean loss."""
     middle = sum(step for step, _ in points) / len(points)
     mean = sum(loss for _, loss in points) / len(points)
     spread = sum((step - middle) ** 2 for step, _ in points)
     slope = (
         sum((step - middle) * (loss - mean) for step, loss in points) / spread if spread else 0.0
     )
-    return -1000 * slope
+    return -1000 * slope, mean
 
 
 @dataclass(frozen=True)
@@ -310,6 +362,10 @@ def _when(when: When) -> Trigger:
         parts.append(AtFraction(when.at_fraction))
     if (flat := when.plateau) is not None:
         parts.append(Plateau(flat.window, flat.slope, flat.patience))
+    if (slow := when.slope_below) is not None:
+        curve, slope = slow.curve, slow.slope or 0.0
+        law = None if curve is None else PowerLaw(curve.floor, curve.flops, curve.exponent)
+        parts.append(SlopeBelow(slow.window, slope if law is None else law, slow.patience))
     if when.any is not None:
         parts.append(AnyOf(tuple(map(_when, when.any))))
     if when.all is not None:

@@ -121,7 +121,14 @@ def moment(state: RunState, parts: Components, loss: float | None) -> Moment:
         loss=loss,
         losses=state.losses,
         operated=last == state.step,
+        flops_per_step=0.0 if loss is None else _flops_per_step(state, parts),
     )
+
+
+def _flops_per_step(state: RunState, parts: Components) -> float:
+    settings, spec = state.settings, parts.task.spec
+    per_token = spec.flops(state.in_force.architecture, settings.context)
+    return float(settings.global_batch * spec.weight(settings.context) * per_token)
 
 
 def carry_out(
