@@ -29,6 +29,7 @@ OPERATIONS = [
     operation("stack_layers", 2),
     operation("insert_layers", 1),
     operation("insert_layers", 1, where="start", **{"from": "normal"}),
+    operation("insert_layers", 2, where="even", **{"from": "average"}),
     operation("widen_mlp", 19),
     operation("widen_mlp", 19, how="split"),
     operation("widen_hidden", 24),

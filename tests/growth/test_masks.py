@@ -25,6 +25,7 @@ ENTERING = [
     operation("widen_hidden", 21, mask=STEPS),
     operation("add_heads", 2, mask=STEPS),
     operation("add_heads", 4, mask=STEPS, where="inside"),
+    operation("insert_layers", 2, where=[1, 2], mask=STEPS, **{"from": "average"}),
 ]
 OPERATIONS = pytest.mark.parametrize(
     "op",
@@ -108,7 +109,7 @@ def test_masks_are_over_what_is_new() -> None:
         assert isinstance(mask, Mask)
         new.setdefault(mask.axis, []).append(mask.new)
     assert new == {
-        "layers": [((0, 1), (2, 3)), ((2, 3),)],
+        "layers": [((0, 1), (2, 3)), ((2, 3),), ((1, 2), (3, 4))],
         "mlp": [((12, 20),)],
         "embed": [((16, 21),)],
         "heads": [((4, 6),), ((2, 4), (6, 8))],

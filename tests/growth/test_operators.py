@@ -45,6 +45,7 @@ def operations(arch: Architecture) -> Iterator[Operation]:
     yield operation("insert_layers", 1)
     yield operation("insert_layers", 3, where="even", **{"from": "normal"})
     yield operation("insert_layers", 2, where=[0, 1])
+    yield operation("insert_layers", 3, where=[0, 1, 1], **{"from": "average"})
     yield operation("widen_mlp", "x1.5")
     yield operation("widen_mlp", arch.n_mlp * 3 + 1, how="split", share=0.3)
     yield operation("widen_hidden", "x1.5")

@@ -62,7 +62,7 @@ SIZE = "a whole number above 0 or a factor such as 'x2'"
         case("widen_mlp", 64, "lr: must be keep, reset, or {rewarm: steps}, not 3", lr=3),
         case("widen_mlp", 64, "lr: needs a whole number above 0", lr={"rewarm": 0}),
         case("widen_mlp", 64, "moments: must be asymmetric or mapped or reset", moments="keep"),
-        case("insert_layers", 1, "from: must be neighbour or normal, not 'top'", **{"from": "top"}),
+        case("insert_layers", 1, "from: must be neighbour or normal or copy", **{"from": "top"}),
         case("insert_layers", 1, "where: must be end, start, even, or a list", where="top"),
         case("insert_layers", 1, "where: must be end, start, even, or a list", where=[-1]),
         case("add_heads", 1, "where: must be groups or inside, not 'end'", where="end"),

@@ -12,7 +12,7 @@ from forks import Forks, children_as_ranks
     ("kind", "operations"),
     [
         ("llama", ["widen_mlp_split", "insert_layers", "widen_hidden"]),
-        ("qwen2", ["resize_vocab", "add_groups"]),  # whose head is the table
+        ("qwen2", ["resize_vocab", "insert_means", "add_groups"]),  # whose head is the table
     ],
 )
 def test_shards_grow_as_the_whole_model_does(

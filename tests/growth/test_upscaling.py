@@ -71,6 +71,29 @@ def test_means_of_neighbours_come_between_them() -> None:
     assert torch.equal(layers[4].mlp.up_proj.weight, old[1].mlp.up_proj.weight)
 
 
+def test_inserted_copies_and_means_are_stacked_ones_at_the_places_that_are_named() -> None:
+    config = model_of("gemma3_text").config
+    of_all = plan_growth(config, "stack_layers", 2, how="interpolate")
+    inserted = plan_growth(config, "insert_layers", 3, where=[1, 2, 3], **{"from": "average"})
+    assert inserted[1].tensors == of_all[1].tensors
+    assert inserted[0] == of_all[0]
+    assert inserted[1].label == "lossy"
+    copies = plan_growth(config, "insert_layers", 2, where=[1, 3], **{"from": "copy"})
+    mapped = plan_growth(config, "stack_layers", [0, 0, 1, 2, 2])
+    assert copies[1].tensors == mapped[1].tensors
+    assert copies[0] == mapped[0]
+
+
+def test_several_means_at_one_place_are_evenly_apart() -> None:
+    model, old = copy.deepcopy(model_of("llama")), model_of("llama").model.layers
+    grow(model, "insert_layers", 3, where=[2, 2, 0], **{"from": "average"})
+    below, above = (old[layer].get_parameter(LAYER) for layer in (1, 2))
+    found = [block.get_parameter(LAYER) for block in model.model.layers]
+    assert torch.equal(found[0], found[1])  # nothing is below the first
+    for at, share in ((3, 1 / 3), (4, 2 / 3)):
+        torch.testing.assert_close(found[at], torch.lerp(below, above, share))
+
+
 @pytest.mark.parametrize("moments", ["asymmetric", "mapped", "reset"])
 def test_moments_of_a_mean_are_means(moments: str) -> None:
     model, optimizer = trained(lambda each: torch.optim.AdamW(each, lr=1e-3))

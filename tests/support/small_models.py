@@ -49,6 +49,7 @@ EXACT = {
 OTHER = {
     "stack_layers": Operation("stack_layers", 2, {}),
     "overlap": Operation("stack_layers", [0, 1, 1, 2], {}),
+    "insert_means": Operation("insert_layers", 2, {"from": "average", "where": [1, 3]}),
     "resize_vocab": Operation("resize_vocab", 80, {}),
 }
 _WIDTH = ("widen_hidden", "widen_hidden_copied")

@@ -29,6 +29,7 @@ GROWTH = [
     ("set_lora_rank", {"target": "attn", "rank": 3}, {}),
     ("change_lora_rank", {"target": "attn", "factor": 2}, {}),
     ("merge_lora", None, {}),
+    ("insert_layers", 2, {"from": "average", "where": [1, 1]}),
     ("stack_layers", 2, {}),
     ("add_heads", 4, {"mask": 2}),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from instar.growth.axes import Use, initial_slices
 from instar.growth.lora import adapters_of_blocks
 from instar.growth.masks import with_mask
-from instar.growth.plan import Averaged, Fresh, Grown, GrowthError, GrowthPlan, TensorPlan
+from instar.growth.plan import Averaged, Fresh, Grown, GrowthError, GrowthPlan, Label, TensorPlan
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import Architecture
 from instar.models.hf.lora_shape import LoraShape
@@ -93,32 +93,43 @@ def _stacked(value: Any, layers: int, options: Mapping[str, Any]) -> list[_Block
 def insert_layers(
     arch: G, value: int, options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
-    """Inserts `value` blocks that write zeros to the residual stream (LLaMA Pro, arXiv 2401.02415);
-    exact. Their other tensors are copies of the block below, or drawn."""
+    """Inserts `value` blocks between the others.
+
+    `from`: ``neighbour`` is a copy of the block below that writes zeros to the residual stream (LLaMA Pro, arXiv
+    2401.02415), ``normal`` is drawn, and writes zeros too; both are exact. ``copy`` is the whole copy; ``average`` the
+    mean of the blocks below and above, weighted by the distance to each, or a copy where there is only one (LESA, arXiv
+    2502.13794, learns such blocks of both). They are lossy. A mask makes all exact: it is the zero factor, and opens over some
+    steps.
+    """
     layers = _layers(arch)
-    grown_size(layers + value, layers, "layers")
-    streams = streams_of(arch)
-    if not streams:
+    grown_size(max(layers, 1) + value, max(layers, 1), "layers")
+    origin, steps = options.get("from", "neighbour"), options.get("mask")
+    if not layers and origin != "normal":
+        raise GrowthError(f"from: {origin}: the model has no layer yet; choose from: normal")
+    zeros = steps is None and origin in ("neighbour", "normal")
+    streams = streams_of(arch) if zeros else ()
+    if zeros and not streams:
         raise GrowthError(
             "the model names no stream that its blocks add to, so a new block cannot leave the "
-            "others' values as they are: give it `streams`, or use stack_layers"
+            "others' values as they are: give it `streams`, or choose from: copy or stack_layers"
         )
     positions = _positions(options.get("where", "end"), value, layers)
     blocks: list[_Block] = []
     for layer in range(layers + 1):
-        below = max(layer - 1, 0)
-        blocks += [_Block(below, inserted=True)] * positions.count(layer)
+        count = positions.count(layer)
+        means = origin == "average" and 0 < layer < layers
+        shares = (part / (count + 1) if means else 0.0 for part in range(1, count + 1))
+        blocks += [_Block(max(layer - 1, 0), inserted=True, share=share) for share in shares]
         blocks += [_Block(layer)] if layer < layers else []
-    origin = options.get("from", "neighbour")
     grown = _deeper(arch, blocks, origin)
     new = [at for at, block in enumerate(blocks) if block.inserted]
-    if steps := options.get("mask"):
+    if steps is not None:
         grown = with_mask(grown, "layers", _ranges(new), step, steps)
-        streams = ()  # the mask is the zero factor
     tensors = _tensors(grown, blocks, streams, origin, arch.parameters())
     drawn = origin == "normal"
     sources = tuple(None if block.inserted and drawn else block.source for block in blocks)
-    return grown, GrowthPlan(tensors, "exact", notes=(f"new: {listed(new)}",), blocks=sources)
+    label: Label = "exact" if zeros or steps is not None else "lossy"
+    return grown, GrowthPlan(tensors, label, notes=(f"new: {listed(new)}",), blocks=sources)
 
 
 def _layers(arch: Growable) -> int:
@@ -160,7 +171,7 @@ def _tensors(
     blocks: Sequence[_Block],
     streams: tuple[str, ...],
     origin: str,
-    old: Collection[str],
+    old: Mapping[str, Parameter],
 ) -> dict[str, TensorPlan]:
     """Returns all plans; the first mention of an old block keeps it, further ones copy it."""
     named_first = {
@@ -178,8 +189,8 @@ def _tensors(
             tensors[name] = Fresh(entry.shape, "zero", offset=entry.offset)
         elif blocks[layer].inserted and origin == "normal":
             tensors[name] = _drawn(name, entry)
-        elif (share := blocks[layer].share) and (above := _above(source)) in old:
-            tensors[name] = Averaged((source, above), (1 - share, share))
+        elif (share := blocks[layer].share) and _shape(old, _above(source)) == entry.shape:
+            tensors[name] = Averaged((source, _above(source)), (1 - share, share))
         else:
             tensors[name] = Grown(source, copied=True)
     return tensors
@@ -188,6 +199,10 @@ def _tensors(
 def _drawn(name: str, entry: Parameter) -> Fresh:
     new = initial_slices(Use(name, entry, 0), entry.shape[0])
     return Fresh(entry.shape, new.fill, new.std, entry.offset)
+
+
+def _shape(table: Mapping[str, Parameter], name: str) -> tuple[int, ...] | None:
+    return table[name].shape if name in table else None
 
 
 def _above(name: str) -> str:

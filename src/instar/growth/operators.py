@@ -174,7 +174,11 @@ OPERATORS: Mapping[str, Operator] = {
     "insert_layers": Operator(
         insert_layers,
         values.is_count,
-        {"where": values.is_positions, "from": values.one_of("neighbour", "normal"), **_MASK},
+        {
+            "where": values.is_positions,
+            "from": values.one_of("neighbour", "normal", "copy", "average"),
+            **_MASK,
+        },
         models="all",
     ),
     "widen_mlp": Operator(
