@@ -60,7 +60,7 @@ def test_every_group_keeps_its_ratio_to_the_learning_rate() -> None:
     parameters = {name: Parameter(torch.ones(*[2] * n)) for name, n in SHAPES.items()}
     config = OptimizerConfig.model_validate({"name": "muon", "lr": 1e-3, "muon_lr": 2e-2})
     optimizers = build_optimizers(parameters, config)
-    set_learning_rate(optimizers, 5e-4)
+    set_learning_rate(optimizers, 5e-4, 0)
     rates = {type(o).__name__: {g["lr"] for g in o.param_groups} for o in optimizers}
     assert rates == {"AdamW": {5e-4}, "BatchedMuon": {1e-2}}
 
@@ -77,7 +77,7 @@ def test_state_travels_by_name(name: str, state: str) -> None:
         return {name: Parameter(torch.ones(*[2] * n)) for name, n in SHAPES.items()}
 
     def update(parameters: dict[str, Parameter], optimizers: list[torch.optim.Optimizer]) -> None:
-        set_learning_rate(optimizers, 0.1)
+        set_learning_rate(optimizers, 0.1, 0)
         for number, parameter in enumerate(parameters.values()):
             parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
         for optimizer in optimizers:

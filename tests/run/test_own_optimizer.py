@@ -66,7 +66,7 @@ def test_rates_keep_their_ratio_to_the_configs() -> None:
     task = prepared.spec.task(prepared.config)
     (optimizer,) = task_optimizers(task, task.build(), prepared.config.optimizer)
     assert isinstance(optimizer, torch.optim.SGD)
-    set_learning_rate([optimizer], 0.1)
+    set_learning_rate([optimizer], 0.1, 0)
     values = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     assert values == [(pytest.approx(0.3), 0.0), (pytest.approx(0.1), 0.5)]
 

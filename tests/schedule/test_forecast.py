@@ -290,6 +290,7 @@ def test_every_kind_of_change_has_words() -> None:
     text = render(
         foretold(
             schedule=[
+                {"name": "insert_layers", "value": 1, "lr": {"rewarm_new": 20}, **soon},
                 {"name": "freeze", "value": "blocks.*", **soon},
                 {"name": "set_lora_rank", "value": {"target": "attn", "rank": 4}, **soon},
                 {"name": "widen_mlp", "value": "x2", "lr": {"rewarm": 30}, **soon},
@@ -304,6 +305,7 @@ def test_every_kind_of_change_has_words() -> None:
         "adapters    attn of rank 4, alpha 8",
         "widen_mlp x2, lr {rewarm: 30} (exact)",
         "lr rises from 0 again over 30 steps",
+        "lr of what is new rises from 0 over 20 steps",
         "warm-up 100 → 50",
         "frozen blocks.* → blocks.*, !*.lora_a, !*.lora_b",
         "frozen blocks.*, !*.lora_a, !*.lora_b → nothing",

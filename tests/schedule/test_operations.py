@@ -132,6 +132,56 @@ def test_a_model_that_grows_may_have_its_rate_rise_again() -> None:
     assert learning_rate(rewarmed, 510) == learning_rate(course, 510)
 
 
+def births(*operations: tuple[Any, ...]) -> list[tuple[int, set[str]]]:
+    """Steps of births, and the modules of which they have parameters; operations are 10 steps apart."""
+    state = initial_state(CONFIG, ARCHITECTURE)
+    for number, (name, value, *options) in enumerate(operations):
+        state = carried_out(state, Operation(name, value, *options), 10 * number)
+    return [
+        (birth.step, {".".join(name.split(".")[:2]) for name in birth.names})
+        for birth in state.settings.births
+    ]
+
+
+NEW = {"lr": {"rewarm_new": 25}}
+
+
+@pytest.mark.parametrize(
+    ("operations", "found"),
+    [
+        ([("insert_layers", 1, NEW)], [(0, {"blocks.2"})]),
+        (
+            [("insert_layers", 1, NEW), ("insert_layers", 1, {"where": "start", **NEW})],
+            [(0, {"blocks.3"}), (10, {"blocks.0"})],
+        ),
+        # of a tensor that grows again only the last birth counts
+        (
+            [("insert_layers", 1, NEW), ("widen_mlp", "x2", NEW)],
+            [(0, {"blocks.2"}), (10, {f"blocks.{layer}" for layer in range(3)})],
+        ),
+        # copies of what is new are not of its birth, and what is over is forgotten
+        ([("insert_layers", 1, NEW), ("stack_layers", 2)], [(0, {"blocks.2"})]),
+        ([("insert_layers", 1, NEW), *[("widen_mlp", "x2")] * 3], []),
+        ([("set_lr", 1.0), ("insert_layers", 1, {"lr": {"rewarm": 25}})], []),
+    ],
+)
+def test_births_follow_what_was_born(
+    operations: list[tuple[Any, ...]], found: list[tuple[int, set[str]]]
+) -> None:
+    assert births(*operations) == found
+
+
+def test_what_is_at_least_half_new_is_new() -> None:
+    doubled = after(("widen_mlp", "x2", NEW)).births[0].names
+    assert {name.partition("mlp.")[2] for name in doubled} == {
+        "up.weight",
+        "up.bias",
+        "down.weight",
+    }
+    with pytest.raises(ValueError, match="widen_mlp: lr: rewarm_new is for parameters of which"):
+        after(("widen_mlp", "x1.5", NEW))
+
+
 def test_a_skipped_operation_changes_nothing() -> None:
     skipped = Change(Operation("widen_mlp", "x2"), 7, 0, entry=0, skipped="no memory")
     assert fold(initial_state(CONFIG, ARCHITECTURE), (skipped,)) == fold(

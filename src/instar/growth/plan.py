@@ -194,6 +194,11 @@ class GrowthPlan:
         return made.source
 
     @property
+    def mostly_new(self) -> tuple[str, ...]:
+        """The parameters of which at least half of the elements are new or copies."""
+        return tuple(name for name, made in self.tensors.items() if _kept_share(made) <= 0.5)
+
+    @property
     def makes_new(self) -> bool:
         """Whether any element of any tensor is new or a copy."""
         return any(
@@ -245,6 +250,21 @@ def check_buffers(
                 "table does not say along which axis: name it there with table.batch_norm(…) or "
                 f"table.buffer({name!r}, …)"
             )
+
+
+def _kept_share(made: TensorPlan) -> float:
+    """Returns the share of the elements of a new tensor that continue old ones."""
+    if isinstance(made, Fresh | Averaged):
+        return 0.0
+    if isinstance(made, Reindexed):
+        return len(made.kept) / len(made.rows)
+    if not isinstance(made, Grown):
+        return 1.0
+    kept = 0.0 if made.copied else 1.0
+    for edit in made.edits:
+        old = (piece for piece in edit.pieces if isinstance(piece, Old) and not piece.copied)
+        kept *= sum(map(len, old)) / sum(map(len, edit.pieces))
+    return kept
 
 
 def _has_new(edit: Edit) -> bool:

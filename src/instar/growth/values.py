@@ -74,12 +74,14 @@ def _are_positions(value: Any) -> bool:
 
 
 def is_lr(value: Any) -> None:
-    """`keep`, `reset`, or `{rewarm: steps}`."""
+    """`keep`, `reset`, `{rewarm: steps}`, or `{rewarm_new: steps}`."""
     if value in ("keep", "reset"):
         return
-    if not (isinstance(value, Mapping) and value.keys() == {"rewarm"}):
-        raise GrowthError(f"must be keep, reset, or {{rewarm: steps}}, not {value!r}")
-    is_count(value["rewarm"])
+    if not (isinstance(value, Mapping) and [*value] in (["rewarm"], ["rewarm_new"])):
+        raise GrowthError(
+            f"must be keep, reset, {{rewarm: steps}}, or {{rewarm_new: steps}}, not {value!r}"
+        )
+    check_each(value, {"rewarm": is_count, "rewarm_new": is_count})
 
 
 is_count = checked(_is_count, "needs a whole number above 0")

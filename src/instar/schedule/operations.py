@@ -17,7 +17,14 @@ from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
 from instar.models.architecture import mask_of
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
-from instar.schedule.settings import THAWED, Settings, initial_settings, is_frozen, patterns_of
+from instar.schedule.settings import (
+    THAWED,
+    Birth,
+    Settings,
+    initial_settings,
+    is_frozen,
+    patterns_of,
+)
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ def effective(config: RunConfig, history: History) -> tuple[RunConfig, Settings]
     """Return config and settings after `history`, without knowing the model's architecture.
 
     `frozen` contains the patterns that operations gave: parameters may have been renamed since, and
-    what a custom task's module froze is unknown.
+    what a custom task's module froze is unknown. So are the parameters of `births`, which is empty.
 
     Raises:
         ValueError: an operation is unknown, or its value or an option is invalid.
@@ -229,7 +236,8 @@ def planned(state: State, operation: Operation, step: int) -> tuple[State, Growt
         except GrowthError as error:
             raise GrowthError(f"{operation.name}: {error}") from None
         frozen = _still_frozen(settings.frozen, plan, then)
-        settings = dataclasses.replace(settings, frozen=frozen)
+        births = _births(settings.births, plan, operation, step)
+        settings = dataclasses.replace(settings, frozen=frozen, births=births)
         return State(settings, architecture, config, state.facts), plan
     _check_result(operation, settings, state.architecture)
     return dataclasses.replace(state, settings=settings), None
@@ -348,13 +356,37 @@ def _switched(architecture: Any, config: RunConfig, values: Mapping[str, Any]) -
 
 
 def _after_growth(settings: Settings, operation: Operation, step: int) -> Settings:
-    """Apply the growth option `lr`: restart the learning rate schedule, or rewarm it."""
+    """Apply the growth option `lr` to all parameters: restart the learning rate schedule, or rewarm it."""
     lr = operation.options.get("lr", "keep")
     if lr == "reset":
         return dataclasses.replace(settings, lr_start=step)
-    if lr == "keep":
+    if lr == "keep" or "rewarm" not in lr:
         return settings
     return dataclasses.replace(settings, rewarm_start=step, rewarm_iters=lr["rewarm"])
+
+
+def _births(
+    births: tuple[Birth, ...], plan: GrowthPlan, operation: Operation, step: int
+) -> tuple[Birth, ...]:
+    """Apply the growth option `lr` to new parameters. Those of earlier births stay in them under their new names;
+    copies of them do not.
+
+    Raises:
+        ValueError: no parameter is new.
+    """
+    lr, new = operation.options.get("lr", "keep"), tuple[str, ...]()
+    if "rewarm_new" in lr and not (new := plan.mostly_new):
+        raise ValueError(
+            f"{operation.name}: lr: rewarm_new is for parameters of which growth makes at least half, and there is "
+            "none; use rewarm"
+        )
+    found = []
+    for birth in births:
+        names = (n for n in plan.tensors if plan.source(n) in birth.names and n not in new)
+        found.append(dataclasses.replace(birth, names=tuple(names)))
+    if new:
+        found.append(Birth(step, lr["rewarm_new"], new))
+    return tuple(birth for birth in found if birth.names and step < birth.end)
 
 
 def _still_frozen(frozen: tuple[str, ...], plan: GrowthPlan, facts: ModuleFacts) -> tuple[str, ...]:

@@ -87,6 +87,8 @@ def _changed(before: Settings, after: Settings) -> list[str]:
     ]
     if after.rewarm_iters and before.rewarm_iters != after.rewarm_iters:
         found.append(f"lr rises from 0 again over {after.rewarm_iters:,} steps")
+    if after.births and after.births[-1] not in before.births:
+        found.append(f"lr of what is new rises from 0 over {after.births[-1].iters:,} steps")
     return found
 
 

@@ -18,6 +18,27 @@ from instar.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
+class Birth:
+    """Parameters that one growth made, whose learning rate rises from 0 while others keep theirs."""
+
+    step: int
+    """Step of the growth."""
+    iters: int
+    """Steps until the rate is that of all others."""
+    names: tuple[str, ...]
+    """Names of the parameters in the present model."""
+
+    @property
+    def end(self) -> int:
+        """First step at which the rate is that of all others."""
+        return self.step + self.iters
+
+    def factor(self, step: int) -> float:
+        """Return the factor of the learning rate at a step."""
+        return _rising(step - self.step, self.iters)
+
+
+@dataclass(frozen=True)
 class Settings:
     """Every hyperparameter that an operation may change."""
 
@@ -47,6 +68,8 @@ class Settings:
     """Step at which the latest rewarming began."""
     rewarm_iters: int = 0
     """Length of the rewarming in steps; 0: none."""
+    births: tuple[Birth, ...] = ()
+    """Growths with `lr: {rewarm_new: n}`, the latest last; without those that had ended at a later growth."""
     interval_factor: float = 1.0
     """Product of the factors of `change_warmup_iters`."""
     unscaled_intervals: tuple[int, int | None, int | None] | None = None
@@ -135,19 +158,20 @@ def learning_rate(settings: Settings, step: int, share: float | None = None) -> 
     From step e on, the first three stay at m, and without e they stay at 1; the others do not use e.
 
     Rewarming multiplies this by a factor that rises from 0 to 1 over `rewarm_iters` steps, while
-    the schedule continues (arXiv 2308.04014, which begins at 0 or the lowest rate; here 0).
+    the schedule continues (arXiv 2308.04014, which begins at 0 or the lowest rate; here 0). The rate of
+    parameters of a `Birth` is this times its factor.
     """
     done = step - settings.lr_start
     if share is None and done < settings.warmup_iters:
         share = (done + 1) / settings.warmup_iters
     elif share is None:
         share = _share_of_peak(settings, done)
-    return settings.lr * share * _rewarmed(settings, step)
+    rewarmed = _rising(step - settings.rewarm_start, settings.rewarm_iters)
+    return settings.lr * share * rewarmed
 
 
-def _rewarmed(settings: Settings, step: int) -> float:
-    done = step - settings.rewarm_start
-    return (done + 1) / settings.rewarm_iters if 0 <= done < settings.rewarm_iters else 1.0
+def _rising(done: int, iters: int) -> float:
+    return (done + 1) / iters if 0 <= done < iters else 1.0
 
 
 def _share_of_peak(settings: Settings, done: int) -> float:

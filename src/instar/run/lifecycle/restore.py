@@ -168,10 +168,11 @@ def replay(
             phase = parts.loaders.passed(phase, context, cursor)
         else:
             phase = parts.loaders.next(phase, phase_task, context, cursor)
-    if now.architecture != before.architecture:
+    # fresh adapters of merge_lora warm up in a model of the same shape
+    if now.architecture != before.architecture or now.settings.births:
         with raise_on_all_ranks(parts.world, "building the model"):
             bare = shell(parts.config, parts.world, task)
-        parts.stepper = build_stepper(parts.config, parts.world, task, bare, now.settings.frozen)
+        parts.stepper = build_stepper(parts.config, parts.world, task, bare, now.settings)
     elif now.settings.frozen != before.settings.frozen:
         freeze(parts.stepper, now.settings.frozen)
     parts.stepper.task = task

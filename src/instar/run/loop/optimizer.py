@@ -20,6 +20,7 @@ from instar.growth.plan import GrowthError
 from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
 from instar.run.loop.muon import LANES, BatchedMuon
+from instar.schedule.settings import Birth
 from instar.tasks.task import Task
 
 
@@ -206,11 +207,28 @@ def _check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Par
         raise ValueError("optimizer() was given parameters that are not the model's")
 
 
-def set_learning_rate(optimizers: Sequence[Optimizer], lr: float) -> None:
-    """Set the learning rate of every group: `lr` × its `lr_ratio`."""
+def separate_births(
+    optimizers: Iterable[Optimizer],
+    parameters: Mapping[str, Parameter],
+    births: Sequence[Birth],
+) -> None:
+    """Split parameter groups, so that the parameters of each birth have groups of their own."""
+    birth_of = {parameters[name]: birth for birth in births for name in birth.names}
+    for optimizer in optimizers if births else ():
+        optimizer.param_groups[:] = [
+            {**group, "params": members, "birth": birth}
+            for group in optimizer.param_groups
+            for birth in (None, *births)
+            if (members := [each for each in group["params"] if birth_of.get(each) is birth])
+        ]
+
+
+def set_learning_rate(optimizers: Sequence[Optimizer], lr: float, step: int) -> None:
+    """Set the learning rate of every group for a step: `lr` × its `lr_ratio` × the factor of its birth."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_ratio"]
+            birth: Birth | None = group.get("birth")
+            group["lr"] = lr * group["lr_ratio"] * (1.0 if birth is None else birth.factor(step))
 
 
 _NUMBER = ".number"

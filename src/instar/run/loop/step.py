@@ -27,9 +27,10 @@ from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
 from instar.run.loop.generators import seed_generators
 from instar.run.loop.gradient_stats import GradientWatch, LayerStats
-from instar.run.loop.optimizer import set_learning_rate, task_optimizers
+from instar.run.loop.optimizer import separate_births, set_learning_rate, task_optimizers
 from instar.run.parallel.choose import parallelize
 from instar.run.parallel.strategy import MicroBatchCalls, Strategy, share_buffers
+from instar.schedule.settings import Birth, Settings
 from instar.tasks.logged import weighted
 from instar.tasks.task import Batch, Task
 
@@ -152,7 +153,7 @@ class Stepper:
             before_sync: called at the latest point where it is safe to leave by an exception: the
                 ranks synchronize once, after it. What it raises is propagated.
         """
-        set_learning_rate(self.optimizers, lr)
+        set_learning_rate(self.optimizers, lr, step)
         enter(self.bare_model, step)
         buffers = held_buffers(self.bare_model)
         calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
@@ -236,28 +237,32 @@ def build_stepper(
     world: World,
     task: Task,
     bare: Module,
-    frozen: Sequence[str] = (),
+    settings: Settings,
     values: Mapping[str, Tensor] | None = None,
 ) -> Stepper:
     """Build a stepper: the model prepared for all ranks, and optimizers without state. A collective.
 
     Args:
-        bare, frozen, values: see `parallelize`.
+        bare, values: see `parallelize`.
+        settings: those in force, which freeze parameters and warm up new ones.
 
     Raises:
         PeerError: a rank failed.
     """
-    strategy = parallelize(config, world, bare, frozen, values)
+    strategy = parallelize(config, world, bare, settings.frozen, values)
     with raise_on_all_ranks(world, "preparing the model for training"):
-        return stepper_of(config, world, task, strategy)
+        return stepper_of(config, world, task, strategy, settings.births)
 
 
-def stepper_of(config: RunConfig, world: World, task: Task, strategy: Strategy) -> Stepper:
+def stepper_of(
+    config: RunConfig, world: World, task: Task, strategy: Strategy, births: Sequence[Birth]
+) -> Stepper:
     """Build a stepper of a model that is prepared for all ranks, with optimizers without state."""
     elastic = config.reproducible == "elastic"
     optimizers = task_optimizers(
         task, strategy.bare, config.optimizer, elastic=elastic, precision=config.precision
     )
+    separate_births(optimizers, strategy.parameters, births)
     return Stepper(config, world, task, strategy, optimizers)
 
 

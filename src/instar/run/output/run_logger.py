@@ -114,6 +114,8 @@ class RunLogger:
         self.last_loss: float | None = None
         self.last_step = math.nan, 0.0
         """gradient norm and learning rate of the last step"""
+        self.lr_new: dict[str, float] = {}
+        """learning rate of the latest birth in the last step, while it warms up"""
         self._start_interval(Progress())
 
     def _start_interval(self, progress: Progress) -> None:
@@ -148,6 +150,9 @@ class RunLogger:
         self.loss_sum = total if before is None else before.to(total.dtype) + total
         self.weight += batch.weight
         self.last_step = result.grad_norm, lr
+        births = state.settings.births
+        rises = bool(births) and progress.step <= births[-1].end
+        self.lr_new = {"lr_new": lr * births[-1].factor(progress.step - 1)} if rises else {}
         if progress.step > 1 and not state.due(self.interval):
             if self.console.due:
                 weight = sum(micro.weight for micro in batch.micro_batches)
@@ -174,7 +179,9 @@ class RunLogger:
             grad_norm, lr = self.last_step
             event = self._train_event(progress, self.last_loss, grad_norm, lr)
             event = msgspec.structs.replace(
-                event, steps=progress.step - self.since.step, extra=self.logged.numbers()
+                event,
+                steps=progress.step - self.since.step,
+                extra=self.lr_new | self.logged.numbers(),
             )
             self.console.train(self._write(progress, event), self._eta(progress))
             logger.info(
