@@ -63,6 +63,10 @@ BROKEN = [
     ("- {name: widen_mlp, value: 64, how: odd, max_wait_iters: 3}\n", "1:37", "schedule[0].how must be zero or split", ""),
     ("- {name: widen_mlp, value: 64, hwo: zero, max_wait_iters: 3}\n", "1:37", "schedule[0].hwo is unknown", ""),
     ("- {name: change_lr, value: 2, how: zero, max_wait_iters: 3}\n", "1:36", "schedule[0].how is not an option of change_lr", ""),
+    ("- {name: set_context, value: 64, lr: sqrt, max_wait_iters: 3}\n", "1:38", "schedule[0].lr is not an option of set_context, whose option is tokens", ""),
+    ("- {name: set_context, value: 64, tokens: kept, max_wait_iters: 3}\n", "1:42", "schedule[0].tokens must be change or keep", ""),
+    ("- {name: set_batch_size, value: 64, lr: root, max_wait_iters: 3}\n", "1:41", "schedule[0].lr must be keep, sqrt or linear", ""),
+    ("- {name: change_lr, value: 2, repeat: 2, when: {at_step: 3}}\n", "1:39", "schedule[0].repeat is of no use", "add min_steps"),
     ("- {name: widen_mlp, value: 64, lr: warm, max_wait_iters: 3}\n", "1:36", "schedule[0].lr must be keep, reset", ""),
     ("- {name: insert_layers, value: 1, mask: 0, max_wait_iters: 3}\n", "1:41", "schedule[0].mask needs a whole number", ""),
     # triggers

@@ -29,6 +29,7 @@ from instar.schedule.triggers import (
     entries,
     last_step,
     next_entry,
+    remaining,
     too_large,
 )
 
@@ -95,6 +96,15 @@ def test_entries_come_one_after_the_other_and_the_run_s_own_changes_do_not_count
     assert last_step((own,)) is None
     assert last_step((done, own)) == 40
     assert last_step((done, own, skipped)) == 60
+
+
+def test_a_repeated_entry_is_carried_out_as_often_and_keeps_its_place() -> None:
+    given = [{"name": "change_lr", "value": 2, "max_wait_iters": 3}] * 2
+    config = LanguageConfig.model_validate({"schedule": [{**given[0], "repeat": 2}, given[1]]})
+    schedule = entries(config)
+    assert [each.place for each in schedule] == ["schedule[0]", "schedule[0]", "schedule[1]"]
+    done = tuple(Change(each.operation, 3, 0, entry=each.number) for each in schedule[:2])
+    assert remaining(schedule, done) == schedule[2:]
 
 
 def test_a_guard_holds_an_entry_back() -> None:

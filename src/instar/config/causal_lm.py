@@ -59,7 +59,7 @@ class CausalLMConfig(TextConfig):
         return found
 
     @property
-    def context(self) -> int:
+    def full_context(self) -> int:
         if self.model.context is not None:
             return self.model.context
         return min(CONTEXT, self.longest_context or CONTEXT)

@@ -137,6 +137,11 @@ class DataConfig(FeedConfig):
         None,
         description="chat: file of a jinja template; default: the model's, or else a plain one",
     )
+    context: Context | None = Field(
+        None,
+        description="tokens per training sample at the start, which set_context and change_context "
+        "change; default: model.context",
+    )
     packing: bool = Field(
         True,
         description="rows, stream, python, chat: documents end to end, cut into samples; false: a sample "
@@ -159,7 +164,16 @@ class TextConfig(RunConfig):
     data: DataConfig = Field(default_factory=DataConfig, description="samples and their order")
 
     def conflicts(self) -> list[ConfigProblem]:
-        return data_checks(self.data)
+        return [*data_checks(self.data), *_lengths(self)]
+
+    @property
+    def full_context(self) -> int:
+        """`model.context`: tokens per sample, unless `data.context` or `eval.context` is set."""
+        raise NotImplementedError
+
+    @property
+    def context(self) -> int:
+        return self.data.context or self.full_context
 
     @property
     def metrics(self) -> dict[str, Direction]:
@@ -184,8 +198,23 @@ class LanguageConfig(TextConfig):
         return [*([] if of_weights else shape_checks(self.model)), *super().conflicts()]
 
     @property
-    def context(self) -> int:
+    def full_context(self) -> int:
         return self.model.context
+
+    @property
+    def longest_context(self) -> int:
+        return self.model.context
+
+
+def _lengths(config: TextConfig) -> Iterator[ConfigProblem]:
+    """Yield samples that are longer than what the model can read at step 0."""
+    longest = config.longest_context
+    for key, size in (("data.context", config.data.context), ("eval.context", config.eval.context)):
+        if size is not None and longest is not None and size > longest:
+            yield ConfigProblem(
+                (key, "model.context"),
+                f"{key} is {size:,}, but the model reads at most {longest:,} tokens",
+            )
 
 
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")

@@ -19,6 +19,7 @@ from instar.config.sections import (
     LARGEST,
     MOST_PROCESSES,
     Batch,
+    Context,
     DeltaConfig,
     Epsilon,
     Fraction,
@@ -236,6 +237,11 @@ class EvalConfig(Section):
     )
     batch_size: Batch | None = Field(
         None, description="batch size of an evaluation; default: 8,192 tokens"
+    )
+    context: Context | None = Field(
+        None,
+        description="text: tokens per held-out sample, so that losses stay comparable where the context "
+        "changes; default: as many as training samples have",
     )
     at_start: bool | None = Field(
         None,

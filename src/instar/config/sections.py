@@ -196,6 +196,9 @@ class ScheduledOperation(Sparse):
     max_params: PositiveInt | None = Field(
         None, description="fails if the model would have more parameters than this"
     )
+    repeat: Annotated[int, Field(gt=0, le=100)] = Field(
+        1, description="carry it out this many times, each when the trigger fires again"
+    )
     reevaluate: bool = Field(False, description="evaluate at once afterwards")
     on_failure: Literal["stop", "skip"] = Field(
         "stop", description="stop the run, or continue without this operation"

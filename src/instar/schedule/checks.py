@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from instar.config.load import SCHEDULE, Brought, Loaded, load
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
 from instar.schedule.operations import OperationError, check, names
-from instar.schedule.triggers import operation, tokens
+from instar.schedule.triggers import operation, stays_due, tokens, trigger
 
 _COUNTED = ("steps", "tokens", "samples", "epochs")
 
@@ -100,9 +101,21 @@ def _triggers(given: ScheduledOperation, config: RunConfig) -> Iterator[Finding]
             hint = "write them as loss_below and waited, under 'any:'"
             yield "when", "cannot be combined with trigger_loss and max_wait_iters", hint
         yield from _when(given.when, "when", config)
+        yield from _repeated(given)
     elif not has_loss_trigger and not mistyped:
         hint = "give it trigger_loss, max_wait_iters or when"
         yield "", "this operation could never fire", hint
+
+
+def _repeated(given: ScheduledOperation) -> Iterator[Finding]:
+    with suppress(ValueError, IndexError):  # an invalid trigger is reported itself
+        if given.repeat > 1 and not given.min_steps and stays_due(trigger(given)):
+            hint = "add min_steps, or use waited, plateau or trigger_loss"
+            yield (
+                "repeat",
+                "is of no use: with this trigger all of them fire at the same step",
+                hint,
+            )
 
 
 def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:

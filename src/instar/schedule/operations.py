@@ -17,6 +17,7 @@ from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
 from instar.models.architecture import mask_of
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
+from instar.schedule.ramps import CONTEXT, refused_options, with_options
 from instar.schedule.settings import (
     THAWED,
     Birth,
@@ -65,10 +66,7 @@ RESTART_LR = Operation("reset_lr_schedule")
 OVERRIDE = "override"
 """The operation created by a resume: keys of the config with their new values."""
 
-CHANGES_LENGTH = frozenset({"set_context"})
-"""Operations that change the length of samples: a stream restarts from its beginning."""
-
-_INCOMPARABLE = frozenset({"set_context", "resize_vocab", OVERRIDE})
+_INCOMPARABLE = frozenset({*CONTEXT, "resize_vocab", OVERRIDE})
 
 SETTING_OF = {
     "optimizer.lr": "lr",
@@ -84,6 +82,7 @@ SETTING_OF = {
     "eval.eval_interval": "eval_interval",
     "eval.eval_iters": "eval_iters",
     "model.context": "context",
+    "data.context": "context",
 }
 """The config key that gives the initial value of each setting."""
 
@@ -201,7 +200,8 @@ def _effective(
     check(operation)
     if growth.is_growth(operation.name):
         return config, _after_growth(settings, operation, step)
-    return config, SETTINGS[operation.name](settings, operation.value, step)
+    after = SETTINGS[operation.name](settings, operation.value, step)
+    return config, with_options(settings, after, operation.options)
 
 
 def carried_out(state: State, operation: Operation, step: int) -> State:
@@ -270,8 +270,8 @@ def check(operation: Operation) -> None:
         suggestion = nearest(name, names())
         hint = f"did you mean {suggestion!r}?" if suggestion else f"there are {', '.join(names())}"
         raise ValueError(f"unknown operation {name!r}; {hint}")
-    for option in operation.options:
-        raise OperationError(name, option, f"is not an option of {name}, which has none")
+    for option, message in refused_options(name, operation.options):
+        raise OperationError(name, option, message)
     if name == "reset_lr_schedule":
         # schedules in which every operation has a value also give one here; it has no effect
         if value is not None and not isinstance(value, int | float):
@@ -516,6 +516,9 @@ SETTINGS: Mapping[str, Effect] = {
     ),
     "set_eval_interval": lambda s, value, _: dataclasses.replace(s, eval_interval=int(value)),
     "reset_lr_schedule": lambda s, _, step: dataclasses.replace(s, lr_start=step),
+    "change_context": lambda s, factor, _: dataclasses.replace(
+        s, context=_rounded(s.context * factor)
+    ),
     "set_context": lambda s, value, _: dataclasses.replace(s, context=int(value)),
     "freeze": _freeze,
     "unfreeze": _unfreeze,

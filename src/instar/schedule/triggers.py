@@ -163,6 +163,16 @@ def needs_loss(trigger: Trigger) -> bool:
     return isinstance(trigger, LossBelow | Plateau | SlopeBelow)
 
 
+def stays_due(trigger: Trigger) -> bool:
+    """Whether a trigger that fired would fire again at the same step, after its operation."""
+    match trigger:
+        case AnyOf(triggers):
+            return any(map(stays_due, triggers))
+        case AllOf(triggers):
+            return all(map(stays_due, triggers))
+    return isinstance(trigger, LossBelow | AtStep | AtTokens | AtFraction)
+
+
 def losses_needed(trigger: Trigger) -> int:
     """Return the number of latest evaluations that the trigger depends on."""
     match trigger:
@@ -276,7 +286,7 @@ class Entry:
     """One operation of a schedule."""
 
     number: int
-    """The index in the schedule: entries are carried out in order."""
+    """The index in the schedule: entries are carried out in order, a repeated one several times."""
     operation: Operation
     trigger: Trigger
     reevaluate: bool = False
@@ -303,8 +313,10 @@ class Entry:
 
 
 def entries(config: RunConfig) -> tuple[Entry, ...]:
-    """Return the schedule of a config; `checks.mistakes` must have validated it."""
-    return tuple(_entry(number, given) for number, given in enumerate(config.schedule))
+    """Return the operations of a config's schedule, an entry that is repeated as often; `checks.mistakes`
+    must have validated it."""
+    schedule = enumerate(config.schedule)
+    return tuple(_entry(number, each) for number, each in schedule for _ in range(each.repeat))
 
 
 def _entry(number: int, given: ScheduledOperation) -> Entry:
@@ -383,10 +395,14 @@ def tokens(given: int | str) -> int:
     return int(budget.amount)
 
 
+def remaining(schedule: Sequence[Entry], history: History) -> Sequence[Entry]:
+    """Return the entries that were neither carried out nor skipped."""
+    return schedule[sum(change.entry is not None for change in history) :]
+
+
 def next_entry(schedule: Sequence[Entry], history: History) -> Entry | None:
     """Return the first entry that was neither carried out nor skipped."""
-    done = sum(change.entry is not None for change in history)
-    return schedule[done] if done < len(schedule) else None
+    return next(iter(remaining(schedule, history)), None)
 
 
 def last_step(history: History) -> int | None:

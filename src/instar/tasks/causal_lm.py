@@ -70,7 +70,7 @@ class CausalLMSpec(TextSpec):
 
     @property
     def derived(self) -> dict[str, object]:
-        return {**super().derived, "model.context": self.config.context}
+        return {**super().derived, "model.context": self.config.full_context}
 
     @property
     def kept(self) -> dict[str, Path]:

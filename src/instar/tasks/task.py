@@ -199,7 +199,7 @@ class TaskSpec(ABC):
         sizes = {"train": self.samples(context)}
         for split in ("val", "test"):
             with suppress(ConfigError):
-                sizes[split] = len(self.held_out(split, context))
+                sizes[split] = len(self.held_out(split, self.config.eval.context or context))
         return sizes
 
     def weight(self, context: int) -> int:  # noqa: ARG002
@@ -335,7 +335,12 @@ class Task(ABC):
 
     def held_out(self, split: str) -> Source:
         """See `TaskSpec`."""
-        return self.spec.held_out(split, self.context)
+        return self.spec.held_out(split, self.held_out_context)
+
+    @property
+    def held_out_context(self) -> int:
+        """Length of a held-out sample."""
+        return self.config.eval.context or self.context
 
     def build(self) -> torch.nn.Module:
         """Build the model of step 0 on the CPU, initialised from the run's seed alone."""

@@ -87,7 +87,7 @@ class TextSpec(TaskSpec):
                 )
             )
         context = config.context
-        dataset.held_out("val", context)
+        dataset.held_out("val", config.eval.context or context)
         samples = dataset.train_samples(context)
         if samples is not None and samples < world_size:
             raise ConfigError(
@@ -131,7 +131,9 @@ class TextSpec(TaskSpec):
         found: dict[str, object] = {}
         if self.dataset is not None and not self.config.data.mixture:  # parts each have a folder
             found["data.path"] = str(self.dataset.path)
-        found["eval.batch_size"] = max(1, EVAL_TOKENS // self.config.context)
+        # by the longest samples that a ramp of the context leads to
+        longest = max(self.config.full_context, self.config.eval.context or 0)
+        found["eval.batch_size"] = max(1, EVAL_TOKENS // longest)
         return found
 
     @property
@@ -200,7 +202,7 @@ class TextTask(Task):
 
     @property
     def cluster(self) -> int:
-        return max(1, UNIT_TOKENS // self.context)
+        return max(1, UNIT_TOKENS // self.held_out_context)
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = model(batch["inputs"], batch["targets"])

@@ -21,7 +21,7 @@ from instar.run.loop.step import Stepper, freeze
 from instar.run.loop.validation import validate
 from instar.schedule.operations import FOLD, Change, State, carried_out, planned, set_lr, when_due
 from instar.schedule.settings import is_frozen, patterns_of
-from instar.schedule.triggers import Entry, Moment, due, last_step, next_entry, too_large
+from instar.schedule.triggers import Entry, Moment, due, last_step, next_entry, remaining, too_large
 
 
 def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
@@ -79,9 +79,9 @@ def stages_ahead(state: RunState, parts: Components) -> Iterator[State]:
     Raises:
         ConfigError: see `check_ahead`.
     """
-    stage, first = state.in_force, next_entry(parts.entries, state.history)
+    stage = state.in_force
     yield stage
-    for entry in parts.entries[first.number :] if first is not None else ():
+    for entry in remaining(parts.entries, state.history):
         try:
             found = when_due(stage, entry.operation)
             after = carried_out(found, entry.operation, state.step)

@@ -78,7 +78,8 @@ def _run_once(stepper: Stepper, stage: State, what: str) -> None:
     A collective. Gradients are not reduced: a rank that cannot compile would keep the others
     waiting for its own.
     """
-    settings, source, world = stage.settings, stepper.task.held_out("val"), stepper.world
+    settings, task, world = stage.settings, stepper.task, stepper.world
+    source = task.spec.held_out("val", task.context)
     with stepper.strategy.unreduced():
         with raise_on_all_ranks(world, what):
             size = min(settings.batch_size, -(-settings.global_batch // world.size))

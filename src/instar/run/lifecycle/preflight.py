@@ -28,7 +28,7 @@ from instar.record.trackers.configured import missing
 from instar.schedule.checks import has_end
 from instar.schedule.forecast import Forecast, checked_forecast
 from instar.schedule.memory import in_force
-from instar.schedule.operations import CHANGES_LENGTH
+from instar.schedule.ramps import CONTEXT
 from instar.schedule.triggers import evaluates_at_start
 from instar.tasks.task import Say, TaskSpec, spec_class
 
@@ -101,7 +101,7 @@ def preflight(
         raise ConfigError(*problems)
     if config.test.at_end and not assumptions:
         with _collecting(problems):
-            spec.held_out("test", config.context)
+            spec.held_out("test", config.eval.context or config.context)
     global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
     if global_batch < world_size:
         problems.append(
@@ -285,7 +285,7 @@ def _epochs(loaded: Loaded) -> list[ConfigProblem]:
     """Return a problem if epochs are to be counted across streams of unknown length."""
     config = loaded.config
     counted = any(parse_budget(text).kind == "epochs" for text in config.train.until)
-    changes = [operation.name for operation in config.schedule if operation.name in CHANGES_LENGTH]
+    changes = [operation.name for operation in config.schedule if operation.name in CONTEXT]
     if not (counted and changes):
         return []
     return [

@@ -54,8 +54,12 @@ def changed_text(changes: Differences) -> str:
     """Return `2048→3072`, with names if several values changed; of a new family its name alone."""
     if "model_type" in changes:
         changes = {"model_type": changes["model_type"]}
-    sizes = {name: pair for name, pair in changes.items() if name in AXES.values()}
-    shown = sizes or {name: pair for name, pair in changes.items() if name not in _UNTOLD}
+    axes = set(AXES.values()) & changes.keys()
+    shown = {
+        name: pair
+        for name, pair in changes.items()
+        if (name in axes or name == "batch_size" if axes else name not in _UNTOLD)
+    }
     texts = {name: f"{_short(was)}→{_short(now)}" for name, (was, now) in shown.items()}
     if len(texts) == 1:
         return next(iter(texts.values()))

@@ -1,0 +1,82 @@
+"""Context and batch that grow while a run trains: exact on resume and on ranks, as forecast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forks import Forks
+from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said, weights
+
+from instar.config.errors import ConfigError
+from instar.run.lifecycle.preflight import Prepared
+
+CONTEXT = [
+    {"name": "change_context", "value": 2, "tokens": "keep", "when": {"waited": 6}, "repeat": 2}
+]
+RAMP = ("data.context=4", "train.batch_size=16", "eval.context=16", "model.dropout=0")
+
+
+@pytest.fixture
+def place(tmp_path: Path, forks: Forks) -> Place:
+    (tmp_path / "squares.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    return Place(tmp_path, forks)
+
+
+def scheduled(schedule: object) -> str:
+    return f"schedule={json.dumps(schedule)}"
+
+
+def ran(place: Place, name: str, *settings: str, ranks: int = 1) -> Path:
+    run_dir = place.path / name
+    children = place.train(run_dir, *settings, ranks=ranks)
+    assert set(codes(children)) == {0}, said(children)
+    return run_dir
+
+
+def test_a_ramp_of_the_context_keeps_tokens_per_step_and_resumes_bit_for_bit(place: Place) -> None:
+    settings = (*RAMP, scheduled(CONTEXT))
+    whole = ran(place, "whole", *settings)
+    train = events(whole, "train")
+    assert {event["tokens"] for event in train} == {192 * (n + 1) for n in range(STEPS)}
+    assert [event["samples"] for event in train[::6]] == [48, 6 * 48 + 24, 432 + 12, 504 + 12]
+    changes = [(event["step"], event["change"]) for event in events(whole, "operation")]
+    assert changes == [(6, "batch_size 16→8, context 4→8"), (12, "batch_size 8→4, context 8→16")]
+    assert len({event["eval_tokens"] for event in events(whole, "eval")}) == 1
+
+    part = ran(place, "part", *settings, "train.until=9it")
+    children = place.resume(part, "--set", f"train.until={STEPS}it")
+    assert codes(children) == [0], said(children)
+    assert weights(part) == weights(whole)
+
+    two = ran(place, "two", *settings, ranks=2)
+    losses = [event["loss"] for event in train]
+    assert [event["loss"] for event in events(two, "train")] == pytest.approx(losses, rel=1e-3)
+
+
+def test_lengths_that_do_not_divide_are_refused_before_the_start(
+    prepared: Callable[..., Prepared],
+) -> None:
+    ramp = {"name": "set_context", "value": 12, "tokens": "keep", "when": {"at_step": 2}}
+    with pytest.raises(ConfigError, match="make the batch size then a multiple of 3") as caught:
+        prepared("data.context=8", scheduled([ramp]))
+    assert "schedule[0].tokens" in str(caught.value)
+    with pytest.raises(ConfigError, match="is 17, but the model reads at most 16"):
+        prepared("data.context=17")
+    with pytest.raises(ConfigError, match="context has 16 tokens; extend_context first"):
+        prepared("data.context=4", "train.batch_size=8", scheduled([{**CONTEXT[0], "repeat": 3}]))
+
+
+def test_evaluations_follow_the_training_samples_unless_told_otherwise(
+    prepared: Callable[..., Prepared],
+) -> None:
+    short, full = (
+        prepared("data.context=4", *more).spec.split_sizes(4)["val"]
+        for more in ((), ("eval.context=16",))
+    )
+    assert short is not None
+    assert full is not None
+    assert short == pytest.approx(4 * full, abs=4)
