@@ -49,8 +49,8 @@ BROKEN = [
     ("seed: 1\nname: a\nseed: 2\n", "3:1", "duplicate key 'seed'; first given at", "1:1"),
     ("model:\n  bias: true\n  bias: true\n", "3:3", "duplicate key 'bias' in model", "2:3"),
     # types
-    ('model:\n  n_layer: "two"\n', "2:12", 'a whole number greater than 0, got "two"', ""),
-    ('model:\n  n_layer: "2"\n', "2:12", 'a whole number greater than 0, got "2"', "drop the quotes"),
+    ('model:\n  n_layer: "two"\n', "2:12", 'a whole number of at least 0, got "two"', ""),
+    ('model:\n  n_layer: "2"\n', "2:12", 'a whole number of at least 0, got "2"', "drop the quotes"),
     ("model:\n  n_layer: 2.0\n", "2:12", "must be a whole number", "write 2"),
     ("model:\n  n_layer: 12k\n", "2:12", "must be a whole number", "write the number out"),
     ("model:\n  n_layer: null\n", "2:12", "got null", "leave the line out for the default, 4"),
@@ -144,7 +144,7 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> N
         "grow.yaml:4:3: unknown key 'n_hed' in model; did you mean 'n_head'?\n"
         "  4 |   n_hed: 12\n"
         "    |   ^\n"
-        'grow.yaml:5:12: model.n_layer must be a whole number greater than 0, got "two"\n'
+        'grow.yaml:5:12: model.n_layer must be a whole number of at least 0, got "two"\n'
         '  5 |   n_layer: "two"\n'
         "    |            ^\n"
         "grow.yaml:8:3: duplicate key 'lr' in optimizer; first given at grow.yaml:7:3\n"

@@ -77,7 +77,7 @@ def test_a_shape_from_json_is_checked() -> None:
         Architecture.from_dict(values | {"n_heads": 4})
     assert keys_of(caught.value) == ["model.n_head", "model.n_heads"]
     with pytest.raises(ArchitectureError) as caught:
-        Architecture.from_dict(resolve(LLAMA, 100).to_dict() | {"n_layer": 0, "norm": "batchnorm"})
+        Architecture.from_dict(resolve(LLAMA, 100).to_dict() | {"n_layer": -1, "norm": "batchnorm"})
     assert keys_of(caught.value) == ["model.n_layer", "model.norm"]
 
 

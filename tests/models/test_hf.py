@@ -130,7 +130,7 @@ def test_adapters_do_not_stand_in_the_way() -> None:
         ({"model_type": "gpt2", "n_embd": "wide"}, "n_embd: 'wide' is not of type int"),
         ({"model_type": "gpt2", "n_layer": True}, "n_layer: True is not of type int"),
         ({"model_type": "gpt2", "n_head": 7}, "n_embd: 768 cannot be divided into n_head = 7"),
-        ({"model_type": "gpt2", "n_layer": 0}, "model.n_layer: must be a whole number above 0"),
+        ({"model_type": "gpt2", "n_layer": -1}, "model.n_layer: must be a whole number from 0"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias, mlp_bias"),
         ({"model_type": "llama", "num_key_value_heads": 5}, "model.n_kv_head: 32 query heads"),

@@ -270,7 +270,7 @@ def test_a_shape_survives_json(axis: MaskedAxis) -> None:
         (Mask("vocab", ((0, 1),), 0, 1), "'vocab' cannot be masked .one of layers, mlp"),  # type: ignore[arg-type]
         (Mask("mlp", ((0, 65),), 0, 1), "0 … 64 is not a range of 64 mlp"),
         (Mask("mlp", ((8, 9), (3, 5)), 0, 1), "3 … 4 is not a range of 64 mlp after 9"),
-        (Mask("layers", ((0, 3),), 0, 1), "some of the 3 layers must be new, and some old"),
+        (Mask("mlp", ((0, 64),), 0, 1), "some of the 64 mlp must be new, and some old"),
         (Mask("layers", (), 0, 1), "some of the 3 layers must be new, and some old"),
         (Mask("heads", ((0, 1),), 0, 0), "steps above 0"),
         (Mask("heads", ((0, 1),), -1, 1), "begin, steps and ranges must be whole numbers"),

@@ -258,7 +258,7 @@ CONFIGS = {
     "no such metric": Broken(G, "best_of: [manifold/accuracy]", "best_of: [manifold/acc]", "manifold/accuracy"),
     "negative rate": Broken(L, "lr: 1e-3", "lr: -1e-3", "greater than 0"),
     "dropout of all": Broken(L, "dropout: 0.1", "dropout: 1", "less than 1"),
-    "no layer": Broken(L, "n_layer: 6", "n_layer: 0", "greater than 0"),
+    "no layer": Broken(L, "n_layer: 6", "n_layer: -1", "at least 0"),
     "one class": Broken(G, "classes: 2", "classes: 1", "at least 2"),
     "dimension that is none": Broken(G, "dimensions: [2, 3]", "dimensions: [2, 5]", "4"),
     "operation's value": Broken(S, "value: 2.0", "value: twice", "a positive number"),

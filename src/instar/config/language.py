@@ -16,7 +16,7 @@ from instar.config.sections import (
     Experts,
     Fraction,
     Heads,
-    Layers,
+    LayersOrNone,
     MLPWidth,
     ModelSection,
     NonNegativeFloat,
@@ -34,7 +34,9 @@ BITS_PER_BYTE = "bits_per_byte"
 class ModelConfig(ModelSection):
     """The shape of the GPT. What is left out is derived when the run starts."""
 
-    n_layer: Layers = Field(4, description="number of blocks")
+    n_layer: LayersOrNone = Field(
+        4, description="number of blocks; 0: none yet, insert_layers with from: normal adds them"
+    )
     n_head: Heads = Field(4, description="query heads per block")
     n_kv_head: Heads | None = Field(
         None, description="key and value heads; fewer than n_head is grouped-query attention"

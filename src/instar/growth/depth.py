@@ -36,6 +36,9 @@ class _Block:
     """of the old block above `source`, in a mean of both"""
 
 
+_NO_LAYER = "the model has no layer yet that could be copied; {}"
+
+
 def stack_layers(
     arch: G, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
@@ -48,6 +51,8 @@ def stack_layers(
     """
     del step
     layers = _layers(arch)
+    if not layers:
+        raise GrowthError(_NO_LAYER.format("use insert_layers with from: normal"))
     # before the blocks are listed
     grown_size(len(value) if isinstance(value, list | tuple) else value * layers, layers, "layers")
     blocks = _stacked(value, layers, options)
@@ -105,7 +110,7 @@ def insert_layers(
     grown_size(max(layers, 1) + value, max(layers, 1), "layers")
     origin, steps = options.get("from", "neighbour"), options.get("mask")
     if not layers and origin != "normal":
-        raise GrowthError(f"from: {origin}: the model has no layer yet; choose from: normal")
+        raise GrowthError(_NO_LAYER.format("choose from: normal"))
     zeros = steps is None and origin in ("neighbour", "normal")
     streams = streams_of(arch) if zeros else ()
     if zeros and not streams:

@@ -162,7 +162,7 @@ class Architecture:
     def __post_init__(self) -> None:
         fields = [AXES[axis] for axis in self.sizes()]
         problems = size_problems(
-            self, fields, {name: MOST[name] for name in fields if name in MOST}
+            self, fields, {name: MOST[name] for name in fields if name in MOST}, "n_layer"
         )
         problems += _expert_problems(self)
         choices = {"norm": Norm, "activation": Activation, "positions": Positions}
@@ -373,7 +373,7 @@ def _table(arch: Architecture) -> dict[str, Parameter]:
     """
     table: dict[str, Parameter] = {}
     sizes = arch.sizes()
-    into_stream = 0.02 / math.sqrt(2 * arch.n_layer)
+    into_stream = 0.02 / math.sqrt(2 * max(1, arch.n_layer))
 
     def add(name: str, kind: Kind, *axes: str, std: float = 0.0) -> None:
         part = name.rpartition(".attn.")[2].partition(".")[0]
@@ -476,7 +476,9 @@ def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
         if not last <= start < stop <= size:
             yield f"{start} … {stop - 1} is not a range of {size} {mask.axis} after {last}", ""
         last = stop
-    if not mask.new or sum(stop - start for start, stop in mask.new) >= size:
+    # a model may begin without layers
+    old = size - sum(stop - start for start, stop in mask.new)
+    if not mask.new or (not old and mask.axis != "layers"):
         yield f"some of the {size} {mask.axis} must be new, and some old", ""
 
 

@@ -157,7 +157,9 @@ def _activation_bytes(
         )
     masks = 2 * low * arch.n_embd if arch.dropout else 0
     block = 2 * norm + attention + mlp + masks
-    blocks = arch.n_layer * stream + block if checkpointing else arch.n_layer * block
+    blocks = arch.n_layer * block
+    if checkpointing and arch.n_layer:
+        blocks = arch.n_layer * stream + block
     targets_and_inputs = 2 * 8
     return tokens * (blocks + norm + targets_and_inputs)
 
@@ -168,7 +170,7 @@ def _adapter_bytes(arch: Architecture, tokens: int, low: int, checkpointing: boo
     ranks = sum(entry.shape[0] for name, entry in table.items() if name.endswith(".lora_a"))
     head = "token_embedding" if arch.tied else "head"
     effective = _WIDE * arch.vocab_size * arch.n_embd if f"{head}.lora_a" in table else 0
-    return tokens * low * (ranks // arch.n_layer if checkpointing else ranks) + effective
+    return tokens * low * (ranks // max(1, arch.n_layer) if checkpointing else ranks) + effective
 
 
 def _logit_bytes(arch: Architecture, tokens: int, low: int, device: str) -> int:

@@ -119,6 +119,8 @@ class GPT(nn.Module):
                 x_BTD, logits_BTE = block(x_BTD, rotation, openings, cache)
             if balance:
                 routed.append(logits_BTE)
+        if cache is not None:
+            cache.tokens = end
         x_BTD = self.final_norm(x_BTD, openings)
         weight_VD = (self.token_embedding if self.arch.tied else self.head).effective()
         if targets_BT is None:
@@ -182,11 +184,12 @@ class KVCache:
     """Keys and values (B, K, T, C) of the tokens that a model has seen, for each layer."""
 
     def __init__(self) -> None:
+        self.tokens = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
-        """Number of tokens T."""
-        return self._layers[0][0].shape[2] if self._layers else 0
+        """Number of tokens T, also of a model without layers."""
+        return self.tokens
 
     def extend(self, layer: int, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the keys and values of further tokens to a layer; returns those of all."""

@@ -75,15 +75,19 @@ class ArchitectureError(ValueError):
 
 
 def size_problems(
-    shape: object, fields: Iterable[str], limits: Mapping[str, int]
+    shape: object, fields: Iterable[str], limits: Mapping[str, int], may_be_zero: str = ""
 ) -> list[ConfigProblem]:
-    """Returns a problem for each of the fields that is not a positive integer, and for each that
-    exceeds its limit."""
+    """Returns a problem for each of the fields that is not a positive integer, or 0 where it may be, and for
+    each that exceeds its limit."""
     sizes = {name: getattr(shape, name) for name in dict.fromkeys((*fields, *limits))}
     found = [
-        problem(name, f"must be a whole number above 0, not {sizes[name]!r}")
+        problem(
+            name,
+            f"must be a whole number {'from 0 on' if name == may_be_zero else 'above 0'}, "
+            f"not {sizes[name]!r}",
+        )
         for name in fields
-        if type(sizes[name]) is not int or sizes[name] < 1
+        if type(sizes[name]) is not int or sizes[name] < (name != may_be_zero)
     ]
     return found + [
         problem(name, f"must be at most {limit:,}, not {sizes[name]:,}")

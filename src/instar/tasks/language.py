@@ -178,10 +178,11 @@ class LanguageTask(TextTask):
         loss: torch.Tensor
         balance: torch.Tensor
         inputs, targets, arch = batch["inputs"], batch["targets"], self.architecture
-        if arch.router_aux_loss_coef is None or not torch.is_grad_enabled():
+        coefficient = arch.router_aux_loss_coef if arch.n_layer else None
+        if coefficient is None or not torch.is_grad_enabled():
             loss = model(inputs, targets)
             return loss
         loss, balance = model(inputs, targets, balance=True)
         number = (targets != IGNORED).sum().clamp(min=1)
         log("load_balancing_loss", balance / (number * arch.n_layer))
-        return loss + arch.router_aux_loss_coef * (balance - balance.detach())
+        return loss + coefficient * (balance - balance.detach())

@@ -71,6 +71,7 @@ def style_of(arch: Architecture) -> Style:
         if not holds:
             found.append(f"  model.{field}: {_in_yaml(getattr(arch, field))}, but {title} {why}")
 
+    must(arch.n_layer > 0, "n_layer", "has at least one block")
     must(arch.num_experts is None, "num_experts", "has one MLP in each block")
     must(not arch.qk_norm, "qk_norm", "does not normalise queries and keys")
     if style == "llama":

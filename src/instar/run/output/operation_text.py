@@ -14,8 +14,8 @@ from instar.schedule.operations import Change, State
 
 Differences = Mapping[str, tuple[Any, Any]]
 
-_BOOKKEEPING = ("interval_factor", "unscaled_intervals")
-"""settings that only say how others came about"""
+_BOOKKEEPING = ("interval_factor", "unscaled_intervals", "births")
+"""settings that only say how others came about, or what the operation's option says"""
 _UNTOLD = ("mask", "layer_types")
 """too long for a line"""
 

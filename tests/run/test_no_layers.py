@@ -1,0 +1,116 @@
+"""`model.n_layer: 0`: a run that begins with embeddings and a head, and gets its blocks later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from growing import grown, operation, proof, random_gpt
+from live import change_if_due, restore
+from shapes import gpt2, llama
+
+from instar.checkpoint.listing import latest
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import load
+from instar.cli.main import main
+from instar.growth.operators import plan
+from instar.growth.plan import GrowthError
+from instar.models.hf.folder import export_folder
+from instar.models.sampling import stream
+from instar.record.events import AnalysisEvent, NewGradients, OperationEvent, Warn, read_events
+from instar.run.lifecycle.preflight import Prepared
+from instar.run.loop.trainer import Trainer
+from instar.schedule.render import render
+
+Make = Callable[..., Trainer]
+
+INSERT = {"name": "insert_layers", "value": 2, "from": "normal", "lr": {"rewarm_new": 3}}
+KEYS = (
+    "model.n_layer=0",
+    f"schedule={json.dumps([{**INSERT, 'when': {'at_step': 3}}])}",
+    "train.gradient_checkpointing=true",
+    "record.analyze_every=3",
+    "record.layers_every=2",
+    "record.sample_every=2",
+    "eval.eval_interval=2",
+)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        ("optimizer.name=muon", "model.num_experts=2"),
+        ("preset=llama", "model.n_kv_head=1", "model.n_mlp=32", "train.until=[8it]"),
+    ],
+    ids=["gpt2 with experts", "llama"],
+)
+def test_a_run_begins_without_layers_and_gets_them(
+    trainer: Make, prepared: Callable[..., Prepared], style: tuple[str, ...], tmp_path: Path
+) -> None:
+    keys = (*KEYS, *style)
+    told = render(prepared(*keys).forecast)
+    assert "0 layers × 32 wide" in told
+    assert "2 layers × 32 wide" in told
+    run = trainer(*keys, name="whole")
+    while run.state.progress.step < 5:
+        change_if_due(run)
+        run.step()
+        if run.state.progress.step in (2, 5):
+            run.save("here", must=True)
+    again = trainer(*keys, name="again")
+    restore(again, load(latest(tmp_path / "whole")))
+    assert run.train().progress.step == again.train().progress.step == 8
+    for name, tensor in run.parts.stepper.parameters.items():
+        assert torch.equal(tensor, again.parts.stepper.parameters[name])
+    events = [*read_events(tmp_path / "whole.jsonl")]
+    (grew,) = (each for each in events if isinstance(each, OperationEvent))
+    assert grew.preserves == "exact"
+    assert grew.proof["max_logit_diff"] == 0.0
+    assert [each for each in events if isinstance(each, AnalysisEvent)]
+    assert any(each.grad_norm_new > 0 for each in events if isinstance(each, NewGradients))
+    assert not [each for each in events if isinstance(each, Warn) and "gradient" in each.message]
+    before = load(tmp_path / "whole" / "checkpoints" / "step-2")
+    assert main(["checkpoint", "analyze", str(before.path)]) == 0
+    with pytest.raises(CheckpointError, match=r"model\.n_layer: 0, but .* has at least one block"):
+        export_folder(before, tmp_path / "exported")
+
+
+@pytest.mark.parametrize("arch", [gpt2(n_layer=0), llama(n_layer=0)], ids=["gpt2", "llama"])
+def test_whatever_needs_no_layer_to_copy_grows_and_is_exact(arch: object) -> None:
+    model = random_gpt(arch)
+    for op in (
+        operation("insert_layers", 3, **{"from": "normal"}),
+        operation("insert_layers", 1, mask=4, **{"from": "normal"}),
+        operation("widen_hidden", "x2", how="duplicate"),
+        operation("widen_mlp", "x2"),
+        operation("set_lora_rank", {"target": "all", "rank": 2}),
+        operation("upcycle", 2),
+    ):
+        new, made = grown(model, op, step=7)
+        assert proof(model, new, made).holds, op
+    adapted, _ = grown(model, operation("set_lora_rank", {"target": "all", "rank": 2}))
+    deeper, made = grown(adapted, operation("insert_layers", 1, **{"from": "normal"}))
+    assert proof(adapted, deeper, made).holds
+    assert "blocks.0.mlp.up.lora_a" in deeper.arch.parameters()
+
+
+@pytest.mark.parametrize("origin", ["neighbour", "copy", "average"])
+def test_nothing_is_copied_where_nothing_is(origin: str) -> None:
+    with pytest.raises(GrowthError, match="no layer yet that could be copied; choose from: normal"):
+        plan(gpt2(n_layer=0), operation("insert_layers", 2, **{"from": origin}))
+    with pytest.raises(GrowthError, match="use insert_layers with from: normal"):
+        plan(gpt2(n_layer=0), operation("stack_layers", 2))
+    with pytest.raises(GrowthError, match="more than 1,024 times that"):
+        plan(gpt2(n_layer=0), operation("insert_layers", 10**9, **{"from": "normal"}))
+
+
+def test_positions_of_generated_tokens_are_counted_without_layers() -> None:
+    model = random_gpt(gpt2(n_layer=0, context=6))
+    tokens = torch.tensor([[1]])
+    for number, token in zip(range(9), stream(model.float(), tokens, temperature=0), strict=False):
+        window = tokens[:, -6:]
+        assert torch.equal(token, model(window)[:, -1].argmax(-1)), number
+        tokens = torch.cat((tokens, token[:, None]), 1)
