@@ -83,8 +83,17 @@ def test_rates_keep_their_ratio_to_the_configs() -> None:
     ],
 )
 def test_what_cannot_be_saved_or_grown_is_named_before_the_run(task: str, message: str) -> None:
-    schedule = f"schedule={json.dumps(WIDER)}"
-    prepared = preflight(load(None, settings(task, schedule)), 1)
+    _refused(message, task, f"schedule={json.dumps(WIDER)}")
+
+
+def test_rates_follow_the_width_only_of_a_model_with_one_and_under_known_optimizers() -> None:
+    _refused(
+        "this model names none: give its shape `streams`", "Grouped", "optimizer.lr_base_width=8"
+    )
+
+
+def _refused(message: str, task: str, *keys: str) -> None:
+    prepared = preflight(load(None, settings(task, *keys)), 1)
     with pytest.raises(ConfigError) as caught:
         run_trial(prepared, World(0, 0, 1, torch.device("cpu"), "none"))
     assert message in str(caught.value)

@@ -35,6 +35,7 @@ from instar.config.sections import (
     Seconds,
     Section,
     Texts,
+    Width,
 )
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -118,6 +119,11 @@ class OptimizerConfig(Section):
     )
     lr: Rate = Field(1e-3, description="peak learning rate (AdamW, SGD)")
     muon_lr: Rate = Field(0.02, description="peak learning rate of Muon's matrices")
+    lr_base_width: Width | None = Field(
+        None,
+        description="width of the residual stream for which the rates were found: those of matrices follow "
+        "the width from there, also when the model is widened (µP); null: rates do not depend on the width",
+    )
     beta1: Fraction = Field(0.9, description="AdamW's first-moment decay")
     beta2: Fraction = Field(0.95, description="AdamW's second-moment decay")
     eps: Epsilon = Field(1e-8, description="AdamW's ε")

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from instar.config.document import show
@@ -36,6 +37,8 @@ class State:
     architecture: Growable
     config: RunConfig
     """The config of the start of the run, with the overrides of its resumes."""
+    began: Growable | None = field(default=None, compare=False, repr=False)
+    """The architecture of step 0, from which learning rates follow the width; None: the present one."""
     facts: Facts = field(default=no_facts, compare=False, repr=False)
     """Facts about the modules of an architecture: buffers, and parameters that never train."""
 
@@ -93,7 +96,7 @@ def initial_state(config: RunConfig, architecture: Growable, facts: Facts = no_f
     """Return the state at step 0; parameters that a custom task excludes are frozen."""
     frozen = patterns_of(facts(architecture).frozen, architecture.parameters())
     settings = dataclasses.replace(initial_settings(config), frozen=frozen)
-    return State(settings, architecture, config, facts)
+    return State(settings, architecture, config, architecture, facts)
 
 
 def keeps_losses_comparable(name: str, value: object) -> bool:
@@ -225,9 +228,10 @@ def when_due(state: State, operation: Operation) -> State:
 def planned(state: State, operation: Operation, step: int) -> tuple[State, GrowthPlan | None]:
     """Return the state after one operation, and the growth plan; None if no tensor changes."""
     config, settings = _effective(state.config, state.settings, operation, step)
+    replaced = partial(dataclasses.replace, state, config=config)
     if operation.name == OVERRIDE:
         architecture = _switched(state.architecture, config, operation.value)
-        return State(settings, architecture, config, state.facts), None
+        return replaced(settings=settings, architecture=architecture), None
     if growth.is_growth(operation.name):
         architecture, plan = growth.plan(state.architecture, operation, step=step)
         now, then = state.facts(state.architecture), state.facts(architecture)
@@ -238,7 +242,7 @@ def planned(state: State, operation: Operation, step: int) -> tuple[State, Growt
         frozen = _still_frozen(settings.frozen, plan, then)
         births = _births(settings.births, plan, operation, step)
         settings = dataclasses.replace(settings, frozen=frozen, births=births)
-        return State(settings, architecture, config, state.facts), plan
+        return replaced(settings=settings, architecture=architecture), plan
     _check_result(operation, settings, state.architecture)
     return dataclasses.replace(state, settings=settings), None
 

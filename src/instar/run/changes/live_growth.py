@@ -248,7 +248,7 @@ def build_candidate_stepper(parts: Components, candidate: Candidate, after: Stat
     check_replicas_equal(world, candidate.replicated())
     with raise_on_all_ranks(world, "preparing the model for training"):
         strategy = trained(parts.config, candidate.model, after.settings.frozen)
-        made = stepper_of(parts.config, world, candidate.task, strategy, after.settings.births)
+        made = stepper_of(parts.config, world, candidate.task, strategy, after)
     with raise_on_all_ranks(world, "filling the optimizers"):
         load_optimizer_tensors(made.optimizers, made.parameters, candidate.optimizer)
         if made.ema is not None and candidate.ema is not None:

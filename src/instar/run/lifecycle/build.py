@@ -82,7 +82,7 @@ def build(
             bare = task.build()
             # the other ranks receive them
             warnings = [] if weights is None else weights.load_into(bare)
-    stepper = build_stepper(config, world, task, bare, initial.settings, values)
+    stepper = build_stepper(config, world, task, bare, initial, values)
     budgets = [parse_budget(text) for text in config.train.until]
     seconds = [budget for budget in budgets if budget.kind == "seconds"]
     logger = RunLogger(

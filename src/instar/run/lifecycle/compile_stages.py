@@ -52,7 +52,7 @@ def compile_stages(state: RunState, parts: Components) -> int:
         if stepper is None or before is None or _model(before) != _model(stage):
             with raise_on_all_ranks(world, "building the model"):
                 bare = shell(config, world, task)
-            stepper = build_stepper(config, world, task, bare, stage.settings)
+            stepper = build_stepper(config, world, task, bare, stage)
         stepper.task = task
         _run_once(stepper, stage, f"compiling stage {number}")
         before = stage

@@ -172,7 +172,7 @@ def replay(
     if now.architecture != before.architecture or now.settings.births:
         with raise_on_all_ranks(parts.world, "building the model"):
             bare = shell(parts.config, parts.world, task)
-        parts.stepper = build_stepper(parts.config, parts.world, task, bare, now.settings)
+        parts.stepper = build_stepper(parts.config, parts.world, task, bare, now)
     elif now.settings.frozen != before.settings.frozen:
         freeze(parts.stepper, now.settings.frozen)
     parts.stepper.task = task

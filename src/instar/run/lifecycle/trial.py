@@ -40,6 +40,7 @@ from instar.run.loop.optimizer import (
     task_optimizers,
 )
 from instar.run.loop.step import enter, to_device
+from instar.schedule.lr_scaling import rate_factors
 from instar.tasks.logged import Logged, recording
 from instar.tasks.metrics import set_metrics, try_out
 from instar.tasks.task import Batch, SampleSetSpec, Task
@@ -251,8 +252,10 @@ class _Trial:
                 check_table(f"{self.config.task} after growth", architecture, shapes)
 
     def _optimize(self, task: Task, model: Module) -> None:
-        """Check what checkpoints and growth require of the task's own optimizer."""
+        """Check what checkpoints, growth and rates that follow the width require of the task."""
         with self._task_errors("optimizer"):
+            if (width := self.config.optimizer.lr_base_width) is not None:
+                rate_factors(task.architecture, task.architecture, width, "adamw")
             if task.optimizer(model) is None:
                 return
             optimizers = task_optimizers(task, model, self.config.optimizer)

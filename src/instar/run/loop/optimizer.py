@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -20,6 +20,7 @@ from instar.growth.plan import GrowthError
 from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
 from instar.run.loop.muon import LANES, BatchedMuon
+from instar.schedule.lr_scaling import Update
 from instar.schedule.settings import Birth
 from instar.tasks.task import Task
 
@@ -177,10 +178,15 @@ def task_optimizers(
                 "optimizer() returned parameter groups, which optimizer.name muon makes"
             )
         made = [_optimizer(config.name, [{"lr": config.lr, **group} for group in made], config)]
-    if not made or not all(isinstance(each, Optimizer) for each in made):
+    elif not made or not all(isinstance(each, Optimizer) for each in made):
         raise ValueError(
             "optimizer() must return an optimizer of torch, several, or parameter groups, not "
             f"{', '.join(type(each).__name__ for each in made) or 'nothing'}"
+        )
+    elif config.lr_base_width is not None:
+        raise ValueError(
+            "optimizer.lr_base_width scales the rates of adamw, sgd and muon, and optimizer() returned an optimizer "
+            "of its own: return parameter groups, or leave lr_base_width out"
         )
     _check_covered(made, parameters)
     for optimizer in made:
@@ -207,20 +213,37 @@ def _check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Par
         raise ValueError("optimizer() was given parameters that are not the model's")
 
 
-def separate_births(
+def split_groups(
     optimizers: Iterable[Optimizer],
     parameters: Mapping[str, Parameter],
     births: Sequence[Birth],
+    factors: Callable[[Update], Mapping[str, float]],
 ) -> None:
-    """Split parameter groups, so that the parameters of each birth have groups of their own."""
-    birth_of = {parameters[name]: birth for birth in births for name in birth.names}
-    for optimizer in optimizers if births else ():
-        optimizer.param_groups[:] = [
-            {**group, "params": members, "birth": birth}
-            for group in optimizer.param_groups
-            for birth in (None, *births)
-            if (members := [each for each in group["params"] if birth_of.get(each) is birth])
-        ]
+    """Split parameter groups, so that all parameters of a group have one birth and one factor of their rate.
+
+    Args:
+        factors: returns the factor of the learning rate of each parameter, see `rate_factors`; missing: 1.
+    """
+    names = {parameter: name for name, parameter in parameters.items()}
+    birth_of = {name: birth for birth in births for name in birth.names}
+    for optimizer in optimizers:
+        factor_of = factors(_update_of(optimizer))
+        made: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            alike: dict[tuple[Birth | None, float], list[Parameter]] = {}
+            for parameter in group["params"]:
+                key = birth_of.get(names[parameter]), factor_of.get(names[parameter], 1.0)
+                alike.setdefault(key, []).append(parameter)
+            for (birth, factor), members in alike.items():
+                ratio = group["lr_ratio"] * factor
+                made.append({**group, "params": members, "birth": birth, "lr_ratio": ratio})
+        optimizer.param_groups[:] = made
+
+
+def _update_of(optimizer: Optimizer) -> Update:
+    if isinstance(optimizer, BatchedMuon):
+        return "muon"
+    return "sgd" if isinstance(optimizer, torch.optim.SGD) else "adamw"
 
 
 def set_learning_rate(optimizers: Sequence[Optimizer], lr: float, step: int) -> None:

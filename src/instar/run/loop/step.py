@@ -27,10 +27,11 @@ from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
 from instar.run.loop.generators import seed_generators
 from instar.run.loop.gradient_stats import GradientWatch, LayerStats
-from instar.run.loop.optimizer import separate_births, set_learning_rate, task_optimizers
+from instar.run.loop.optimizer import set_learning_rate, split_groups, task_optimizers
 from instar.run.parallel.choose import parallelize
 from instar.run.parallel.strategy import MicroBatchCalls, Strategy, share_buffers
-from instar.schedule.settings import Birth, Settings
+from instar.schedule.lr_scaling import Update, rate_factors
+from instar.schedule.operations import State
 from instar.tasks.logged import weighted
 from instar.tasks.task import Batch, Task
 
@@ -237,32 +238,40 @@ def build_stepper(
     world: World,
     task: Task,
     bare: Module,
-    settings: Settings,
+    state: State,
     values: Mapping[str, Tensor] | None = None,
 ) -> Stepper:
     """Build a stepper: the model prepared for all ranks, and optimizers without state. A collective.
 
     Args:
         bare, values: see `parallelize`.
-        settings: those in force, which freeze parameters and warm up new ones.
+        state: settings and shapes in force, of which frozen parameters and groups of others follow.
 
     Raises:
         PeerError: a rank failed.
     """
-    strategy = parallelize(config, world, bare, settings.frozen, values)
+    strategy = parallelize(config, world, bare, state.settings.frozen, values)
     with raise_on_all_ranks(world, "preparing the model for training"):
-        return stepper_of(config, world, task, strategy, settings.births)
+        return stepper_of(config, world, task, strategy, state)
 
 
 def stepper_of(
-    config: RunConfig, world: World, task: Task, strategy: Strategy, births: Sequence[Birth]
+    config: RunConfig, world: World, task: Task, strategy: Strategy, state: State
 ) -> Stepper:
     """Build a stepper of a model that is prepared for all ranks, with optimizers without state."""
     elastic = config.reproducible == "elastic"
     optimizers = task_optimizers(
         task, strategy.bare, config.optimizer, elastic=elastic, precision=config.precision
     )
-    separate_births(optimizers, strategy.parameters, births)
+    births, width = state.settings.births, config.optimizer.lr_base_width
+
+    def factors(update: Update) -> Mapping[str, float]:
+        if width is None:
+            return {}
+        return rate_factors(state.architecture, state.began or state.architecture, width, update)
+
+    if births or width is not None:
+        split_groups(optimizers, strategy.parameters, births, factors)
     return Stepper(config, world, task, strategy, optimizers)
 
 
