@@ -61,9 +61,7 @@ def train(
                 _share_threads()
             loaded = load_config(None if config is None else os.fspath(config), overrides)
             with RankLog(placement(os.environ).rank) as log:
-                run(loaded, log, signal, hooks=hooks)
-    assert log.path is not None
-    return log.path.parents[1]
+                return run(loaded, log, signal, hooks=hooks)
 
 
 def launch(

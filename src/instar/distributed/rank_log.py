@@ -69,18 +69,20 @@ class RankLog:
     def open(self, run_dir: Path) -> Path:
         """Write to <run_dir>/logs/rank_<r>.log, buffered lines first; return its path.
 
-        A failing disk never ends the run: lines that cannot be written are held in memory.
+        A failing disk never ends the run: lines that cannot be written are held in memory. Called again, it
+        goes on in the folder of another run, such as a branch.
         """
         path = log_path(run_dir, self.rank)
+        self._close()
         self._appender = _appender(path)
         self._file = self._stream()
         self.path = path
         target = logging.StreamHandler(self._file)
         target.setFormatter(self._format)
         waiting = self._handler
-        assert isinstance(waiting, logging.handlers.MemoryHandler)
-        waiting.setTarget(target)
-        waiting.flush()
+        if isinstance(waiting, logging.handlers.MemoryHandler):
+            waiting.setTarget(target)
+            waiting.flush()
         self._attach(target)
         waiting.close()
         faulthandler.enable(self._file)
@@ -108,12 +110,17 @@ class RankLog:
         threading.excepthook = self._thread_hook
         logging.getLogger().removeHandler(self._handler)
         logging.getLogger("instar").setLevel(self._level)
+        self._close()
+
+    def _close(self) -> None:
+        """Give the standard streams back, and close the file."""
         if self._streams is not None:
             self._restore(self._streams)
         if self._file is not None and self._appender is not None:
             faulthandler.disable()
             self._file.flush()
             self._appender.close()
+        self._file = self._appender = None
 
     def record_failure(self, error: BaseException) -> None:
         """Log the error that ends this rank and write its failure record; only the first call counts."""

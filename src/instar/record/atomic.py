@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from instar.config.errors import ConfigError, InstarError
@@ -153,9 +154,14 @@ def finish_deleting(limit_s: float) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def sweep(folder: Path) -> None:
-    """Remove temporary files and folders that a crash left, but none that are being written."""
-    for pattern in (f"{TMP}*", f"{TRASH}*"):
+def sweep(folder: Path, name: str = "") -> None:
+    """Remove temporary files and folders that a crash left, but none that are being written.
+
+    Args:
+        name: only those of the file or folder of this name; default: of all.
+    """
+    only = f"{escape(name)}-*" if name else "*"
+    for pattern in (f"{TMP}{only}", f"{TRASH}{only}"):
         for left_behind in folder.glob(pattern):
             _remove_unless_held(left_behind)
 

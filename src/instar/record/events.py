@@ -81,6 +81,21 @@ class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "architecture", from_words(self.architecture))
 
 
+class Branched(Event, tag="branched", frozen=True, kw_only=True):
+    """The run is a branch of another: the first event of its record, from before its first start."""
+
+    name: str
+    """Of the branch, in its parent's schedule."""
+    parent: str
+    """Name of the parent's folder, which is beside its own."""
+    step: Count
+    """After which it begins with the parent's state."""
+    checkpoint: str
+    """Its first checkpoint, which has that state."""
+    iters: Count
+    decay: Count
+
+
 class Placed(Event, frozen=True, kw_only=True):
     """An event at a step of the run, with the values of all x axes."""
 
@@ -316,6 +331,7 @@ def _kind(event: type[Event]) -> str:
 
 AnyEvent = (
     RunStarted
+    | Branched
     | Train
     | Eval
     | OperationEvent

@@ -407,7 +407,7 @@ def _check_writable(path: Path, key: str) -> None:
 def runs_in(folder: Path) -> list[RunDir]:
     """Returns the runs in a folder, sorted by the time of their last write."""
     try:
-        found = [RunDir(path) for path in folder.iterdir()]
+        found = [RunDir(path) for path in folder.iterdir() if not path.name.startswith(TMP)]
     except OSError:
         return []
     times = {run: time for run in found if (time := _written_at(run)) is not None}

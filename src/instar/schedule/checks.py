@@ -10,9 +10,11 @@ from typing import Any
 from instar.config.budget import parse_budget
 from instar.config.checks import cross_checks
 from instar.config.errors import ConfigProblem, nearest
+from instar.config.fields import with_values
 from instar.config.load import SCHEDULE, Brought, Loaded, load
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
+from instar.schedule.branches import BRANCH, Finding, branch_of, conflicts, problems
 from instar.schedule.operations import OperationError, check, names
 from instar.schedule.triggers import operation, stays_due, tokens, trigger
 
@@ -44,11 +46,8 @@ def mistakes(config: RunConfig) -> Iterator[ConfigProblem]:
             # skip what could not be parsed: the key, its entry, or the whole schedule
             keys = (f"{place}.{key}" if key else place, place, SCHEDULE)
             yield ConfigProblem(keys, text, hint)
+    yield from _branches(config)
     yield from _context(config)
-
-
-Finding = tuple[str, str, str]
-"""The key within the entry ("" for all of it), the rest of the message, and a hint."""
 
 
 def _operation(given: ScheduledOperation) -> Iterator[Finding]:
@@ -61,6 +60,11 @@ def _operation(given: ScheduledOperation) -> Iterator[Finding]:
         yield "name", f"must be an operation, got '{given.name}'", hint
         return
     operation_of_entry = operation(given)
+    if given.name == BRANCH:
+        yield from problems(operation_of_entry)
+        if given.repeat > 1:
+            yield "repeat", "is of no use: a branch has one name", "write an entry for each branch"
+        return
     if value := _refused(operation_of_entry, None):
         yield value
     for option in operation_of_entry.options:
@@ -68,6 +72,37 @@ def _operation(given: ScheduledOperation) -> Iterator[Finding]:
             yield option, "is unknown", f"did you mean '{suggestion}'?"
         elif value is None and (found := _refused(operation_of_entry, option)):
             yield found
+
+
+def _branches(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield the problems of branches that depend on the rest of the config."""
+    names_before: set[str] = set()
+    for number, given in enumerate(config.schedule):
+        if given.name != BRANCH or any(problems(operation(given))):
+            continue
+        branch, place = branch_of(operation(given)), f"{SCHEDULE}[{number}]"
+        findings = list(conflicts(branch, config))
+        if branch.name.lower() in names_before:
+            hint = "some file systems do not tell upper from lower case"
+            findings.append(("value", f"{branch.name} is the name of another branch", hint))
+        names_before.add(branch.name.lower())
+        for key, message, hint in findings:
+            key = f"{place}.{key}"
+            yield ConfigProblem((key, place, SCHEDULE), f"{key} {message}", hint)
+        if findings:
+            continue
+        alone = {problem.message for problem in cross_checks(config)}
+        own = with_values(config, branch.changes(0))
+        for problem in (*cross_checks(own), *mistakes(own)):
+            if problem.message not in alone:
+                text = f"{place}: in the branch, {problem.message}"
+                yield ConfigProblem((place, SCHEDULE), text, problem.hint)
+    saved = (name for name in type(config.checkpoint).model_fields if name.startswith("save_"))
+    left_out = [name for name in saved if not getattr(config.checkpoint, name)]
+    if names_before and left_out:
+        key = f"checkpoint.{left_out[0]}"
+        text = f"{key} is false, and a branch begins with a whole checkpoint"
+        yield ConfigProblem((key, SCHEDULE), text, "set it to true, or leave the branches out")
 
 
 def _misspelled(option: str) -> str | None:

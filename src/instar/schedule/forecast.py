@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from instar.config.budget import parse_budget
+from instar.config.budget import Budget, parse_budget
 from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.fields import with_values
 from instar.config.load import Loaded
 from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
@@ -16,6 +17,7 @@ from instar.growth.operators import is_growth
 from instar.growth.plan import GrowthPlan, source_of
 from instar.models.cost import FrozenParameters
 from instar.models.shape import Growable, ParameterCount, count_parameters
+from instar.schedule.branches import BRANCH, Branch, branch_of
 from instar.schedule.checks import mistakes
 from instar.schedule.memory import (
     RankMemory,
@@ -25,7 +27,14 @@ from instar.schedule.memory import (
     shards_by_strategy,
     share_of,
 )
-from instar.schedule.operations import State, carried_out, initial_state, planned, when_due
+from instar.schedule.operations import (
+    State,
+    carried_out,
+    initial_state,
+    override,
+    planned,
+    when_due,
+)
 from instar.schedule.settings import Settings, is_frozen
 from instar.schedule.timeline import Clock, Leg, Pace, Timeline, timeline
 from instar.schedule.triggers import Entry, entries, evaluates_at_start, too_large, words
@@ -78,6 +87,24 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class BranchForecast:
+    """A branch: what it does after its first step, which is the trunk's."""
+
+    name: str
+    first_step: int | None
+    """The earliest step; None if the run ends before."""
+    latest_step: int | None
+    """The latest step; None if it may never begin."""
+    iters: int
+    decay: int
+    parameters: ParameterCount
+    """At its end."""
+    early: Totals | None
+    """Its own totals, without the trunk's, if every operation fires at its earliest."""
+    late: Totals | None
+
+
+@dataclass(frozen=True)
 class Forecast:
     """A run's stages and totals."""
 
@@ -95,6 +122,7 @@ class Forecast:
     """Totals if every operation fires at its earliest; None: only time or the loss ends it."""
     late: Totals | None
     """Totals if every operation fires at its latest."""
+    branches: tuple[BranchForecast, ...] = ()
 
     def peak_bytes(self, strategy: Strategy) -> int:
         """Return the highest memory of a rank in the whole run, in bytes."""
@@ -165,6 +193,7 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
         until=tuple(config.train.until),
         early=_totals(early),
         late=_totals(late),
+        branches=tuple(_branches(config, spec, legs, (early, late), world_size)),
     )
 
 
@@ -199,6 +228,86 @@ def _all_legs(config: RunConfig, initial: State, spec: TaskSpec, world_size: int
     if problems:
         raise ScheduleError(*problems)
     return legs
+
+
+def _branches(
+    config: RunConfig,
+    spec: TaskSpec,
+    legs: Sequence[Leg],
+    timelines: tuple[Timeline, Timeline],
+    world_size: int,
+) -> Iterator[BranchForecast]:
+    """Yield the branches of a run.
+
+    Raises:
+        ScheduleError: one cannot begin before the run ends, or cannot carry out its own schedule.
+    """
+    for number, leg in enumerate(legs):
+        entry = leg.entry
+        if entry is None or entry.operation.name != BRANCH:
+            continue
+        early, late = (_begun(each, number) for each in timelines)
+        if early is None:
+            end = timelines[0].end
+            when = f" after {end.step:,} steps" if end is not None else ""
+            text = f"{entry.place} cannot begin: the run ends{when} before it"
+            hint = "trigger it earlier, or give the run a later end"
+            raise ScheduleError(ConfigProblem((entry.place,), text, hint))
+        branch = branch_of(entry.operation)
+        try:
+            own = _branch_legs(config, spec, leg, branch, early.step, world_size)
+        except ScheduleError as error:
+            problems = (
+                ConfigProblem((entry.place,), f"{entry.place}: in the branch, {p.message}", p.hint)
+                for p in error.problems
+            )
+            raise ScheduleError(*problems) from None
+        yield BranchForecast(
+            branch.name,
+            early.step,
+            None if late is None else late.step,
+            branch.iters,
+            branch.decay,
+            count_parameters(own[-1].state.architecture),
+            _own_totals(own, branch, early, optimistic=True),
+            None if late is None else _own_totals(own, branch, late, optimistic=False),
+        )
+
+
+def _branch_legs(
+    config: RunConfig, spec: TaskSpec, leg: Leg, branch: Branch, step: int, world_size: int
+) -> list[Leg]:
+    assert leg.entry is not None
+    changes = branch.changes(step)
+    state = carried_out(leg.state, override(changes, {}), step)
+    _check_data(state, leg.entry, spec, world_size)
+    return _all_legs(with_values(config, changes), state, spec, world_size)
+
+
+def _own_totals(
+    legs: Sequence[Leg], branch: Branch, begun: Clock, *, optimistic: bool
+) -> Totals | None:
+    """Return the totals of a branch from `begun` on."""
+    config = legs[0].state.config
+    end = timeline(
+        legs,
+        [Budget("steps", begun.step + branch.iters)],
+        evaluated_at_start=False,
+        optimistic=optimistic,
+        eval_epochs=config.eval.eval_epochs,
+        clock=begun,
+    )
+    totals = _totals(end)
+    if totals is None:
+        return None
+    return replace(
+        totals,
+        steps=totals.steps - begun.step,
+        samples=totals.samples - begun.samples,
+        tokens=totals.tokens - begun.tokens,
+        epochs=None,
+        flops=totals.flops - begun.flops,
+    )
 
 
 def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
@@ -277,8 +386,13 @@ def _pace(state: State, spec: TaskSpec) -> Pace:
     )
 
 
+def _begun(timeline: Timeline, number: int) -> Clock | None:
+    return timeline.begun[number] if number < len(timeline.begun) else None
+
+
 def _first_step(timeline: Timeline, number: int) -> int | None:
-    return timeline.steps[number] if number < len(timeline.steps) else None
+    clock = _begun(timeline, number)
+    return None if clock is None else clock.step
 
 
 def _stage(

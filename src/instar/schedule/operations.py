@@ -18,6 +18,7 @@ from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
 from instar.models.architecture import mask_of
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
+from instar.schedule.branches import BRANCH, BRANCHED, Branch, problems
 from instar.schedule.ramps import CONTEXT, refused_options, with_options
 from instar.schedule.settings import (
     THAWED,
@@ -174,9 +175,33 @@ def overrides(history: History) -> Iterator[tuple[str, Any, str]]:
 
 
 def number_of(history: History) -> int:
-    """Return the number of operations without overrides. It seeds new weights, so that a run
-    resumed with a later end grows exactly as one that had this end from the beginning."""
-    return sum(change.operation.name != OVERRIDE for change in history)
+    """Return the number of operations without overrides and branches. It seeds new weights, so that a
+    run resumed with a later end grows exactly as one that had this end from the beginning, and a
+    trunk as one without branches."""
+    return sum(change.operation.name not in (OVERRIDE, BRANCH, BRANCHED) for change in history)
+
+
+def history_of_branch(
+    history: History, branch: Branch, parent: str, step: int, cursor: int
+) -> History:
+    """Return the history that a branch of the run `parent` begins with at `step`.
+
+    Its own schedule has no entry that was carried out yet, and what resumes of the trunk have set is in
+    its config.
+    """
+    origin = f"branch {branch.name}"
+    kept = [change for change in history if change.operation.name != BRANCH]
+    before = [dataclasses.replace(_given_in_config(each, origin), entry=None) for each in kept]
+    changes = branch.changes(step)
+    own = (override(changes, dict.fromkeys(changes, origin)), branch.began(parent, step))
+    return (*before, *(Change(each, step, cursor, reason=f"branch of {parent}") for each in own))
+
+
+def _given_in_config(change: Change, origin: str) -> Change:
+    if change.operation.name != OVERRIDE:
+        return change
+    given = change.operation.value
+    return dataclasses.replace(change, operation=override(given, dict.fromkeys(given, origin)))
 
 
 def effective(config: RunConfig, history: History) -> tuple[RunConfig, Settings]:
@@ -200,6 +225,9 @@ def _effective(
 ) -> tuple[RunConfig, Settings]:
     if operation.name == OVERRIDE:
         return _overridden(config, settings, operation.value)
+    if operation.name == BRANCHED:
+        given = {key: int(operation.options[key]) for key in ("decay_start", "decay_iters")}
+        return config, dataclasses.replace(settings, **given)
     check(operation)
     if growth.is_growth(operation.name):
         return config, _after_growth(settings, operation, step)
@@ -274,6 +302,10 @@ def check(operation: Operation) -> None:
         suggestion = nearest(name, names())
         hint = f"did you mean {suggestion!r}?" if suggestion else f"there are {', '.join(names())}"
         raise ValueError(f"unknown operation {name!r}; {hint}")
+    if name == BRANCH:
+        for part, message, _ in problems(operation):
+            raise OperationError(name, part, message)
+        return
     for option, message in refused_options(name, operation.options):
         raise OperationError(name, option, message)
     if name == "reset_lr_schedule":
@@ -363,7 +395,7 @@ def _after_growth(settings: Settings, operation: Operation, step: int) -> Settin
     """Apply the growth option `lr` to all parameters: restart the learning rate schedule, or rewarm it."""
     lr = operation.options.get("lr", "keep")
     if lr == "reset":
-        return dataclasses.replace(settings, lr_start=step)
+        return settings.restarted(step)
     if lr == "keep" or "rewarm" not in lr:
         return settings
     return dataclasses.replace(settings, rewarm_start=step, rewarm_iters=lr["rewarm"])
@@ -519,13 +551,14 @@ SETTINGS: Mapping[str, Effect] = {
         s, eval_interval=_rounded(s.eval_interval * factor)
     ),
     "set_eval_interval": lambda s, value, _: dataclasses.replace(s, eval_interval=int(value)),
-    "reset_lr_schedule": lambda s, _, step: dataclasses.replace(s, lr_start=step),
+    "reset_lr_schedule": lambda s, _, step: s.restarted(step),
     "change_context": lambda s, factor, _: dataclasses.replace(
         s, context=_rounded(s.context * factor)
     ),
     "set_context": lambda s, value, _: dataclasses.replace(s, context=int(value)),
     "freeze": _freeze,
     "unfreeze": _unfreeze,
+    BRANCH: lambda s, _value, _step: s,
 }
 """Effects of all operations on settings. `change_*` multiplies, `set_*` is absolute. Products of
 counts are rounded to the nearest, halves up, and are at least 1, except `change_warmup_iters`,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from instar.record.format import bytes_text, scientific, si, sizes_text
-from instar.schedule.forecast import Forecast, Stage, Totals
+from instar.schedule.forecast import BranchForecast, Forecast, Stage, Totals
 from instar.schedule.settings import Settings
 
 _LABEL = 12
@@ -172,7 +172,19 @@ def _totals(forecast: Forecast) -> list[Row]:
             f"{_total(forecast.early, forecast.unit)} if every operation fires at its earliest step;",
             f"{_total(forecast.late, forecast.unit)} at its latest",
         ]
-    return [*rows, ("total", text_lines)]
+    branches = [_branch(each, forecast.unit) for each in forecast.branches]
+    return [*rows, ("total", text_lines), *([("branches", branches)] if branches else [])]
+
+
+def _branch(branch: BranchForecast, unit: str) -> str:
+    begins = f"at step {branch.first_step:,}"
+    if branch.latest_step is None:
+        begins += " at the earliest, perhaps never"
+    elif branch.latest_step != branch.first_step:
+        begins += f" to {branch.latest_step:,}"
+    decay = f", the last {branch.decay:,} in decay" if branch.decay else ""
+    cost = _total(branch.early, unit) if branch.early else f"{branch.iters:,} steps"
+    return f"{branch.name}, {begins}: {cost}{decay}; {si(branch.parameters.total)} parameters"
 
 
 def _total(totals: Totals, unit: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
 from typing import Literal
@@ -75,11 +75,25 @@ class Settings:
     unscaled_intervals: tuple[int, int | None, int | None] | None = None
     """Values of warmup_iters, lr_decay_iters and decay_every without that factor; None: their
     present values."""
+    decay_start: int = 0
+    """Step at which the last decay of a branch begins."""
+    decay_iters: int = 0
+    """Length of that decay in steps; 0: none."""
 
     @property
     def global_batch(self) -> int:
         """Samples per step over all ranks."""
         return self.batch_size * self.grad_accum
+
+    def scheduled_step(self, step: int) -> int:
+        """Return the step whose place in the schedule gives the rate of `step`: the schedule stands
+        still in the last decay of a branch."""
+        return min(step, self.decay_start) if self.decay_iters else step
+
+    def restarted(self, step: int) -> Settings:
+        """Return the settings with a learning rate schedule that begins at `step`, which ends a decay."""
+        decay_iters = self.decay_iters if step < self.decay_start else 0
+        return replace(self, lr_start=step, decay_iters=decay_iters)
 
     def counts(self) -> list[int]:
         """All settings that are counts and not None."""
@@ -160,14 +174,27 @@ def learning_rate(settings: Settings, step: int, share: float | None = None) -> 
     Rewarming multiplies this by a factor that rises from 0 to 1 over `rewarm_iters` steps, while
     the schedule continues (arXiv 2308.04014, which begins at 0 or the lowest rate; here 0). The rate of
     parameters of a `Birth` is this times its factor.
+
+    In the last decay of a branch, the share falls linearly from that of its first step to m.
+
+    Args:
+        share: of `settings.scheduled_step(step)`.
     """
-    done = step - settings.lr_start
+    done = settings.scheduled_step(step) - settings.lr_start
     if share is None and done < settings.warmup_iters:
         share = (done + 1) / settings.warmup_iters
     elif share is None:
         share = _share_of_peak(settings, done)
     rewarmed = _rising(step - settings.rewarm_start, settings.rewarm_iters)
-    return settings.lr * share * rewarmed
+    return settings.lr * _decayed(settings, step, share) * rewarmed
+
+
+def _decayed(settings: Settings, step: int, share: float) -> float:
+    """Return the share in the last decay of a branch, which began with `share`."""
+    if not settings.decay_iters or step <= settings.decay_start:
+        return share
+    progress = min(1.0, (step - settings.decay_start) / settings.decay_iters)
+    return share - (share - min(share, settings.min_lr_ratio)) * progress
 
 
 def _rising(done: int, iters: int) -> float:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from instar.config.budget import Budget
 from instar.growth.plan import GrowthPlan
 from instar.models.architecture import mask_of
+from instar.schedule.branches import BRANCH
 from instar.schedule.operations import State, when_due
 from instar.schedule.triggers import Entry, Moment, due, losses_needed
 
@@ -153,11 +154,16 @@ class Leg:
 class Timeline:
     """The result of simulating a run through its legs."""
 
-    steps: tuple[int, ...]
-    """First step of each leg that is reached."""
+    begun: tuple[Clock, ...]
+    """The clock at the first step of each leg that is reached."""
     end: Clock | None
     """The end by budgets; None: only the wall clock or the loss ends the run."""
     end_pace: Pace
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """First step of each leg that is reached."""
+        return tuple(clock.step for clock in self.begun)
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,10 @@ class _Ending:
     """Steps between evaluations."""
     evaluated: bool
     """Whether there is an evaluation at the first step."""
+    since: int
+    """Step of the last operation that is no branch, or of the beginning."""
+    operated: bool
+    """Whether there was such an operation."""
     masked_until: int
     optimistic: bool
     """Whether conditions on the loss hold at once, instead of never."""
@@ -202,10 +212,10 @@ class _Ending:
             step=step,
             tokens=clock.tokens,
             fraction=None if used is None else float(used),
-            since_last=step - begin,
+            since_last=step - self.since,
             loss=(-math.inf if self.optimistic else math.inf) if evaluated else None,
             losses=self._losses(step),
-            operated=self.leg.entry is not None and step == begin,
+            operated=self.operated and step == self.since,
             flops_per_step=self.leg.pace.flops_per_step,
         )
         if step >= self.masked_until:
@@ -215,7 +225,7 @@ class _Ending:
     def _losses(self, step: int) -> tuple[tuple[int, float], ...]:
         """Return losses for triggers on a slope that never fall, or that never stop falling."""
         last, slope = step // self.interval, 1e30 if self.optimistic else -1e30
-        first = max(self.clock.step // self.interval, last - losses_needed(self.entry.trigger))
+        first = max(self.since // self.interval, last - losses_needed(self.entry.trigger))
         steps = (number * self.interval for number in range(first + 1, last + 1))
         return tuple((each, slope * each) for each in steps)
 
@@ -227,15 +237,19 @@ def timeline(
     evaluated_at_start: bool,
     optimistic: bool,
     eval_epochs: int | None = None,
+    clock: Clock | None = None,
 ) -> Timeline:
     """Simulate the run through `legs`, the first of which has no entry.
 
     Args:
+        clock: at the beginning; None: step 0.
         evaluated_at_start: whether there is a validation loss before the first step.
         optimistic: whether conditions on the loss hold at once, instead of never.
         eval_epochs: the epochs between evaluations, instead of an interval of steps.
     """
-    clock, masked_until, evaluated, steps = Clock(), 0, evaluated_at_start, [0]
+    clock = clock or Clock()
+    masked_until, evaluated, begun = 0, evaluated_at_start, [clock]
+    since, operated = clock.step, False
     for before, leg in pairwise(legs):
         assert leg.entry is not None
         ending = _Ending(
@@ -245,6 +259,8 @@ def timeline(
             budgets,
             _interval(before, eval_epochs),
             evaluated,
+            since,
+            operated,
             masked_until,
             optimistic,
         )
@@ -258,11 +274,13 @@ def timeline(
         mask = mask_of(leg.state.architecture)
         if mask is not None and mask is not mask_of(before.state.architecture):
             masked_until = step + mask.steps
-        steps.append(step)
-    pace = legs[len(steps) - 1].pace
+        begun.append(clock)
+        if leg.entry.operation.name != BRANCH:
+            since, operated = step, True
+    pace = legs[len(begun) - 1].pace
     end = clock.end(pace, budgets)
     reached = None if end is None else clock.after(pace, end - clock.step)
-    return Timeline(tuple(steps), reached, pace)
+    return Timeline(tuple(begun), reached, pace)
 
 
 def _interval(leg: Leg, epochs: int | None) -> int:

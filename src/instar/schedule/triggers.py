@@ -14,8 +14,9 @@ from instar.growth.operators import is_growth
 from instar.models.architecture import mask_of
 from instar.models.shape import Growable, count_parameters
 from instar.record.format import si
+from instar.schedule.branches import BRANCH, BRANCHED
 from instar.schedule.curves import PER, PowerLaw
-from instar.schedule.operations import History, State
+from instar.schedule.operations import Change, History, State
 
 
 @dataclass(frozen=True)
@@ -406,8 +407,16 @@ def next_entry(schedule: Sequence[Entry], history: History) -> Entry | None:
 
 
 def last_step(history: History) -> int | None:
-    """Return the step of the schedule's last operation, skipped or not; None before the first."""
-    return max((change.step for change in history if change.entry is not None), default=None)
+    """Return the step of the schedule's last operation, skipped or not; None before the first.
+
+    A branch is none in its trunk, which goes on as without it; a branch itself begins with one.
+    """
+    return max((change.step for change in history if _counts(change)), default=None)
+
+
+def _counts(change: Change) -> bool:
+    name = change.operation.name
+    return name == BRANCHED or (change.entry is not None and name != BRANCH)
 
 
 def due(entry: Entry, moment: Moment, state: State) -> str | None:

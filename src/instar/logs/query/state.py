@@ -16,7 +16,7 @@ from typing import Literal
 
 from instar.checkpoint.manifest import MANIFEST
 from instar.config.files import open_regular, read_regular
-from instar.record.events import Event, Failed, RunFinished, RunStarted, Stop
+from instar.record.events import Branched, Event, Failed, RunFinished, RunStarted, Stop
 from instar.record.rundir import RunDir, lock_owner, lock_readable, running_process
 
 State = Literal["running", "finished", "stopped", "crashed"]
@@ -73,6 +73,8 @@ def run_status(
         and (started is None or event.segment >= started.segment)
     ]
     resumable = _whole_latest(run)
+    if process is None and started is None and any(isinstance(e, Branched) for e in events):
+        return RunStatus("stopped", "a branch that has not begun", resumable, _resume(run), None)
     state, reason = _recorded_state(ends)
     is_quiet = abs((time.time() if now is None else now) - seen) >= QUIET_S
     if process is None and not ends and not _lock_is_reliable(run, started):

@@ -27,6 +27,7 @@ from instar.logs.read.sidecar import (
 from instar.record.events import (
     NOT_AN_EVENT,
     VERSION,
+    Branched,
     Eval,
     Event,
     Failed,
@@ -43,7 +44,7 @@ from instar.record.rundir import RunDir
 
 SMALL_BYTES = 1 << 15
 """bytes up to which new lines are read again rather than cached"""
-_FORM = 2
+_FORM = 3
 _FILE = "summary.json"
 _MEASUREMENTS = tuple(b'{"v":%d,"kind":"%s"' % (VERSION, kind) for kind in (b"train", b"layers"))
 
@@ -80,7 +81,7 @@ class CachedSummary:
     operations: int
     """number of scheduled operations that are not superseded"""
     events: tuple[Event, ...]
-    """the newest segment's start, and what ended it: `Stop`, `RunFinished`, `Failed`"""
+    """the newest segment's start, and what ended it: `Stop`, `RunFinished`, `Failed`; first `Branched`"""
     fault: str
     """why the record cannot be read"""
 
@@ -104,6 +105,8 @@ class _ScanState(msgspec.Struct):
     time: float | None = None
     about: list[str] = []
     """the lines of the newest segment's start, and of its end"""
+    branched: str = ""
+    """the line that says of which run it is a branch"""
 
 
 class _CacheFile(msgspec.Struct):
@@ -124,7 +127,8 @@ def cached_summary(run: RunDir) -> CachedSummary:
         fault = "" if seen.kind else no_record(run.events)
     except OSError as error:
         seen, fault = _ScanState(), f"cannot read {run.events}: {error.strerror}"
-    events = tuple(decode(line.encode()) for line in seen.about)
+    lines = [seen.branched, *seen.about]
+    events = tuple(decode(line.encode()) for line in lines if line)
     start = next((event for event in events if isinstance(event, RunStarted)), None)
     limits = seen.lineage.limits()
     evals = [
@@ -186,6 +190,8 @@ def _take(seen: _ScanState, block: bytes) -> None:
     lines = block.split(b"\n")
     for line, event in _events(line for line in lines if not line.startswith(_MEASUREMENTS)):
         seen.lineage.take(event)
+        if isinstance(event, Branched) and not seen.branched:
+            seen.branched = line.decode(errors="replace")
         if isinstance(event, RunStarted):
             seen.started = event.time if seen.started is None else seen.started
             seen.segments += 1

@@ -6,12 +6,15 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import ConfigError
 from instar.config.sections import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
 from instar.models.architecture import mask_of
+from instar.run.changes.branching import publish_branch
 from instar.run.changes.live_growth import Candidate, build_candidate_stepper, make_candidate
 from instar.run.loop.checkpointing import best_is_now, save
 from instar.run.loop.components import Components
@@ -19,6 +22,7 @@ from instar.run.loop.gradient_stats import GradientWatch
 from instar.run.loop.state import RunState, fraction_used
 from instar.run.loop.step import Stepper, freeze
 from instar.run.loop.validation import validate
+from instar.schedule.branches import BRANCH
 from instar.schedule.operations import FOLD, Change, State, carried_out, planned, set_lr, when_due
 from instar.schedule.settings import is_frozen, patterns_of
 from instar.schedule.triggers import Entry, Moment, due, last_step, next_entry, remaining, too_large
@@ -157,9 +161,12 @@ def carry_out(
     number = None if entry is None else entry.number
     change = Change(operation, step, state.progress.samples, number, reason=reason)
     candidate: Candidate | None = None
+    folder: Path | None = None
     stepper: Stepper = parts.stepper
     try:
         after, plan = planned(before, operation, step)
+        if operation.name == BRANCH:
+            folder = publish_branch(state, parts, change)
         if entry is not None and (why := too_large(entry, after.architecture)):
             raise ValueError(why)
         if plan is not None:
@@ -168,7 +175,7 @@ def carry_out(
                 state, parts, operation, after, plan, allow_inexact=allow_inexact
             )
             stepper = build_candidate_stepper(parts, candidate, after)
-    except (ValueError, RuntimeError, MemoryError, PeerError) as error:
+    except (ValueError, RuntimeError, MemoryError, PeerError, CheckpointError) as error:
         # all ranks get here: either all failed alike, or a collective raised on all of them
         skip = entry is not None and entry.on_failure == "skip"
         return _failed(state, parts, change, error, skip=skip)
@@ -196,6 +203,7 @@ def carry_out(
         proof=candidate.proof if candidate else None,
         seconds=time.perf_counter() - start,
         loss=loss,
+        folder=folder,
     )
     if candidate is not None:
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)

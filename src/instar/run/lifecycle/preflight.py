@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,11 +26,13 @@ from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
 from instar.record.system import host_bytes
 from instar.record.trackers.configured import missing
+from instar.schedule.branches import BRANCH, branch_of, folder_of
+from instar.schedule.branches import problems as schedule_problems
 from instar.schedule.checks import has_end
 from instar.schedule.forecast import Forecast, checked_forecast
 from instar.schedule.memory import in_force
 from instar.schedule.ramps import CONTEXT
-from instar.schedule.triggers import evaluates_at_start
+from instar.schedule.triggers import evaluates_at_start, operation
 from instar.tasks.task import Say, TaskSpec, spec_class
 
 
@@ -88,6 +91,7 @@ def preflight(
     if new:
         with _collecting(problems):
             check_run_dir(config.record, config.name)
+        problems += _branches(loaded)
     spec: TaskSpec | None = None
     assumptions: list[str] = []
     with _collecting(problems):
@@ -279,6 +283,22 @@ def sharding_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterat
             f"of every parameter: {name} has {table[name].shape[0]} rows",
             "use fewer ranks, hsdp with fewer shards, or ddp",
         )
+
+
+def _branches(loaded: Loaded) -> Iterator[ConfigProblem]:
+    """Yield branches whose folders exist beside the one that the new run is given."""
+    if loaded.config.record.run_dir is None:
+        return
+    for number, given in enumerate(loaded.config.schedule):
+        if given.name != BRANCH or any(schedule_problems(operation(given))):
+            continue
+        folder = folder_of(Path(loaded.config.record.run_dir), branch_of(operation(given)).name)
+        if folder.exists():
+            yield loaded.problem(
+                f"schedule[{number}].value",
+                f"schedule[{number}]: the branch's folder {folder} exists already",
+                "choose another name, or another record.run_dir",
+            )
 
 
 def _epochs(loaded: Loaded) -> list[ConfigProblem]:

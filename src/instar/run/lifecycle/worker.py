@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
@@ -35,6 +36,7 @@ from instar.distributed.failure import (
     describe_failure,
     exit_code_of,
     exits_fail,
+    point_to_log,
     stopped_before_start,
 )
 from instar.distributed.rank_log import RankLog
@@ -55,6 +57,7 @@ from instar.record.trackers.configured import configured
 from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import TrackedRun
 from instar.run.changes.scheduled import check_ahead
+from instar.run.lifecycle.branches import unfinished_branches
 from instar.run.lifecycle.build import build
 from instar.run.lifecycle.compile_stages import compile_stages
 from instar.run.lifecycle.inputs import (
@@ -115,8 +118,9 @@ def run(
     only_test: bool = False,
     profiled_steps: int = 0,
     hooks: Sequence[object] = (),
-) -> None:
-    """Train as one rank of the world that the environment variables describe. A collective.
+) -> Path:
+    """Train as one rank of the world that the environment variables describe, then the run's branches, and
+    return the run's folder. A collective.
 
     Args:
         resume: how to resume a run; None: a new run, unless the config or a restart says otherwise.
@@ -131,25 +135,46 @@ def run(
         RunFailed: the run started and cannot continue.
         Interrupted: a stop was requested, and all ranks stopped at the same step.
     """
-    wait_s = 0.5
-    _last_trainer.clear()
-    try:
-        with exits_fail("the task's code"):
-            _run_rank(
-                loaded,
-                log,
-                signal,
-                resume,
-                only_test=only_test,
-                profiled=profiled_steps,
-                hooks=hooks,
-            )
-        # only after success: otherwise a scheduler or other ranks wait for this one to end
-        wait_s = DELETING_S
-    finally:
-        finish_deleting(wait_s)
-        if log.path is not None and log.rank == 0 and loaded.config.record.report:
-            _report(RunDir(log.path.parent.parent))
+    launch_key = f"{LAUNCH_KEY}/{next(_calls)}"
+
+    def train(config: Loaded, how: Resume | None, key: str, *, profile: int = 0) -> Family:
+        wait_s = 0.5
+        _last_trainer.clear()
+        try:
+            with exits_fail("the task's code"):
+                left = _run_rank(
+                    config,
+                    log,
+                    signal,
+                    how,
+                    only_test=only_test,
+                    profiled=profile,
+                    hooks=hooks,
+                    launch_key=key,
+                )
+            # only after success: otherwise a scheduler or other ranks wait for this one to end
+            wait_s = DELETING_S
+            return left
+        finally:
+            finish_deleting(wait_s)
+            if log.path is not None and log.rank == 0 and config.config.record.report:
+                _report(RunDir(log.path.parent.parent))
+
+    left = train(loaded, resume, launch_key, profile=profiled_steps)
+    assert log.path is not None
+    folder, path = log.path.parents[1], log.path
+    while left:
+        (branch, config), *left = left
+        try:
+            left = [*train(config, Resume(branch), f"{launch_key}/{branch.path.name}"), *left]
+        except Interrupted:
+            raise Interrupted(f"resume with: instar resume {folder}") from None
+        point_to_log(path, os.environ)
+    return folder
+
+
+Family = list[tuple[RunDir, Loaded]]
+"""Branches, with their configs."""
 
 
 def _report(run_dir: RunDir) -> None:
@@ -171,7 +196,9 @@ def _run_rank(
     only_test: bool,
     profiled: int,
     hooks: Sequence[object],
-) -> None:
+    launch_key: str,
+) -> Family:
+    """Train one run, and return its branches that are left to train."""
     with (
         ExitStack() as record,  # outlives the process group, which knows at its end who was lost
         join(loaded.config.parallel, loaded.config.device) as world,
@@ -181,7 +208,7 @@ def _run_rank(
         record.enter_context(closing(console))
         display = Display(lambda: console.screen, owns=False) if world.is_main else None
         record.enter_context(showing(display))
-        requested, launch_key = resume, f"{LAUNCH_KEY}/{next(_calls)}"
+        requested = resume
         resume, before = _agree_to_resume(loaded, resume, world, launch_key)
         check_folder_is_shared(resume.run if resume else None, loaded.config.record, world)
         start, resumed, warnings = None, None, list[str]()
@@ -289,7 +316,7 @@ def _run_rank(
             name = start.path.name if start else "last"
             if final_test(trainer.state, trainer.parts, run_dir.path, weights=name) is None:
                 raise Interrupted(f"again: instar test {run_dir.path}")
-            return
+            return []
         if start is not None:
             _update_best_pointers(trainer, start.path, run_dir)
         if profiled and over is None:
@@ -303,6 +330,9 @@ def _run_rank(
             if over is None
             else _end_complete_run(trainer, run_dir, over)
         )
+        left = Family()
+        if not decision.interrupted:
+            left = unfinished_branches(trainer.state, trainer.parts, run_dir.path)
     if decision.failed:
         raise RunFailed(
             f"{decision.reason}; saved at step {trainer.state.step:,}: correct this, then resume with: "
@@ -310,6 +340,7 @@ def _run_rank(
         )
     if decision.interrupted:
         raise Interrupted(f"resume with: instar resume {run_dir.path}")
+    return left
 
 
 def _failure(recorder: Recorder, parts: Components) -> str | None:

@@ -12,6 +12,7 @@ import msgspec
 from instar.config.budget import Budget
 from instar.run.loop.data_phase import DataPhase
 from instar.run.loop.early_stopping import MetricState
+from instar.schedule.branches import BRANCH
 from instar.schedule.operations import Change, History, State
 from instar.schedule.settings import Settings
 
@@ -162,7 +163,8 @@ class RunState:
     def changed(self, change: Change, in_force: State) -> RunState:
         """Return the state after a change of the run, carried out or skipped."""
         # losses before an operation of the schedule must not count for a plateau after it
-        losses = self.losses if change.entry is None else ()
+        kept = change.entry is None or change.operation.name == BRANCH
+        losses = self.losses if kept else ()
         return replace(self, history=(*self.history, change), in_force=in_force, losses=losses)
 
     def to_json(self) -> dict[str, Any]:

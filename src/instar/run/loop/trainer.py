@@ -88,7 +88,8 @@ class Trainer:
         parts.sync.begin(f"step {number + 1}", number + 1)
         parts.rank_log.step = number + 1
         settings = state.settings
-        share = parts.task.lr_share(number - settings.lr_start, settings.lr_decay_iters)
+        done = settings.scheduled_step(number) - settings.lr_start
+        share = parts.task.lr_share(done, settings.lr_decay_iters)
         lr = learning_rate(settings, number, share)
         layers_every = parts.config.record.layers_every
         strategy = parts.stepper.strategy

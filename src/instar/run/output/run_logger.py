@@ -331,8 +331,10 @@ class RunLogger:
         proof: Proof | None,
         seconds: float,
         loss: float | None,
+        folder: Path | None = None,
     ) -> None:
-        """Log an operation between two steps; `proof` is given for operations on the model."""
+        """Log an operation between two steps; `proof` is given for operations on the model, `folder`
+        for a branch."""
         operation, changes = change.operation, differences(before, after)
         notes, measured = list[str](), dict[str, float]()
         if proof is not None:
@@ -350,7 +352,7 @@ class RunLogger:
             name=operation.name,
             value=operation.value,
             verb="SET" if proof is None else "GROW",
-            change=changed_text(changes),
+            change=changed_text(changes) if folder is None else str(folder.name),
             reason=change.reason,
             notes=tuple(notes),
             preserves=proof.label if proof else "",

@@ -1,0 +1,144 @@
+"""A branch of a live run: a run of its own beside the trunk, which begins with the trunk's state."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from instar.checkpoint.listing import latest
+from instar.checkpoint.manifest import CheckpointError, read_manifest
+from instar.checkpoint.store import publish
+from instar.config.fields import with_values
+from instar.config.origins import resolved
+from instar.distributed.agree import agree, raise_on_all_ranks
+from instar.record import atomic
+from instar.record.events import Branched, read_events
+from instar.record.recorder import Recorder
+from instar.record.rundir import RunDir
+from instar.run.loop.checkpointing import snapshot
+from instar.run.loop.components import Components
+from instar.run.loop.early_stopping import MetricState
+from instar.run.loop.state import RunState
+from instar.run.output.save import Snapshot
+from instar.schedule.branches import Branch, branch_of, folder_of
+from instar.schedule.operations import Change, History, history_of_branch, history_to_json
+
+
+def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
+    """Publish the run of a branch, whose first checkpoint has the present state; return its folder.
+
+    A collective. The folder appears when it is complete. If it is there already, because this run was killed
+    after the branch and has reached its step again, it stays as it is.
+
+    Raises:
+        CheckpointError, PeerError: it cannot be written.
+        ValueError: the folder is not a branch of this run.
+    """
+    world, branch = parts.world, branch_of(change.operation)
+    trunk = parts.saver.root.absolute()
+    folder = folder_of(trunk, branch.name)
+    history = history_of_branch(
+        state.history, branch, trunk.name, change.step, change.cursor
+    )
+    exists = False
+    with raise_on_all_ranks(world, "looking for the branch"):
+        if world.is_main and (exists := folder.exists()):
+            _check_existing(folder, trunk, history, parts, change)
+    if agree(world, exists):
+        return folder
+    parts.stepper.share_buffers()
+    saved = _first_checkpoint(state, parts, branch, history)
+    saved.check_replicas(world)
+    try:
+        with ExitStack() as publishing:
+            temporary = ""
+            with raise_on_all_ranks(world, "opening the branch's folder"):
+                if world.is_main:
+                    atomic.sweep(folder.parent, folder.name)
+                    temporary = str(publishing.enter_context(atomic.atomic_dir(folder)))
+            root = Path(str(agree(world, temporary)))
+            first = publish(
+                root,
+                state.step,
+                saved.components,
+                saved.state,
+                architecture=saved.architecture,
+                history=saved.history,
+                facts=saved.facts,
+                world=world,
+            )
+            with raise_on_all_ranks(world, "publishing the branch"):
+                if world.is_main:
+                    _fill(RunDir(root), trunk.name, branch, first.name, parts, change)
+                    publishing.close()
+    except atomic.WriteError as error:
+        raise CheckpointError(str(error)) from error
+    return folder
+
+
+def _first_checkpoint(
+    state: RunState, parts: Components, branch: Branch, history: History
+) -> Snapshot:
+    """Return the snapshot of a branch that has made no evaluation of its own. A collective."""
+    began = replace(
+        state,
+        history=history,
+        metrics=MetricState(),
+        evaluated={},
+        losses=(),
+        evaluated_at=-1,
+        judged_at=-1,
+        evaluation_checked_at=state.step,
+    )
+    saved = snapshot(began, parts, f"branch {branch.name}")
+    return replace(saved, facts=msgspec.structs.replace(saved.facts, line=[]))
+
+
+def _fill(
+    run: RunDir, trunk: str, branch: Branch, first: str, parts: Components, change: Change
+) -> None:
+    """Write all but the checkpoint: the config, what the task keeps, and the first event."""
+    changes = branch.changes(change.step)
+    place = {"name": f"{parts.config.name}.{branch.name}", "resume": "never"}
+    config = with_values(parts.config, changes | place | {"record.run_dir": None})
+    run.logs.mkdir()
+    for name, file in parts.task.spec.kept.items():
+        atomic.write_synced(run.path / name, file.read_bytes())
+    recorder = Recorder(run.events)
+    recorder.write(
+        Branched(
+            name=branch.name,
+            parent=trunk,
+            step=change.step,
+            checkpoint=first,
+            iters=branch.iters,
+            decay=branch.decay,
+        )
+    )
+    recorder.close()
+    origins = dict.fromkeys(changes, f"branch {branch.name}")
+    atomic.write_synced(run.config, resolved(config, origins).encode())
+
+
+def _check_existing(
+    folder: Path, trunk: Path, history: History, parts: Components, change: Change
+) -> None:
+    """Raise ValueError unless a folder is this branch; warn if it is of another course of the run."""
+    name = change.operation.value
+    events = read_events(RunDir(folder).events) if RunDir(folder).events.is_file() else iter(())
+    began = next(events, None)
+    if not isinstance(began, Branched) or (began.parent, began.name) != (trunk.name, name):
+        raise ValueError(f"{folder} exists and is not the branch {name} of this run; move it away")
+    try:
+        found = read_manifest(latest(folder)).history[: len(history)]
+    except CheckpointError:
+        return
+    if found != msgspec.to_builtins(history_to_json(history)):
+        parts.logger.warn(
+            f"{folder} is the branch of an earlier course of this run, and stays as it is; to make it "
+            "again, move it away and resume from a checkpoint before it",
+            change.step,
+        )
