@@ -73,7 +73,9 @@ def family(made: Path, tmp_path: Path) -> Path:
 
 def train(cfg: Path, run_dir: Path, schedule: object, *overrides: str, ranks: int = 1) -> None:
     given = (f"record.run_dir={run_dir}", f"schedule={json.dumps(schedule)}", *overrides)
-    run_ranks(ranks, cfg.parent, "train", cfg, *(word for text in given for word in ("--set", text)))
+    run_ranks(
+        ranks, cfg.parent, "train", cfg, *(word for text in given for word in ("--set", text))
+    )
 
 
 def weights(run: Path, step: int) -> dict[str, bytes]:
@@ -141,7 +143,9 @@ def test_a_branch_is_a_run_of_its_own_that_says_where_it_comes_from(made: Path) 
         # its best is one of its own evaluations
         best = (run / "checkpoints" / "best").read_text().strip()
         assert int(best.removeprefix("step-")) > step
-    made = [(event.name, event.value) for event in events(made) if isinstance(event, OperationEvent)]
+    made = [
+        (event.name, event.value) for event in events(made) if isinstance(event, OperationEvent)
+    ]
     assert made == [("branch", "small"), ("insert_layers", 1), ("branch", "big")]
 
 
@@ -192,7 +196,7 @@ def entry(**given: Any) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "schedule, said",
+    ("schedule", "said"),
     [
         ([entry(value="../up")], "schedule[0].value must be the branch's name"),
         ([entry(value="a/b")], "schedule[0].value must be the branch's name"),
@@ -212,13 +216,14 @@ def entry(**given: Any) -> Mapping[str, Any]:
         ([entry(set={"checkpoint.best_of": ["x"]})], "in the branch, checkpoint.best_of[0]: this"),
         ([entry(schedule=[{"value": 3}])], "schedule is invalid: schedule[0].name is missing"),
         ([entry(schedule=[SMALL])], "schedule[0].schedule[0].name must not be branch"),
-        ([entry(schedule=[{**GROW, "value": -1}])], "in the branch, schedule[0].value needs a whole"),
+        (
+            [entry(schedule=[{**GROW, "value": -1}])],
+            "in the branch, schedule[0].value needs a whole",
+        ),
         ([entry(when={"at_step": 14})], "schedule[0] cannot begin: the run ends after 14 steps"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_start(
-    cfg: Path, schedule: object, said: str
-) -> None:
+def test_what_cannot_be_is_refused_before_the_start(cfg: Path, schedule: object, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         preflight(load_checked(str(cfg), [f"schedule={json.dumps(schedule)}"]), world_size=1)
     assert said in str(refused.value)

@@ -78,7 +78,9 @@ def test_every_member_of_a_killed_family_is_complete_once_and_as_without_kills(
         "killed-branches",
         [
             figures.none_of(
-                kills, "SIGKILL in a family: a member with other weights than the undisturbed", different
+                kills,
+                "SIGKILL in a family: a member with other weights than the undisturbed",
+                different,
             ),
             figures.none_of(kills, "SIGKILL in a family: not every member complete once", not_once),
         ],

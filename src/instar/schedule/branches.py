@@ -102,7 +102,9 @@ def problems(operation: Operation) -> Iterator[Finding]:
             yield option, "is unknown", f"did you mean '{suggestion}'?" if suggestion else known
     iters, decay = given.get("iters"), given.get("decay")
     if not _is_count(iters) or iters == 0:
-        found = "is missing" if iters is None else f"must be a positive whole number, got {show(iters)}"
+        found = (
+            "is missing" if iters is None else f"must be a positive whole number, got {show(iters)}"
+        )
         yield "iters", found, "give the steps that the branch makes after the trunk's"
     elif decay is not None and not (_is_count(decay) and decay <= iters):
         found = f"must be a whole number from 0 to iters ({iters:,}), got {show(decay)}"
@@ -127,7 +129,11 @@ def conflicts(branch: Branch, config: RunConfig) -> Iterator[Finding]:
     for key in branch.overrides:
         if key not in known:
             suggestion = nearest(str(key), known)
-            hint = f"did you mean '{suggestion}'?" if suggestion else "write keys such as train.batch_size"
+            hint = (
+                f"did you mean '{suggestion}'?"
+                if suggestion
+                else "write keys such as train.batch_size"
+            )
             yield f"set.{key}", "is not a key of the config", hint
         elif key in (END, OPERATIONS):
             mine = "iters" if key == END else OPERATIONS

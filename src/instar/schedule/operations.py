@@ -226,8 +226,8 @@ def _effective(
     if operation.name == OVERRIDE:
         return _overridden(config, settings, operation.value)
     if operation.name == BRANCHED:
-        given = {key: int(operation.options[key]) for key in ("decay_start", "decay_iters")}
-        return config, dataclasses.replace(settings, **given)
+        start, iters = (int(operation.options[key]) for key in ("decay_start", "decay_iters"))
+        return config, dataclasses.replace(settings, decay_start=start, decay_iters=iters)
     check(operation)
     if growth.is_growth(operation.name):
         return config, _after_growth(settings, operation, step)

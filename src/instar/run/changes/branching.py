@@ -40,9 +40,7 @@ def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
     world, branch = parts.world, branch_of(change.operation)
     trunk = parts.saver.root.absolute()
     folder = folder_of(trunk, branch.name)
-    history = history_of_branch(
-        state.history, branch, trunk.name, change.step, change.cursor
-    )
+    history = history_of_branch(state.history, branch, trunk.name, change.step, change.cursor)
     exists = False
     with raise_on_all_ranks(world, "looking for the branch"):
         if world.is_main and (exists := folder.exists()):

@@ -72,4 +72,3 @@ def _is_left(name: str, root: Path, parts: Components) -> bool:
         by = f" by process {status.process}" if status.process else ""
         parts.logger.console.warn(f"the branch {name} is being trained{by}, and is left to it")
     return status.state in ("stopped", "crashed")
-
