@@ -9,12 +9,19 @@ import torch
 from growing import KEY, batch, grown, operation, random_gpt, values
 from shapes import gpt2, llama
 
+from instar.config.schema import OptimizerConfig
 from instar.config.sections import Operation
-from instar.growth.apply import Mode, grow_optimizer
+from instar.growth.apply import Mode, copies_stay_equal, grow_optimizer
 from instar.growth.proof import split_grad_norms
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
+from instar.run.loop.optimizer import (
+    build_optimizers,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2 = gpt2(**SIZES)
@@ -124,11 +131,45 @@ def test_copied_units_part_when_only_the_source_remembers() -> None:
     assert apart(trained_before_and_after(op, "mapped"), "blocks.0.mlp.up.weight", 12) < 1e-12
 
 
-def test_a_duplicated_stream_parts_when_only_the_source_remembers() -> None:
-    op = operation("widen_hidden", "x2", how="duplicate")
-    name = "blocks.0.mlp.down.weight"
-    assert apart(trained_before_and_after(op, "asymmetric"), name, 16) > 1e-4
-    assert apart(trained_before_and_after(op, "mapped"), name, 16) < 1e-12
+def trained(model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
+    set_learning_rate(optimizers, 0.01, 0)
+    for _ in range(10):
+        gradients(model)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["asymmetric", "mapped", "reset"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("arch", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_duplicated_stream_parts_in_every_tensor_when_only_the_source_remembers(
+    arch: Architecture, name: str, mode: Mode
+) -> None:
+    """And in none when both remember the same, or neither anything."""
+    config = OptimizerConfig.model_validate({"name": name, "lr": 0.01})
+    old = random_gpt(arch)
+    before = build_optimizers(dict(old.named_parameters()), config)
+    trained(old, before)
+    new, plan = grown(old, operation("widen_hidden", "x2", how="duplicate"))
+    states = optimizer_tensors(before, dict(old.named_parameters()))
+    assert copies_stay_equal(plan, states, mode) == (mode != "asymmetric")
+    assert copies_stay_equal(plan, {}, mode)
+    after = build_optimizers(dict(new.named_parameters()), config)
+    memory = grow_optimizer(plan, states, KEY, mode)
+    load_optimizer_tensors(
+        after, dict(new.named_parameters()), {key: each.clone() for key, each in memory.items()}
+    )
+    trained(new, after)
+    found = {}
+    for tensor, entry in new.arch.parameters().items():
+        for dim in (dim for dim, axis in enumerate(entry.axes) if axis == "embed"):
+            source, copies = values(new)[tensor].chunk(2, dim)
+            found[tensor] = ((source - copies).norm() / source.norm()).item()
+    assert len(found) > 15
+    if mode == "asymmetric":
+        assert min(found.values()) > 1e-3, found
+    else:
+        assert max(found.values()) < 1e-13, found
 
 
 def test_split_key_heads_part_by_themselves() -> None:

@@ -132,6 +132,26 @@ def test_everything_is_that_of_the_new_model(make_grown: Make, optimizer: str) -
     assert {name.rpartition("/")[0] for name in memory} == set(shapes)
 
 
+@pytest.mark.parametrize(
+    ("step", "options", "warns"),
+    [
+        (3, {"how": "split"}, False),
+        (3, {"how": "split", "moments": "mapped"}, True),
+        (0, {"how": "split"}, True),
+        (0, {"how": "zero"}, False),
+    ],
+)
+def test_copies_that_stay_equal_are_warned_of(
+    make_grown: Make, step: int, options: Mapping[str, str], warns: bool, tmp_path: Path
+) -> None:
+    run = make_grown(schedule(at(step, "widen_mlp", "x2", **options)))
+    while run.state.progress.step < 4:
+        change_if_due(run)
+        run.step()
+    said = [event.message for event in events(tmp_path / "events.jsonl", Warn)]
+    assert any("copies that widen_mlp made" in each for each in said) == warns
+
+
 def test_what_the_optimizer_knew_is_kept(make_grown: Make) -> None:
     run = make_grown(schedule(at(4, "widen_mlp", 192)))
     while run.state.progress.step < 4:

@@ -385,6 +385,29 @@ def moments_mode(operation: Operation) -> Mode:
     return mode
 
 
+def copies_stay_equal(plan: GrowthPlan, states: Mapping[str, Tensor], mode: Mode) -> bool:
+    """Whether copies that divide the weights that read them will never become different.
+
+    They get the same gradients, or under uneven division multiples of them, which AdamW and Muon update alike. Only
+    different first moments set them apart, which asymmetric moments are, or dropout.
+
+    Args:
+        states: of the optimizer before the growth, named ``<parameter>/<state>``.
+    """
+    if mode == "asymmetric" and any(
+        tensor.ndim and state_role(name.rpartition("/")[2]) is Role.FIRST_MOMENT
+        for name, tensor in states.items()
+    ):
+        return False
+    pieces = (
+        piece
+        for made in plan.tensors.values()
+        for edit in (made.edits if isinstance(made, Grown) else ())
+        for piece in edit.pieces
+    )
+    return any(isinstance(each, Old) and each.copied and each.value != 1.0 for each in pieces)
+
+
 def grow_optimizer(
     plan: GrowthPlan, tensors: Mapping[str, Tensor], key: Key, mode: Mode = "asymmetric"
 ) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from instar.growth.apply import (
     Mode,
     Role,
     applied,
+    copies_stay_equal,
     grow_buffers,
     grow_state,
     grown_states,
@@ -92,6 +93,8 @@ class Candidate:
     ema: Mapping[str, torch.Tensor] | None
     plan: GrowthPlan
     proof: Proof
+    stays_equal: bool
+    """whether copies in it never become different"""
 
     def replicated(self) -> dict[str, torch.Tensor]:
         """Return the tensors that must be equal on all ranks, as `<component>/<name>`."""
@@ -133,8 +136,9 @@ def make_candidate(
         task = parts.task.at(after.architecture, after.settings.context)
         model = place(parts.config, world, shell(parts.config, world, task))
         check_names(model.parameters, plan.tensors)
+        states = optimizer_tensors(stepper.optimizers, stepper.parameters)
+        stays_equal = copies_stay_equal(plan, states, moments_mode(operation))
         if moments_mode(operation) != "reset":
-            states = optimizer_tensors(stepper.optimizers, stepper.parameters)
             check_states(shapes_of(states), shapes_of(stepper.parameters))
         buffers = grow_buffers(plan, persistent_buffers(stepper.bare_model), model.bare)
     agreed = partial(_agreed, world, what, together=model.together)
@@ -153,7 +157,7 @@ def make_candidate(
         proof = _prove(state.step, parts, task, model, plan, key)
     if not agree(world, proof.holds) and not allow_inexact:
         raise LabelBroken(f"the function changed more than its label allows: {in_words(proof)}")
-    return Candidate(task, model, memory, ema, plan, proof)
+    return Candidate(task, model, memory, ema, plan, proof, stays_equal)
 
 
 def _agreed(

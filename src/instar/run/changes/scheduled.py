@@ -205,6 +205,12 @@ def carry_out(
         loss=loss,
         folder=folder,
     )
+    if candidate is not None and candidate.stays_equal:
+        parts.logger.warn(
+            f"the copies that {operation.name} made have the optimizer state of their sources, or none, and will stay "
+            "equal to them but for dropout: choose moments: asymmetric after the first step",
+            step,
+        )
     if candidate is not None:
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
