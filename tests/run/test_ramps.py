@@ -10,6 +10,7 @@ import pytest
 from forks import Forks
 from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said, weights
 
+from instar.checkpoint.store import load
 from instar.config.errors import ConfigError
 from instar.run.lifecycle.preflight import Prepared
 
@@ -80,3 +81,62 @@ def test_evaluations_follow_the_training_samples_unless_told_otherwise(
     assert short is not None
     assert full is not None
     assert short == pytest.approx(4 * full, abs=4)
+
+
+BATCH = [
+    {
+        "name": "change_batch_size",
+        "value": 2,
+        "lr": "sqrt",
+        "when": {"noise_scale": {"above": 1e-4}},
+        "repeat": 3,
+    }
+]
+NOISE = ("train.batch_size=4", "record.noise_every=1", "eval.eval_interval=3", scheduled(BATCH))
+
+
+def tensors(run_dir: Path) -> dict[str, bytes]:
+    """Weights and moments at the end of a run, however they are divided among files."""
+    checkpoint = load(run_dir / "checkpoints" / f"step-{STEPS}")
+    return {
+        f"{part}/{name}": tensor.numpy().tobytes()
+        for part in ("model", "optimizer")
+        for name, tensor in checkpoint.tensors(part).items()
+    }
+
+
+def noise(run_dir: Path) -> list[float | None]:
+    return [event["extra"].get("noise_scale") for event in events(run_dir, "train")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_batch_that_follows_the_noise_is_the_same_on_resume_and_on_ranks(
+    place: Place, strategy: str
+) -> None:
+    elastic = (*NOISE, "reproducible=elastic")
+    whole = ran(place, "whole", *elastic)
+    changes = events(whole, "operation")
+    # eight measurements come first, then one operation an evaluation
+    assert [(event["step"], event["change"][:17]) for event in changes] == [
+        (9, "lr 0.001→0.001414"),
+        (12, "lr 0.001414→0.002"),
+        (15, "lr 0.002→0.002828"),
+    ]
+    assert all(value is not None for value in noise(whole)[8:])
+
+    sharded = (*elastic, f"parallel.strategy={strategy}")
+    part = ran(place, "part", *sharded, "train.until=12it", ranks=2)
+    children = place.resume(part, "--set", f"train.until={STEPS}it", ranks=2)
+    assert set(codes(children)) == {0}, said(children)
+    assert tensors(part) == tensors(whole)
+    assert noise(part) == noise(whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_measuring_the_noise_changes_no_bit_of_training(place: Place, ranks: int) -> None:
+    settings = ("train.batch_size=8", "train.gradient_accumulation_steps=2")
+    measured = ran(place, "measured", *settings, "record.noise_every=2", ranks=ranks)
+    plain = ran(place, "plain", *settings, "record.noise_every=0", ranks=ranks)
+    assert noise(plain) == [None] * STEPS
+    assert len(set(noise(measured))) > 3
+    assert weights(measured) == weights(plain)

@@ -25,6 +25,7 @@ from instar.config.errors import ConfigError, nearest
 from instar.config.schema import Direction, RunConfig, SamplesConfig
 from instar.config.sections import (
     CurveSection,
+    NoiseTrigger,
     PlainSection,
     PlateauTrigger,
     ScheduledOperation,
@@ -172,6 +173,7 @@ def schedule_keys() -> dict[KeyPath, FieldInfo]:
         (): ScheduledOperation,
         ("when",): When,
         ("when", "plateau"): PlateauTrigger,
+        ("when", "noise_scale"): NoiseTrigger,
         ("when", "slope_below"): SlopeTrigger,
         ("when", "slope_below", "curve"): CurveSection,
     }
@@ -345,7 +347,14 @@ def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
         for step in name.split("."):
             node = alternatives(root, node)[0]["properties"][step]
         if name == "schedule":
-            kinds = (ScheduledOperation, When, PlateauTrigger, SlopeTrigger, CurveSection)
+            kinds = (
+                ScheduledOperation,
+                When,
+                PlateauTrigger,
+                SlopeTrigger,
+                CurveSection,
+                NoiseTrigger,
+            )
             node = {
                 **node,
                 "$defs": {kind.__name__: whole["$defs"][kind.__name__] for kind in kinds},

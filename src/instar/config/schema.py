@@ -502,6 +502,13 @@ class RunConfig(Section):
         return False
 
     @property
+    def measures_noise(self) -> bool:
+        """Whether the gradient noise scale is measured: by default, unless that would call a user's
+        code more often than it expects."""
+        every = self.record.noise_every
+        return ":" not in self.task if every is None else every > 0
+
+    @property
     def data_seed(self) -> int:
         """The seed of splits and generated samples; `seed` orders them and initialises weights."""
         return self.seed if self.data.seed is None else self.data.seed

@@ -152,6 +152,12 @@ class SlopeTrigger(Sparse):
     patience: PositiveInt = Field(1, description="evaluations in a row for which this must hold")
 
 
+class NoiseTrigger(Sparse):
+    """A batch that is small for the measured noise of its gradient."""
+
+    above: PositiveFloat = Field(description="multiple of the global batch")
+
+
 class When(Sparse):
     """A trigger; all given keys must hold."""
 
@@ -167,6 +173,9 @@ class When(Sparse):
     )
     slope_below: SlopeTrigger | None = Field(
         None, description="the validation loss falls less per FLOP than another model's"
+    )
+    noise_scale: NoiseTrigger | None = Field(
+        None, description="the gradient noise scale is greater than a multiple of the global batch"
     )
     any: Annotated[tuple[When, ...], Strict(False)] | None = Field(
         None, description="one of these triggers fires"
@@ -318,6 +327,12 @@ class RecordConfig(Section):
         None,
         description="steps between records of each layer's gradient norm and update ratio; the "
         "steps that are looked at keep a copy of the weights",
+    )
+    noise_every: NonNegativeInt | None = Field(
+        None,
+        description="steps between measurements of the gradient noise scale, each of which computes the "
+        "gradient of a small part of the batch once more; 0: none; default: as many as add a hundredth "
+        "of the work at most, and none for a custom task",
     )
     sample_every: PositiveInt | None = Field(
         None,

@@ -27,6 +27,7 @@ from instar.schedule.triggers import (
     AtTokens,
     Entry,
     Moment,
+    NoiseAbove,
     SlopeBelow,
     Trigger,
     due,
@@ -158,6 +159,7 @@ class GrowthSchedule:
                 "reevaluate is the loop's, which decides when to evaluate": entry.reevaluate,
                 "at_fraction needs the length of the run (steps=)": AtFraction in kinds
                 and self.steps is None,
+                "noise_scale is measured by instar train": NoiseAbove in kinds,
                 "at_tokens needs tokens_per_step=": AtTokens in kinds and not self.tokens_per_step,
                 "slope_below needs the FLOPs of a step, which only instar train counts": SlopeBelow
                 in kinds,

@@ -168,6 +168,9 @@ def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
     if (slow := when.slope_below) is not None and (slow.slope is None) == (slow.curve is None):
         hint = "slope: nats per 1e15 FLOPs; curve: the one that instar schedule pilot prints"
         yield f"{key}.slope_below", "needs slope or curve, one of them", hint
+    if when.noise_scale is not None and not config.measures_noise:
+        hint = "set record.noise_every, e.g. to 50"
+        yield f"{key}.noise_scale", "is not measured in this run", hint
     for name in ("any", "all"):
         inner: tuple[When, ...] | None = getattr(when, name)
         if inner == ():

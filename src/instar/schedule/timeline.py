@@ -216,6 +216,7 @@ class _Ending:
             loss=(-math.inf if self.optimistic else math.inf) if evaluated else None,
             losses=self._losses(step),
             operated=self.operated and step == self.since,
+            noise=math.inf if self.optimistic else None,
             flops_per_step=self.leg.pace.flops_per_step,
         )
         if step >= self.masked_until:

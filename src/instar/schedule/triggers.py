@@ -38,6 +38,8 @@ class Moment:
     `losses_needed`."""
     operated: bool = False
     """Whether an operation of the schedule was carried out, or skipped, at this very step."""
+    noise: float | None = None
+    """Gradient noise scale as a multiple of the present global batch; None: not known."""
     flops_per_step: float = 0.0
     """FLOPs of a step of the present model; used with `losses` only."""
 
@@ -109,6 +111,14 @@ class SlopeBelow:
 
 
 @dataclass(frozen=True)
+class NoiseAbove:
+    """Fires when the gradient noise scale is greater than a multiple of the global batch. It does not fire
+    right after another operation, so that a repeated one is not carried out at once again."""
+
+    multiple: float
+
+
+@dataclass(frozen=True)
 class AnyOf:
     """Fires when any of its triggers fires."""
 
@@ -122,7 +132,18 @@ class AllOf:
     triggers: tuple[Trigger, ...]
 
 
-Trigger = LossBelow | Waited | AtStep | AtTokens | AtFraction | Plateau | SlopeBelow | AnyOf | AllOf
+Trigger = (
+    LossBelow
+    | Waited
+    | AtStep
+    | AtTokens
+    | AtFraction
+    | Plateau
+    | SlopeBelow
+    | NoiseAbove
+    | AnyOf
+    | AllOf
+)
 
 
 def fires(trigger: Trigger, moment: Moment) -> str | None:
@@ -148,6 +169,11 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
             return _flat(trigger, moment)
         case SlopeBelow():
             return _slow(trigger, moment)
+        case NoiseAbove(multiple):
+            noise = None if moment.operated else moment.noise
+            if noise is None or noise <= multiple:
+                return None
+            return f"noise scale {noise:.3g} × the batch > {multiple:g}"
         case AnyOf(triggers):
             return next((why for each in triggers if (why := fires(each, moment))), None)
         case AllOf(triggers):
@@ -161,7 +187,7 @@ def needs_loss(trigger: Trigger) -> bool:
     match trigger:
         case AnyOf(triggers) | AllOf(triggers):
             return any(map(needs_loss, triggers))
-    return isinstance(trigger, LossBelow | Plateau | SlopeBelow)
+    return isinstance(trigger, LossBelow | Plateau | SlopeBelow | NoiseAbove)
 
 
 def stays_due(trigger: Trigger) -> bool:
@@ -210,6 +236,8 @@ def words(trigger: Trigger) -> str:
             if isinstance(bound, PowerLaw):
                 return f"val falls per FLOP by at most as much {over} as {bound}"
             return f"val falls by at most {bound:g} nats per 1e15 FLOPs {over}"
+        case NoiseAbove(multiple):
+            return f"noise scale > {multiple:g} × the batch"
         case AnyOf(triggers):
             return " or ".join(_bracketed(each, AllOf) for each in triggers)
         case AllOf(triggers):
@@ -379,6 +407,8 @@ def _when(when: When) -> Trigger:
         curve, slope = slow.curve, slow.slope or 0.0
         law = None if curve is None else PowerLaw(curve.floor, curve.flops, curve.exponent)
         parts.append(SlopeBelow(slow.window, slope if law is None else law, slow.patience))
+    if when.noise_scale is not None:
+        parts.append(NoiseAbove(when.noise_scale.above))
     if when.any is not None:
         parts.append(AnyOf(tuple(map(_when, when.any))))
     if when.all is not None:

@@ -116,7 +116,7 @@ def next_due(state: RunState, parts: Components, loss: float | None) -> tuple[En
 
 def moment(state: RunState, parts: Components, loss: float | None) -> Moment:
     """Return the values that triggers depend on."""
-    last = last_step(state.history)
+    last, noise = last_step(state.history), state.noise.settled
     return Moment(
         step=state.step,
         tokens=state.progress.tokens,
@@ -125,6 +125,7 @@ def moment(state: RunState, parts: Components, loss: float | None) -> Moment:
         loss=loss,
         losses=state.losses,
         operated=last == state.step,
+        noise=None if noise is None else noise / state.settings.global_batch,
         flops_per_step=0.0 if loss is None else _flops_per_step(state, parts),
     )
 

@@ -98,7 +98,8 @@ class LoaderFactory:
         self._parcels = P2PChannel(world) if dispatched else None
         self._feeds = 0
         self._own = slices(config, world.size)
-        self._slices = sum(map(len, self._own))
+        self.slices = sum(map(len, self._own))
+        """of every step, see `slices`"""
         self._opened: tuple[Task, int, Source, Order] | None = None
 
     @property
@@ -135,11 +136,11 @@ class LoaderFactory:
         own, rank = self._own, self._world.rank
         self._feeds += 1
         if self._parcels is None:
-            return LocalReader(*self._samples(task, phase), self._slices, own[rank], f"rank {rank}")
+            return LocalReader(*self._samples(task, phase), self.slices, own[rank], f"rank {rank}")
         if not self._world.is_main:
             return BroadcastReceiver(self._parcels, self._feeds)
-        everyones = range(self._slices)
-        reader = LocalReader(*self._samples(task, phase), self._slices, everyones, "rank 0")
+        everyones = range(self.slices)
+        reader = LocalReader(*self._samples(task, phase), self.slices, everyones, "rank 0")
         return BroadcastSender(reader, own, self._parcels, self._feeds)
 
     def _per_epoch(self, task: Task, number: int) -> int:
@@ -156,10 +157,10 @@ class LoaderFactory:
     def _check_lanes(self, order: Order) -> None:
         """Raise ConfigError if there are fewer lanes than slices."""
         own = self._parcels is None and self._world.size > 1
-        if own and isinstance(order, Laned) and order.lanes < self._slices:
+        if own and isinstance(order, Laned) and order.lanes < self.slices:
             raise ConfigError.one(
                 f"this stream has {order.lanes} shard{'' if order.lanes == 1 else 's'}, too few for "
-                f"{self._slices} ranks to read their own",
+                f"{self.slices} ranks to read their own",
                 where="data.strategy",
                 hint="say data.strategy: dispatched, or cut the data into more files",
                 key="data.strategy",

@@ -1,13 +1,19 @@
-"""What is observed of gradients: norms per layer, and new parameters that no gradient reaches."""
+"""What is observed of gradients: norms per layer, new parameters that no gradient reaches, and the
+noise scale."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from instar.config.schema import RunConfig
+from instar.data.columns import cut
+from instar.data.loader import MicroBatch, StepBatch
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import new_slices, split_grad_norms
 from instar.models import shape
@@ -130,6 +136,102 @@ class GradientWatch:
     @property
     def _new_norm_is_zero(self) -> bool:
         return all(new == 0.0 for _, new in self.norms)
+
+
+_DECAY = 0.95
+_SETTLED = 8
+"""Measurements before the noise scale decides anything."""
+_PART = 16
+_INTERVAL = 25
+
+
+@dataclass(frozen=True)
+class PartNorm:
+    """The gradient of a part of a global batch."""
+
+    samples: int
+    """of the part, over all ranks"""
+    norm: float
+    """of the mean gradient per sample of the part"""
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """The gradient noise scale tr(Σ) / |G|² in samples: the batch size at which noise and signal of a
+    gradient are equally large (McCandlish et al. 2018, arXiv 1812.06162, section 2.2).
+
+    Σ is the covariance of the gradients of single samples, G their mean. Both are estimated without
+    bias from the gradients of two batch sizes (appendix A.1), and averaged apart. As both averages
+    begin at 0, their ratio has no bias from that.
+    """
+
+    trace: float = 0.0
+    """average of the estimates of tr(Σ)"""
+    square: float = 0.0
+    """average of the estimates of |G|²"""
+    count: int = 0
+    """measurements so far"""
+
+    def measured(self, part: PartNorm, samples: int, norm: float) -> NoiseScale:
+        """Return the average with one more measurement; unchanged if it is not finite, or if the part
+        is the whole batch.
+
+        Args:
+            samples, norm: of the global batch.
+        """
+        if not (0 < part.samples < samples and math.isfinite(part.norm + norm)):
+            return self
+        small, large = part.norm**2, norm**2
+        trace = (small - large) / (1 / part.samples - 1 / samples)
+        square = (samples * large - part.samples * small) / (samples - part.samples)
+        return NoiseScale(
+            _DECAY * self.trace + (1 - _DECAY) * trace,
+            _DECAY * self.square + (1 - _DECAY) * square,
+            self.count + 1,
+        )
+
+    @property
+    def value(self) -> float | None:
+        """In samples; None while the noise hides the mean gradient."""
+        return self.trace / self.square if min(self.trace, self.square) > 0 else None
+
+    @property
+    def settled(self) -> float | None:
+        """`value`, once there are enough measurements."""
+        return self.value if self.count >= _SETTLED else None
+
+
+def noise_interval(config: RunConfig, global_batch: int, slices: int) -> int | None:
+    """Return the steps between measurements of the noise scale; None: it is not measured.
+
+    By default about a hundredth of the work of a step is added at most: the part is a sixteenth of
+    each slice, or more of a small one.
+    """
+    if not config.measures_noise or global_batch < 2:
+        return None
+    whole_micro_batches = config.compile and slices > 1
+    share = 1.0 if whole_micro_batches else min(1.0, slices / global_batch)
+    return config.record.noise_every or max(_INTERVAL, round(4 * _INTERVAL * share))
+
+
+def part_of(batch: StepBatch, *, whole: bool) -> StepBatch:
+    """Return a part of a step, one micro-batch of each slice: about a sixteenth of the slice's samples,
+    at least one; of slices with a single one every other slice.
+
+    Args:
+        whole: do not cut micro-batches, because their shape is compiled.
+    """
+    parts: list[MicroBatch] = []
+    for rank, group in groupby(batch.micro_batches, lambda micro: micro.rank):
+        micro_batches = [*group]
+        micro, number = micro_batches[0], sum(each.samples for each in micro_batches)
+        if number < 2 or (whole and len(micro_batches) == 1):
+            size = 0 if rank % 2 else micro.samples
+        else:
+            size = micro.samples if whole else min(micro.samples, max(1, number // _PART))
+        arrays = micro.arrays if whole else cut(micro.arrays, 0, max(1, size))
+        parts.append(replace(micro, arrays=arrays, samples=size))
+    return replace(batch, micro_batches=tuple(parts), passes=(1,) * len(batch.passes))
 
 
 def dead_ranks(names: Iterable[str], read: Callable[[str], Tensor]) -> str:

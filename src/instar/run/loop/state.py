@@ -12,6 +12,7 @@ import msgspec
 from instar.config.budget import Budget
 from instar.run.loop.data_phase import DataPhase
 from instar.run.loop.early_stopping import MetricState
+from instar.run.loop.gradient_stats import NoiseScale
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import Change, History, State
 from instar.schedule.settings import Settings
@@ -102,6 +103,8 @@ class RunState:
     """metrics of the last evaluation"""
     losses: tuple[tuple[int, float], ...] = ()
     """(step, validation loss) since the last operation of the schedule, as many as triggers need"""
+    noise: NoiseScale = field(default_factory=NoiseScale)
+    """gradient noise scale of this model and length of samples"""
     skipped_in_a_row: int = 0
     """number of consecutive last steps with a gradient that was not finite"""
     resumed_s: float = 0.0
@@ -165,7 +168,18 @@ class RunState:
         # losses before an operation of the schedule must not count for a plateau after it
         kept = change.entry is None or change.operation.name == BRANCH
         losses = self.losses if kept else ()
-        return replace(self, history=(*self.history, change), in_force=in_force, losses=losses)
+        was = self.in_force
+        same = (was.settings.context, was.architecture) == (
+            in_force.settings.context,
+            in_force.architecture,
+        )
+        return replace(
+            self,
+            history=(*self.history, change),
+            in_force=in_force,
+            losses=losses,
+            noise=self.noise if same else NoiseScale(),
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -177,6 +191,7 @@ class RunState:
             "judged_at": self.judged_at,
             "asked_at": self.evaluation_checked_at,
             "losses": self.losses,
+            "noise": dataclasses.asdict(self.noise),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
 
@@ -211,6 +226,7 @@ class RunState:
             metrics=read("judgement", MetricState),
             evaluated=read("metrics", dict[str, float], {}),
             losses=read("losses", tuple[tuple[int, float], ...], ()),
+            noise=read("noise", NoiseScale, {}),
             skipped_in_a_row=read("skipped_in_a_row", int),
             resumed_s=progress.active_s,
             evaluated_at=evaluated_at,

@@ -20,19 +20,19 @@ from torch.nn import Module, Parameter
 from instar.config.schema import RunConfig
 from instar.data.columns import Columns, Ragged, leaves
 from instar.data.loader import MicroBatch, StepBatch
-from instar.distributed.agree import raise_on_all_ranks
+from instar.distributed.agree import raise_on_all_ranks, reduce_sums
 from instar.distributed.shards import Wholes, own
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
-from instar.run.loop.generators import seed_generators
-from instar.run.loop.gradient_stats import GradientWatch, LayerStats
+from instar.run.loop.generators import generators_kept, seed_generators
+from instar.run.loop.gradient_stats import GradientWatch, LayerStats, PartNorm, part_of
 from instar.run.loop.optimizer import set_learning_rate, split_groups, task_optimizers
 from instar.run.parallel.choose import parallelize
 from instar.run.parallel.strategy import MicroBatchCalls, Strategy, share_buffers
 from instar.schedule.lr_scaling import Update, rate_factors
 from instar.schedule.operations import State
-from instar.tasks.logged import weighted
+from instar.tasks.logged import recording, weighted
 from instar.tasks.task import Batch, Task
 
 
@@ -44,6 +44,8 @@ class StepResult:
     """this rank's summed loss, a float64 scalar on the device"""
     grad_norm: float
     """norm of the global gradient before clipping; not finite if the step was skipped"""
+    part: PartNorm | None = None
+    """the gradient of a part of the batch, if it was measured"""
 
     @property
     def skipped(self) -> bool:
@@ -101,6 +103,7 @@ class Stepper:
         self.task, self.world, self.strategy, self.optimizers = task, world, strategy, optimizers
         self.clip = config.train.clip
         self.precision = config.precision
+        self.compiles = config.compile
         random = task.random or config.reproducible == "elastic"
         self.seed = config.seed if random else None
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
@@ -143,7 +146,13 @@ class Stepper:
         )
 
     def step(
-        self, batch: StepBatch, step: int, lr: float, before_sync: Callable[[], None]
+        self,
+        batch: StepBatch,
+        step: int,
+        lr: float,
+        before_sync: Callable[[], None],
+        *,
+        measures_part: bool = False,
     ) -> StepResult:
         """Run this rank's share of a global batch and update the weights. A collective.
 
@@ -153,27 +162,58 @@ class Stepper:
         Args:
             before_sync: called at the latest point where it is safe to leave by an exception: the
                 ranks synchronize once, after it. What it raises is propagated.
+            measures_part: also measure the gradient of a part of the batch, which changes no bit of
+                the update.
         """
         set_learning_rate(self.optimizers, lr, step)
         enter(self.bare_model, step)
         buffers = held_buffers(self.bare_model)
+        part = None
+        if measures_part:
+            with _shards_explained():
+                part = self._part_norm(batch, step, before_sync)
+            load_buffers(self.bare_model, buffers)
+            before_sync = _nothing
         calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
         with _shards_explained():
             loss_sum = self.strategy.accumulate(batch, calls)
-            result = StepResult(loss_sum, self._update())
+            result = StepResult(loss_sum, self._update(), part)
         if result.skipped:
             # otherwise one non-finite batch would spoil running statistics permanently
             load_buffers(self.bare_model, buffers)
         return result
 
-    def _forward(self, step: int, micro: MicroBatch) -> Tensor:
+    def _part_norm(self, batch: StepBatch, step: int, before_sync: Callable[[], None]) -> PartNorm:
+        """Measure the gradient of a part of a global batch. A collective.
+
+        It is accumulated and reduced as that of a whole step, so that with `reproducible: elastic` its
+        bits do not depend on the number of ranks.
+        """
+        strategy = self.strategy
+        part = part_of(batch, whole=self.compiles and self.world.size > 1)
+        model = strategy.bare if self.compiles and self.world.size == 1 else None
+        calls = MicroBatchCalls(
+            partial(self._forward, step, model=model), self._backward, before_sync
+        )
+        with recording(None), generators_kept(self.world.device):
+            strategy.accumulate(part, calls)
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = strategy.norms({"": gradients})[""] / self.scaler.get_scale()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        own_samples = sum(micro.samples for micro in part.micro_batches)
+        samples = round(reduce_sums(self.world, {"samples": own_samples})["samples"])
+        # it was divided by the weight of the whole batch
+        return PartNorm(samples, norm * batch.plan.count / max(1, samples))
+
+    def _forward(self, step: int, micro: MicroBatch, model: Module | None = None) -> Tensor:
         self.world.moved()
         if self.seed is not None:
             # no state to save, and the result does not depend on which rank runs a micro-batch
             seed_generators(self.seed, step, micro.first, self.world.device)
         with self.autocast(), weighted(micro.samples):
             return self.task.loss_sum(
-                self.strategy.model, to_device(micro.arrays, self.world.device)
+                model or self.strategy.model, to_device(micro.arrays, self.world.device)
             )
 
     def _backward(self, loss: Tensor) -> None:
@@ -212,6 +252,10 @@ class Stepper:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return norm
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from instar.distributed.world import RunFailed
 from instar.run.changes.scheduled import change_if_due
 from instar.run.loop.checkpointing import save, save_if_due
 from instar.run.loop.components import Components
-from instar.run.loop.gradient_stats import LayerStats
+from instar.run.loop.gradient_stats import LayerStats, noise_interval
 from instar.run.loop.state import REACHED, Decision, Every, Progress, RunState, budget_met
 from instar.run.loop.step import StepResult
 from instar.run.loop.sync_point import Stopped
@@ -96,12 +96,20 @@ class Trainer:
         wanted = layers_every is not None and Every(layers_every).due(number, number + 1)
         if wanted and (parts.world.is_main or strategy.together):
             parts.stepper.layers = LayerStats(strategy.norms)
+        noise_every = noise_interval(parts.config, settings.global_batch, parts.loaders.slices)
         try:
             batch, flags = self._next_batch()
             # receive the other ranks' status at the latest point where leaving hangs no rank
             finish = partial(parts.sync.finish, flags)
             with recording(parts.logger.logged):
-                result = parts.stepper.step(batch, number, lr, before_sync=finish)
+                result = parts.stepper.step(
+                    batch,
+                    number,
+                    lr,
+                    before_sync=finish,
+                    measures_part=noise_every is not None
+                    and Every(noise_every).due(number, number + 1),
+                )
         except Stopped:
             self._step_begun = None
             return
@@ -110,7 +118,10 @@ class Trainer:
             batch.plan.count, round(weight), parts.task.flops(weight), seconds
         )
         skipped = state.skipped_in_a_row + 1 if result.skipped else 0
-        self.state = replace(state, skipped_in_a_row=skipped)
+        noise = state.noise
+        if result.part is not None:
+            noise = noise.measured(result.part, batch.plan.count, result.grad_norm)
+        self.state = replace(state, skipped_in_a_row=skipped, noise=noise)
         self._step_begun = None
         norm = result.grad_norm
         # before the record, which has what a hook logs

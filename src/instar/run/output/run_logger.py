@@ -116,6 +116,8 @@ class RunLogger:
         """gradient norm and learning rate of the last step"""
         self.lr_new: dict[str, float] = {}
         """learning rate of the latest birth in the last step, while it warms up"""
+        self.noise: dict[str, float] = {}
+        """gradient noise scale after the last step, if it is known"""
         self._start_interval(Progress())
 
     def _start_interval(self, progress: Progress) -> None:
@@ -153,6 +155,10 @@ class RunLogger:
         births = state.settings.births
         rises = bool(births) and progress.step <= births[-1].end
         self.lr_new = {"lr_new": lr * births[-1].factor(progress.step - 1)} if rises else {}
+        scale, context = state.noise.value, state.settings.context
+        self.noise = {} if scale is None else {"noise_scale": scale}
+        if scale is not None and context > 1:
+            self.noise["noise_scale_tokens"] = scale * context
         if progress.step > 1 and not state.due(self.interval):
             if self.console.due:
                 weight = sum(micro.weight for micro in batch.micro_batches)
@@ -181,7 +187,7 @@ class RunLogger:
             event = msgspec.structs.replace(
                 event,
                 steps=progress.step - self.since.step,
-                extra=self.lr_new | self.logged.numbers(),
+                extra=self.lr_new | self.noise | self.logged.numbers(),
             )
             self.console.train(self._write(progress, event), self._eta(progress))
             logger.info(
