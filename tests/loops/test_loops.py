@@ -63,6 +63,11 @@ def test_guards_of_a_schedule_hold() -> None:
             "lr is the loop's",
         ),
         (
+            {"name": "widen_mlp", "value": "x2", "when": {"noise_scale": {"above": 1}}},
+            GrowthError,
+            "noise_scale is measured by instar train",
+        ),
+        (
             {"name": "widen_mlp", "value": "x2", "when": {"at_fraction": 0.5}},
             GrowthError,
             "at_fraction needs the length",

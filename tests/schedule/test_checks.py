@@ -66,6 +66,7 @@ BROKEN = [
     ("- {name: set_context, value: 64, lr: sqrt, max_wait_iters: 3}\n", "1:38", "schedule[0].lr is not an option of set_context, whose option is tokens", ""),
     ("- {name: set_context, value: 64, tokens: kept, max_wait_iters: 3}\n", "1:42", "schedule[0].tokens must be change or keep", ""),
     ("- {name: set_batch_size, value: 64, lr: root, max_wait_iters: 3}\n", "1:41", "schedule[0].lr must be keep, sqrt or linear", ""),
+    ("- {name: change_lr, value: 2, when: {noise_scale: {above: 0}}}\n", "1:59", "greater than 0", ""),
     ("- {name: change_lr, value: 2, repeat: 2, when: {at_step: 3}}\n", "1:39", "schedule[0].repeat is of no use", "add min_steps"),
     ("- {name: widen_mlp, value: 64, lr: warm, max_wait_iters: 3}\n", "1:36", "schedule[0].lr must be keep, reset", ""),
     ("- {name: insert_layers, value: 1, mask: 0, max_wait_iters: 3}\n", "1:41", "schedule[0].mask needs a whole number", ""),
@@ -151,6 +152,13 @@ def test_all_mistakes_of_schedule_config_and_options_come_at_once(tmp_path: Path
         "    |                       ^\n"
         "5 errors. Nothing was started.   Keys: instar config schema model"
     )
+
+
+def test_noise_that_is_not_measured_fires_nothing(tmp_path: Path) -> None:
+    text = "- {name: change_lr, value: 2, when: {noise_scale: {above: 1}}}\n"
+    (problem,) = problems_of(text, tmp_path / "grow.yaml", "record.noise_every=0")
+    assert "schedule[0].when.noise_scale is not measured in this run" in problem.message
+    assert "record.noise_every" in problem.hint
 
 
 def test_an_unreadable_entry_hides_no_other_and_raises_no_false_alarm(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from instar.schedule.triggers import (
     Entry,
     LossBelow,
     Moment,
+    NoiseAbove,
     Plateau,
     SlopeBelow,
     Trigger,
@@ -66,6 +67,7 @@ def test_a_seed_s_entry_fires_on_the_loss_or_the_wait() -> None:
         ({"when": {"at_tokens": "1.5Mtok"}}, AtTokens(1_500_000)),
         ({"when": {"at_fraction": 0.25}}, AtFraction(0.25)),
         ({"when": {"plateau": {"window": 4, "slope": 0.1}}}, Plateau(4, 0.1, 1)),
+        ({"when": {"noise_scale": {"above": 2}}}, NoiseAbove(2.0)),
         ({"when": {"slope_below": {"window": 4, "slope": 7}}}, SlopeBelow(4, 7.0, 1)),
         ({"when": {"waited": 3, "loss_below": 2}}, AllOf((LossBelow(2.0), Waited(3)))),
         (

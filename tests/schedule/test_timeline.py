@@ -80,6 +80,7 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
                 losses=tuple(losses),
                 flops_per_step=pace.flops_per_step,
                 operated=last == spot.step,
+                noise=1e9 if hopeful else 0.0,
             )
             if due(entry, now, state) is None:
                 break
@@ -202,6 +203,8 @@ def test_the_seed_s_schedule_fires_where_a_hand_calculation_says(
             [30, None],
         ),
         ([{"when": {"slope_below": {"window": 3, "slope": 1, "patience": 2}}}], [80], [None]),
+        ([{"when": {"noise_scale": {"above": 1}}, "repeat": 2}], [20, 40], [None, None]),
+        ([{"when": {"waited": 40}}, {"when": {"noise_scale": {"above": 1}}}], [40, 60], [40, None]),
         ([{"when": {"at_fraction": 0.5}}], [150], [150]),
         ([{"when": {"at_tokens": 4000}}], [100], [100]),
         ([{"when": {"at_tokens": 4001}}], [101], [101]),
@@ -257,6 +260,7 @@ LOSSES = st.one_of(
         st.integers(1, 3),
     ),
     st.just({"slope_below": {"window": 2, "slope": 1}}),
+    st.just({"noise_scale": {"above": 2}}),
 )
 WHEN = st.recursive(
     COUNTED | LOSSES,

@@ -15,6 +15,7 @@ from instar.schedule.triggers import (
     AtTokens,
     LossBelow,
     Moment,
+    NoiseAbove,
     Plateau,
     SlopeBelow,
     Trigger,
@@ -25,7 +26,7 @@ from instar.schedule.triggers import (
     words,
 )
 
-NOW = Moment(step=2000, tokens=10**6, fraction=0.5, since_last=300, loss=3.41)
+NOW = Moment(step=2000, tokens=10**6, fraction=0.5, since_last=300, loss=3.41, noise=2.5)
 FLAT = Plateau(window=3, slope=0.1)
 
 
@@ -43,6 +44,8 @@ FLAT = Plateau(window=3, slope=0.1)
         (AtTokens(10**6 + 1), None),
         (AtFraction(0.5), "0.5 of the budget"),
         (AtFraction(0.51), None),
+        (NoiseAbove(2.0), "noise scale 2.5 × the batch > 2"),
+        (NoiseAbove(2.5), None),
         (AnyOf((LossBelow(3.0), Waited(300))), "waited 300 steps"),
         (AnyOf((LossBelow(3.5), Waited(300))), "val 3.41 < 3.50"),
         (AnyOf((LossBelow(3.0), Waited(301))), None),
@@ -56,6 +59,11 @@ def test_it_fires_with_a_reason_or_not_at_all(trigger: Trigger, reason: str | No
 
 def test_without_a_counted_budget_no_share_is_ever_used() -> None:
     assert fires(AtFraction(0.0), dataclasses.replace(NOW, fraction=None)) is None
+
+
+def test_noise_that_is_unknown_or_was_just_acted_upon_does_not_fire() -> None:
+    assert fires(NoiseAbove(2.0), dataclasses.replace(NOW, noise=None)) is None
+    assert fires(NoiseAbove(2.0), dataclasses.replace(NOW, operated=True)) is None
 
 
 def test_a_share_is_not_missed_by_rounding() -> None:
@@ -76,6 +84,7 @@ def test_a_loss_that_is_no_number_is_not_below_any(loss: float) -> None:
         (AnyOf((AtStep(1), AtTokens(1))), False),
         (LossBelow(1.0), True),
         (FLAT, True),
+        (NoiseAbove(0.1), True),
         (AnyOf((Waited(1), LossBelow(1.0))), True),
         (AllOf((Waited(1), AnyOf((AtStep(1), FLAT)))), True),
     ],

@@ -1,0 +1,148 @@
+"""Is the measured gradient noise scale the true one, and what does measuring it cost?
+
+    python benchmarks/noise_scale.py [--quick]
+
+The truth at fixed weights: the gradient of every single training sample, one after the other, their
+mean G and the trace of their covariance Σ. Against it, tr(Σ) / |G|² as a run measures it with a learning rate of
+0, and what its record would show, averaged over the last measurements. For the cost, two trainers take turns,
+one of which measures as often as a run does by default.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from instar.run.loop.gradient_stats import NoiseScale, noise_interval
+from instar.run.loop.step import to_device
+from instar.run.loop.trainer import Trainer
+from pauses import Size, timed, trainer_of
+from report import Case, case, options, parser, publish
+from throughput import gpt
+
+BATCH = 32
+MODEL = (
+    *gpt(2, 2, 32, 32, BATCH),
+    "optimizer.lr=0.003",
+    "train.until=[1000000it]",
+)
+LEARNT = (20, 300)
+"""steps of training after which the noise is measured"""
+
+
+def main() -> None:
+    chosen = options(parser(__doc__).parse_args())
+    quick = chosen.quick
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        cases = accuracy(Path(folder), (2,) if quick else LEARNT, 20 if quick else 500)
+        for size in (
+            [Size("tiny", gpt(1, 1, 16, 16, 4), 25, 1)]
+            if quick
+            else [
+                Size("0.2 M", gpt(4, 4, 64, 64, 16), 200, 12),
+                Size("10 M", gpt(6, 6, 384, 256, 8), 25, 5),
+            ]
+        ):
+            cases += cost(size, Path(folder))
+    publish("noise_scale", cases, chosen)
+
+
+def accuracy(folder: Path, learnt: Sequence[int], measurements: int) -> list[Case]:
+    """Measured against true noise scales of one run at several steps."""
+    cases = []
+    with ExitStack() as stack:
+        trainer = trainer_of(Size("noise", MODEL, 0, 0), folder, quick=True)
+        stack.callback(trainer.close)
+        for steps in learnt:
+            while trainer.state.step < steps:
+                trainer.step()
+            true = true_noise_scale(trainer)
+            means, shown = measured(trainer, measurements)
+            where = f"after {steps} steps"
+            cases += [
+                case(f"{where}: true noise scale", [true], "samples"),
+                case(
+                    f"{where}: measured / true, mean", [means / true], "ratio", least=0.8, most=1.2
+                ),
+                case(f"{where}: shown / true", [each / true for each in shown], "ratio"),
+            ]
+            print(where, file=sys.stderr)
+    return cases
+
+
+def true_noise_scale(trainer: Trainer) -> float:
+    """tr(Σ) / |G|² over all training samples."""
+    stepper, task = trainer.parts.stepper, trainer.parts.task
+    source, _ = task.train_samples()
+    parameters = [*stepper.parameters.values()]
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    squares, number = 0.0, len(source) - 1  # the last sample may be shorter
+    for index in range(number):
+        batch = to_device(source.read(np.array([index])), torch.device("cpu"))
+        loss = task.loss_sum(stepper.bare_model, batch) / source.weights(np.array([index]))
+        gradients = torch.autograd.grad(loss, parameters)
+        squares += sum(g.double().square().sum().item() for g in gradients)
+        for sum_, gradient in zip(total, gradients, strict=True):
+            sum_ += gradient
+    of_mean = sum((each / number).square().sum().item() for each in total)
+    trace = (squares / number - of_mean) * number / (number - 1)
+    return trace / (of_mean - trace / number)
+
+
+def measured(trainer: Trainer, measurements: int) -> tuple[float, list[float]]:
+    """The noise scale by the means of all measurements at the present weights, and by the running
+    averages that a run shows."""
+    stepper, parts, cursor = trainer.parts.stepper, trainer.parts, trainer.state.progress.samples
+    assert parts.loader is not None
+    averages, trace, square, shown = NoiseScale(), 0.0, 0.0, []
+    for step in range(measurements):
+        batch = parts.loader.take(cursor, BATCH, BATCH, lambda: False)
+        cursor += batch.plan.count
+        result = stepper.step(batch, step, 0.0, lambda: None, measures_part=True)
+        assert result.part is not None
+        alone = NoiseScale().measured(result.part, batch.plan.count, result.grad_norm)
+        trace, square = trace + alone.trace, square + alone.square
+        averages = averages.measured(result.part, batch.plan.count, result.grad_norm)
+        if averages.settled is not None:
+            shown.append(averages.settled)
+    return trace / square, shown
+
+
+def cost(size: Size, folder: Path) -> list[Case]:
+    """Time of steps with measurements, as often as by default, against steps without."""
+    without = Size(
+        f"{size.name} plain", (*size.overrides, "record.noise_every=0"), size.steps, size.repeats
+    )
+    with ExitStack() as stack:
+        ratios = []
+        trainers = [trainer_of(each, folder, quick=True) for each in (size, without)]
+        for trainer in trainers:
+            stack.callback(trainer.close)
+            trainer.step()
+        config = trainers[0].parts.config
+        every = noise_interval(config, config.train.batch_size, 1)
+        assert every is not None
+        blocks = size.steps // every
+
+        def block(trainer: Trainer) -> None:
+            for _ in range(blocks * every):
+                trainer.step()
+
+        for repeat in range(size.repeats):
+            pair = trainers if repeat % 2 else trainers[::-1]
+            seconds = {
+                id(trainer): timed(lambda trainer=trainer: block(trainer)) for trainer in pair
+            }
+            ratios.append(seconds[id(trainers[0])] / seconds[id(trainers[1])])
+            print(f"{size.name}: {repeat + 1} of {size.repeats}", file=sys.stderr)
+    return [case(f"{size.name}: steps with measurements / without", ratios, "ratio", most=1.01)]
+
+
+if __name__ == "__main__":
+    main()
