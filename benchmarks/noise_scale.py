@@ -4,24 +4,28 @@
 
 The truth at fixed weights: the gradient of every single training sample, one after the other, their
 mean G and the trace of their covariance Σ. Against it, tr(Σ) / |G|² as a run measures it with a learning rate of
-0, and what its record would show, averaged over the last measurements. For the cost, two trainers take turns,
+0, what its record would show, averaged over the last measurements, and an estimate without additional gradients
+that takes the mean gradient to stay from one step to the next. For the cost, two trainers take turns,
 one of which measures as often as a run does by default.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
-from instar.run.loop.gradient_stats import NoiseScale, noise_interval
+from instar.run.loop.gradient_stats import LayerStats, NoiseScale, noise_interval
 from instar.run.loop.step import to_device
 from instar.run.loop.trainer import Trainer
+from instar.schedule.settings import learning_rate
 from pauses import Size, timed, trainer_of
 from report import Case, case, options, parser, publish
 from throughput import gpt
@@ -71,6 +75,11 @@ def accuracy(folder: Path, learnt: Sequence[int], measurements: int) -> list[Cas
                     f"{where}: measured / true, mean", [means / true], "ratio", least=0.8, most=1.2
                 ),
                 case(f"{where}: shown / true", [each / true for each in shown], "ratio"),
+                case(
+                    f"{where}: from successive steps / true",
+                    [from_successive_steps(trainer, min(measurements, 60)) / true],
+                    "ratio",
+                ),
             ]
             print(where, file=sys.stderr)
     return cases
@@ -112,6 +121,40 @@ def measured(trainer: Trainer, measurements: int) -> tuple[float, list[float]]:
         if averages.settled is not None:
             shown.append(averages.settled)
     return trace / square, shown
+
+
+class Capture:
+    """Keeps the gradient of a step."""
+
+    gradient: torch.Tensor
+
+    def before(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        gradients = [p.grad.flatten().double() for p in parameters.values() if p.grad is not None]
+        self.gradient = torch.cat(gradients)
+
+    def after(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        pass
+
+
+def from_successive_steps(trainer: Trainer, steps: int) -> float:
+    """The noise scale if the mean gradient is taken to stay from one step to the next: what would cost
+    no additional gradient, but the memory of one."""
+    stepper, parts, state = trainer.parts.stepper, trainer.parts, trainer.state
+    assert parts.loader is not None
+    capture, before, products, squares = Capture(), None, [], []
+    cursor = state.progress.samples
+    for step in range(steps):
+        batch = parts.loader.take(cursor, BATCH, BATCH, lambda: False)
+        cursor += batch.plan.count
+        stepper.layers = cast(LayerStats, capture)
+        stepper.step(batch, step, learning_rate(state.settings, state.step), lambda: None)
+        if before is not None:
+            products.append((before @ capture.gradient).item())
+        squares.append(capture.gradient.square().sum().item())
+        before = capture.gradient
+    stepper.layers = None
+    square = statistics.fmean(products)
+    return BATCH * (statistics.fmean(squares) - square) / square
 
 
 def cost(size: Size, folder: Path) -> list[Case]:

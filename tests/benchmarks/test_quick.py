@@ -54,6 +54,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("delta_size", "applying a delta, 1 % changed"),
         ("moments", "loss moved by growing, the most"),
         ("experts", "logits moved by upcycling, the most"),
+        ("noise_scale", "tiny: steps with measurements / without"),
         ("grown_optimizer", "insert_layers 2, state kept: mean loss off / range"),
     ],
 )
