@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
+from instar.checkpoint import tensor_file
 from instar.checkpoint.layout import file_layout, reading
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import publish
@@ -40,6 +42,26 @@ def test_the_checksum_is_that_of_the_file(tmp_path: Path) -> None:
     assert digest == xxhash.xxh3_128_hexdigest((tmp_path / "file").read_bytes())
     save_file(large, tmp_path / "whole", {"format": "pt"})
     assert (tmp_path / "file").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_large_files_are_flushed_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+
+    def flush(descriptor: int) -> None:
+        flushed.append(os.fstat(descriptor).st_size)
+        real(descriptor)
+
+    real = tensor_file._flush
+    monkeypatch.setattr(tensor_file, "_flush", flush)
+    monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 4 << 20)
+    large = {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
+    shapes = {name: Outline.of(tensor) for name, tensor in large.items()}
+    digest = write_tensors(tmp_path / "file", shapes, large.__getitem__)
+    assert len(flushed) == 16
+    assert flushed[0] <= 4 * (4 << 20), "more waited than may"
+    assert digest == xxhash.xxh3_128_hexdigest((tmp_path / "file").read_bytes())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -241,3 +243,9 @@ def test_all_experts_of_an_upcycled_model_get_tokens() -> None:
     for chosen in loads:
         share = chosen.flatten().bincount(minlength=4) / chosen.numel()
         assert share.min() > 0.02
+
+
+def test_models_are_imported_without_the_compiler() -> None:
+    """It takes a second."""
+    code = "import sys, instar.models.gpt; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

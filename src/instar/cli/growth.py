@@ -68,7 +68,9 @@ def grow(
     operations = [operation_of(text) for text in texts]
 
     from instar.models.hf import is_pretrained
+    from instar.processes.memory import keep_freed_memory
 
+    keep_freed_memory(all_of_it=True)
     if is_pretrained(Path(where)):
         from instar.growth.folders import grow_folder
         from instar.models.hf.pretrained_folder import open_folder

@@ -6,7 +6,6 @@ and its workers are pickled, with large arrays as out-of-band buffers.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import select
@@ -309,20 +308,3 @@ def _exactly(line: socket.socket, size: int) -> memoryview:
             raise EOFError
         rest = rest[received:]
     return whole
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT_BYTES = 64 << 20
-_KEPT_BYTES = 256 << 20
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed large arrays for later ones. Linux with glibc only.
-
-    By default glibc returns arrays of megabytes to the system, and the next ones page-fault on
-    fresh zeroed pages, which doubles the time to read a batch of tokens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
-        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +42,15 @@ class Groups:
 class ExpertLinear(nn.Module):
     """x Wᵀ + bias, with weight (E, O, I) and bias (E, O) of the expert of each row."""
 
+    _each_linear: ClassVar[Callable[..., Tensor]]
+
     def __init__(self, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()
+        if not hasattr(ExpertLinear, "_each_linear"):
+            # sizes differ in every batch: each would be compiled anew. Not done at import, as it
+            # imports torch._dynamo, which takes a second
+            disabled = torch.compiler.disable(each_linear)  # type: ignore[no-untyped-call]
+            ExpertLinear._each_linear = staticmethod(disabled)
         self.weight = nn.Parameter(torch.empty(table[f"{name}.weight"].shape))
         bias = table.get(f"{name}.bias")
         self.bias = nn.Parameter(torch.empty(bias.shape)) if bias else None
@@ -53,7 +60,7 @@ class ExpertLinear(nn.Module):
         bias_EO = None if self.bias is None else self.bias.to(x_SI.dtype)
         if _has_kernel(x_SI, weight_EOI):
             return grouped_linear(x_SI, weight_EOI, bias_EO, groups)
-        return _each_linear(x_SI, weight_EOI, bias_EO, groups)
+        return self._each_linear(x_SI, weight_EOI, bias_EO, groups)
 
 
 class ExpertMLP(nn.Module):
@@ -155,10 +162,6 @@ def each_linear(x_SI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups
     biases = (None,) * len(weights) if bias_EO is None else bias_EO.unbind()
     rows = torch.split(x_SI, groups.sizes())
     return torch.cat([F.linear(*each) for each in zip(rows, weights, biases, strict=True)])
-
-
-# sizes differ in every batch: each would be compiled anew
-_each_linear: Callable[..., Tensor] = torch.compiler.disable(each_linear)  # type: ignore[no-untyped-call]
 
 
 def grouped_linear(

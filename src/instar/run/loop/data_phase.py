@@ -21,9 +21,9 @@ from instar.data.columns import Columns, Ragged, each
 from instar.data.loader import Laned, LocalReader, Prefetcher, Reader
 from instar.data.order import UNKNOWN, Order
 from instar.data.source import Source, close
-from instar.data.workers import keep_freed_memory
 from instar.distributed.agree import P2PChannel, agree, raise_on_all_ranks
 from instar.distributed.world import World
+from instar.processes.memory import keep_freed_memory
 from instar.run.parallel.slices import slices
 from instar.tasks.task import Task
 
