@@ -61,8 +61,9 @@ def logs() -> None:
 
 HEADERS = ("id", "name", "state", "step", "tokens", "loss", "best val", "at", "time", "started")
 NUMBERS = ("step", "tokens", "loss", "best val", "at", "time")
-OPTIONAL = ("at", "tokens", "started", "time", "name", "tags", "best val", "loss")
-"""Columns that are omitted on a narrow terminal, in this order; `tags` is there if a run has some."""
+OPTIONAL = ("at", "tokens", "started", "time", "name", "tags", "branch at", "best val", "loss")
+"""Columns that are omitted on a narrow terminal, in this order; `tags` and `branch at` are there if a run has
+some."""
 
 
 @click.command("list")
@@ -128,21 +129,32 @@ def _rows_as_text(rows: list[Row], form: str) -> str:
 
 
 def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return headers and cells of a list of runs."""
-    cells = [_row_cells(row) for row in rows]
-    if not any(row.labels.tags for row in rows):
-        return HEADERS, cells
-    tagged = [(*each, " ".join(row.labels.tags)) for each, row in zip(cells, rows, strict=True)]
-    return (*HEADERS, "tags"), tagged
+    """Return headers and cells of a list of runs; branches are below their trunks."""
+    from instar.logs.query.family import branched, in_trees
+
+    trees = in_trees(rows, lambda row: row.summary)
+    headers: tuple[str, ...] = HEADERS
+    cells: list[tuple[str, ...]] = [_row_cells(row, depth) for depth, row in trees]
+    begun = [branched(row.summary) for _, row in trees]
+    if any(begun):
+        steps = (f"step {first.step:,}" if first else "" for first in begun)
+        headers = (*headers, "branch at")
+        cells = [(*each, step) for each, step in zip(cells, steps, strict=True)]
+    if any(row.labels.tags for row in rows):
+        tags = (" ".join(row.labels.tags) for _, row in trees)
+        headers = (*headers, "tags")
+        cells = [(*each, tag) for each, tag in zip(cells, tags, strict=True)]
+    return headers, cells
 
 
-def _row_cells(row: Row) -> tuple[str, ...]:
+def _row_cells(row: Row, depth: int) -> tuple[str, ...]:
     from instar.logs.text.summary import NONE, date
+    from instar.logs.text.tables import indented
     from instar.record.format import duration, loss, si
 
     summary = row.summary
     return (
-        summary.id,
+        indented(summary.id, depth),
         summary.name,
         row.status.state,
         NONE if summary.step is None else f"{summary.step:,}",

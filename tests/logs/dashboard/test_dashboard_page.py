@@ -15,7 +15,7 @@ from opened import PANEL, drawn, expect_points, opened, picture, walked
 from playwright.sync_api import Browser, expect
 
 from instar.logs.web import PLACES
-from instar.record.events import Alert, Eval, Saved
+from instar.record.events import Alert, Branched, Eval, Saved, encode
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, hold
 
@@ -492,3 +492,18 @@ def test_a_token_becomes_a_cookie_and_leaves_the_address(browser: Browser, folde
         seen.page.reload()
         expect(seen.page.locator("#link")).to_have_text("live")
         assert seen.errors == []
+
+
+def test_branches_are_listed_below_their_trunk(browser: Browser, tmp_path: Path) -> None:
+    for name in ("trunk", "trunk.late", "other", "trunk.early"):
+        run = make_run(tmp_path, name, steps=5)
+        if name.startswith("trunk."):
+            branch, step = name.removeprefix("trunk."), 3 if name == "trunk.early" else 4
+            place = {"checkpoint": f"step-{step}", "iters": 2, "decay": 2}
+            first = Branched(name=branch, parent="trunk", step=step, **place)
+            run.events.write_bytes(encode(first, 0.0, 0) + run.events.read_bytes())
+    with served(tmp_path) as address, opened(browser, address) as seen:
+        seen.page.locator("#sort").select_option("name")
+        names = seen.page.locator("#runs .name")
+        expect(names).to_have_text(["other", "trunk", "└ trunk.early", "└ trunk.late"])
+        expect(seen.page.locator("#runs li").nth(2)).to_contain_text("from 3")

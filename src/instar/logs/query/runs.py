@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError
+from instar.logs.query.family import branched
 from instar.logs.query.labels import NONE, RunLabels, labels_of
 from instar.logs.query.state import STATES, RunStatus, run_status
 from instar.logs.read.summary_cache import CachedSummary, cached_summary
@@ -135,7 +136,7 @@ class Row:
 def to_json(row: Row) -> dict[str, Any]:
     """Returns a row as JSON-ready data; unknown values are null."""
     summary, status = row.summary, row.status
-    fixed = {
+    fixed: dict[str, Any] = {
         "path": str(summary.run.path),
         "id": summary.id,
         "name": summary.name,
@@ -147,6 +148,8 @@ def to_json(row: Row) -> dict[str, Any]:
         "note": row.labels.note,
         "archived": row.labels.archived,
     }
+    if (first := branched(summary)) is not None:
+        fixed["branch_of"] = {"run": first.parent, "step": first.step, "name": first.name}
     names = [field.name for field in fields(summary) if field.name not in _INNER]
     as_json: dict[str, Any] = to_words(fixed | {name: getattr(summary, name) for name in names})
     return as_json

@@ -13,6 +13,7 @@ import numpy as np
 
 from instar.checkpoint.manifest import MANIFEST
 from instar.config.files import read_regular
+from instar.logs.query.family import FamilyMember, family_of
 from instar.logs.query.stages import shape_text
 from instar.logs.query.state import State, run_status
 from instar.record.events import (
@@ -106,6 +107,8 @@ class Summary:
     alerts: tuple[str, ...]
     faults: tuple[str, ...]
     """lines of its record that could not be read"""
+    family: tuple[FamilyMember, ...] = ()
+    """its trunk and all branches of that, if it has any"""
 
 
 def to_json(summary: Summary) -> dict[str, Any]:
@@ -176,6 +179,7 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
             f"step {e.step:,}: {e.name}: {e.message}" for e in kept if isinstance(e, Alert)
         ),
         faults=record.faults,
+        family=family_of(run),
     )
 
 

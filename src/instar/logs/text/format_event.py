@@ -9,6 +9,7 @@ from instar.config.budget import parse_budget
 from instar.record.events import (
     Alert,
     AnalysisEvent,
+    Branched,
     Delta,
     Eval,
     Event,
@@ -116,6 +117,8 @@ class EventFormatter:
                 return [f"{_step(event)}  table {event.name} ({event.split}): {count}"]
             case AnalysisEvent():
                 return [f"{_step(event)}  {suggestion}" for suggestion in event.suggestions]
+            case Branched():
+                return [f"branch {event.name} of {event.parent}, from step {event.step:,}"]
             case Warn():
                 return [f"warning: {event.message}"]
             case Failed():

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from instar.logs.query.summary import MetricValue, Summary
-from instar.logs.text.tables import aligned, wrapped
+from instar.logs.text.tables import aligned, indented, wrapped
 from instar.record.events import OperationEvent
 from instar.record.format import (
     bytes_text,
@@ -90,6 +90,12 @@ def page(summary: Summary, width: int) -> list[str]:
         lines += ["", "operations"]
         for line in (line for each in summary.operations for line in operation_lines(each)):
             lines += wrapped(line, width, " " * 9)
+    if summary.family:
+        lines += [
+            "",
+            "family",
+            *(f"  {line}" for line in aligned([FAMILY_HEADS, *family_rows(summary)], (3,), width)),
+        ]
     for label, messages in (
         ("alerts", summary.alerts),
         ("warnings", summary.warnings),
@@ -143,6 +149,23 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
                 for kept in summary.checkpoints
             ],
         )
+
+
+FAMILY_HEADS = ("run", "branch at", "state", "step", "best val/loss")
+
+
+def family_rows(summary: Summary) -> list[tuple[str, ...]]:
+    """Returns a row for each run of a family, as a tree."""
+    return [
+        (
+            indented(each.name, each.depth),
+            "" if each.branched_at is None else f"step {each.branched_at:,}",
+            each.state,
+            NONE if each.step is None else f"{each.step:,}",
+            metric_text("val/loss", each.best),
+        )
+        for each in summary.family
+    ]
 
 
 def metric_rows(summary: Summary) -> Iterator[tuple[str, str, str, str, str]]:
@@ -211,6 +234,9 @@ def markdown(summaries: Sequence[Summary]) -> list[str]:
     if metrics := list(metric_rows(summary)):
         head = ("metric", "last", "at step", "best", "at step")
         lines += ["", "## Metrics", "", *markdown_table(head, metrics, right=(1, 2, 3, 4))]
+    if summary.family:
+        family = [(_md(row[0]), *row[1:]) for row in family_rows(summary)]
+        lines += ["", "## Family", "", *markdown_table(FAMILY_HEADS, family, right=(3, 4))]
     if summary.operations:
         lines += ["", "## Operations", "", *markdown_table(*_operation_table(summary.operations))]
     for title, messages in (

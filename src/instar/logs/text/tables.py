@@ -41,6 +41,11 @@ def columns_that_fit(
     return list(widths)
 
 
+def indented(text: str, depth: int) -> str:
+    """Returns the name of a branch of a tree: `└ name`."""
+    return f"{'  ' * (depth - 1)}└ {text}" if depth else text
+
+
 def wrapped(line: str, width: int | None, indent: str = "    ") -> list[str]:
     """Wraps a line at `width`; words are not split."""
     if width is None or len(line) <= width:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from instar.config.errors import InstarError
+from instar.logs.query.family import branched
 from instar.logs.query.stages import stages
 from instar.logs.query.state import run_status
 from instar.logs.query.summary import summarize, to_json
@@ -190,6 +191,7 @@ def row(run: RunDir) -> dict[str, Any]:
             "reason": printable(summary.fault)
         }
     written = run.events if has_record else run.config
+    first = branched(summary)
     status = run_status(run, summary.events, summary.seen or written.stat().st_mtime)
     as_json: dict[str, Any] = to_words(
         {
@@ -204,6 +206,7 @@ def row(run: RunDir) -> dict[str, Any]:
             "seen": summary.seen,
             "model": printable(summary.model),
             "unit": summary.unit,
+            **({} if first is None else {"trunk": first.parent, "branched_at": first.step}),
         }
     )
     return as_json

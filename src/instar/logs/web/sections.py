@@ -13,6 +13,7 @@ from instar.logs.query.failure import run_failure
 from instar.logs.query.final_test import Scatter, final_test
 from instar.logs.query.stages import RunStage, stages
 from instar.logs.query.summary import Summary, summarize
+from instar.logs.text.summary import family_rows
 from instar.logs.web.blocks import (
     MAX_ROWS,
     Cell,
@@ -90,6 +91,8 @@ def overview(record: RunRecord, rows: int) -> Iterator[Section]:
     yield text_section(*_lead(summary))
     items = [figure[:3] for figure in key_figures(summary, stages(record))]
     yield {"kind": "facts", "items": items}
+    heads = ("run", "branch at", "state", "step>", "best val/loss>")
+    yield table("Family", heads, map(list, family_rows(summary)), rows)
     yield notices("Warnings and alerts", list(_warnings(record)), rows)
     faults = [("", None, shortened(fault)) for fault in summary.faults]
     yield notices("Skipped lines of the record", faults, MAX_FAULTS)

@@ -162,7 +162,7 @@ def run(
 
     left = train(loaded, resume, launch_key, profile=profiled_steps)
     assert log.path is not None
-    folder, path = log.path.parents[1], log.path
+    folder, path, has_branches = log.path.parents[1], log.path, bool(left)
     while left:
         (branch, config), *left = left
         try:
@@ -170,6 +170,8 @@ def run(
         except Interrupted:
             raise Interrupted(f"resume with: instar resume {folder}") from None
         point_to_log(path, os.environ)
+    if has_branches and log.rank == 0 and loaded.config.record.report:
+        _report(RunDir(folder))  # which shows how its branches have ended
     return folder
 
 

@@ -17,6 +17,20 @@ const inState = (row) => ({ unread: "unreadable", unseen: "…" })[row.state] ||
 
 const labelOf = (row) => (row.id && row.id !== row.name ? `${row.name}-${row.id}` : row.name);
 
+/** Branches below their trunk, in the order of their steps, where both are listed. */
+const inTrees = (rows) => {
+  const keys = new Set(rows.map((row) => row.key));
+  const below = new Map();
+  for (const row of rows) {
+    if (keys.has(row.trunk)) below.set(row.trunk, [...(below.get(row.trunk) || []), row]);
+  }
+  const tree = (row) => {
+    const branches = (below.get(row.key) || []).sort((a, b) => a.branched_at - b.branched_at);
+    return [row, ...branches.flatMap(tree)];
+  };
+  return rows.filter((row) => !keys.has(row.trunk)).flatMap(tree);
+};
+
 class List {
   constructor(runs, selection) {
     this.runs = runs;
@@ -63,7 +77,7 @@ class List {
     const states = state.list("states").filter((name) => name !== ARCHIVED);
     const archived = state.list("states").includes(ARCHIVED);
     const by = (SORTS[state.values.sort] || SORTS.started)[1];
-    return [...this.runs.rows.values()]
+    const found = [...this.runs.rows.values()]
       .filter((row) => Boolean(row.archived) === archived)
       .filter((row) => !states.length || states.includes(row.state))
       .filter((row) => {
@@ -73,6 +87,7 @@ class List {
       .map((row) => [by(row), row])
       .sort(([a, one], [b, two]) => (a < b ? -1 : a > b ? 1 : one.key < two.key ? -1 : 1))
       .map(([, row]) => row);
+    return inTrees(found);
   }
 
   draw() {
@@ -136,7 +151,7 @@ class List {
     item.row = row;
     const label = labelOf(row);
     item.box.setAttribute("aria-label", `Show ${label}`);
-    item.name.textContent = row.name;
+    item.name.textContent = row.trunk ? `└ ${row.name}` : row.name;
     item.id.textContent = row.id && row.id !== row.name ? row.id : "";
     item.badge.textContent = inState(row);
     item.badge.dataset.state = row.state;
@@ -156,6 +171,7 @@ class List {
       return;
     }
     const parts = [`step ${whole(row.step)}`];
+    if (row.trunk) parts.push(`from ${whole(row.branched_at)}`);
     if (row.loss != null) parts.push(`loss ${figure("loss", row.loss)}`);
     if (row.best != null) parts.push(`best ${figure("loss", row.best)}`);
     item.facts.textContent = parts.join(" · ");

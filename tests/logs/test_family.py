@@ -1,0 +1,103 @@
+"""Lists and summaries show a family of runs as a tree, whatever a record says about its parent."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from shown_runs import started, steps, write
+
+from instar.cli.main import main
+from instar.logs.query.family import family_of
+from instar.logs.query.runs import list_runs, to_json
+from instar.logs.query.summary import summarize
+from instar.logs.read.record import read
+from instar.logs.text.summary import markdown, page
+from instar.logs.web.report import report_html
+from instar.record.events import Branched
+from instar.record.rundir import RunDir, runs_in
+
+
+def branch(folder: Path, parent: str, name: str, step: int, *, path: str = "") -> RunDir:
+    """A branch that has trained ten steps, or has not begun."""
+    first = Branched(
+        name=name, parent=parent, step=step, checkpoint=f"step-{step}", iters=10, decay=10
+    )
+    rest = [(started(step=step), 1), *steps(step + 1, step + 10)] if step < 30 else []
+    return write(folder / (path or f"{parent}.{name}"), [(first, 0), *rest])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    branch(tmp_path, "trunk", "large", 30)
+    write(tmp_path / "other", [(started(), 1), *steps(1, 10)])
+    write(tmp_path / "trunk", [(started(), 1), *steps(1, 40)])
+    branch(tmp_path, "trunk", "small", 10)
+    branch(tmp_path, "trunk.small", "tiny", 15)
+    return tmp_path
+
+
+def test_a_family_is_a_tree(folder: Path) -> None:
+    for name in ("trunk", "trunk.large", "trunk.small.tiny"):
+        assert [
+            (each.name, each.depth, each.branched_at) for each in family_of(RunDir(folder / name))
+        ] == [
+            ("trunk", 0, None),
+            ("trunk.small", 1, 10),
+            ("trunk.small.tiny", 2, 15),
+            ("trunk.large", 1, 30),
+        ]
+    assert family_of(RunDir(folder / "other")) == ()
+
+
+def test_a_branch_that_has_not_begun_is_stopped_and_can_be_resumed(folder: Path) -> None:
+    found = {row.summary.run.path.name: row for row in list_runs(runs_in(folder))}
+    status = found["trunk.large"].status
+    assert (status.state, status.reason) == ("stopped", "a branch that has not begun")
+    assert status.go_on == f"instar resume {folder / 'trunk.large'}"
+    assert to_json(found["trunk.large"])["branch_of"] == {
+        "run": "trunk",
+        "step": 30,
+        "name": "large",
+    }
+    assert "branch_of" not in to_json(found["trunk"])
+
+
+def test_lists_show_the_tree(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "list", str(folder)]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    shown = [re.sub(r"^ *(└ )?([\w.]+) .*", r"\1\2", line) for line in lines]
+    assert shown == ["other", "trunk", "└ trunk.small", "└ trunk.small.tiny", "└ trunk.large"]
+    assert lines[3].startswith("  └ trunk.small.tiny ")
+    assert "step 15" in lines[3]
+
+
+def test_pages_show_the_tree(folder: Path) -> None:
+    record = read(RunDir(folder / "trunk.small"))
+    summary = summarize(record)
+    lines = page(summary, 100)
+    at = lines.index("family")
+    assert [line.split("  ")[1] for line in lines[at + 2 : at + 4]] == ["trunk", "└ trunk.small"]
+    assert any(line.startswith("| └ trunk.small | step 10 | ") for line in markdown([summary]))
+    html = report_html([record])
+    assert json.dumps("└ trunk.small")[1:-1] in html or "└ trunk.small" in html
+    assert '"title":"Family"' in html.replace('": "', '":"')
+
+
+@pytest.mark.parametrize(
+    ("parent", "name", "path"),
+    [
+        ("../other", "small", "x"),
+        ("other", "small", "stranger"),
+        ("", "small", ".small"),
+        (".", "small", "..small"),
+        ("gone", "small", "gone.small"),
+    ],
+)
+def test_a_record_alone_makes_no_family(tmp_path: Path, parent: str, name: str, path: str) -> None:
+    write(tmp_path / "other", [(started(), 1), *steps(1, 10)])
+    run = branch(tmp_path, parent, name, 10, path=path)
+    assert [each.name for each in family_of(run)] == (["gone.small"] if parent == "gone" else [])
+    assert family_of(RunDir(tmp_path / "other")) == ()
