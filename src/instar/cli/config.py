@@ -1,4 +1,4 @@
-"""The commands `instar init`, `instar demo`, `instar config` and `instar schedule`."""
+"""The commands `instar init`, `instar demo` and `instar config`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from instar.cli.options import (
-    MOST_RANKS,
     CommandGroup,
     json_option,
-    schedule_option,
     set_option,
     trust_option,
 )
@@ -314,37 +312,3 @@ def _short_type(words: str) -> str:
     ):
         words = words.replace(long, short)
     return words.removeprefix("a ")
-
-
-@click.group(cls=CommandGroup)
-def schedule() -> None:
-    """Check schedules of operations."""
-
-
-@schedule.command()
-@click.argument("file")
-@click.option("--config", "cfg", metavar="CFG", help="The run's config; default: the defaults.")
-@click.option("--nproc", type=click.IntRange(1, MOST_RANKS), default=1, help="Ranks of the run.")
-@set_option
-@trust_option
-@json_option
-def check(
-    file: str, cfg: str | None, nproc: int, overrides: tuple[str, ...], as_json: bool
-) -> None:
-    """Print a forecast of the run, stage by stage, with the schedule in FILE.
-
-    Every mistake is listed with its line, exit code 2. No data are prepared: until they are,
-    epochs are unknown.
-    """
-    from instar.run.lifecycle.load import load_config
-    from instar.schedule.forecast import checked_forecast
-    from instar.schedule.render import render
-    from instar.tasks.task import spec_class
-
-    loaded = load_config(cfg, (*overrides, schedule_option(file)))
-    spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
-    forecast = checked_forecast(loaded, spec, nproc)
-    if as_json:
-        print_json(forecast.to_dict())
-    else:
-        click.echo(render(forecast))

@@ -1,4 +1,4 @@
-"""`instar grow`: grow a checkpoint offline into a new run, or a folder of transformers into a new one."""
+"""`instar grow`: grow a checkpoint or a folder of transformers offline; `instar schedule`: growth in a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from instar.cli.completion import candidates
-from instar.cli.options import NewFolder, byte_size, json_option, trust_option
+from instar.cli.options import (
+    MOST_RANKS,
+    CommandGroup,
+    NewFolder,
+    byte_size,
+    json_option,
+    rank_options,
+    schedule_option,
+    set_option,
+    trust_option,
+)
 from instar.cli.output import print_json
 
 if TYPE_CHECKING:
     from instar.config.sections import Operation
     from instar.growth.offline import OfflineGrowth
+    from instar.schedule.pilot import Pilot
 
 
 _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
@@ -149,3 +160,152 @@ def _print_stages(result: OfflineGrowth) -> None:
     if result.warning:
         click.echo(f"warning: {result.warning}", err=True)
     click.echo(f"{result.path}, in {result.seconds:.1f} s", err=True)
+
+
+@click.group(cls=CommandGroup)
+def schedule() -> None:
+    """Check schedules of operations, and predict what growth saves."""
+
+
+@schedule.command()
+@click.argument("file")
+@click.option("--config", "cfg", metavar="CFG", help="The run's config; default: the defaults.")
+@click.option("--nproc", type=click.IntRange(1, MOST_RANKS), default=1, help="Ranks of the run.")
+@click.option(
+    "--pilot",
+    "pilot_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Predict the saving from this pilot; default: CFG's, if there is one.",
+)
+@set_option
+@trust_option
+@json_option
+def check(
+    file: str,
+    cfg: str | None,
+    nproc: int,
+    pilot_file: Path | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Print a forecast of the run, stage by stage, with the schedule in FILE.
+
+    Every mistake is listed with its line, exit code 2. No data are prepared: until they are,
+    epochs are unknown.
+    """
+    from instar.run.lifecycle.load import load_config
+    from instar.schedule.forecast import checked_forecast
+    from instar.schedule.render import render
+    from instar.schedule.saving import expected
+    from instar.tasks.task import spec_class
+
+    loaded = load_config(cfg, (*overrides, schedule_option(file)))
+    spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
+    forecast = checked_forecast(loaded, spec, nproc)
+    saving = expected(forecast, cfg, pilot_file)
+    if as_json:
+        print_json({**forecast.to_dict(), "saving": saving.to_dict() if saving else None})
+        return
+    click.echo(render(forecast))
+    for line in saving.lines() if saving else ():
+        click.echo(line)
+
+
+@schedule.command()
+@click.argument("cfg", metavar="CONFIG")
+@click.option("--schedule", "file", metavar="FILE", help="Schedule of operations, if not CONFIG's.")
+@click.option(
+    "--budget", metavar="TIME", required=True, help="How long it may take, e.g. 30min or 2h."
+)
+@click.option(
+    "--seed",
+    "seeds",
+    type=click.IntRange(0, 2**63 - 1),
+    multiple=True,
+    help="Seed of the runs; several, for a better interval, share the budget. Default: CONFIG's.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The pilot's file; default: CONFIG's name, ending in .pilot.json, beside it.",
+)
+@rank_options
+@set_option
+@trust_option
+@json_option
+def pilot(
+    cfg: str,
+    file: str | None,
+    budget: str,
+    seeds: tuple[int, ...],
+    output: Path | None,
+    nproc: int | None,
+    devices: list[int] | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Measure by short runs how much compute the schedule of growth saves.
+
+    Trains CONFIG's final model from scratch, and the run that grows into it, each shortened to what the
+    budget allows, as ordinary runs in the folder of runs. From then on `instar schedule check` and
+    `instar train --dry-run` print the saving to expect. The same command goes on after an interruption.
+    """
+    from instar.api.pilot import pilot as run_pilot
+    from instar.config.budget import parse_budget
+
+    try:
+        parsed = parse_budget(budget)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--budget") from None
+    if parsed.kind != "seconds":
+        raise click.BadParameter(f"{budget!r} is no time; write e.g. 30min", param_hint="--budget")
+    chosen = (*overrides, *([schedule_option(file)] if file else ()))
+    result = run_pilot(
+        cfg,
+        chosen,
+        budget_s=parsed.amount,
+        seeds=seeds,
+        out=output,
+        world_size=nproc,
+        devices=devices,
+        say=lambda text: click.echo(text, err=True),
+    )
+    if as_json:
+        found = result.pilot.found
+        print_json({"file": str(result.file), "saving": result.saving.to_dict(), **found})
+        return
+    _print_pilot(result.pilot)
+    for line in result.saving.lines():
+        click.echo(line)
+
+
+def _print_pilot(found: Pilot) -> None:
+    """Print the runs of a pilot, what they say, and the trigger that follows from them."""
+    from instar.cli.output import print_table
+    from instar.record.format import si
+
+    said = found.found
+    worths = {one["run"]: one for one in said["grown"]}
+    rows = []
+    for run in found.runs:
+        one = worths.get(run.case.name)
+        worth = (
+            ["", ""]
+            if one is None
+            else [f"{one['token_worth']:.3f}", f"{one['missing_loss']:+.4f}"]
+        )
+        grown = f"{run.case.grown_at[-1]:,}" if run.case.grown_at else ""
+        steps, tokens = f"{run.case.steps:,}", si(round(run.tokens))
+        rows.append([run.case.name, steps, grown, tokens, f"{run.loss:.4f}", *worth])
+    headers = ["run", "steps", "grown at", "tokens", "loss", "γ", "δ"]
+    print_table(headers, rows, right=headers[1:])
+    click.echo(
+        f"c {said['cost']:.3f} of the FLOPs, {said['cost_in_seconds']:.3f} of the time; "
+        f"θ {said['exponent']:.2f} ({said['exponent_low']:.2f} to {said['exponent_high']:.2f})"
+    )
+    if (law := said["final_curve"]) is not None:
+        curve = ", ".join(f"{key}: {value:.6g}" for key, value in law.items())
+        click.echo(f"trigger     when: {{slope_below: {{window: 5, curve: {{{curve}}}}}}}")

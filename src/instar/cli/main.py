@@ -48,7 +48,7 @@ COMMANDS = {
         "instar.cli.delta:delta",
         "Save weights as what changed, and rebuild them bit for bit.",
     ),
-    "schedule": ("instar.cli.config:schedule", "Check schedules before a run."),
+    "schedule": ("instar.cli.growth:schedule", "Check schedules, and predict what they save."),
     "data": ("instar.cli.data:data", "Prepare and inspect training data."),
     "config": ("instar.cli.config:config", "Show, validate and compare configs."),
     "completion": (

@@ -72,10 +72,25 @@ trust_option = click.option(
 )
 
 
+def _indices(
+    _context: click.Context, _option: click.Parameter, given: str | None
+) -> list[int] | None:
+    if given is None:
+        return None
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        raise click.BadParameter(f"{given!r}; write each GPU's index once, e.g. 0,1")
+    return [int(part) for part in parts]
+
+
 def rank_options(command: Command) -> Command:
-    """Add the options --nproc and --devices."""
+    """Add the options --nproc and --devices, a list of indices."""
     for option in (
-        click.option("--devices", help="GPUs of the ranks, e.g. 0,1; one rank per device."),
+        click.option(
+            "--devices",
+            callback=_indices,
+            help="GPUs of the ranks, e.g. 0,1; one rank per device.",
+        ),
         click.option(
             "--nproc", type=click.IntRange(1, MOST_RANKS), help="Number of ranks on this machine."
         ),

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 def train(
     cfg: str | None,
     nproc: int | None,
-    devices: str | None,
+    devices: list[int] | None,
     overrides: tuple[str, ...],
     schedule: str | None,
     until: tuple[str, ...],
@@ -93,7 +93,6 @@ def train(
     if until:
         overrides = (*overrides, f"train.until={json.dumps(list(until))}")
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
-    indices = _indices(devices)
     resumed = None
     if resume is not None:
         from instar.record.rundir import find_run
@@ -114,15 +113,15 @@ def train(
 
         raise with_restoring(resumed.run, error) from None
     place = placement(os.environ)
-    rank_count = resolve_ranks(loaded.config.parallel, place, nproc, indices)
+    rank_count = resolve_ranks(loaded.config.parallel, place, nproc, devices)
     if dry_run:
-        return _forecast(loaded, argv, rank_count.ranks, indices, as_json)
+        return _forecast(cfg, loaded, argv, rank_count.ranks, devices, as_json)
     if place.is_set:
-        if indices:
-            os.environ[DEVICES_VARIABLE] = ",".join(map(str, indices))
+        if devices:
+            os.environ[DEVICES_VARIABLE] = ",".join(map(str, devices))
         return _one_rank(loaded, resumed, only_test, profile)
     return _launch(
-        loaded, resumed, argv, rank_count.ranks, indices, max_restarts, only_test, profile
+        loaded, resumed, argv, rank_count.ranks, devices, max_restarts, only_test, profile
     )
 
 
@@ -194,6 +193,7 @@ def _one_rank(loaded: Loaded, resume: Resume | None, only_test: bool, profile: i
 
 
 def _forecast(
+    cfg: str | None,
     loaded: Loaded,
     argv: Sequence[str],
     ranks: int,
@@ -206,19 +206,24 @@ def _forecast(
     from instar.run.lifecycle.resume import automatic
     from instar.run.lifecycle.start import starting_weights
     from instar.schedule.render import render
+    from instar.schedule.saving import expected
     from instar.tasks.task import SampleSetSpec
 
     new = automatic(loaded.config) is None
     prepared = preflight(loaded, ranks, new=new, assume=lambda text: click.echo(text, err=True))
     weights = starting_weights(loaded, prepared.spec) if new else None
     line = torchrun_line(argv, ranks, devices, port=loaded.config.parallel.master_port)
+    saving = expected(prepared.forecast, cfg)
     if as_json:
-        begins = {"from": str(weights.path)} if weights else {}
-        print_json({**prepared.forecast.to_dict(), **begins, "torchrun": line})
+        more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
+        more |= {"saving": saving.to_dict()} if saving else {}
+        print_json({**prepared.forecast.to_dict(), **more, "torchrun": line})
         return 0
     if weights:
         click.echo(f"weights   {weights.about}")
     click.echo(render(prepared.forecast))
+    for text in saving.lines() if saving else ():
+        click.echo(text)
     if loaded.config.device == "cpu" and (
         better := suggestion(loaded, prepared.forecast, host_bytes() // ranks)
     ):
@@ -230,17 +235,6 @@ def _forecast(
         click.echo("No micro-batch was tried; the run tries one before it creates anything.")
     click.echo("Nothing was started.")
     return 0
-
-
-def _indices(devices: str | None) -> list[int] | None:
-    if devices is None:
-        return None
-    parts = [part.strip() for part in devices.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise click.BadParameter(
-            f"{devices!r}; write each GPU's index once, e.g. 0,1", param_hint="--devices"
-        )
-    return [int(part) for part in parts]
 
 
 @click.command()

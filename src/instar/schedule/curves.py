@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import linear_regression
 
 PER = 1e15
 """FLOPs for which slopes are given."""
+_FLOORS = 40
+_NEAREST = 0.02
+"""Nats that the highest floor of a fit lies below the lowest loss."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +45,29 @@ class PowerLaw:
         power = math.log(PER * self.exponent) - math.log(self.flops)
         power += (1 + 1 / self.exponent) * math.log(loss - self.floor)
         return math.exp(power) if power < 700 else math.inf
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> PowerLaw:
+    """Fit a power law to (FLOPs, loss): for each of a grid of floors a line through the logarithms,
+    of which the one with the least squares of losses is taken.
+
+    Raises:
+        ValueError: fewer than three points, or the loss does not fall.
+    """
+    if len(points) < 3:
+        raise ValueError(f"{len(points)} evaluations are too few for a curve")
+    lowest = min(loss for _, loss in points)
+    found = []
+    for number in range(_FLOORS):
+        floor = lowest - _NEAREST * (max(lowest, 1.0) / _NEAREST) ** (number / (_FLOORS - 1))
+        slope, at_one = linear_regression(
+            [math.log(flops) for flops, _ in points],
+            [math.log(loss - floor) for _, loss in points],
+        )
+        if slope < 0:
+            law = PowerLaw(floor, math.exp(-at_one / slope), -slope)
+            error = sum((law.loss(flops) - loss) ** 2 for flops, loss in points)
+            found.append((error, number, law))
+    if not found:
+        raise ValueError("the loss does not fall")
+    return min(found)[2]

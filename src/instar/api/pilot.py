@@ -1,0 +1,426 @@
+"""Pilots: short runs of a config, from which the saving of its schedule of growth is predicted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from instar.config.errors import ConfigError
+from instar.record.format import si
+from instar.schedule.pilot import (
+    Pilot,
+    PilotCase,
+    PilotModel,
+    PilotRun,
+    beside,
+    read_pilot,
+    write_pilot,
+)
+
+if TYPE_CHECKING:
+    from instar.config.load import Loaded
+    from instar.config.schema import RunConfig
+    from instar.schedule.forecast import Forecast
+    from instar.schedule.saving import Saving
+
+FEWEST_STEPS = 20
+"""Steps of the shortest run."""
+_MOMENTS = (1.0, 0.6)
+"""The growths of the schedule, at these multiples of their shares of the run."""
+_BUDGET_USED = 0.85
+"""Share of the budget that is planned; the rest is for what is not steps."""
+_START_S = 3.0
+"""Seconds until a run takes its first step."""
+_EVALUATIONS = 24
+"""At most so many in each run, and so few that they take `_EVALUATED` of its time."""
+_EVALUATED = 0.15
+MUST = 3
+"""The runs of a seed without which nothing can be predicted: the first ones."""
+
+
+@dataclass(frozen=True)
+class PilotResult:
+    """A pilot, and what it predicts for the config."""
+
+    pilot: Pilot
+    saving: Saving
+    file: Path
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a pilot is about: a config with a schedule of growth."""
+
+    path: str | None
+    overrides: tuple[str, ...]
+    loaded: Loaded
+    forecast: Forecast
+    ranks: int
+    devices: Sequence[int] | None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+
+def pilot(
+    config: str | os.PathLike[str] | None,
+    overrides: Sequence[str] = (),
+    *,
+    budget_s: float,
+    seeds: Sequence[int] = (),
+    out: Path | None = None,
+    world_size: int | None = None,
+    devices: Sequence[int] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> PilotResult:
+    """Run what is missing of a pilot, and write its file after each run.
+
+    The runs are ordinary ones, `<name>-pilot-…` in the config's folder of runs: the final size from
+    scratch, half as long and as long as the pilot's horizon, and the config's own run with its
+    schedule, shortened to these horizons. Learning rate schedule, moments of growth and evaluations
+    are shortened in proportion. A pilot that was interrupted goes on.
+
+    Args:
+        budget_s: seconds that it may take, about. The horizon is chosen by it, at the first call.
+        seeds: of the runs; default: the config's.
+        out: the pilot's file; default: beside the config, or in the folder of runs.
+        world_size, devices: see `launch`.
+
+    Raises:
+        ConfigError: the config has no schedule of growth, or is of a kind that pilots do not know;
+            the budget is too small; the file is another pilot's.
+        RunFailed, Interrupted: see `launch`; the same call goes on.
+    """
+    from instar.schedule.saving import expected, summary
+
+    begun = time.monotonic()
+    path = None if config is None else os.fspath(config)
+    asked = _ask(path, overrides, world_size, devices, say)
+    file = out or pilot_file(path, asked.config)
+    known = read_pilot(file) if file.exists() else None
+    if known is None:
+        found = _plan(asked, budget_s, seeds or (asked.config.seed,), say)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_pilot(file, found)
+    else:
+        found = known
+        _check_same(file, found, asked)
+    slowest = 0.0
+    for number, case in enumerate(found.missing):
+        spent = time.monotonic() - begun
+        if number >= MUST and spent + slowest > budget_s:
+            say(f"the budget is used up: {len(found.missing)} runs are left for the next call")
+            break
+        say(f"pilot: {case.name}, run {len(found.runs) + 1} of {len(found.cases)}")
+        done = _run(asked, found, case)
+        slowest = max(slowest, time.monotonic() - begun - spent)
+        found = structs.replace(found, runs=(*found.runs, done))
+        found = structs.replace(found, found=summary(found))
+        write_pilot(file, found)
+    saving = expected(asked.forecast, path, file)
+    if saving is None:
+        raise ConfigError.one("has no runs to predict from", str(file))
+    return PilotResult(found, saving, file)
+
+
+def pilot_file(path: str | None, config: RunConfig) -> Path:
+    """Return where a pilot's file is if nobody says where: beside the config, or among the runs."""
+    return beside(Path(config.record.out_dir) / config.name if path is None else path)
+
+
+def _ask(
+    path: str | None,
+    overrides: Sequence[str],
+    world_size: int | None,
+    devices: Sequence[int] | None,
+    say: Callable[[str], None],
+) -> _Question:
+    from instar.distributed.placement import placement, resolve_ranks
+    from instar.run.lifecycle.load import load_config
+    from instar.run.lifecycle.preflight import prepare_data
+
+    loaded = load_config(path, overrides)
+    start = resolve_ranks(loaded.config.parallel, placement(os.environ), world_size, devices)
+    _check_kind(loaded)
+    prepare_data(loaded, start.ranks, say)
+    forecast = _forecast(loaded, start.ranks)
+    if forecast.steps is None:
+        raise loaded_error(
+            loaded, "train.until", "has no last step, of which a pilot could be a share"
+        )
+    if len({stage.architecture for stage in forecast.stages}) < 2:
+        raise loaded_error(
+            loaded, "schedule", "grows no model", "add an operation such as stack_layers"
+        )
+    return _Question(path, tuple(overrides), loaded, forecast, start.ranks, start.devices or None)
+
+
+def loaded_error(loaded: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
+    """Return an error at a key of a config."""
+    return ConfigError(loaded.problem(key, f"{key} {message}", hint))
+
+
+def _check_kind(loaded: Loaded) -> None:
+    """Raise ConfigError for configs whose final size cannot be trained from scratch."""
+    from instar.config.fields import LANGUAGE
+
+    config = loaded.config
+    if config.task != LANGUAGE:
+        raise loaded_error(loaded, "task", f"{config.task}: pilots are for {LANGUAGE} models")
+    if config.starts_from is not None:
+        raise loaded_error(
+            loaded, "model.from", "has weights that the final size does not have", "leave it out"
+        )
+    for number, entry in enumerate(config.schedule):
+        if entry.name == "set_context" or "lora" in entry.name:
+            raise loaded_error(
+                loaded,
+                f"schedule[{number}]",
+                f"{entry.name} is not known to pilots",
+                "leave it out",
+            )
+
+
+def _forecast(loaded: Loaded, ranks: int) -> Forecast:
+    from instar.schedule.forecast import checked_forecast
+    from instar.tasks.task import spec_class
+
+    return checked_forecast(loaded, spec_class(loaded.config.task).open(loaded, ranks), ranks)
+
+
+def _plan(
+    asked: _Question, budget_s: float, seeds: Sequence[int], say: Callable[[str], None]
+) -> Pilot:
+    """Choose the runs that the budget allows, by the time of a few steps."""
+    from instar.config.budget import Budget
+    from instar.growth.operators import is_growth
+    from instar.run.find.step_time import step_time
+
+    config, forecast = asked.config, asked.forecast
+    first, last = forecast.stages[0], forecast.stages[-1]
+    run_steps = forecast.steps or 1
+    times = [
+        step_time(_loaded(asked, [*_final_model(asked, i), "schedule=[]"]), say)
+        for i in (0, len(forecast.stages) - 1)
+    ]
+    # ranks of one CPU share its cores
+    several = asked.ranks if config.device.startswith("cuda") else 1
+    small, final = (
+        PilotModel(stage.parameters.total, stage.flops_per_token, each.step / several)
+        for stage, each in zip((first, last), times, strict=True)
+    )
+    shares = _moments(forecast)
+    costs = [1.0, 0.5]
+    for factor in _MOMENTS:
+        ratio = small.seconds_per_step / final.seconds_per_step
+        costs.append(1 - shares[-1] * factor * (1 - min(1.0, ratio)))
+    costs.append(costs[2] / 2)
+    count = len(seeds) * len(costs)
+    seconds = _BUDGET_USED * budget_s - count * _START_S
+    per_step = len(seeds) * sum(costs) * final.seconds_per_step * (1 + _EVALUATED)
+    steps = min(run_steps, int(seconds / per_step)) // 2 * 2
+    if steps < 2 * FEWEST_STEPS:
+        needed = (2 * FEWEST_STEPS * per_step + count * _START_S) / _BUDGET_USED
+        raise ConfigError.one(
+            f"{count} runs of at least {FEWEST_STEPS} steps do not fit in {budget_s:,.0f} s",
+            where="--budget",
+            hint=f"give at least {Budget('seconds', max(1.0, round(needed)))}",
+        )
+    cases: list[PilotCase] = []
+    for seed in seeds:
+        long, short = ([round(share * n) for share in shares] for n in (steps, steps // 2))
+        cases += [
+            PilotCase("final", seed, steps // 2),
+            PilotCase("final", seed, steps),
+            PilotCase("grown", seed, steps, tuple(long)),
+            PilotCase("grown", seed, steps, tuple(round(_MOMENTS[1] * at) for at in long)),
+            PilotCase("grown", seed, steps // 2, tuple(short)),
+        ]
+    return Pilot(
+        name=config.name,
+        growth=tuple(s.operation for s in forecast.stages[1:] if is_growth(s.operation.split()[0])),
+        run_steps=run_steps,
+        stable_share=_stable_share(config),
+        tokens_per_step=float(first.settings.global_batch * first.weight),
+        small=small,
+        final=final,
+        cases=tuple(cases),
+        evaluations=_evaluations(steps, final.seconds_per_step, times[1].evaluation / several),
+    )
+
+
+def _evaluations(steps: int, step_s: float, evaluation_s: float) -> int:
+    affordable = _EVALUATED * steps * step_s / max(evaluation_s, 1e-6)
+    return max(4, min(_EVALUATIONS, int(affordable)))
+
+
+def _moments(forecast: Forecast) -> list[float]:
+    """Return the shares of the run after which the model grows; those that depend on a loss, which
+    nobody knows yet, evenly between the others."""
+    run_steps = forecast.steps or 1
+    grown = [
+        after
+        for before, after in zip(forecast.stages, forecast.stages[1:], strict=False)
+        if before.architecture != after.architecture
+    ]
+    known = {
+        number: stage.first_step / run_steps
+        for number, stage in enumerate(grown)
+        if stage.first_step is not None and stage.first_step == stage.latest_step
+    }
+    shares: list[float] = []
+    for number in range(len(grown)):
+        before = shares[-1] if shares else 0.0
+        after = next((known[n] for n in range(number, len(grown)) if n in known), None)
+        if number in known:
+            shares.append(known[number])
+        elif after is not None:
+            shares.append((before + after) / 2)
+        else:
+            shares.append(before + (0.8 - before) * (number + 1) / len(grown))
+    return shares
+
+
+def _stable_share(config: RunConfig) -> float:
+    schedule = config.learning_rate
+    if schedule.shape == "wsd":
+        return 1 - schedule.decay_fraction
+    return 0.0 if schedule.has_end else 1.0
+
+
+def _final_model(asked: _Question, stage: int) -> list[str]:
+    """Return settings of a run that begins with the shape of a stage.
+
+    Raises:
+        ConfigError: no config has this shape.
+    """
+    from instar.models.architecture import Architecture, section_of
+
+    begin, end = (asked.forecast.stages[n].architecture for n in (0, stage))
+    if stage == 0:
+        return []
+    assert isinstance(begin, Architecture)
+    assert isinstance(end, Architecture)
+    if end.lora or end.mask:
+        raise loaded_error(asked.loaded, "schedule", "ends with adapters or a mask")
+    # widening and longer contexts adjust these of a trained model, not of a new one
+    end = end.changed(norm_eps=begin.norm_eps, rope_base=begin.rope_base)
+    before, after = (section_of(one).model_dump() for one in (begin, end))
+    return [
+        f"model.{key}={json.dumps(value)}" for key, value in after.items() if before[key] != value
+    ]
+
+
+def _loaded(asked: _Question, settings: Sequence[str]) -> Loaded:
+    from instar.run.lifecycle.load import load_config
+
+    return load_config(asked.path, [*asked.overrides, *settings])
+
+
+def _settings(asked: _Question, found: Pilot, case: PilotCase) -> list[str]:
+    """Return the settings of a case, beside those of the config."""
+    from instar.config.sections import ScheduledOperation
+
+    config = asked.config
+    share = case.steps / found.run_steps
+    schedule = config.learning_rate
+    counts: dict[str, int | None] = {
+        "learning_rate.warmup_iters": round(schedule.warmup_iters * share),
+        "learning_rate.lr_decay_iters": _scaled(schedule.lr_decay_iters, share),
+        "learning_rate.decay_every": _scaled(schedule.decay_every, share),
+        "eval.eval_interval": max(1, case.steps // found.evaluations),
+    }
+    run = f"{config.name}-pilot-{case.name}"
+    values: dict[str, Any] = {
+        **{key: value for key, value in counts.items() if value is not None},
+        "name": f"{config.name}-pilot",
+        "record.run_dir": os.fspath(Path(config.record.out_dir) / run),
+        "resume": "auto",
+        "seed": case.seed,
+        "data.seed": config.data_seed,
+        "train.until": [f"{case.steps}it"],
+        "eval.eval_epochs": None,
+        "early_stopping.rules": [],
+        "test.at_end": False,
+        "record.report": False,
+        "record.sample_tokens": 0,
+        "record.sample_every": None,
+    }
+    entries: list[dict[str, Any]] = []
+    grown_at = list(case.grown_at)
+    stages = asked.forecast.stages
+    for before, stage, entry in zip(stages, stages[1:], config.schedule, strict=False):
+        given = entry.model_dump(exclude={*ScheduledOperation.model_fields} - {"name", "value"})
+        if stage.architecture == before.architecture:
+            step = round((stage.first_step or found.run_steps) * share)
+        elif grown_at:
+            step = grown_at.pop(0)
+        else:
+            continue
+        entries.append({**given, "when": {"at_step": step}})
+    values["schedule"] = entries
+    model = [] if case.grown_at else _final_model(asked, len(asked.forecast.stages) - 1)
+    return [*model, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
+
+
+def _scaled(iters: int | None, share: float) -> int | None:
+    return None if iters is None else max(1, round(iters * share))
+
+
+def _run(asked: _Question, found: Pilot, case: PilotCase) -> PilotRun:
+    """Train a case, or go on with it, and read how it ended."""
+    from instar.api.training import launch, train
+    from instar.checkpoint.listing import latest_intact
+    from instar.distributed.failure import RunFailed
+    from instar.record.events import Eval, read_events
+    from instar.record.rundir import RunDir
+    from instar.schedule.saving import spending
+
+    settings = _settings(asked, found, case)
+    if asked.ranks == 1 and asked.devices is None:
+        path = train(asked.path, [*asked.overrides, *settings])
+    else:
+        path = launch(
+            asked.path,
+            [*asked.overrides, *settings],
+            world_size=asked.ranks,
+            devices=asked.devices,
+        )
+    manifest = latest_intact(path, check=False)[0].manifest
+    if manifest.loss is None or not math.isfinite(manifest.loss) or manifest.step != case.steps:
+        raise RunFailed(
+            f"{path}: ended at step {manifest.step:,} with loss {manifest.loss}, so nothing can be "
+            "predicted from it; delete it to try again"
+        )
+    losses = {
+        event.step: event.loss
+        for event in read_events(RunDir(path).events)
+        if isinstance(event, Eval) and event.split == "val" and math.isfinite(event.loss)
+    }
+    return PilotRun(
+        case,
+        manifest.loss,
+        spending(_forecast(_loaded(asked, settings), asked.ranks)),
+        tuple(sorted(losses.items())),
+    )
+
+
+def _check_same(file: Path, found: Pilot, asked: _Question) -> None:
+    """Raise ConfigError if a pilot file is about another config."""
+    last = asked.forecast.stages[-1]
+    if (found.name, found.final.flops_per_token) != (asked.config.name, last.flops_per_token):
+        raise ConfigError.one(
+            f"is the pilot of {found.name} with {si(found.final.parameters)} parameters, and this is "
+            f"{asked.config.name} with {si(last.parameters.total)}",
+            str(file),
+            "choose another file with -o, or delete this one",
+        )

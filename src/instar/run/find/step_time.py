@@ -1,0 +1,48 @@
+"""Time of a config's steps and evaluations, by a few of them in this process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from instar.config.load import Loaded
+from instar.distributed.world import join
+from instar.run.find.training import opened, prepared_alone
+
+_TIMED_S = 1.0
+_FEWEST, _MOST = 4, 50
+"""steps"""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds on one device."""
+
+    step: float
+    evaluation: float
+
+
+def step_time(loaded: Loaded, say: Callable[[str], None]) -> StepTime:
+    """Train some steps of a config on one device and evaluate once; nothing is written but data that
+    are prepared.
+
+    Raises:
+        ConfigError: the run could not start.
+    """
+    prepared = prepared_alone(loaded, say)
+    with (
+        join(loaded.config.parallel, loaded.config.device) as world,
+        opened(prepared, prepared.config, world) as trainer,
+    ):
+        for _ in range(2):  # the first ones also allocate, compile and choose kernels
+            trainer.step()
+        times: list[float] = []
+        while len(times) < _FEWEST or (sum(times) < _TIMED_S and len(times) < _MOST):
+            begun = time.perf_counter()
+            trainer.step()
+            times.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        trainer.evaluate()
+        return StepTime(statistics.median(times), time.perf_counter() - begun)

@@ -1,0 +1,133 @@
+"""A pilot: short runs from which the saving of a schedule of growth is predicted, and their file.
+
+The file is JSON of `Pilot`. It is read as data from anywhere: every number is bounded, and nothing in
+it names a path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from instar.config.errors import ConfigError
+from instar.config.files import read_regular
+from instar.record.atomic import replace_file
+
+SUFFIX = ".pilot.json"
+MAX_BYTES = 1 << 24
+MOST = 4096
+"""runs, and evaluations of a run"""
+
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e40)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e40)]
+Steps = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+Step = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+Loss = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+Text = Annotated[str, msgspec.Meta(max_length=2000)]
+
+
+class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run spends on a stage."""
+
+    flops_per_token: Positive
+    tokens: Amount
+
+
+class PilotCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A short run: the final size from scratch, or one that grows as the schedule says."""
+
+    arm: Literal["final", "grown"]
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    steps: Steps
+    grown_at: Annotated[tuple[Step, ...], msgspec.Meta(max_length=MOST)] = ()
+    """The step of each growth; empty: none."""
+
+    @property
+    def name(self) -> str:
+        """The end of its folder's name."""
+        grown = f"-at-{self.grown_at[-1]}" if self.grown_at else ""
+        return f"{self.arm}-{self.steps}{grown}-s{self.seed}"
+
+
+class PilotRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a case ended, with its rate decayed as the config's run ends."""
+
+    case: PilotCase
+    loss: Loss
+    """Held-out loss of its last step, nats."""
+    spent: Annotated[tuple[Spent, ...], msgspec.Meta(min_length=1, max_length=MOST)]
+    """By stage."""
+    evaluations: Annotated[tuple[tuple[Step, Loss], ...], msgspec.Meta(max_length=MOST)] = ()
+    """Held-out losses by step, at any rate."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens trained on."""
+        return sum(stage.tokens for stage in self.spent)
+
+
+class PilotModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A size of the model."""
+
+    parameters: Steps
+    flops_per_token: Positive
+    seconds_per_step: Positive
+    """Measured with the config's global batch."""
+
+
+class Pilot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The short runs of a config, planned and done."""
+
+    name: Text
+    """The config's."""
+    growth: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=MOST)]
+    """The operations that grow the model."""
+    run_steps: Steps
+    """Steps of the run whose saving is to be predicted."""
+    stable_share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    """Share of a run's steps before its rate decays."""
+    tokens_per_step: Positive
+    evaluations: Steps
+    """Of each run."""
+    small: PilotModel
+    final: PilotModel
+    cases: Annotated[tuple[PilotCase, ...], msgspec.Meta(min_length=1, max_length=MOST)]
+    """In the order in which they are run."""
+    runs: Annotated[tuple[PilotRun, ...], msgspec.Meta(max_length=MOST)] = ()
+    found: dict[str, Any] = {}
+    """What the runs say, for readers of the file; predictions begin with the runs."""
+    version: Literal[1] = 1
+
+    @property
+    def missing(self) -> tuple[PilotCase, ...]:
+        """The cases that have not been run."""
+        done = {run.case for run in self.runs}
+        return tuple(case for case in self.cases if case not in done)
+
+
+def read_pilot(path: Path) -> Pilot:
+    """Read a pilot file.
+
+    Raises:
+        ConfigError: it is missing or no pilot file; says what is wrong in it.
+    """
+    try:
+        pilot = msgspec.json.decode(read_regular(path, MAX_BYTES, follow=True), type=Pilot)
+    except OSError as error:
+        raise ConfigError.one(f"cannot be read: {error.strerror or error}", str(path)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        hint = "write one with: instar schedule pilot CONFIG -o FILE"
+        raise ConfigError.one(f"is not a pilot file: {error}", str(path), hint) from None
+    return pilot
+
+
+def write_pilot(path: Path, pilot: Pilot) -> None:
+    """Replace a pilot file atomically."""
+    replace_file(path, msgspec.json.format(msgspec.json.encode(pilot), indent=1) + b"\n")
+
+
+def beside(config: str | Path) -> Path:
+    """Return the path of the pilot file of a config."""
+    return Path(config).with_suffix(SUFFIX)

@@ -1,0 +1,397 @@
+"""The compute that a schedule of growth saves, predicted from a pilot.
+
+A token of a stage that costs c tokens of the final size, in FLOPs, is *worth* c ** θ of them after it has
+grown: a run with t_i tokens in stage i ends where the final size from scratch ends after Σ c_i ** θ t_i
+tokens, with as much of its rate decayed. Of its compute it saves
+
+    1 - Σ c_i t_i / Σ c_i ** θ t_i.
+
+θ = 0: a token of the small model is worth one of the final size; θ = 1: as much as it costs, so that nothing
+is saved. It is measured where the decayed loss of a short grown run lies between those of the final
+size from scratch. It rises with the tokens t before the growth, because a small model saturates:
+θ(t) = θ_1 + k ln(t / t_1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import fmean, linear_regression, median, stdev
+from typing import Any
+
+from instar.config.errors import ConfigError
+from instar.record.format import si
+from instar.schedule.curves import PowerLaw, fitted
+from instar.schedule.forecast import Forecast
+from instar.schedule.pilot import Pilot, PilotRun, Spent, beside, read_pilot
+
+DRAWS = 1000
+_EXPONENTS = (-4.0, 12.0)
+"""Between them θ is searched."""
+_NOISE = 0.01
+"""Standard deviation of the decayed losses of a single seed, nats."""
+_SLOPE_SPREAD = 0.15
+"""Standard deviation of the error of k."""
+_LEAST_FALL = 1e-3
+"""Nats that the loss falls at least when the tokens are e times as many."""
+_BEGIN = 0.1
+"""Share of a run before the evaluations that are used: its first steps follow another law."""
+_FEWEST = 4
+"""Evaluations of both models at which a trend is fitted."""
+
+
+def spending(forecast: Forecast, *, late: bool = False) -> tuple[Spent, ...]:
+    """Return what a run spends on each stage that it reaches; nothing if its end is not counted.
+
+    Args:
+        late: if every operation fires at its latest, in place of its earliest.
+    """
+    totals = forecast.late if late else forecast.early
+    if totals is None:
+        return ()
+    begins = [(s, s.latest_step if late else s.first_step) for s in forecast.stages]
+    reached = [(stage, begin) for stage, begin in begins if begin is not None]
+    ends = [*(begin for _, begin in reached[1:]), totals.steps]
+    return tuple(
+        Spent(stage.flops_per_token, (end - begin) * stage.settings.global_batch * stage.weight)
+        for (stage, begin), end in zip(reached, ends, strict=True)
+    )
+
+
+def worth(spent: Sequence[Spent], exponent: float) -> float:
+    """Return the tokens of the last stage's size that all stages are worth."""
+    final = spent[-1].flops_per_token
+    return sum(math.pow(each.flops_per_token / final, exponent) * each.tokens for each in spent)
+
+
+def exponent_of(spent: Sequence[Spent], tokens: float) -> float:
+    """Return the θ with which the stages are worth `tokens`; the nearest end of its range if none is."""
+    low, high = _EXPONENTS
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if worth(spent, middle) > tokens else (low, middle)
+    return (low + high) / 2
+
+
+def before_growth(spent: Sequence[Spent]) -> float:
+    """Return the tokens before the last stage's size."""
+    return sum(each.tokens for each in spent if each.flops_per_token != spent[-1].flops_per_token)
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What one grown run of a pilot came to."""
+
+    run: PilotRun
+    equal_tokens: float
+    """Tokens after which the final size from scratch has its loss."""
+    exponent: float
+    """θ"""
+    missing: float
+    """Loss above that of the final size from scratch after as many tokens, nats."""
+
+    @property
+    def token_worth(self) -> float:
+        """Final tokens that a token before the growth is worth: γ."""
+        final = self.run.spent[-1].tokens
+        return (self.equal_tokens - final) / max(before_growth(self.run.spent), 1.0)
+
+
+class Measured:
+    """What the runs of a pilot say.
+
+    Raises ValueError if runs are missing, or the final size from scratch did not learn.
+    """
+
+    def __init__(self, pilot: Pilot) -> None:
+        by_seed: dict[int, list[PilotRun]] = {}
+        for run in pilot.runs:
+            by_seed.setdefault(run.case.seed, []).append(run)
+        self.pilot = pilot
+        self._seeds = [runs for runs in by_seed.values() if _is_enough(runs)]
+        if not self._seeds:
+            raise ValueError("runs of the pilot are missing: the command that began it goes on")
+        grown = [before_growth(one.run.spent) for one in self.grown]
+        self.middle = fmean(map(math.log, grown))
+        """Mean logarithm of the tokens before the growth."""
+
+    @cached_property
+    def grown(self) -> tuple[Grown, ...]:
+        """The grown runs, seed by seed."""
+        return tuple(one for runs in self._seeds for one in _grown(runs))
+
+    @cached_property
+    def noise(self) -> float:
+        """Standard deviation of a decayed loss, nats: of seeds, or as far as evaluations scatter."""
+        by_case: dict[tuple[str, int, tuple[int, ...]], list[float]] = {}
+        for run in (run for runs in self._seeds for run in runs):
+            case = run.case
+            by_case.setdefault((case.arm, case.steps, case.grown_at), []).append(run.loss)
+        several = [stdev(losses) for losses in by_case.values() if len(losses) > 1]
+        return fmean(several) if several else _NOISE
+
+    @cached_property
+    def slope(self) -> float:
+        """k: how much θ rises when the tokens before the growth are e times as many; from evaluations of
+        the small model and of the final size from scratch, before their rates decay."""
+        cost = self.pilot.small.flops_per_token / self.pilot.final.flops_per_token
+        found = [_trend(self.pilot, runs) for runs in self._seeds]
+        known = [trend for trend in found if trend is not None]
+        return fmean(known) / math.log(cost) if known and cost < 1 else 0.0
+
+    def exponents(self, tokens: float) -> list[float]:
+        """Return θ for a growth after `tokens`, in `DRAWS` draws: of seeds with replacement, of losses
+        with their noise, and of k."""
+        random, drawn = Random(0), []
+        apart = math.log(max(tokens, 1.0)) - self.middle
+        for _ in range(DRAWS):
+            slope = random.gauss(self.slope, _SLOPE_SPREAD)
+            seeds = random.choices(self._seeds, k=len(self._seeds))
+            noisy = [one for runs in seeds for one in _grown(runs, random, self.noise)]
+            # the mean of the runs lies at the middle of their logarithms
+            drawn.append(fmean(one.exponent for one in noisy) + slope * apart)
+        return drawn
+
+    @cached_property
+    def final_curve(self) -> PowerLaw | None:
+        """The loss of the final size from scratch by FLOPs, before its rate decays; None: too few
+        evaluations."""
+        per_token = self.pilot.final.flops_per_token
+        points = [
+            (tokens * per_token, loss)
+            for runs in self._seeds
+            for tokens, loss in _stable(self.pilot, _longest(runs, "final"))
+        ]
+        try:
+            return fitted(points)
+        except ValueError:
+            return None
+
+
+def summary(pilot: Pilot) -> dict[str, Any]:
+    """Return what the runs of a pilot say, as JSON values; empty while runs are missing."""
+    try:
+        found = Measured(pilot)
+    except ValueError:
+        return {}
+    law, middle = found.final_curve, math.exp(found.middle)
+    thetas = sorted(found.exponents(middle))
+    return {
+        "cost": pilot.small.flops_per_token / pilot.final.flops_per_token,
+        "cost_in_seconds": pilot.small.seconds_per_step / pilot.final.seconds_per_step,
+        "exponent": median(thetas),
+        "exponent_low": thetas[round(0.025 * DRAWS)],
+        "exponent_high": thetas[round(0.975 * DRAWS) - 1],
+        "exponent_after_tokens": middle,
+        "exponent_slope": found.slope,
+        "noise": found.noise,
+        "grown": [
+            {
+                "run": one.run.case.name,
+                "tokens_before": before_growth(one.run.spent),
+                "token_worth": one.token_worth,
+                "exponent": one.exponent,
+                "missing_loss": one.missing,
+            }
+            for one in found.grown
+        ],
+        "final_curve": None if law is None else asdict(law),
+    }
+
+
+def _is_enough(runs: Sequence[PilotRun]) -> bool:
+    return len({run.case.steps for run in runs if run.case.arm == "final"}) > 1 and any(
+        run.case.grown_at for run in runs
+    )
+
+
+def _grown(
+    runs: Sequence[PilotRun], random: Random | None = None, noise: float = 0.0
+) -> list[Grown]:
+    """Return what the grown runs of a seed came to, with noise on all losses if `random` is given."""
+    losses = {run.case: run.loss + (random.gauss(0, noise) if random else 0.0) for run in runs}
+    short, long = sorted((run.tokens, losses[run.case]) for run in runs if run.case.arm == "final")[
+        -2:
+    ]
+    # between two budgets the loss falls by about as much with every doubling
+    fall = max((short[1] - long[1]) / math.log(long[0] / short[0]), _LEAST_FALL)
+    found = []
+    for run in runs:
+        if run.case.grown_at:
+            loss = losses[run.case]
+            equal = long[0] * math.exp((long[1] - loss) / fall)
+            missing = loss - long[1] + fall * math.log(run.tokens / long[0])
+            found.append(Grown(run, equal, exponent_of(run.spent, equal), missing))
+    return found
+
+
+def _longest(runs: Sequence[PilotRun], arm: str) -> PilotRun:
+    """Return the run of an arm with the most steps, and of these the one that grows last."""
+    return max(
+        (run for run in runs if run.case.arm == arm),
+        key=lambda run: (run.case.steps, run.case.grown_at),
+    )
+
+
+def _stable(pilot: Pilot, run: PilotRun) -> list[tuple[float, float]]:
+    """Return (tokens, loss) of the evaluations of a run's first size, after its first steps and before
+    its rate decays."""
+    end = pilot.stable_share * run.case.steps
+    if run.case.grown_at:
+        end = min(end, run.case.grown_at[0])
+    begin = _BEGIN * run.case.steps
+    return [(s * pilot.tokens_per_step, loss) for s, loss in run.evaluations if begin <= s <= end]
+
+
+def _trend(pilot: Pilot, runs: Sequence[PilotRun]) -> float | None:
+    """Return d ln ρ / d ln t, where ρ t are the tokens after which the final size from scratch has the
+    loss of the small model after t; None: too few evaluations."""
+    final = _stable(pilot, _longest(runs, "final"))
+    points = []
+    for tokens, loss in _stable(pilot, _longest(runs, "grown")):
+        for (before, high), (after, low) in pairwise(final):
+            if low <= loss <= high and low < high:
+                share = (high - loss) / (high - low)
+                equal = math.log(before) + share * math.log(after / before)
+                points.append((math.log(tokens), equal - math.log(tokens)))
+                break
+    if len(points) < _FEWEST:
+        return None
+    slope, _ = linear_regression(*zip(*points, strict=True))
+    return slope
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a schedule is expected to save of the compute with which the final size from scratch has the
+    same loss."""
+
+    share: float
+    """0.2: 20 % less compute; below 0: more"""
+    low: float
+    high: float
+    """With 95 % confidence."""
+    of_time: float
+    """The same of seconds, as far as steps take them."""
+    tokens: float
+    """Tokens after which the final size from scratch has the loss of the run's end."""
+    extrapolates: tuple[str, ...]
+    """Where the run is beyond what the pilot measured."""
+    source: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the saving as text."""
+        most, least = (f"{100 * share:.0f}" for share in (self.high, self.low))
+        verb = "saves" if self.share >= 0 else "loses"
+        said = [
+            f"growth      {verb} {100 * abs(self.share):.0f} % of the FLOPs ({least} to {most} %), and "
+            f"{100 * self.of_time:.0f} % of the time in steps,",
+            f"            that the final size from scratch needs for the loss of this run's end: "
+            f"{si(round(self.tokens))} tokens",
+        ]
+        said += [f"            extrapolated: {why}" for why in self.extrapolates]
+        return [*said, f"            predicted from {self.source}"]
+
+
+def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Saving:
+    """Predict the saving of a run.
+
+    Args:
+        runs: what it spends on its stages; of several possibilities the interval covers all.
+        source: the name of the pilot.
+
+    Raises:
+        ValueError: see `Measured`; or the run does not grow.
+    """
+    if not runs or not all(before_growth(spent) for spent in runs):
+        raise ValueError("the run does not grow before its end")
+    found = Measured(pilot)
+    middles, lows, highs = [], [], []
+    for spent in runs:
+        tokens = [worth(spent, each) for each in found.exponents(before_growth(spent))]
+        flops = sum(each.flops_per_token * each.tokens for each in spent)
+        seconds = sum(_seconds(pilot, each.flops_per_token) * each.tokens for each in spent)
+        final = pilot.final.flops_per_token
+        shares = sorted(1 - flops / (final * each) for each in tokens)
+        middle = median(tokens)
+        of_time = 1 - seconds / (_seconds(pilot, final) * middle)
+        middles.append((1 - flops / (final * middle), of_time, middle))
+        lows.append(shares[round(0.025 * DRAWS)])
+        highs.append(shares[round(0.975 * DRAWS) - 1])
+    share, of_time, tokens_worth = (fmean(column) for column in zip(*middles, strict=True))
+    beyond = _beyond(found, runs)
+    return Saving(share, min(lows), max(highs), of_time, tokens_worth, beyond, source)
+
+
+def _seconds(pilot: Pilot, flops_per_token: float) -> float:
+    """Return the time of a token, linear in its FLOPs between the two sizes that were measured."""
+    small, final = pilot.small, pilot.final
+    apart = final.flops_per_token - small.flops_per_token
+    share = (flops_per_token - small.flops_per_token) / apart if apart else 1.0
+    step = small.seconds_per_step + share * (final.seconds_per_step - small.seconds_per_step)
+    return step / pilot.tokens_per_step
+
+
+def _beyond(found: Measured, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]:
+    """Return where runs are beyond what a pilot measured."""
+    seen = [(before_growth(one.run.spent), one.run.tokens) for one in found.grown]
+    mine = [(before_growth(spent), sum(each.tokens for each in spent)) for spent in runs]
+    said = []
+    latest, most = max(before for before, _ in seen), max(before for before, _ in mine)
+    if most > 1.01 * latest:
+        said.append(
+            f"the model grows after {si(round(most))} tokens, {most / latest:.3g} times as many as the "
+            "pilot measured"
+        )
+    shares, own = ([before / whole for before, whole in each] for each in (seen, mine))
+    if min(own) < min(shares) - 0.05 or max(own) > max(shares) + 0.05:
+        said.append(
+            f"{100 * max(own):.0f} % of the tokens come before the final size, in the pilot "
+            f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
+        )
+    small = found.pilot.small.flops_per_token
+    if any(abs(spent[0].flops_per_token / small - 1) > 0.01 for spent in runs):
+        said.append("the run begins with another size than the pilot's")
+    return tuple(said)
+
+
+def expected(forecast: Forecast, config: str | None, file: Path | None = None) -> Saving | None:
+    """Return the saving that a pilot predicts for a run; None without growth or pilot.
+
+    Args:
+        config: path of the run's config; its pilot lies beside it.
+        file: the pilot, in place of that one.
+
+    Raises:
+        ConfigError: `file`, or the config's pilot, cannot be read or is of another model.
+    """
+    found = file or (beside(config) if config else None)
+    if found is None or (file is None and not found.exists()):
+        return None
+    pilot = read_pilot(found)
+    runs = {spending(forecast), spending(forecast, late=True)}
+    last = forecast.stages[-1]
+    if file is None and (
+        len(forecast.stages) < 2 or not all(map(before_growth, filter(None, runs)))
+    ):
+        return None
+    if last.flops_per_token != pilot.final.flops_per_token:
+        raise ConfigError.one(
+            f"is of a model with {si(pilot.final.parameters)} parameters in the end, and this run's has "
+            f"{si(last.parameters.total)}",
+            str(found),
+            "measure this one with: instar schedule pilot",
+        )
+    try:
+        return predicted(pilot, *filter(None, runs), source=str(found))
+    except ValueError as error:
+        raise ConfigError.one(str(error), str(found)) from None
