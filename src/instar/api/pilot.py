@@ -39,9 +39,11 @@ _BUDGET_USED = 0.85
 """Share of the budget that is planned; the rest is for what is not steps."""
 _START_S = 3.0
 """Seconds until a run takes its first step."""
-_EVALUATIONS = 24
-"""At most so many in each run, and so few that they take `_EVALUATED` of its time."""
+_FEWEST_EVALUATIONS, _EVALUATIONS = 10, 30
+"""Of each run, and within these so few that they take `_EVALUATED` of its time."""
 _EVALUATED = 0.15
+_MOSTLY = 0.6
+"""Share of a run that cosine and linear rates are taken to be near their peak."""
 MUST = 3
 """The runs of a seed without which nothing can be predicted: the first ones."""
 
@@ -75,7 +77,8 @@ def pilot(
     config: str | os.PathLike[str] | None,
     overrides: Sequence[str] = (),
     *,
-    budget_s: float,
+    budget_s: float = math.inf,
+    steps: int | None = None,
     seeds: Sequence[int] = (),
     out: Path | None = None,
     world_size: int | None = None,
@@ -90,7 +93,9 @@ def pilot(
     are shortened in proportion. A pilot that was interrupted goes on.
 
     Args:
-        budget_s: seconds that it may take, about. The horizon is chosen by it, at the first call.
+        budget_s: seconds that it may take, about.
+        steps: of the longest runs, the horizon; default: as many as the budget allows. It is chosen at
+            the first call.
         seeds: of the runs; default: the config's.
         out: the pilot's file; default: beside the config, or in the folder of runs.
         world_size, devices: see `launch`.
@@ -108,7 +113,7 @@ def pilot(
     file = out or pilot_file(path, asked.config)
     known = read_pilot(file) if file.exists() else None
     if known is None:
-        found = _plan(asked, budget_s, seeds or (asked.config.seed,), say)
+        found = _plan(asked, budget_s, steps, seeds or (asked.config.seed,), say)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_pilot(file, found)
     else:
@@ -198,7 +203,11 @@ def _forecast(loaded: Loaded, ranks: int) -> Forecast:
 
 
 def _plan(
-    asked: _Question, budget_s: float, seeds: Sequence[int], say: Callable[[str], None]
+    asked: _Question,
+    budget_s: float,
+    steps: int | None,
+    seeds: Sequence[int],
+    say: Callable[[str], None],
 ) -> Pilot:
     """Choose the runs that the budget allows, by the time of a few steps."""
     from instar.config.budget import Budget
@@ -227,7 +236,8 @@ def _plan(
     count = len(seeds) * len(costs)
     seconds = _BUDGET_USED * budget_s - count * _START_S
     per_step = len(seeds) * sum(costs) * final.seconds_per_step * (1 + _EVALUATED)
-    steps = min(run_steps, int(seconds / per_step)) // 2 * 2
+    if steps is None:
+        steps = int(min(run_steps, seconds / per_step))
     if steps < 2 * FEWEST_STEPS:
         needed = (2 * FEWEST_STEPS * per_step + count * _START_S) / _BUDGET_USED
         raise ConfigError.one(
@@ -260,7 +270,7 @@ def _plan(
 
 def _evaluations(steps: int, step_s: float, evaluation_s: float) -> int:
     affordable = _EVALUATED * steps * step_s / max(evaluation_s, 1e-6)
-    return max(4, min(_EVALUATIONS, int(affordable)))
+    return max(_FEWEST_EVALUATIONS, min(_EVALUATIONS, int(affordable)))
 
 
 def _moments(forecast: Forecast) -> list[float]:
@@ -294,7 +304,7 @@ def _stable_share(config: RunConfig) -> float:
     schedule = config.learning_rate
     if schedule.shape == "wsd":
         return 1 - schedule.decay_fraction
-    return 0.0 if schedule.has_end else 1.0
+    return _MOSTLY if schedule.has_end else 1.0
 
 
 def _final_model(asked: _Question, stage: int) -> list[str]:
@@ -380,21 +390,20 @@ def _run(asked: _Question, found: Pilot, case: PilotCase) -> PilotRun:
     """Train a case, or go on with it, and read how it ended."""
     from instar.api.training import launch, train
     from instar.checkpoint.listing import latest_intact
-    from instar.distributed.failure import RunFailed
+    from instar.distributed.failure import Interrupted, RunFailed
     from instar.record.events import Eval, read_events
     from instar.record.rundir import RunDir
     from instar.schedule.saving import spending
 
     settings = _settings(asked, found, case)
-    if asked.ranks == 1 and asked.devices is None:
-        path = train(asked.path, [*asked.overrides, *settings])
-    else:
-        path = launch(
-            asked.path,
-            [*asked.overrides, *settings],
-            world_size=asked.ranks,
-            devices=asked.devices,
-        )
+    given = [*asked.overrides, *settings]
+    try:
+        if asked.ranks == 1 and asked.devices is None:
+            path = train(asked.path, given)
+        else:
+            path = launch(asked.path, given, world_size=asked.ranks, devices=asked.devices)
+    except Interrupted:
+        raise Interrupted("the pilot was interrupted; the same command goes on with it") from None
     manifest = latest_intact(path, check=False)[0].manifest
     if manifest.loss is None or not math.isfinite(manifest.loss) or manifest.step != case.steps:
         raise RunFailed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,16 +208,17 @@ def check(
     if as_json:
         print_json({**forecast.to_dict(), "saving": saving.to_dict() if saving else None})
         return
-    click.echo(render(forecast))
-    for line in saving.lines() if saving else ():
-        click.echo(line)
+    click.echo(render(forecast, saving))
 
 
 @schedule.command()
 @click.argument("cfg", metavar="CONFIG")
 @click.option("--schedule", "file", metavar="FILE", help="Schedule of operations, if not CONFIG's.")
+@click.option("--budget", metavar="TIME", help="How long it may take, e.g. 30min or 2h.")
 @click.option(
-    "--budget", metavar="TIME", required=True, help="How long it may take, e.g. 30min or 2h."
+    "--steps",
+    type=click.IntRange(min=40),
+    help="Steps of the longest runs; default: as many as --budget allows.",
 )
 @click.option(
     "--seed",
@@ -239,7 +241,8 @@ def check(
 def pilot(
     cfg: str,
     file: str | None,
-    budget: str,
+    budget: str | None,
+    steps: int | None,
     seeds: tuple[int, ...],
     output: Path | None,
     nproc: int | None,
@@ -254,19 +257,16 @@ def pilot(
     `instar train --dry-run` print the saving to expect. The same command goes on after an interruption.
     """
     from instar.api.pilot import pilot as run_pilot
-    from instar.config.budget import parse_budget
+    from instar.schedule.render import render_saving
 
-    try:
-        parsed = parse_budget(budget)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--budget") from None
-    if parsed.kind != "seconds":
-        raise click.BadParameter(f"{budget!r} is no time; write e.g. 30min", param_hint="--budget")
+    if budget is None and steps is None:
+        raise click.UsageError("How long may it take? Write e.g. --budget 30min.")
     chosen = (*overrides, *([schedule_option(file)] if file else ()))
     result = run_pilot(
         cfg,
         chosen,
-        budget_s=parsed.amount,
+        budget_s=math.inf if budget is None else _seconds(budget),
+        steps=steps,
         seeds=seeds,
         out=output,
         world_size=nproc,
@@ -278,8 +278,20 @@ def pilot(
         print_json({"file": str(result.file), "saving": result.saving.to_dict(), **found})
         return
     _print_pilot(result.pilot)
-    for line in result.saving.lines():
-        click.echo(line)
+    click.echo(render_saving(result.saving))
+
+
+def _seconds(text: str) -> float:
+    """Parse a time such as 30min."""
+    from instar.config.budget import parse_budget
+
+    try:
+        budget = parse_budget(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--budget") from None
+    if budget.kind != "seconds":
+        raise click.BadParameter(f"{text!r} is no time; write e.g. 30min", param_hint="--budget")
+    return budget.amount
 
 
 def _print_pilot(found: Pilot) -> None:

@@ -221,9 +221,7 @@ def _forecast(
         return 0
     if weights:
         click.echo(f"weights   {weights.about}")
-    click.echo(render(prepared.forecast))
-    for text in saving.lines() if saving else ():
-        click.echo(text)
+    click.echo(render(prepared.forecast, saving))
     if loaded.config.device == "cpu" and (
         better := suggestion(loaded, prepared.forecast, host_bytes() // ranks)
     ):

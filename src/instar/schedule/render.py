@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from instar.record.format import bytes_text, scientific, si, sizes_text
 from instar.schedule.forecast import BranchForecast, Forecast, Stage, Totals
+from instar.schedule.saving import Saving
 from instar.schedule.settings import Settings
 
 _LABEL = 12
@@ -17,9 +18,9 @@ Row = tuple[str, Sequence[str]]
 """A label and its lines."""
 
 
-def render(forecast: Forecast) -> str:
-    """Render a forecast in lines of at most 80 columns; rows that an operation does not change are
-    not repeated."""
+def render(forecast: Forecast, saving: Saving | None = None) -> str:
+    """Render a forecast in lines of at most 80 columns, with what its growth is expected to save; rows
+    that an operation does not change are not repeated."""
     rows: list[Row] = []
     before: Stage | None = None
     for number, stage in enumerate(forecast.stages, 1):
@@ -35,7 +36,23 @@ def render(forecast: Forecast) -> str:
             rows.append(("", [""]))
         before = stage
     rows += [*_by_strategy(forecast), *_totals(forecast)]
-    return "\n".join(line for label, texts in rows for line in _wrapped(label, texts))
+    text = "\n".join(line for label, texts in rows for line in _wrapped(label, texts))
+    return text if saving is None else f"{text}\n{render_saving(saving)}"
+
+
+def render_saving(saving: Saving) -> str:
+    """Render what a schedule is expected to save, in lines of at most 80 columns."""
+    low, middle, high, time = (
+        f"{100 * share:.0f}" for share in (saving.low, saving.share, saving.high, saving.of_time)
+    )
+    texts = [
+        f"saves {middle} % of the FLOPs ({low} to {high} %), {time} % of the time in steps; "
+        f"from scratch, the final size has the loss of this run's end after {si(round(saving.tokens))} "
+        "tokens",
+        *(f"extrapolated: {why}" for why in saving.extrapolates),
+        f"predicted from {saving.source}",
+    ]
+    return "\n".join(_wrapped("growth", texts))
 
 
 def _wrapped(label: str, texts: Sequence[str]) -> list[str]:

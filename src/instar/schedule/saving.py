@@ -288,19 +288,6 @@ class Saving:
         """Return all fields as JSON values."""
         return asdict(self)
 
-    def lines(self) -> list[str]:
-        """Return the saving as text."""
-        most, least = (f"{100 * share:.0f}" for share in (self.high, self.low))
-        verb = "saves" if self.share >= 0 else "loses"
-        said = [
-            f"growth      {verb} {100 * abs(self.share):.0f} % of the FLOPs ({least} to {most} %), and "
-            f"{100 * self.of_time:.0f} % of the time in steps,",
-            f"            that the final size from scratch needs for the loss of this run's end: "
-            f"{si(round(self.tokens))} tokens",
-        ]
-        said += [f"            extrapolated: {why}" for why in self.extrapolates]
-        return [*said, f"            predicted from {self.source}"]
-
 
 def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Saving:
     """Predict the saving of a run.

@@ -1,0 +1,237 @@
+"""What growth saves, predicted by a pilot before the runs, against what it saved.
+
+    python benchmarks/pilot.py [--quick] [--work DIR] [--workers N]
+
+A GPT of 8 × 32 (512 BPE tokens of Python's standard library, none seen twice) is to be grown from 2 layers.
+A pilot (`instar schedule pilot`, with one seed) trains the final size from scratch and one schedule,
+shortened to a fraction of the steps. From it the savings of three schedules at the full number of steps are
+predicted: copies at half and at three quarters of the steps, and 2 → 4 → 8 layers. Then they are run, and so is the
+final size from scratch, at two budgets; all have their rate fully decayed. What a schedule saved is 1 - its FLOPs / those
+after which the final size from scratch has its loss, by the line through the two budgets against the
+logarithm of tokens.
+
+What was tried and predicted is in `pilot-runs.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from instar.api.pilot import pilot
+from instar.config.load import load
+from instar.data.text.prepare import prepare
+from instar.schedule.forecast import checked_forecast
+from instar.schedule.saving import Saving, predicted, spending
+from instar.tasks.task import spec_class
+from report import Case, case, options, publish
+from segments import Result, Segment, Workshop, place_of, study_parser
+from study import Shape
+
+BAR = 5.0
+"""Points that a prediction may be off."""
+RECIPE = (
+    "data.source=stdlib",
+    "data.tokenizer=bpe",
+    "data.test_fraction=0.0",
+    "precision=fp32",
+    "device=cpu",
+    "model.qk_norm=true",
+    "optimizer.weight_decay=0.0",
+    "learning_rate.shape=wsd",
+    "learning_rate.min_lr_ratio=0.0",
+    "record.log_interval=1000",
+    "record.sample_tokens=0",
+    "record.report=false",
+    "checkpoint.every_minutes=null",
+)
+OPTIMIZERS = {
+    "muon": ("optimizer.name=muon", "optimizer.lr=0.005", "optimizer.muon_lr=0.02"),
+    "adamw": ("optimizer.name=adamw", "optimizer.lr=0.008"),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way to the final size: layers at first, and at each share of the steps a factor of layers."""
+
+    name: str
+    layers: int
+    stacked: tuple[tuple[float, int], ...]
+
+    def settings(self) -> tuple[str, ...]:
+        entries = [
+            {"name": "stack_layers", "value": factor, "when": {"at_fraction": share}}
+            for share, factor in self.stacked
+        ]
+        return (f"model.n_layer={self.layers}", f"schedule={json.dumps(entries)}")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is predicted, and with how much work."""
+
+    shape: Shape
+    steps: int
+    pilot_steps: int
+    shorter: float
+    """share of the steps, of the second budget of the final size"""
+    data_bytes: int
+    optimizers: tuple[str, ...]
+    seeds: tuple[int, ...]
+    measured: Schedule
+    """by the pilot, shortened"""
+    unseen: tuple[Schedule, ...]
+
+
+FULL = Effort(
+    Shape(layers=8, heads=2, width=32, context=64, vocabulary=512, batch=16),
+    steps=1200,
+    pilot_steps=130,
+    shorter=0.6,
+    data_bytes=8_000_000,
+    optimizers=("muon", "adamw"),
+    seeds=(1,),
+    measured=Schedule("2 to 8 at 0.6", 2, ((0.6, 4),)),
+    unseen=(
+        Schedule("2 to 8 at 0.5", 2, ((0.5, 4),)),
+        Schedule("2 to 8 at 0.75", 2, ((0.75, 4),)),
+        Schedule("2 to 4 to 8 at 0.35 and 0.65", 2, ((0.35, 2), (0.65, 2))),
+    ),
+)
+QUICK = replace(
+    FULL,
+    shape=Shape(layers=4, heads=2, width=16, context=32, vocabulary=300, batch=2),
+    steps=60,
+    pilot_steps=40,
+    data_bytes=60_000,
+    optimizers=("muon",),
+    measured=Schedule("1 to 4 at 0.6", 1, ((0.6, 4),)),
+    unseen=(Schedule("1 to 4 at 0.5", 1, ((0.5, 4),)),),
+)
+
+
+def main() -> None:
+    parsed = study_parser(__doc__).parse_args()
+    chosen = options(parsed)
+    effort = QUICK if chosen.quick else FULL
+    made: list[Case] = []
+    kept = []
+    with place_of(parsed) as work:
+        for optimizer in effort.optimizers:
+            base = settings(effort, optimizer, work.absolute())
+            before, cost = foretold(effort, optimizer, base, work.absolute())
+            workshop = Workshop(work, base, parsed.workers)
+            after = measured(effort, optimizer, workshop)
+            made += cases(effort, optimizer, before, after, cost)
+            kept += [
+                {
+                    "optimizer": optimizer,
+                    "schedule": name,
+                    **asdict(saving),
+                    "measured": after[name],
+                }
+                for name, saving in before.items()
+            ]
+    publish("pilot", made, chosen, runs_at_a_time=parsed.workers)
+    if chosen.results is not None:
+        text = json.dumps({"recipe": RECIPE, "effort": asdict(effort), "predicted": kept}, indent=1)
+        (chosen.results / "pilot-runs.json").write_text(text + "\n", encoding="utf-8")
+
+
+def settings(effort: Effort, optimizer: str, work: Path) -> tuple[str, ...]:
+    """Of every run; makes the data set."""
+    base = (
+        *RECIPE,
+        *OPTIMIZERS[optimizer],
+        *effort.shape.settings(),
+        f"name={optimizer}",
+        f"data.max_bytes={effort.data_bytes}",
+        f"data.path={work / 'tokens'}",
+        f"train.until=[{effort.steps}it]",
+        f"learning_rate.warmup_iters={min(50, effort.steps // 8)}",
+        f"eval.eval_interval={effort.steps // 24}",
+        "eval.eval_iters=16",
+        f"seed={effort.seeds[0]}",
+    )
+    loaded = load(None, base)
+    prepare(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    return base
+
+
+def foretold(
+    effort: Effort, optimizer: str, base: Sequence[str], work: Path
+) -> tuple[dict[str, Saving], float]:
+    """The savings of the schedules that were not measured, by a pilot, and its share of the FLOPs of the
+    final size."""
+    given = [*base, f"record.out_dir={work}"]
+    found = pilot(
+        None,
+        [*given, *effort.measured.settings()],
+        steps=effort.pilot_steps,
+        seeds=effort.seeds,
+        out=work / f"{optimizer}.pilot.json",
+    ).pilot
+    savings = {}
+    for schedule in effort.unseen:
+        loaded = load(None, [*given, *schedule.settings()])
+        spec = spec_class(loaded.config.task).open(loaded, 1)
+        spent = spending(checked_forecast(loaded, spec, 1))
+        savings[schedule.name] = predicted(found, spent, source=optimizer)
+    spent_in_all = sum(s.flops_per_token * s.tokens for run in found.runs for s in run.spent)
+    whole = found.final.flops_per_token * found.tokens_per_step * effort.steps
+    return savings, spent_in_all / len(effort.seeds) / whole
+
+
+def measured(effort: Effort, optimizer: str, workshop: Workshop) -> dict[str, float]:
+    """What the schedules saved, by name."""
+    shape = effort.shape
+
+    def segment(name: str, steps: int, *more: str) -> Segment:
+        return Segment(f"{optimizer}-{name}".replace(" ", "-"), steps, more)
+
+    final = f"model.n_layer={shape.layers}"
+    scratch = [
+        segment(f"scratch-{steps}", steps, final)
+        for steps in (round(effort.shorter * effort.steps), effort.steps)
+    ]
+    grown = {
+        each.name: segment(each.name, effort.steps, *each.settings()) for each in effort.unseen
+    }
+    results = workshop.results([*scratch, *grown.values()])
+    short, long = (results[each.name] for each in scratch)
+    return {name: saved(short, long, results[each.name]) for name, each in grown.items()}
+
+
+def saved(short: Result, long: Result, grown: Result) -> float:
+    """1 - FLOPs / those after which the final size from scratch has as low a loss."""
+    fall = (short.loss - long.loss) / math.log(long.flops / short.flops)
+    return 1 - grown.flops / (long.flops * math.exp((long.loss - grown.loss) / fall))
+
+
+def cases(
+    effort: Effort,
+    optimizer: str,
+    before: Mapping[str, Saving],
+    after: Mapping[str, float],
+    cost: float,
+) -> list[Case]:
+    """Savings predicted and measured, in points; a saving may be a loss, figures are not negative."""
+    made = [case(f"{optimizer}: FLOPs of the pilot / final size from scratch", [cost], "ratio")]
+    for schedule in effort.unseen:
+        name = schedule.name
+        apart = 100 * abs(before[name].share - after[name])
+        made += [
+            case(f"{optimizer}, {name}: compute predicted", [1 - before[name].share], "ratio"),
+            case(f"{optimizer}, {name}: compute measured", [1 - after[name]], "ratio"),
+            case(f"{optimizer}, {name}: off by", [apart], "points", most=BAR),
+        ]
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""`instar schedule pilot`, typed in a folder with a corpus and a config."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Instar = Callable[..., subprocess.CompletedProcess[str]]
+PILOT = ("schedule", "pilot", "tiny.yaml", "--set", "train.until=[400it]")
+GROW = "[{name: stack_layers, value: 2, when: {at_fraction: 0.5}}]"
+
+
+@pytest.fixture
+def grown(place: Path) -> Path:
+    with (place / "tiny.yaml").open("a") as file:
+        file.write(f"schedule: {GROW}\n")
+    return place
+
+
+def test_a_pilot_predicts_what_is_saved_and_goes_on(instar: Instar, grown: Path) -> None:
+    done = instar(*PILOT, "--steps", "40")
+    assert "grown-40-at-20-s1337" in done.stdout
+    assert "trigger     when: {slope_below: {window: 5, curve: {floor: " in done.stdout
+    runs = {run["name"] for run in json.loads(instar("logs", "list", "--json").stdout)}
+    assert {name.rpartition("-pilot-")[2] for name in runs} == {
+        "final-20-s1337",
+        "final-40-s1337",
+        "grown-40-at-20-s1337",
+        "grown-40-at-12-s1337",
+        "grown-20-at-10-s1337",
+    }
+    file = grown / "tiny.pilot.json"
+    whole = json.loads(file.read_text())
+    assert 0.3 < whole["found"]["cost"] < 0.7
+    assert whole["final"]["parameters"] > whole["small"]["parameters"]
+
+    # the config's forecast has it from now on, also of other schedules
+    told = json.loads(
+        instar("train", "tiny.yaml", "--set", "train.until=[400it]", "--dry-run", "--json").stdout
+    )
+    saving = told["saving"]
+    assert saving["low"] < saving["share"] < saving["high"]
+    assert "grows after 12.8k tokens, 10 times as many" in saving["extrapolates"][0]
+    (grown / "late.yaml").write_text(GROW.replace("0.5", "0.8"))
+    late = instar("schedule", "check", "late.yaml", "--config", "tiny.yaml", "--set", PILOT[-1])
+    assert "of the FLOPs (" in late.stdout
+    assert "80 % of the tokens come" in late.stdout.replace("\n            ", " ")
+    assert max(map(len, late.stdout.splitlines())) <= 80
+
+    # what is missing is run, and nothing else
+    lost = whole["runs"].pop()
+    file.write_text(json.dumps(whole))
+    again = instar(*PILOT, "--steps", "40")
+    assert again.stderr.count("pilot: ") == 1
+    assert "pilot: grown-20-at-10-s1337, run 5 of 5" in again.stderr
+    assert json.loads(file.read_text())["runs"][-1]["loss"] == lost["loss"]
+
+    # of another model nothing is predicted
+    wide = ("--set", "model.n_embd=64", "--set", "train.until=[400it]")
+    refused = instar("train", "tiny.yaml", *wide, "--dry-run", code=2)
+    assert "tiny.pilot.json" in refused.stderr
+    assert "measure this one with: instar schedule pilot" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "Write e.g. --budget 30min"),
+        (("--budget", "100it"), "'100it' is no time"),
+        (("--budget", "2s"), "give at least"),
+        (("--steps", "40", "--set", "schedule=[]"), "schedule grows no model"),
+        (("--steps", "40", "--set", "model.from=run"), "run"),
+    ],
+)
+def test_mistakes_are_found_before_any_run(
+    instar: Instar, grown: Path, options: tuple[str, ...], message: str
+) -> None:
+    assert message in instar(*PILOT, *options, code=2).stderr
+    assert not (grown / "runs").exists()
+    assert not (grown / "tiny.pilot.json").exists()

@@ -1,0 +1,58 @@
+"""A pilot whose runs follow a known law exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from instar.schedule.pilot import Pilot, PilotCase, PilotModel, PilotRun, Spent
+from instar.schedule.saving import worth
+
+SMALL, FINAL = 300.0, 1000.0
+"""FLOPs per token"""
+TOKENS = 100.0
+"""per step"""
+Theta = Callable[[float], float]
+
+
+def loss_after(tokens: float) -> float:
+    """Of the final size from scratch, decayed."""
+    return 5.0 - 0.4 * math.log(tokens)
+
+
+def spent(steps: int, grown_at: int) -> tuple[Spent, ...]:
+    grown = Spent(FINAL, (steps - grown_at) * TOKENS)
+    return (Spent(SMALL, grown_at * TOKENS), grown) if grown_at else (grown,)
+
+
+def a_pilot(theta: Theta, *, seeds: tuple[int, ...] = (1,), spread: float = 0.0) -> Pilot:
+    """Whose grown runs are worth what `theta` says of the tokens before the growth, and whose
+    evaluations say the same; seeds are `spread` nats apart, by turns up and down."""
+    cases: list[PilotCase] = []
+    runs: list[PilotRun] = []
+    for number, seed in enumerate(seeds):
+        for steps, grown_at in ((100, 0), (200, 0), (200, 120), (200, 72), (100, 60)):
+            arm = "grown" if grown_at else "final"
+            case = PilotCase(arm, seed, steps, (grown_at,) if grown_at else ())
+            cost = spent(steps, grown_at)
+            tokens = worth(cost, theta(max(grown_at, 1) * TOKENS))
+            off = spread * (-1) ** (number + (arm == "final"))
+            evaluations = []
+            for step in range(10, steps, 5):
+                small = 0 < step <= grown_at
+                γ = (SMALL / FINAL) ** theta(step * TOKENS) if small else 1.0
+                evaluations.append((step, 1.0 + loss_after(γ * step * TOKENS)))
+            cases.append(case)
+            runs.append(PilotRun(case, loss_after(tokens) + off, cost, tuple(evaluations)))
+    return Pilot(
+        name="tiny",
+        growth=("stack_layers 4",),
+        run_steps=2000,
+        stable_share=0.8,
+        tokens_per_step=TOKENS,
+        evaluations=20,
+        small=PilotModel(10, SMALL, 0.25),
+        final=PilotModel(40, FINAL, 0.5),
+        cases=tuple(cases),
+        runs=tuple(runs),
+    )
