@@ -91,11 +91,11 @@ class Effort:
 FULL = Effort(
     Shape(layers=8, heads=2, width=32, context=64, vocabulary=512, batch=16),
     steps=1200,
-    pilot_steps=130,
+    pilot_steps=160,
     shorter=0.6,
     data_bytes=8_000_000,
     optimizers=("muon", "adamw"),
-    seeds=(1,),
+    seeds=(2,),
     measured=Schedule("2 to 8 at 0.6", 2, ((0.6, 4),)),
     unseen=(
         Schedule("2 to 8 at 0.5", 2, ((0.5, 4),)),

@@ -21,28 +21,29 @@ def loss_after(tokens: float) -> float:
 
 
 def spent(steps: int, grown_at: int) -> tuple[Spent, ...]:
-    grown = Spent(FINAL, (steps - grown_at) * TOKENS)
-    return (Spent(SMALL, grown_at * TOKENS), grown) if grown_at else (grown,)
+    small, grown = Spent(SMALL, grown_at * TOKENS), Spent(FINAL, (steps - grown_at) * TOKENS)
+    return tuple(stage for stage in (small, grown) if stage.tokens)
 
 
 def a_pilot(theta: Theta, *, seeds: tuple[int, ...] = (1,), spread: float = 0.0) -> Pilot:
-    """Whose grown runs are worth what `theta` says of the tokens before the growth, and whose
-    evaluations say the same; seeds are `spread` nats apart, by turns up and down."""
-    cases: list[PilotCase] = []
+    """Whose grown run is worth what `theta` says of the tokens before the growth, and whose evaluations
+    say the same; seeds are `spread` nats apart, by turns up and down."""
     runs: list[PilotRun] = []
     for number, seed in enumerate(seeds):
-        for steps, grown_at in ((100, 0), (200, 0), (200, 120), (200, 72), (100, 60)):
-            arm = "grown" if grown_at else "final"
-            case = PilotCase(arm, seed, steps, (grown_at,) if grown_at else ())
+        for arm, steps, grown_at in (
+            ("final", 100, 0),
+            ("final", 200, 0),
+            ("grown", 200, 120),
+            ("small", 250, 250),
+        ):
+            case = PilotCase(arm, seed, steps, (grown_at,) if arm == "grown" else ())
             cost = spent(steps, grown_at)
             tokens = worth(cost, theta(max(grown_at, 1) * TOKENS))
             off = spread * (-1) ** (number + (arm == "final"))
             evaluations = []
             for step in range(10, steps, 5):
-                small = 0 < step <= grown_at
-                γ = (SMALL / FINAL) ** theta(step * TOKENS) if small else 1.0
+                γ = (SMALL / FINAL) ** theta(step * TOKENS) if step <= grown_at else 1.0
                 evaluations.append((step, 1.0 + loss_after(γ * step * TOKENS)))
-            cases.append(case)
             runs.append(PilotRun(case, loss_after(tokens) + off, cost, tuple(evaluations)))
     return Pilot(
         name="tiny",
@@ -53,6 +54,6 @@ def a_pilot(theta: Theta, *, seeds: tuple[int, ...] = (1,), spread: float = 0.0)
         evaluations=20,
         small=PilotModel(10, SMALL, 0.25),
         final=PilotModel(40, FINAL, 0.5),
-        cases=tuple(cases),
+        cases=tuple(run.case for run in runs),
         runs=tuple(runs),
     )

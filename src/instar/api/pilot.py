@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 FEWEST_STEPS = 20
 """Steps of the shortest run."""
-_MOMENTS = (1.0, 0.6)
-"""The growths of the schedule, at these multiples of their shares of the run."""
+_SMALL = 1.25
+"""Steps of the size that the schedule begins with, relative to the longest of the final size."""
 _BUDGET_USED = 0.85
 """Share of the budget that is planned; the rest is for what is not steps."""
 _START_S = 3.0
@@ -88,9 +88,10 @@ def pilot(
     """Run what is missing of a pilot, and write its file after each run.
 
     The runs are ordinary ones, `<name>-pilot-…` in the config's folder of runs: the final size from
-    scratch, half as long and as long as the pilot's horizon, and the config's own run with its
-    schedule, shortened to these horizons. Learning rate schedule, moments of growth and evaluations
-    are shortened in proportion. A pilot that was interrupted goes on.
+    scratch, half as long and as long as the pilot's horizon; the config's own run with its schedule,
+    shortened to this horizon; and its first size without growth, a little longer, at a stable rate.
+    Learning rate schedule, moments of growth and evaluations are shortened in proportion. A pilot
+    that was interrupted goes on.
 
     Args:
         budget_s: seconds that it may take, about.
@@ -228,11 +229,9 @@ def _plan(
         for stage, each in zip((first, last), times, strict=True)
     )
     shares = _moments(forecast)
-    costs = [1.0, 0.5]
-    for factor in _MOMENTS:
-        ratio = small.seconds_per_step / final.seconds_per_step
-        costs.append(1 - shares[-1] * factor * (1 - min(1.0, ratio)))
-    costs.append(costs[2] / 2)
+    longer = _SMALL if config.learning_rate.shape in ("wsd", "constant") else 0.0
+    ratio = min(1.0, small.seconds_per_step / final.seconds_per_step)
+    costs = [1.0, 0.5, 1 - shares[-1] * (1 - ratio), longer * ratio]
     count = len(seeds) * len(costs)
     seconds = _BUDGET_USED * budget_s - count * _START_S
     per_step = len(seeds) * sum(costs) * final.seconds_per_step * (1 + _EVALUATED)
@@ -247,13 +246,11 @@ def _plan(
         )
     cases: list[PilotCase] = []
     for seed in seeds:
-        long, short = ([round(share * n) for share in shares] for n in (steps, steps // 2))
         cases += [
             PilotCase("final", seed, steps // 2),
             PilotCase("final", seed, steps),
-            PilotCase("grown", seed, steps, tuple(long)),
-            PilotCase("grown", seed, steps, tuple(round(_MOMENTS[1] * at) for at in long)),
-            PilotCase("grown", seed, steps // 2, tuple(short)),
+            PilotCase("grown", seed, steps, tuple(round(share * steps) for share in shares)),
+            *([PilotCase("small", seed, round(longer * steps))] if longer else []),
         ]
     return Pilot(
         name=config.name,
@@ -341,7 +338,8 @@ def _settings(asked: _Question, found: Pilot, case: PilotCase) -> list[str]:
     from instar.config.sections import ScheduledOperation
 
     config = asked.config
-    share = case.steps / found.run_steps
+    horizon = max(each.steps for each in found.cases if each.arm == "final")
+    share = (horizon if case.arm == "small" else case.steps) / found.run_steps
     schedule = config.learning_rate
     counts: dict[str, int | None] = {
         "learning_rate.warmup_iters": round(schedule.warmup_iters * share),
@@ -378,7 +376,9 @@ def _settings(asked: _Question, found: Pilot, case: PilotCase) -> list[str]:
             continue
         entries.append({**given, "when": {"at_step": step}})
     values["schedule"] = entries
-    model = [] if case.grown_at else _final_model(asked, len(asked.forecast.stages) - 1)
+    if case.arm == "small":
+        values["learning_rate.shape"] = "constant"
+    model = _final_model(asked, len(asked.forecast.stages) - 1) if case.arm == "final" else []
     return [*model, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
 
 

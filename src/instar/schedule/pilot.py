@@ -36,9 +36,10 @@ class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PilotCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A short run: the final size from scratch, or one that grows as the schedule says."""
+    """A short run: the final size from scratch, one that grows as the schedule says, or the size that
+    the schedule begins with, which does neither grow nor decay."""
 
-    arm: Literal["final", "grown"]
+    arm: Literal["final", "grown", "small"]
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     steps: Steps
     grown_at: Annotated[tuple[Step, ...], msgspec.Meta(max_length=MOST)] = ()

@@ -8,8 +8,8 @@ tokens, with as much of its rate decayed. Of its compute it saves
 
 θ = 0: a token of the small model is worth one of the final size; θ = 1: as much as it costs, so that nothing
 is saved. It is measured where the decayed loss of a short grown run lies between those of the final
-size from scratch. It rises with the tokens t before the growth, because a small model saturates:
-θ(t) = θ_1 + k ln(t / t_1).
+size from scratch. A token is worth the less, the more tokens t come before the growth, because a small
+model saturates: the worth of the smallest model's is proportional to t ** b, with b < 0.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ _EXPONENTS = (-4.0, 12.0)
 """Between them θ is searched."""
 _NOISE = 0.01
 """Standard deviation of the decayed losses of a single seed, nats."""
-_SLOPE_SPREAD = 0.15
-"""Standard deviation of the error of k."""
+_TREND = (-0.35, 0.15)
+"""b and its standard deviation in the GPTs of docs/pilot.md."""
+_TREND_ERROR = 0.1
+"""Standard deviation of b measured where the tokens are e times as many in the end."""
 _LEAST_FALL = 1e-3
 """Nats that the loss falls at least when the tokens are e times as many."""
 _BEGIN = 0.1
 """Share of a run before the evaluations that are used: its first steps follow another law."""
-_FEWEST = 4
+_SAME_SHARE = 0.2
+"""Distance between shares of the tokens before the growth that counts as near."""
+_FEWEST = 5
 """Evaluations of both models at which a trend is fitted."""
 
 
@@ -136,21 +140,23 @@ class Measured:
         return fmean(several) if several else _NOISE
 
     @cached_property
-    def slope(self) -> float:
-        """k: how much θ rises when the tokens before the growth are e times as many; from evaluations of
-        the small model and of the final size from scratch, before their rates decay."""
-        cost = self.pilot.small.flops_per_token / self.pilot.final.flops_per_token
-        found = [_trend(self.pilot, runs) for runs in self._seeds]
-        known = [trend for trend in found if trend is not None]
-        return fmean(known) / math.log(cost) if known and cost < 1 else 0.0
+    def trend(self) -> tuple[float, float]:
+        """b and its standard deviation: the mean of what is known of other models and of what the
+        evaluations of these say, weighted by their variances."""
+        found = [trend for runs in self._seeds if (trend := _trend(self.pilot, runs)) is not None]
+        every = [_TREND, *found]
+        weights = [spread**-2 for _, spread in every]
+        mean = sum(w * b for w, (b, _) in zip(weights, every, strict=True)) / sum(weights)
+        return mean, sum(weights) ** -0.5
 
     def exponents(self, tokens: float) -> list[float]:
         """Return θ for a growth after `tokens`, in `DRAWS` draws: of seeds with replacement, of losses
-        with their noise, and of k."""
+        with their noise, and of b."""
         random, drawn = Random(0), []
         apart = math.log(max(tokens, 1.0)) - self.middle
+        cost = self.pilot.small.flops_per_token / self.pilot.final.flops_per_token
         for _ in range(DRAWS):
-            slope = random.gauss(self.slope, _SLOPE_SPREAD)
+            slope = random.gauss(*self.trend) / math.log(cost) if cost < 1 else 0.0
             seeds = random.choices(self._seeds, k=len(self._seeds))
             noisy = [one for runs in seeds for one in _grown(runs, random, self.noise)]
             # the mean of the runs lies at the middle of their logarithms
@@ -188,7 +194,8 @@ def summary(pilot: Pilot) -> dict[str, Any]:
         "exponent_low": thetas[round(0.025 * DRAWS)],
         "exponent_high": thetas[round(0.975 * DRAWS) - 1],
         "exponent_after_tokens": middle,
-        "exponent_slope": found.slope,
+        "trend": found.trend[0],
+        "trend_error": found.trend[1],
         "noise": found.noise,
         "grown": [
             {
@@ -241,29 +248,35 @@ def _longest(runs: Sequence[PilotRun], arm: str) -> PilotRun:
 def _stable(pilot: Pilot, run: PilotRun) -> list[tuple[float, float]]:
     """Return (tokens, loss) of the evaluations of a run's first size, after its first steps and before
     its rate decays."""
-    end = pilot.stable_share * run.case.steps
+    end = float(run.case.steps)
+    if run.case.arm != "small":
+        end *= pilot.stable_share
     if run.case.grown_at:
         end = min(end, run.case.grown_at[0])
     begin = _BEGIN * run.case.steps
     return [(s * pilot.tokens_per_step, loss) for s, loss in run.evaluations if begin <= s <= end]
 
 
-def _trend(pilot: Pilot, runs: Sequence[PilotRun]) -> float | None:
-    """Return d ln ρ / d ln t, where ρ t are the tokens after which the final size from scratch has the
-    loss of the small model after t; None: too few evaluations."""
+def _trend(pilot: Pilot, runs: Sequence[PilotRun]) -> tuple[float, float] | None:
+    """Return d ln ρ / d ln t and its standard deviation, where ρ t are the tokens after which the final
+    size from scratch has the loss of the small model after t, from where ρ is highest on: in their
+    first steps, sizes differ otherwise. None: too few evaluations."""
+    arm = "small" if any(run.case.arm == "small" for run in runs) else "grown"
     final = _stable(pilot, _longest(runs, "final"))
     points = []
-    for tokens, loss in _stable(pilot, _longest(runs, "grown")):
+    for tokens, loss in _stable(pilot, _longest(runs, arm)):
         for (before, high), (after, low) in pairwise(final):
             if low <= loss <= high and low < high:
                 share = (high - loss) / (high - low)
                 equal = math.log(before) + share * math.log(after / before)
                 points.append((math.log(tokens), equal - math.log(tokens)))
                 break
+    highest = max(range(len(points)), key=lambda n: points[n][1], default=0)
+    points = points[highest:]
     if len(points) < _FEWEST:
         return None
     slope, _ = linear_regression(*zip(*points, strict=True))
-    return slope
+    return slope, _TREND_ERROR / (points[-1][0] - points[0][0])
 
 
 @dataclass(frozen=True)
@@ -340,10 +353,12 @@ def _beyond(found: Measured, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]
             "pilot measured"
         )
     shares, own = ([before / whole for before, whole in each] for each in (seen, mine))
-    if min(own) < min(shares) - 0.05 or max(own) > max(shares) + 0.05:
+    theirs = fmean(shares)
+    furthest = max(own, key=lambda share: abs(share - theirs))
+    if abs(furthest - theirs) > _SAME_SHARE:
         said.append(
-            f"{100 * max(own):.0f} % of the tokens come before the final size, in the pilot "
-            f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
+            f"{100 * furthest:.0f} % of the tokens come before the final size, in the pilot "
+            f"{100 * theirs:.0f} %"
         )
     small = found.pilot.small.flops_per_token
     if any(abs(spent[0].flops_per_token / small - 1) > 0.01 for spent in runs):
