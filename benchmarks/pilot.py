@@ -89,7 +89,7 @@ class Effort:
 
 
 FULL = Effort(
-    Shape(layers=8, heads=2, width=32, context=64, vocabulary=512, batch=16),
+    Shape(layers=8, heads=2, width=32, context=64, vocabulary=512, batch=8),
     steps=1200,
     pilot_steps=160,
     shorter=0.6,

@@ -9,7 +9,8 @@ tokens, with as much of its rate decayed. Of its compute it saves
 θ = 0: a token of the small model is worth one of the final size; θ = 1: as much as it costs, so that nothing
 is saved. It is measured where the decayed loss of a short grown run lies between those of the final
 size from scratch. A token is worth the less, the more tokens t come before the growth, because a small
-model saturates: the worth of the smallest model's is proportional to t ** b, with b < 0.
+model saturates, and the more, the more tokens t' come after it, in which the grown model catches up:
+the worth of the smallest model's is proportional to t ** b (t' / t) ** m, with b < 0 < m.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ DRAWS = 1000
 _EXPONENTS = (-4.0, 12.0)
 """Between them θ is searched."""
 _NOISE = 0.01
-"""Standard deviation of the decayed losses of a single seed, nats."""
-_TREND = (-0.35, 0.15)
+"""Standard deviation of the decayed losses of a single seed, at least, nats."""
+_TREND = (-0.3, 0.15)
 """b and its standard deviation in the GPTs of docs/pilot.md."""
+_MIXING = (0.1, 0.05)
+"""m and its standard deviation in these GPTs."""
 _TREND_ERROR = 0.1
 """Standard deviation of b measured where the tokens are e times as many in the end."""
 _LEAST_FALL = 1e-3
@@ -120,9 +123,9 @@ class Measured:
         self._seeds = [runs for runs in by_seed.values() if _is_enough(runs)]
         if not self._seeds:
             raise ValueError("runs of the pilot are missing: the command that began it goes on")
-        grown = [before_growth(one.run.spent) for one in self.grown]
-        self.middle = fmean(map(math.log, grown))
-        """Mean logarithm of the tokens before the growth."""
+        self._at = [
+            fmean(each) for each in zip(*(_logs(g.run.spent) for g in self.grown), strict=True)
+        ]
 
     @cached_property
     def grown(self) -> tuple[Grown, ...]:
@@ -137,7 +140,8 @@ class Measured:
             case = run.case
             by_case.setdefault((case.arm, case.steps, case.grown_at), []).append(run.loss)
         several = [stdev(losses) for losses in by_case.values() if len(losses) > 1]
-        return fmean(several) if several else _NOISE
+        scatter = [_scatter(_stable(self.pilot, _longest(runs, "final"))) for runs in self._seeds]
+        return fmean(several) if several else max(_NOISE, fmean(scatter))
 
     @cached_property
     def trend(self) -> tuple[float, float]:
@@ -149,18 +153,19 @@ class Measured:
         mean = sum(w * b for w, (b, _) in zip(weights, every, strict=True)) / sum(weights)
         return mean, sum(weights) ** -0.5
 
-    def exponents(self, tokens: float) -> list[float]:
-        """Return θ for a growth after `tokens`, in `DRAWS` draws: of seeds with replacement, of losses
-        with their noise, and of b."""
+    def exponents(self, spent: Sequence[Spent]) -> list[float]:
+        """Return θ of a run, in `DRAWS` draws: of seeds with replacement, of losses with their noise,
+        of b and of m."""
         random, drawn = Random(0), []
-        apart = math.log(max(tokens, 1.0)) - self.middle
+        longer, mixed = (x - at for x, at in zip(_logs(spent), self._at, strict=True))
         cost = self.pilot.small.flops_per_token / self.pilot.final.flops_per_token
         for _ in range(DRAWS):
-            slope = random.gauss(*self.trend) / math.log(cost) if cost < 1 else 0.0
+            apart = random.gauss(*self.trend) * longer + random.gauss(*_MIXING) * mixed
             seeds = random.choices(self._seeds, k=len(self._seeds))
             noisy = [one for runs in seeds for one in _grown(runs, random, self.noise)]
             # the mean of the runs lies at the middle of their logarithms
-            drawn.append(fmean(one.exponent for one in noisy) + slope * apart)
+            slope = apart / math.log(cost) if cost < 1 else 0.0
+            drawn.append(fmean(one.exponent for one in noisy) + slope)
         return drawn
 
     @cached_property
@@ -185,15 +190,14 @@ def summary(pilot: Pilot) -> dict[str, Any]:
         found = Measured(pilot)
     except ValueError:
         return {}
-    law, middle = found.final_curve, math.exp(found.middle)
-    thetas = sorted(found.exponents(middle))
+    law = found.final_curve
+    thetas = sorted(found.exponents(found.grown[0].run.spent))
     return {
         "cost": pilot.small.flops_per_token / pilot.final.flops_per_token,
         "cost_in_seconds": pilot.small.seconds_per_step / pilot.final.seconds_per_step,
         "exponent": median(thetas),
         "exponent_low": thetas[round(0.025 * DRAWS)],
         "exponent_high": thetas[round(0.975 * DRAWS) - 1],
-        "exponent_after_tokens": middle,
         "trend": found.trend[0],
         "trend_error": found.trend[1],
         "noise": found.noise,
@@ -209,6 +213,14 @@ def summary(pilot: Pilot) -> dict[str, Any]:
         ],
         "final_curve": None if law is None else asdict(law),
     }
+
+
+def _logs(spent: Sequence[Spent]) -> tuple[float, float]:
+    """Return the logarithms of the tokens before the last stage's size, and of those of it relative to
+    them."""
+    before = max(before_growth(spent), 1.0)
+    after = sum(s.tokens for s in spent if s.flops_per_token == spent[-1].flops_per_token)
+    return math.log(before), math.log(max(after, 1.0) / before)
 
 
 def _is_enough(runs: Sequence[PilotRun]) -> bool:
@@ -255,6 +267,14 @@ def _stable(pilot: Pilot, run: PilotRun) -> list[tuple[float, float]]:
         end = min(end, run.case.grown_at[0])
     begin = _BEGIN * run.case.steps
     return [(s * pilot.tokens_per_step, loss) for s, loss in run.evaluations if begin <= s <= end]
+
+
+def _scatter(points: Sequence[tuple[float, float]]) -> float:
+    """Return the standard deviation of losses from the curve fitted to them, nats; 0 of too few."""
+    if len(points) < _FEWEST:
+        return 0.0
+    law = fitted(points)
+    return math.sqrt(sum((law.loss(x) - y) ** 2 for x, y in points) / (len(points) - 3))
 
 
 def _trend(pilot: Pilot, runs: Sequence[PilotRun]) -> tuple[float, float] | None:
@@ -317,7 +337,7 @@ def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Saving:
     found = Measured(pilot)
     middles, lows, highs = [], [], []
     for spent in runs:
-        tokens = [worth(spent, each) for each in found.exponents(before_growth(spent))]
+        tokens = [worth(spent, each) for each in found.exponents(spent)]
         flops = sum(each.flops_per_token * each.tokens for each in spent)
         seconds = sum(_seconds(pilot, each.flops_per_token) * each.tokens for each in spent)
         final = pilot.final.flops_per_token
