@@ -26,7 +26,7 @@ from instar.api.pilot import pilot
 from instar.config.load import load
 from instar.data.text.prepare import prepare
 from instar.schedule.forecast import checked_forecast
-from instar.schedule.saving import Saving, predicted, spending
+from instar.schedule.saving import ExpectedSaving, predicted, spending
 from instar.tasks.task import spec_class
 from report import Case, case, options, publish
 from segments import Result, Segment, Workshop, place_of, study_parser
@@ -165,7 +165,7 @@ def settings(effort: Effort, optimizer: str, work: Path) -> tuple[str, ...]:
 
 def foretold(
     effort: Effort, optimizer: str, base: Sequence[str], work: Path
-) -> tuple[dict[str, Saving], float]:
+) -> tuple[dict[str, ExpectedSaving], float]:
     """The savings of the schedules that were not measured, by a pilot, and its share of the FLOPs of the
     final size."""
     given = [*base, f"record.out_dir={work}"]
@@ -216,7 +216,7 @@ def saved(short: Result, long: Result, grown: Result) -> float:
 def cases(
     effort: Effort,
     optimizer: str,
-    before: Mapping[str, Saving],
+    before: Mapping[str, ExpectedSaving],
     after: Mapping[str, float],
     cost: float,
 ) -> list[Case]:

@@ -10,7 +10,7 @@ from pilots import FINAL, SMALL, TOKENS, a_pilot, loss_after, spent
 
 from instar.schedule.pilot import Pilot, Spent
 from instar.schedule.saving import (
-    Measured,
+    PilotFindings,
     before_growth,
     exponent_of,
     predicted,
@@ -34,7 +34,7 @@ def test_what_stages_are_worth_and_cost_are_inverses() -> None:
 
 def test_what_a_pilot_measured_is_predicted_exactly() -> None:
     pilot = a_pilot(lambda _: 0.2)
-    (grown,) = Measured(pilot).grown
+    (grown,) = PilotFindings(pilot).grown
     assert grown.exponent == pytest.approx(0.2)
     assert grown.token_worth == pytest.approx(0.3**0.2)
     assert grown.missing == pytest.approx(loss_after(80 + 120 * 0.3**0.2) - loss_after(200))
@@ -60,7 +60,7 @@ def test_a_small_model_that_saturates_is_worth_less_after_more_tokens() -> None:
 
     slow, fast = a_pilot(lambda t: theta(t) * 0.1 + 0.108), a_pilot(theta)
     # in these, between what is known of other models and what the evaluations say: -0.12 and -0.012
-    trends = [Measured(pilot).trend for pilot in (fast, slow)]
+    trends = [PilotFindings(pilot).trend for pilot in (fast, slow)]
     assert -0.3 < trends[0][0] < -0.12 < trends[1][0] < -0.012
     assert trends[0][1] < 0.15
     late = [predicted(pilot, spent(2000, 1200)).share for pilot in (fast, slow)]
@@ -74,7 +74,7 @@ def test_the_interval_grows_with_noise_and_with_the_distance() -> None:
 
     calm = a_pilot(lambda _: 0.2, seeds=(1, 2, 3, 4), spread=0.001)
     loud = a_pilot(lambda _: 0.2, seeds=(1, 2, 3, 4), spread=0.02)
-    assert Measured(loud).noise > 5 * Measured(calm).noise
+    assert PilotFindings(loud).noise > 5 * PilotFindings(calm).noise
     assert width(loud) > 2 * width(calm)
     assert width(calm, 4000) > 2 * width(calm)
     assert predicted(calm, spent(250, 125)).low > 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from instar.config.load import Loaded
     from instar.config.schema import RunConfig
     from instar.schedule.forecast import Forecast
-    from instar.schedule.saving import Saving
+    from instar.schedule.saving import ExpectedSaving
 
 FEWEST_STEPS = 20
 """Steps of the shortest run."""
@@ -53,7 +53,7 @@ class PilotResult:
     """A pilot, and what it predicts for the config."""
 
     pilot: Pilot
-    saving: Saving
+    saving: ExpectedSaving
     file: Path
 
 
@@ -336,6 +336,7 @@ def _loaded(asked: _Question, settings: Sequence[str]) -> Loaded:
 def _settings(asked: _Question, found: Pilot, case: PilotCase) -> list[str]:
     """Return the settings of a case, beside those of the config."""
     from instar.config.sections import ScheduledOperation
+    from instar.schedule.branches import BRANCH
 
     config = asked.config
     horizon = max(each.steps for each in found.cases if each.arm == "final")
@@ -368,6 +369,8 @@ def _settings(asked: _Question, found: Pilot, case: PilotCase) -> list[str]:
     stages = asked.forecast.stages
     for before, stage, entry in zip(stages, stages[1:], config.schedule, strict=False):
         given = entry.model_dump(exclude={*ScheduledOperation.model_fields} - {"name", "value"})
+        if entry.name == BRANCH:
+            continue
         if stage.architecture == before.architecture:
             step = round((stage.first_step or found.run_steps) * share)
         elif grown_at:

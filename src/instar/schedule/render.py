@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from instar.record.format import bytes_text, scientific, si, sizes_text
 from instar.schedule.forecast import BranchForecast, Forecast, Stage, Totals
-from instar.schedule.saving import Saving
+from instar.schedule.saving import ExpectedSaving
 from instar.schedule.settings import Settings
 
 _LABEL = 12
@@ -18,7 +18,7 @@ Row = tuple[str, Sequence[str]]
 """A label and its lines."""
 
 
-def render(forecast: Forecast, saving: Saving | None = None) -> str:
+def render(forecast: Forecast, saving: ExpectedSaving | None = None) -> str:
     """Render a forecast in lines of at most 80 columns, with what its growth is expected to save; rows
     that an operation does not change are not repeated."""
     rows: list[Row] = []
@@ -40,7 +40,7 @@ def render(forecast: Forecast, saving: Saving | None = None) -> str:
     return text if saving is None else f"{text}\n{render_saving(saving)}"
 
 
-def render_saving(saving: Saving) -> str:
+def render_saving(saving: ExpectedSaving) -> str:
     """Render what a schedule is expected to save, in lines of at most 80 columns."""
     low, middle, high, time = (
         f"{100 * share:.0f}" for share in (saving.low, saving.share, saving.high, saving.of_time)

@@ -91,7 +91,7 @@ def before_growth(spent: Sequence[Spent]) -> float:
 
 
 @dataclass(frozen=True)
-class Grown:
+class GrownCase:
     """What one grown run of a pilot came to."""
 
     run: PilotRun
@@ -109,7 +109,7 @@ class Grown:
         return (self.equal_tokens - final) / max(before_growth(self.run.spent), 1.0)
 
 
-class Measured:
+class PilotFindings:
     """What the runs of a pilot say.
 
     Raises ValueError if runs are missing, or the final size from scratch did not learn.
@@ -128,7 +128,7 @@ class Measured:
         ]
 
     @cached_property
-    def grown(self) -> tuple[Grown, ...]:
+    def grown(self) -> tuple[GrownCase, ...]:
         """The grown runs, seed by seed."""
         return tuple(one for runs in self._seeds for one in _grown(runs))
 
@@ -187,7 +187,7 @@ class Measured:
 def summary(pilot: Pilot) -> dict[str, Any]:
     """Return what the runs of a pilot say, as JSON values; empty while runs are missing."""
     try:
-        found = Measured(pilot)
+        found = PilotFindings(pilot)
     except ValueError:
         return {}
     law = found.final_curve
@@ -231,7 +231,7 @@ def _is_enough(runs: Sequence[PilotRun]) -> bool:
 
 def _grown(
     runs: Sequence[PilotRun], random: Random | None = None, noise: float = 0.0
-) -> list[Grown]:
+) -> list[GrownCase]:
     """Return what the grown runs of a seed came to, with noise on all losses if `random` is given."""
     losses = {run.case: run.loss + (random.gauss(0, noise) if random else 0.0) for run in runs}
     short, long = sorted((run.tokens, losses[run.case]) for run in runs if run.case.arm == "final")[
@@ -245,7 +245,7 @@ def _grown(
             loss = losses[run.case]
             equal = long[0] * math.exp((long[1] - loss) / fall)
             missing = loss - long[1] + fall * math.log(run.tokens / long[0])
-            found.append(Grown(run, equal, exponent_of(run.spent, equal), missing))
+            found.append(GrownCase(run, equal, exponent_of(run.spent, equal), missing))
     return found
 
 
@@ -300,7 +300,7 @@ def _trend(pilot: Pilot, runs: Sequence[PilotRun]) -> tuple[float, float] | None
 
 
 @dataclass(frozen=True)
-class Saving:
+class ExpectedSaving:
     """What a schedule is expected to save of the compute with which the final size from scratch has the
     same loss."""
 
@@ -322,7 +322,7 @@ class Saving:
         return asdict(self)
 
 
-def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Saving:
+def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> ExpectedSaving:
     """Predict the saving of a run.
 
     Args:
@@ -330,11 +330,11 @@ def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Saving:
         source: the name of the pilot.
 
     Raises:
-        ValueError: see `Measured`; or the run does not grow.
+        ValueError: see `PilotFindings`; or the run does not grow.
     """
     if not runs or not all(before_growth(spent) for spent in runs):
         raise ValueError("the run does not grow before its end")
-    found = Measured(pilot)
+    found = PilotFindings(pilot)
     middles, lows, highs = [], [], []
     for spent in runs:
         tokens = [worth(spent, each) for each in found.exponents(spent)]
@@ -349,7 +349,7 @@ def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Saving:
         highs.append(shares[round(0.975 * DRAWS) - 1])
     share, of_time, tokens_worth = (fmean(column) for column in zip(*middles, strict=True))
     beyond = _beyond(found, runs)
-    return Saving(share, min(lows), max(highs), of_time, tokens_worth, beyond, source)
+    return ExpectedSaving(share, min(lows), max(highs), of_time, tokens_worth, beyond, source)
 
 
 def _seconds(pilot: Pilot, flops_per_token: float) -> float:
@@ -361,7 +361,7 @@ def _seconds(pilot: Pilot, flops_per_token: float) -> float:
     return step / pilot.tokens_per_step
 
 
-def _beyond(found: Measured, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]:
+def _beyond(found: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]:
     """Return where runs are beyond what a pilot measured."""
     seen = [(before_growth(one.run.spent), one.run.tokens) for one in found.grown]
     mine = [(before_growth(spent), sum(each.tokens for each in spent)) for spent in runs]
@@ -386,7 +386,9 @@ def _beyond(found: Measured, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]
     return tuple(said)
 
 
-def expected(forecast: Forecast, config: str | None, file: Path | None = None) -> Saving | None:
+def expected(
+    forecast: Forecast, config: str | None, file: Path | None = None
+) -> ExpectedSaving | None:
     """Return the saving that a pilot predicts for a run; None without growth or pilot.
 
     Args:
