@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from instar.checkpoint.listing import latest
 from instar.checkpoint.manifest import read_manifest
 from instar.config.errors import ConfigError
 from instar.record.events import Branched, Event, OperationEvent, RunStarted, read_events
+from instar.record.rundir import RunDir, hold
 from instar.run.lifecycle.preflight import preflight, prepare_data
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import forecast
@@ -162,18 +164,40 @@ def test_nothing_is_done_twice(family: Path) -> None:
     assert [(run / "events.jsonl").read_bytes() for run in members] == before
 
 
+def begin_again(branch: Path, first: str, *later: str) -> None:
+    """Make a branch that has ended one that has not begun."""
+    (branch / "checkpoints" / "latest").write_text(f"{first}\n")
+    for step in later:
+        shutil.rmtree(branch / "checkpoints" / step)
+    lines = (branch / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (branch / "events.jsonl").write_bytes(lines[0])
+
+
 def test_what_is_left_of_a_family_is_trained_at_a_resume(family: Path, tmp_path: Path) -> None:
-    small = family.with_name("trunk.small")
+    small, big = family.with_name("trunk.small"), family.with_name("trunk.big")
     expected = weights(small, 12)
-    (small / "checkpoints" / "latest").write_text("step-6\n")
-    for step in ("step-8", "step-12"):
-        (small / "checkpoints" / step).rename(tmp_path / f"old-{step}")
-    lines = (small / "events.jsonl").read_bytes().splitlines(keepends=True)
-    (small / "events.jsonl").write_bytes(lines[0])
-    family.with_name("trunk.big").rename(tmp_path / "elsewhere")
-    said = resume(family)
-    assert weights(small, 12) == expected
+    begin_again(small, "step-6", "step-8", "step-12")
+    big.rename(tmp_path / "elsewhere")
+    with hold(RunDir(small)):
+        said = resume(family)
+    assert f"the branch small is being trained by process {os.getpid()}, and is left to it" in said
     assert "the branch big is gone" in said
+    assert latest(small).name == "step-6"
+    resume(family)
+    assert weights(small, 12) == expected
+
+
+def test_a_branch_whose_config_is_lost_is_restored_and_ends_alike(family: Path) -> None:
+    big = family.with_name("trunk.big")
+    expected = weights(big, 14)
+    begin_again(big, "step-10", "step-12", "step-14")
+    (big / "run.yaml").unlink()
+    words = ["checkpoint", "inspect", str(big), "--config"]
+    (rank,) = children_as_ranks(forks(), 1, INSTAR, words, place=family.parent)
+    assert rank.finish() == 0
+    (big / "run.yaml").write_text(rank.output())
+    resume(big)
+    assert weights(big, 14) == expected
 
 
 def test_a_folder_that_is_no_branch_is_not_taken_for_one(family: Path) -> None:

@@ -91,10 +91,15 @@ def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None
         manifest = read_manifest(path)
     if config_only:
         from instar.config.origins import yaml_of
+        from instar.schedule.operations import config_of_branch, history_from_json
 
         if not manifest.config:
             raise CheckpointError(f"{path}: saved by an older Instar, without the run's config")
-        click.echo(yaml_of(manifest.config), nl=False)
+        try:
+            of_branch = config_of_branch(history_from_json(manifest.history))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: its history is invalid: {error}") from error
+        click.echo(yaml_of(manifest.config | of_branch), nl=False)
         return
     faults, headers = [], {}
     for name in (name for name in manifest.files if name.endswith(SUFFIX)):

@@ -197,6 +197,13 @@ def history_of_branch(
     return (*before, *(Change(each, step, cursor, reason=f"branch of {parent}") for each in own))
 
 
+def config_of_branch(history: History) -> dict[str, Any]:
+    """Return the keys in which a branch's own config differs from that of its trunk at step 0, with their
+    values; empty for other runs."""
+    ends = [n for n, change in enumerate(history) if change.operation.name == BRANCHED]
+    return {key: value for key, value, _ in overrides(history[: ends[-1]])} if ends else {}
+
+
 def _given_in_config(change: Change, origin: str) -> Change:
     if change.operation.name != OVERRIDE:
         return change

@@ -365,10 +365,11 @@ def _entry(number: int, given: ScheduledOperation) -> Entry:
 def evaluates_at_start(config: RunConfig) -> bool:
     """Whether to evaluate before the first step: `eval.at_start`; by default if the model
     starts from other weights, or the schedule has entries with `trigger_loss`, which count this
-    evaluation."""
+    evaluation; a branch does not make its trunk evaluate."""
     if config.eval.at_start is not None:
         return config.eval.at_start
-    triggers = (given.trigger_loss is not None for given in config.schedule)
+    entries = (given for given in config.schedule if given.name != BRANCH)
+    triggers = (given.trigger_loss is not None for given in entries)
     return config.starts_from is not None or any(triggers)
 
 

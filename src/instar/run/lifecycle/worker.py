@@ -453,7 +453,7 @@ def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
 def _end_complete_run(trainer: Trainer, run_dir: RunDir, reason: str) -> Decision:
     """End a resumed run that is complete: save nothing, and run the final test only if missing."""
     trainer.parts.logger.console.say(
-        f"{reason}: nothing is left to train, and nothing was saved or set; to continue, set a later "
+        f"{reason}: nothing is left to train in it, and nothing was saved or set; to continue, set a later "
         f"end, e.g.: instar resume {run_dir.path} --until {2 * max(1, trainer.state.step)}it"
     )
     missing = False
