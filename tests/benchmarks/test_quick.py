@@ -56,6 +56,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("experts", "logits moved by upcycling, the most"),
         ("noise_scale", "tiny: steps with measurements / without"),
         ("grown_optimizer", "insert_layers 2, state kept: mean loss off / range"),
+        ("width_rates", "lr_base_width: best rates of 16 and 32 apart"),
     ],
 )
 @pytest.mark.timeout(600)  # the operations compile several shapes
