@@ -236,6 +236,27 @@ def test_a_value_that_is_lost_again_is_told(tmp_path: Path) -> None:
     assert (first.at["step"], first.from_the_start) == (10.0, True)
 
 
+def test_a_value_that_is_reached_in_a_decay_is_told(tmp_path: Path) -> None:
+    rates = {10: 0.5, 20: 1.0, 30: 1.0, 40: 1.0, 50: 0.6, 60: 0.3, 70: 0.0}
+    with writing(tmp_path / "run") as writer:
+        writer.start()
+        for step, lr in rates.items():
+            writer.train(step, 8.0 - step / 10, lr=lr)
+            writer.val(step, 8.0 - step / 10)
+    plain = written(tmp_path / "plain", {10: 4.0, 20: 2.0}, {10: 4.0, 20: 2.0})
+    shares = {}
+    for target in (5.0, 3.0, 1.0):
+        found = side_by_side(writer.run, plain, target=target)
+        assert found.to_loss is not None
+        ((reached,), _) = found.to_loss.reached
+        assert reached is not None
+        shares[target] = reached.decays_for
+        told = [line for line in text(found) if "while its learning rate falls" in line]
+        assert len(told) == (target == 3.0)
+    # at the stable rate, 20 of 70 steps before the end, and at the end
+    assert shares == {5.0: 0.0, 3.0: pytest.approx(2 / 7), 1.0: 0.0}
+
+
 def test_accuracies_are_reached_from_below(tmp_path: Path) -> None:
     with writing(tmp_path / "run") as writer:
         writer.start()

@@ -195,6 +195,9 @@ class LossReached:
     """the first measurement reaches it already, so it may have been reached earlier"""
     left_at_step: int | None
     """the last later step with a worse value; None: none"""
+    decays_for: float = 0.0
+    """the share of the run's steps that came after it, if its learning rate was falling there; 0: it was
+    not, or the run ended. A run that ended there, with its decay, would have a better value."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,26 @@ def at_loss(series: Series, target: float) -> LossReached | None:
         from_the_start=first == 0,
         left_at_step=int(curve.step[first + int(after[-1])]) if len(after) else None,
     )
+
+
+_DECAYING = 0.98
+"""A learning rate below this share of its highest is falling."""
+_AT_THE_END = 0.02
+"""A share of a run's steps that is as good as its end."""
+
+
+def decays_after(lr: Series, step: float) -> float:
+    """Returns the share of a run's steps after `step`, if its learning rate is falling there; else 0."""
+    curve = lr.current()
+    before = curve.value[curve.step <= step]
+    if (
+        not len(before)
+        or before[-1] >= _DECAYING * before.max()
+        or before.argmax() == len(before) - 1
+    ):
+        return 0.0
+    share = 1.0 - step / float(curve.step[-1])
+    return share if share > _AT_THE_END else 0.0
 
 
 def saving(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from instar.logs.query.alignment import (
     LossReached,
     Saving,
     at_loss,
+    decays_after,
     even_places,
     saving,
     values_at,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 COMPARED = ("val/loss", "val/bits_per_byte", "loss")
 """default metrics, as far as a run has them"""
+_LR = "lr"
 
 
 @dataclass(frozen=True)
@@ -203,10 +205,15 @@ def _curves(
     return _Curves(
         unit=started.unit if isinstance(started, RunStarted) else "token",
         metrics=metrics,
-        reached=at_loss(record.series(goal), target)
-        if target is not None and goal in record
-        else None,
+        reached=_reached(record, goal, target) if target is not None and goal in record else None,
     )
+
+
+def _reached(record: RunRecord, goal: str, target: float) -> LossReached | None:
+    found = at_loss(record.series(goal), target)
+    if found is None or _LR not in record:
+        return found
+    return replace(found, decays_for=decays_after(record.series(_LR), found.at["step"]))
 
 
 def _furthest(runs: Sequence[_Curves], axis: str) -> float:

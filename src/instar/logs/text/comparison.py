@@ -153,6 +153,11 @@ def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Bloc
                 notes.append(f"{label} is worse again at step {found.left_at_step:,}")
             if found is not None and found.from_the_start:
                 notes.append(f"{label} reaches it at its first measurement or earlier")
+            if found is not None and found.decays_for:
+                notes.append(
+                    f"{label} reaches it while its learning rate falls, {found.decays_for:.0%} before its "
+                    "end; ended there, it would be lower: compare runs at their ends"
+                )
     headers = ("", "step", unit, "FLOPs", "active", "wall")
     notes = [*sentences(goal, names, comparison.unit), *notes]
     return Block(f"{goal.metric} {goal.target:g} is reached at", headers, tuple(rows), tuple(notes))
