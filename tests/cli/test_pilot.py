@@ -62,9 +62,13 @@ def test_a_pilot_predicts_what_is_saved_and_goes_on(instar: Instar, grown: Path)
 
     # of another model nothing is predicted
     wide = ("--set", "model.n_embd=64", "--set", "train.until=[400it]")
-    refused = instar("train", "tiny.yaml", *wide, "--dry-run", code=2)
-    assert "tiny.pilot.json" in refused.stderr
-    assert "measure this one with: instar schedule pilot" in refused.stderr
+    assert "growth  " not in instar("train", "tiny.yaml", *wide, "--dry-run").stdout
+    check = ("schedule", "check", "late.yaml", "--config", "tiny.yaml", *wide)
+    refused = instar(*check, "--pilot", "tiny.pilot.json", code=2)
+    assert "tiny.pilot.json: predicts nothing here: its model ends with" in refused.stderr
+    # with another rate something is, with a word of caution
+    fast = instar(*check[:5], "--set", PILOT[-1], "--set", "optimizer.lr=0.01")
+    assert "other settings of optimizer.lr" in fast.stdout.replace("\n            ", " ")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def a_pilot(theta: Theta, *, seeds: tuple[int, ...] = (1,), spread: float = 0.0)
             runs.append(PilotRun(case, loss_after(tokens) + off, cost, tuple(evaluations)))
     return Pilot(
         name="tiny",
+        settings={"optimizer.lr": 0.1},
         growth=("stack_layers 4",),
         run_steps=2000,
         stable_share=0.8,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from instar.config.errors import ConfigError
-from instar.record.format import si
 from instar.schedule.pilot import (
     Pilot,
     PilotCase,
@@ -22,6 +21,7 @@ from instar.schedule.pilot import (
     PilotRun,
     beside,
     read_pilot,
+    settings_of,
     write_pilot,
 )
 
@@ -132,7 +132,7 @@ def pilot(
         found = structs.replace(found, runs=(*found.runs, done))
         found = structs.replace(found, found=summary(found))
         write_pilot(file, found)
-    saving = expected(asked.forecast, path, file)
+    saving = expected(asked.forecast, asked.config, path, file)
     if saving is None:
         raise ConfigError.one("has no runs to predict from", str(file))
     return PilotResult(found, saving, file)
@@ -254,6 +254,7 @@ def _plan(
         ]
     return Pilot(
         name=config.name,
+        settings=settings_of(config),
         growth=tuple(s.operation for s in forecast.stages[1:] if is_growth(s.operation.split()[0])),
         run_steps=run_steps,
         stable_share=_stable_share(config),
@@ -427,12 +428,11 @@ def _run(asked: _Question, found: Pilot, case: PilotCase) -> PilotRun:
 
 
 def _check_same(file: Path, found: Pilot, asked: _Question) -> None:
-    """Raise ConfigError if a pilot file is about another config."""
-    last = asked.forecast.stages[-1]
-    if (found.name, found.final.flops_per_token) != (asked.config.name, last.flops_per_token):
+    """Raise ConfigError if a pilot that is not whole is about another config."""
+    others = found.differing(asked.config)
+    if others and found.missing:
         raise ConfigError.one(
-            f"is the pilot of {found.name} with {si(found.final.parameters)} parameters, and this is "
-            f"{asked.config.name} with {si(last.parameters.total)}",
+            f"was begun with other settings of {', '.join(others)}",
             str(file),
             "choose another file with -o, or delete this one",
         )

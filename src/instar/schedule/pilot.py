@@ -12,13 +12,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from instar.config.errors import ConfigError
+from instar.config.fields import is_launch_only, values
 from instar.config.files import read_regular
+from instar.config.schema import RunConfig
 from instar.record.atomic import replace_file
 
 SUFFIX = ".pilot.json"
 MAX_BYTES = 1 << 24
 MOST = 4096
 """runs, and evaluations of a run"""
+
+_DEPENDS_ON = ("data.", "model.", "optimizer.", "learning_rate.", "precision", "train.")
+_DEPENDS_NOT_ON = ("train.until",)
 
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e40)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e40)]
@@ -83,6 +88,8 @@ class Pilot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Text
     """The config's."""
+    settings: dict[Text, Any]
+    """The values of the config on which the result depends, by dotted key."""
     growth: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=MOST)]
     """The operations that grow the model."""
     run_steps: Steps
@@ -101,11 +108,27 @@ class Pilot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the runs say, for readers of the file; predictions begin with the runs."""
     version: Literal[1] = 1
 
+    def differing(self, config: RunConfig) -> list[str]:
+        """Return the keys of the settings that are others in a config."""
+        own = settings_of(config)
+        return sorted(
+            key for key in {*own, *self.settings} if own.get(key) != self.settings.get(key)
+        )
+
     @property
     def missing(self) -> tuple[PilotCase, ...]:
         """The cases that have not been run."""
         done = {run.case for run in self.runs}
         return tuple(case for case in self.cases if case not in done)
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the values of a config on which a pilot's result depends, by dotted key."""
+    return {
+        key: value
+        for key, value in values(config).items()
+        if key.startswith(_DEPENDS_ON) and key not in _DEPENDS_NOT_ON and not is_launch_only(key)
+    }
 
 
 def read_pilot(path: Path) -> Pilot:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from statistics import fmean, linear_regression, median, stdev
 from typing import Any
 
 from instar.config.errors import ConfigError
+from instar.config.schema import RunConfig
 from instar.record.format import si
 from instar.schedule.curves import PowerLaw, fitted
 from instar.schedule.forecast import Forecast
@@ -387,35 +388,34 @@ def _beyond(found: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str,
 
 
 def expected(
-    forecast: Forecast, config: str | None, file: Path | None = None
+    forecast: Forecast, config: RunConfig, path: str | None, file: Path | None = None
 ) -> ExpectedSaving | None:
-    """Return the saving that a pilot predicts for a run; None without growth or pilot.
+    """Return the saving that a pilot predicts for a run; None if there is none for it.
 
     Args:
-        config: path of the run's config; its pilot lies beside it.
+        path: of the run's config; its pilot lies beside it.
         file: the pilot, in place of that one.
 
     Raises:
-        ConfigError: `file`, or the config's pilot, cannot be read or is of another model.
+        ConfigError: the pilot cannot be read; or `file` says nothing of this run.
     """
-    found = file or (beside(config) if config else None)
+    found = file or (beside(path) if path else None)
     if found is None or (file is None and not found.exists()):
         return None
     pilot = read_pilot(found)
-    runs = {spending(forecast), spending(forecast, late=True)}
+    runs = {spending(forecast), spending(forecast, late=True)} - {()}
     last = forecast.stages[-1]
-    if file is None and (
-        len(forecast.stages) < 2 or not all(map(before_growth, filter(None, runs)))
-    ):
-        return None
-    if last.flops_per_token != pilot.final.flops_per_token:
-        raise ConfigError.one(
-            f"is of a model with {si(pilot.final.parameters)} parameters in the end, and this run's has "
-            f"{si(last.parameters.total)}",
-            str(found),
-            "measure this one with: instar schedule pilot",
-        )
     try:
-        return predicted(pilot, *filter(None, runs), source=str(found))
+        if last.flops_per_token != pilot.final.flops_per_token:
+            sizes = [si(n) for n in (pilot.final.parameters, last.parameters.total)]
+            raise ValueError("its model ends with {} parameters, this run's with {}".format(*sizes))
+        saving = predicted(pilot, *runs, source=str(found))
     except ValueError as error:
-        raise ConfigError.one(str(error), str(found)) from None
+        if file is None:
+            return None
+        hint = "measure this run with: instar schedule pilot"
+        raise ConfigError.one(f"predicts nothing here: {error}", str(found), hint) from None
+    if others := pilot.differing(config):
+        beyond = (*saving.extrapolates, f"measured with other settings of {', '.join(others)}")
+        saving = replace(saving, extrapolates=beyond)
+    return saving
