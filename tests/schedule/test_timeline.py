@@ -17,7 +17,7 @@ from instar.config.sections import Operation
 from instar.data.source import windows_of
 from instar.models.architecture import resolve
 from instar.models.cost import flops_per_token
-from instar.schedule.forecast import forecast
+from instar.schedule.forecast import ScheduleError, forecast
 from instar.schedule.operations import Change, History, carried_out, initial_state
 from instar.schedule.timeline import Clock, Pace
 from instar.schedule.triggers import Moment, due, entries, evaluates_at_start, last_step, next_entry
@@ -317,3 +317,28 @@ def test_any_schedule_fires_where_a_loop_makes_it_fire(
     early, late = foretold(run)
     assert early == played(run, hopeful=True)
     assert late == played(run, hopeful=False)
+
+
+BRANCH = {"name": "branch", "value": "early", "iters": 5, "when": {"at_step": 0}}
+
+
+@settings(max_examples=figures.times(10, 1000), deadline=None)
+@given(st.lists(ENTRY, max_size=3), st.integers(0, 3), UNTIL)
+def test_a_branch_moves_no_operation_of_its_trunk(
+    schedule: list[dict[str, Any]], place: int, until: list[str]
+) -> None:
+    how = {
+        "train": {"until": until, "batch_size": 4},
+        "eval": {"eval_interval": 20, "at_start": False},
+    }
+    place = min(place, len(schedule))
+    run = config([*schedule[:place], BRANCH, *schedule[place:]], **how)
+    steps = played(run, hopeful=True)
+    branched = steps.pop(place)
+    assert steps == played(config(schedule, **how), hopeful=True)
+    if branched is None:
+        with pytest.raises(ScheduleError, match="cannot begin: the run ends"):
+            forecast(run, sized(run, TOKENS, VOCABULARY), world_size=1)
+    else:
+        early, _ = foretold(run)
+        assert [early.pop(place), early] == [branched, steps]
