@@ -75,6 +75,18 @@ def test_the_run_on_a_cpu_changes_all_that_it_says() -> None:
     assert last.settings.lr == first.settings.lr / 2
 
 
+def test_the_family_has_three_sizes_that_all_decay() -> None:
+    forecast = told(ROOT / "examples/growth/family.yaml")
+    small, medium = forecast.branches
+    sizes = [each.parameters.total for each in (small, medium, forecast.stages[-1])]
+    assert sizes == sorted(set(sizes))
+    assert small.decay == small.iters
+    assert medium.decay == medium.iters
+    settings = forecast.stages[-1].settings
+    assert settings.lr_shape == "wsd"
+    assert settings.decay_fraction * 600 <= 600 - (medium.first_step or 600)
+
+
 def test_the_large_one_ends_as_gpt2() -> None:
     architecture = told(ROOT / "examples/growth/gpt2-124m.yaml").stages[-1].architecture
     assert (architecture.n_layer, architecture.n_embd, architecture.n_head) == (12, 768, 12)
