@@ -73,9 +73,7 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
         if isinstance(arch, TransformerShape) and (reason := arch.refusals().get(operation.name)):
             raise GrowthError(reason)
         if "mask" in operation.options and not isinstance(arch, Architecture):
-            raise GrowthError(
-                "only a GPT supports masks; new structure of this model starts at zero"
-            )
+            raise GrowthError("only a GPT supports masks: leave mask out")
         if isinstance(arch, Architecture) and operator.plan is not fold_masks:
             refuse_if_masked(arch)
         grown, made = operator.plan(arch, operation.value, operation.options, step)
