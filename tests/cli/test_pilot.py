@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 PILOT = ("schedule", "pilot", "tiny.yaml", "--set", "train.until=[400it]")
@@ -69,6 +73,29 @@ def test_a_pilot_predicts_what_is_saved_and_goes_on(instar: Instar, grown: Path)
     # with another rate something is, with a word of caution
     fast = instar(*check[:5], "--set", PILOT[-1], "--set", "optimizer.lr=0.01")
     assert "other settings of optimizer.lr" in fast.stdout.replace("\n            ", " ")
+
+
+def test_ctrl_c_leaves_a_run_that_the_same_command_goes_on_with(grown: Path, forks: Forks) -> None:
+    started = subprocess.Popen(
+        [forks.command, *PILOT, "--steps", "400", "--set", "record.log_interval=1"],
+        cwd=grown,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with started:
+        assert started.stderr is not None
+        for line in started.stderr:
+            if re.match(r" +9  ", line):  # its ninth step
+                started.send_signal(signal.SIGINT)
+                break
+        said = started.stderr.read()
+    assert started.returncode == 75
+    assert "the same command goes on with it" in said
+    (run,) = (grown / "runs").iterdir()
+    assert list((run / "checkpoints").glob("step-*"))
+    assert json.loads((grown / "tiny.pilot.json").read_text())["runs"] == []
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ _EXPONENTS = (-4.0, 12.0)
 """Between them θ is searched."""
 _NOISE = 0.01
 """Standard deviation of the decayed losses of a single seed, at least, nats."""
-_TREND = (-0.3, 0.15)
+_TREND = (-0.3, 0.1)
 """b and its standard deviation in the GPTs of docs/pilot.md."""
-_MIXING = (0.1, 0.05)
+_MIXING = (0.05, 0.08)
 """m and its standard deviation in these GPTs."""
 _TREND_ERROR = 0.1
 """Standard deviation of b measured where the tokens are e times as many in the end."""
@@ -271,11 +271,14 @@ def _stable(pilot: Pilot, run: PilotRun) -> list[tuple[float, float]]:
 
 
 def _scatter(points: Sequence[tuple[float, float]]) -> float:
-    """Return the standard deviation of losses from the curve fitted to them, nats; 0 of too few."""
-    if len(points) < _FEWEST:
-        return 0.0
-    law = fitted(points)
-    return math.sqrt(sum((law.loss(x) - y) ** 2 for x, y in points) / (len(points) - 3))
+    """Return the standard deviation of losses, from the distance of each from the line through its
+    neighbours, against the logarithm of tokens; 0 of too few."""
+    squares = []
+    for (begin, one), (x, y), (end, other) in zip(points, points[1:], points[2:], strict=False):
+        share = math.log(x / begin) / math.log(end / begin)
+        apart = y - (1 - share) * one - share * other
+        squares.append(apart**2 / (1 + share**2 + (1 - share) ** 2))
+    return math.sqrt(fmean(squares)) if squares else 0.0
 
 
 def _trend(pilot: Pilot, runs: Sequence[PilotRun]) -> tuple[float, float] | None:
