@@ -43,7 +43,8 @@ def a_pilot(theta: Theta, *, seeds: tuple[int, ...] = (1,), spread: float = 0.0)
             evaluations = []
             for step in range(10, steps, 5):
                 γ = (SMALL / FINAL) ** theta(step * TOKENS) if step <= grown_at else 1.0
-                evaluations.append((step, 1.0 + loss_after(γ * step * TOKENS)))
+                loss = 1.0 + loss_after(γ * step * TOKENS)
+                evaluations.append((step, step * TOKENS, loss))
             runs.append(PilotRun(case, loss_after(tokens) + off, cost, tuple(evaluations)))
     return Pilot(
         name="tiny",

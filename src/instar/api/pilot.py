@@ -160,17 +160,15 @@ def _ask(
     prepare_data(loaded, start.ranks, say)
     forecast = _forecast(loaded, start.ranks)
     if forecast.steps is None:
-        raise loaded_error(
-            loaded, "train.until", "has no last step, of which a pilot could be a share"
-        )
+        raise _refused(loaded, "train.until", "has no last step, of which a pilot could be a share")
     if len({stage.architecture for stage in forecast.stages}) < 2:
-        raise loaded_error(
+        raise _refused(
             loaded, "schedule", "grows no model", "add an operation such as stack_layers"
         )
     return _Question(path, tuple(overrides), loaded, forecast, start.ranks, start.devices or None)
 
 
-def loaded_error(loaded: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
+def _refused(loaded: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
     """Return an error at a key of a config."""
     return ConfigError(loaded.problem(key, f"{key} {message}", hint))
 
@@ -181,14 +179,14 @@ def _check_kind(loaded: Loaded) -> None:
 
     config = loaded.config
     if config.task != LANGUAGE:
-        raise loaded_error(loaded, "task", f"{config.task}: pilots are for {LANGUAGE} models")
+        raise _refused(loaded, "task", f"{config.task}: pilots are for {LANGUAGE} models")
     if config.starts_from is not None:
-        raise loaded_error(
+        raise _refused(
             loaded, "model.from", "has weights that the final size does not have", "leave it out"
         )
     for number, entry in enumerate(config.schedule):
         if entry.name == "set_context" or "lora" in entry.name:
-            raise loaded_error(
+            raise _refused(
                 loaded,
                 f"schedule[{number}]",
                 f"{entry.name} is not known to pilots",
@@ -249,7 +247,9 @@ def _plan(
         cases += [
             PilotCase("final", seed, steps // 2),
             PilotCase("final", seed, steps),
-            PilotCase("grown", seed, steps, tuple(round(share * steps) for share in shares)),
+            PilotCase(
+                "grown", seed, steps, tuple(max(1, round(share * steps)) for share in shares)
+            ),
             *([PilotCase("small", seed, round(longer * steps))] if longer else []),
         ]
     return Pilot(
@@ -319,7 +319,7 @@ def _final_model(asked: _Question, stage: int) -> list[str]:
     assert isinstance(begin, Architecture)
     assert isinstance(end, Architecture)
     if end.lora or end.mask:
-        raise loaded_error(asked.loaded, "schedule", "ends with adapters or a mask")
+        raise _refused(asked.loaded, "schedule", "ends with adapters or a mask")
     # widening and longer contexts adjust these of a trained model, not of a new one
     end = end.changed(norm_eps=begin.norm_eps, rope_base=begin.rope_base)
     before, after = (section_of(one).model_dump() for one in (begin, end))
@@ -414,8 +414,8 @@ def _run(asked: _Question, found: Pilot, case: PilotCase) -> PilotRun:
             f"{path}: ended at step {manifest.step:,} with loss {manifest.loss}, so nothing can be "
             "predicted from it; delete it to try again"
         )
-    losses = {
-        event.step: event.loss
+    evaluations = {
+        event.step: (event.step, float(event.tokens), event.loss)
         for event in read_events(RunDir(path).events)
         if isinstance(event, Eval) and event.split == "val" and math.isfinite(event.loss)
     }
@@ -423,7 +423,7 @@ def _run(asked: _Question, found: Pilot, case: PilotCase) -> PilotRun:
         case,
         manifest.loss,
         spending(_forecast(_loaded(asked, settings), asked.ranks)),
-        tuple(sorted(losses.items())),
+        tuple(evaluations[step] for step in sorted(evaluations)),
     )
 
 

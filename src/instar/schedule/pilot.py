@@ -65,8 +65,10 @@ class PilotRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Held-out loss of its last step, nats."""
     spent: Annotated[tuple[Spent, ...], msgspec.Meta(min_length=1, max_length=MOST)]
     """By stage."""
-    evaluations: Annotated[tuple[tuple[Step, Loss], ...], msgspec.Meta(max_length=MOST)] = ()
-    """Held-out losses by step, at any rate."""
+    evaluations: Annotated[
+        tuple[tuple[Step, Amount, Loss], ...], msgspec.Meta(max_length=MOST)
+    ] = ()
+    """Steps, tokens and held-out loss, at any rate."""
 
     @property
     def tokens(self) -> float:

@@ -267,7 +267,7 @@ def _stable(pilot: Pilot, run: PilotRun) -> list[tuple[float, float]]:
     if run.case.grown_at:
         end = min(end, run.case.grown_at[0])
     begin = _BEGIN * run.case.steps
-    return [(s * pilot.tokens_per_step, loss) for s, loss in run.evaluations if begin <= s <= end]
+    return [(tokens, loss) for step, tokens, loss in run.evaluations if begin <= step <= end]
 
 
 def _scatter(points: Sequence[tuple[float, float]]) -> float:
