@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,22 @@ def test_nothing_is_done_twice(family: Path) -> None:
     said = resume(family, "--from", "4", "--set", "optimizer.lr=0.002")
     assert said.count("is the branch of an earlier course of this run") == 2
     assert [(run / "events.jsonl").read_bytes() for run in members] == before
+
+
+def test_a_stop_in_a_branch_names_the_command_for_the_whole_family(
+    cfg: Path, tmp_path: Path
+) -> None:
+    trunk, long = tmp_path / "trunk", [{**SMALL, "iters": 100_000}]
+    given = (f"record.run_dir={trunk}", f"schedule={json.dumps(long)}", "eval.eval_interval=9999")
+    words = ["train", str(cfg), *(word for text in given for word in ("--set", text))]
+    (rank,) = children_as_ranks(forks(), 1, INSTAR, words, place=tmp_path)
+    assert rank.wait_for(r"^run trunk\.small ")
+    assert rank.wait_for(r"^ *[2-9]\d .*loss")
+    rank.signal(signal.SIGTERM)
+    assert rank.finish() == 75, rank.output()
+    assert rank.output().rstrip().endswith(f"resume with: instar resume {trunk}")
+    assert latest(trunk).name == f"step-{STEPS}"
+    assert int(latest(tmp_path / "trunk.small").name.removeprefix("step-")) > STEPS
 
 
 def begin_again(branch: Path, first: str, *later: str) -> None:
