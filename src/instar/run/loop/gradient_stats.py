@@ -142,7 +142,7 @@ _DECAY = 0.95
 _SETTLED = 8
 """Measurements before the noise scale decides anything."""
 _PART = 16
-_INTERVAL = 25
+_INTERVAL = 50
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def noise_interval(config: RunConfig, global_batch: int, slices: int) -> int | N
         return None
     whole_micro_batches = config.compile and slices > 1
     share = 1.0 if whole_micro_batches else min(1.0, slices / global_batch)
-    return config.record.noise_every or max(_INTERVAL, round(4 * _INTERVAL * share))
+    return config.record.noise_every or max(_INTERVAL, round(2 * _INTERVAL * share))
 
 
 def part_of(batch: StepBatch, *, whole: bool) -> StepBatch:
