@@ -103,3 +103,9 @@ def test_every_metric_has_a_direction() -> None:
         "size/mae": "min",
         "size/mse": "min",
     }
+
+
+def test_samples_without_tokens_have_no_context() -> None:
+    (found,) = cross_checks(config(eval={"context": 64}))
+    assert found.keys[0] == "eval.context"
+    assert "is for text" in found.message

@@ -11,7 +11,7 @@ from instar.config.schema import RunConfig
 
 def cross_checks(config: RunConfig) -> list[ConfigProblem]:
     """Return the conflicts within the config."""
-    rules = (_metrics, _schedule, _elastic, _optimizer, _sharding, parallel_checks)
+    rules = (_metrics, _eval_context, _schedule, _elastic, _optimizer, _sharding, parallel_checks)
     return [*config.conflicts(), *(problem for rule in rules for problem in rule(config))]
 
 
@@ -58,6 +58,15 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
                 f"{key}: this run has no metric '{metric}'",
                 f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(known)}",
             )
+
+
+def _eval_context(config: RunConfig) -> Iterator[ConfigProblem]:
+    if config.eval.context is not None and config.longest_context == 1:
+        yield ConfigProblem(
+            ("eval.context", "task"),
+            "eval.context is for text: the samples of this task have no length in tokens",
+            "leave it out",
+        )
 
 
 def _virtual_ranks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
