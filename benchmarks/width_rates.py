@@ -49,7 +49,7 @@ FULL = Effort(
     batch=8,
     context=48,
     data_bytes=1_000_000,
-    seeds=(1,),
+    seeds=(1, 2),
 )
 QUICK = replace(
     FULL,
@@ -59,6 +59,7 @@ QUICK = replace(
     batch=2,
     context=16,
     data_bytes=60_000,
+    seeds=(1,),
 )
 
 Losses = Mapping[float, float]
@@ -103,7 +104,7 @@ def settings(effort: Effort, folder: Path, width: int, follows: bool, seed: int)
         "model.tied=false",
         "data.tokenizer=char",
         f"data.max_bytes={effort.data_bytes}",
-        f"data.path={folder / 'tokens'}",
+        f"data.path={folder / f'tokens-{seed}'}",
         f"train.until=[{effort.steps}it]",
         f"train.batch_size={effort.batch}",
         "learning_rate.shape=linear",
