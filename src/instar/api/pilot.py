@@ -42,6 +42,8 @@ _START_S = 3.0
 _FEWEST_EVALUATIONS, _EVALUATIONS = 10, 30
 """Of each run, and within these so few that they take `_EVALUATED` of its time."""
 _EVALUATED = 0.15
+_WARMUP = 4
+"""The warm-up takes at most the horizon divided by this: in shorter ones deep models fall behind."""
 _MOSTLY = 0.6
 """Share of a run that cosine and linear rates are taken to be near their peak."""
 MUST = 3
@@ -90,8 +92,8 @@ def pilot(
     The runs are ordinary ones, `<name>-pilot-…` in the config's folder of runs: the final size from
     scratch, half as long and as long as the pilot's horizon; the config's own run with its schedule,
     shortened to this horizon; and its first size without growth, a little longer, at a stable rate.
-    Learning rate schedule, moments of growth and evaluations are shortened in proportion. A pilot
-    that was interrupted goes on.
+    Decay, moments of growth and evaluations are shortened in proportion. A pilot that was interrupted
+    goes on.
 
     Args:
         budget_s: seconds that it may take, about.
@@ -344,7 +346,7 @@ def _settings(asked: _Question, found: Pilot, case: PilotCase) -> list[str]:
     share = (horizon if case.arm == "small" else case.steps) / found.run_steps
     schedule = config.learning_rate
     counts: dict[str, int | None] = {
-        "learning_rate.warmup_iters": round(schedule.warmup_iters * share),
+        "learning_rate.warmup_iters": min(schedule.warmup_iters, horizon // _WARMUP),
         "learning_rate.lr_decay_iters": _scaled(schedule.lr_decay_iters, share),
         "learning_rate.decay_every": _scaled(schedule.decay_every, share),
         "eval.eval_interval": max(1, case.steps // found.evaluations),
