@@ -87,6 +87,8 @@ def test_it_says_where_it_extrapolates() -> None:
     assert "grows after 120k tokens, 10 times as many" in later
     (more,) = predicted(pilot, spent(140, 118)).extrapolates
     assert "84 % of the tokens come before the final size, in the pilot 60 %" in more
+    (ahead,) = predicted(a_pilot(lambda _: -0.3), spent(200, 118)).extrapolates
+    assert "worth 1.44 of the final size" in ahead
     other = (Spent(500.0, 1e4), Spent(FINAL, 1e4))
     assert "another size" in predicted(pilot, other).extrapolates[-1]
 

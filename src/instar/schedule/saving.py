@@ -49,6 +49,8 @@ _BEGIN = 0.1
 """Share of a run before the evaluations that are used: its first steps follow another law."""
 _SAME_SHARE = 0.2
 """Distance between shares of the tokens before the growth that counts as near."""
+_AHEAD = 1.2
+"""γ above which a pilot is in the first steps, in which small models learn faster."""
 _FEWEST = 5
 """Evaluations of both models at which a trend is fitted."""
 
@@ -383,6 +385,12 @@ def _beyond(found: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str,
         said.append(
             f"{100 * furthest:.0f} % of the tokens come before the final size, in the pilot "
             f"{100 * theirs:.0f} %"
+        )
+    ahead = fmean(one.token_worth for one in found.grown)
+    if ahead > _AHEAD:
+        said.append(
+            f"in the pilot's few steps a token of the small model was worth {ahead:.2f} of the final "
+            "size, as in no long run: a longer pilot predicts better"
         )
     small = found.pilot.small.flops_per_token
     if any(abs(spent[0].flops_per_token / small - 1) > 0.01 for spent in runs):
