@@ -54,8 +54,8 @@ def a_pilot(theta: Theta, *, seeds: tuple[int, ...] = (1,), spread: float = 0.0)
         stable_share=0.8,
         tokens_per_step=TOKENS,
         evaluations=20,
-        small=PilotModel(10, SMALL, 0.25),
-        final=PilotModel(40, FINAL, 0.5),
+        small=PilotModel(5000, SMALL, 0.25),
+        final=PilotModel(20_000, FINAL, 0.5),
         cases=tuple(run.case for run in runs),
         runs=tuple(runs),
     )

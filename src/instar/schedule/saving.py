@@ -10,7 +10,8 @@ tokens, with as much of its rate decayed. Of its compute it saves
 is saved. It is measured where the decayed loss of a short grown run lies between those of the final
 size from scratch. A token is worth the less, the more tokens t come before the growth, because a small
 model saturates, and the more, the more tokens t' come after it, in which the grown model catches up:
-the worth of the smallest model's is proportional to t ** b (t' / t) ** m, with b < 0 < m.
+the worth of the smallest model's is proportional to t ** b (t' / t) ** m, where b falls with the logarithm
+of the tokens per parameter of the small model.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ _EXPONENTS = (-4.0, 12.0)
 """Between them θ is searched."""
 _NOISE = 0.01
 """Standard deviation of the decayed losses of a single seed, at least, nats."""
-_TREND = (-0.3, 0.1)
-"""b and its standard deviation in the GPTs of docs/pilot.md."""
+_TREND = (-0.06, -0.12)
+"""b at one token per parameter of the small model, and its change where there are e times as many; in the
+GPTs of docs/pilot.md."""
+_TREND_ERROR = 0.1
+"""Standard deviation of b there."""
 _MIXING = (0.05, 0.08)
 """m and its standard deviation in these GPTs."""
-_TREND_ERROR = 0.1
+_MEASURED_ERROR = 0.1
 """Standard deviation of b measured where the tokens are e times as many in the end."""
 _LEAST_FALL = 1e-3
 """Nats that the loss falls at least when the tokens are e times as many."""
@@ -148,22 +152,27 @@ class PilotFindings:
 
     @cached_property
     def trend(self) -> tuple[float, float]:
-        """b and its standard deviation: the mean of what is known of other models and of what the
-        evaluations of these say, weighted by their variances."""
+        """How far b lies above `_usual_trend`, and its standard deviation: the mean of nothing and of what
+        the evaluations say, weighted by their variances."""
         found = [trend for runs in self._seeds if (trend := _trend(self.pilot, runs)) is not None]
-        every = [_TREND, *found]
+        every = [(0.0, _TREND_ERROR), *found]
         weights = [spread**-2 for _, spread in every]
         mean = sum(w * b for w, (b, _) in zip(weights, every, strict=True)) / sum(weights)
         return mean, sum(weights) ** -0.5
 
+    def b(self, spent: Sequence[Spent]) -> float:
+        """Return b between the growth of the pilot and that of a run."""
+        middle = (_logs(spent)[0] + self._at[0]) / 2
+        return _usual_trend(self.pilot, middle) + self.trend[0]
+
     def exponents(self, spent: Sequence[Spent]) -> list[float]:
         """Return θ of a run, in `DRAWS` draws: of seeds with replacement, of losses with their noise,
         of b and of m."""
-        random, drawn = Random(0), []
+        random, drawn, b = Random(0), [], self.b(spent)
         longer, mixed = (x - at for x, at in zip(_logs(spent), self._at, strict=True))
         cost = self.pilot.small.flops_per_token / self.pilot.final.flops_per_token
         for _ in range(DRAWS):
-            apart = random.gauss(*self.trend) * longer + random.gauss(*_MIXING) * mixed
+            apart = random.gauss(b, self.trend[1]) * longer + random.gauss(*_MIXING) * mixed
             seeds = random.choices(self._seeds, k=len(self._seeds))
             noisy = [one for runs in seeds for one in _grown(runs, random, self.noise)]
             # the mean of the runs lies at the middle of their logarithms
@@ -201,7 +210,7 @@ def summary(pilot: Pilot) -> dict[str, Any]:
         "exponent": median(thetas),
         "exponent_low": thetas[round(0.025 * DRAWS)],
         "exponent_high": thetas[round(0.975 * DRAWS) - 1],
-        "trend": found.trend[0],
+        "trend": found.b(found.grown[0].run.spent),
         "trend_error": found.trend[1],
         "noise": found.noise,
         "grown": [
@@ -283,8 +292,13 @@ def _scatter(points: Sequence[tuple[float, float]]) -> float:
     return math.sqrt(fmean(squares)) if squares else 0.0
 
 
+def _usual_trend(pilot: Pilot, log_tokens: float) -> float:
+    """Return b around a number of tokens before the growth, in the runs of docs/pilot.md."""
+    return _TREND[0] + _TREND[1] * (log_tokens - math.log(pilot.small.parameters))
+
+
 def _trend(pilot: Pilot, runs: Sequence[PilotRun]) -> tuple[float, float] | None:
-    """Return d ln ρ / d ln t and its standard deviation, where ρ t are the tokens after which the final
+    """Return how far d ln ρ / d ln t lies above `_usual_trend`, and its standard deviation, where ρ t are the tokens after which the final
     size from scratch has the loss of the small model after t, from where ρ is highest on: in their
     first steps, sizes differ otherwise. None: too few evaluations."""
     arm = "small" if any(run.case.arm == "small" for run in runs) else "grown"
@@ -302,7 +316,8 @@ def _trend(pilot: Pilot, runs: Sequence[PilotRun]) -> tuple[float, float] | None
     if len(points) < _FEWEST:
         return None
     slope, _ = linear_regression(*zip(*points, strict=True))
-    return slope, _TREND_ERROR / (points[-1][0] - points[0][0])
+    begin, end = points[0][0], points[-1][0]
+    return slope - _usual_trend(pilot, (begin + end) / 2), _MEASURED_ERROR / (end - begin)
 
 
 @dataclass(frozen=True)
