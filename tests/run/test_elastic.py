@@ -41,11 +41,13 @@ def test_what_the_environment_says_of_threads_does_not_matter(trainer: Make) -> 
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.parametrize("noise_every", [0, 1])
 def test_a_failure_is_heard_before_the_ranks_meet(
-    trainer: Make, monkeypatch: pytest.MonkeyPatch
+    trainer: Make, monkeypatch: pytest.MonkeyPatch, noise_every: int
 ) -> None:
-    """All slices are run, then the others are heard, then gradients travel."""
-    run = trainer(*ELASTIC)
+    """All slices are run, then the others are heard, then gradients travel: those of a part of the
+    batch first, where the noise is measured."""
+    run = trainer(*ELASTIC, f"record.noise_every={noise_every}")
     heard = []
     root = DeterministicAllReduce.root
     task_loss = run.parts.task.loss_sum
@@ -63,7 +65,9 @@ def test_a_failure_is_heard_before_the_ranks_meet(
     monkeypatch.setattr(DeterministicAllReduce, "root", meet)
     monkeypatch.setattr(run.parts.sync, "finish", lambda *_: heard.append("heard"))
     run.step()
-    assert heard == ["forward"] * 11 + ["heard", "meet"]
+    whole = ["forward"] * 11
+    part = [*["forward"] * 4, "heard", "meet", *whole, "meet"]
+    assert heard == (part if noise_every else [*whole, "heard", "meet"])
 
 
 def test_ranks_that_cannot_share_are_refused_by_name(
