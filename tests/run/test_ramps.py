@@ -81,6 +81,10 @@ def test_evaluations_follow_the_training_samples_unless_told_otherwise(
     assert short is not None
     assert full is not None
     assert short == pytest.approx(4 * full, abs=4)
+    ramp = ("data.context=4", "train.batch_size=16", scheduled(CONTEXT))
+    (warning,) = prepared(*ramp).warnings
+    assert "change_context changes held-out samples too" in warning
+    assert prepared(*ramp, "eval.context=16").warnings == []
 
 
 BATCH = [

@@ -50,14 +50,20 @@ class Prepared:
     @property
     def warnings(self) -> list[str]:
         """What the run does other than its config or the task's code suggests."""
-        schedule, until = self.config.learning_rate, ", ".join(self.config.train.until)
-        if not schedule.has_end or schedule.lr_decay_iters is not None:
-            return self.spec.warnings
-        return [
-            *self.spec.warnings,
-            f"learning_rate.shape {schedule.shape} does not decay, because {until} has no last step; "
-            "set learning_rate.lr_decay_iters to the step at which the decay is to end",
-        ]
+        config, found = self.config, list(self.spec.warnings)
+        schedule, until = config.learning_rate, ", ".join(config.train.until)
+        if schedule.has_end and schedule.lr_decay_iters is None:
+            found.append(
+                f"learning_rate.shape {schedule.shape} does not decay, because {until} has no last "
+                "step; set learning_rate.lr_decay_iters to the step at which the decay is to end"
+            )
+        changes = [operation.name for operation in config.schedule if operation.name in CONTEXT]
+        if changes and config.eval.context is None:
+            found.append(
+                f"{changes[0]} changes held-out samples too: losses before and after it cannot be "
+                "compared; eval.context sets one length for all evaluations"
+            )
+        return found
 
 
 def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) -> None:
