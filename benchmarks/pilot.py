@@ -3,7 +3,7 @@
     python benchmarks/pilot.py [--quick] [--work DIR] [--workers N]
 
 A GPT of 8 × 32 (512 BPE tokens of Python's standard library, none seen twice) is to be grown from 2 layers.
-A pilot (`instar schedule pilot`, with one seed) trains the final size from scratch and one schedule,
+A pilot (`instar schedule pilot`, one for each optimizer and seed) trains the final size from scratch and one schedule,
 shortened to a fraction of the steps. From it the savings of three schedules at the full number of steps are
 predicted: copies at half and at three quarters of the steps, and 2 → 4 → 8 layers. Then they are run, and so is the
 final size from scratch, at two budgets; all have their rate fully decayed. What a schedule saved is 1 - its FLOPs / those
@@ -81,8 +81,8 @@ class Effort:
     shorter: float
     """share of the steps, of the second budget of the final size"""
     data_bytes: int
-    optimizers: tuple[str, ...]
-    seeds: tuple[int, ...]
+    trials: tuple[tuple[str, int], ...]
+    """optimizer and seed"""
     measured: Schedule
     """by the pilot, shortened"""
     unseen: tuple[Schedule, ...]
@@ -94,8 +94,7 @@ FULL = Effort(
     pilot_steps=160,
     shorter=0.6,
     data_bytes=8_000_000,
-    optimizers=("muon", "adamw"),
-    seeds=(2,),
+    trials=(("muon", 2), ("adamw", 2), ("muon", 3)),
     measured=Schedule("2 to 8 at 0.6", 2, ((0.6, 4),)),
     unseen=(
         Schedule("2 to 8 at 0.5", 2, ((0.5, 4),)),
@@ -109,7 +108,7 @@ QUICK = replace(
     steps=60,
     pilot_steps=40,
     data_bytes=60_000,
-    optimizers=("muon",),
+    trials=(("muon", 2),),
     measured=Schedule("1 to 4 at 0.6", 1, ((0.6, 4),)),
     unseen=(Schedule("1 to 4 at 0.5", 1, ((0.5, 4),)),),
 )
@@ -122,15 +121,16 @@ def main() -> None:
     made: list[Case] = []
     kept = []
     with place_of(parsed) as work:
-        for optimizer in effort.optimizers:
-            base = settings(effort, optimizer, work.absolute())
-            before, cost = foretold(effort, optimizer, base, work.absolute())
+        for optimizer, seed in effort.trials:
+            trial = f"{optimizer}, seed {seed}"
+            base = settings(effort, optimizer, seed, work.absolute())
+            before, cost = foretold(effort, trial, base, work.absolute())
             workshop = Workshop(work, base, parsed.workers)
-            after = measured(effort, optimizer, workshop)
-            made += cases(effort, optimizer, before, after, cost)
+            after = measured(effort, trial, workshop)
+            made += cases(effort, trial, before, after, cost)
             kept += [
                 {
-                    "optimizer": optimizer,
+                    "trial": trial,
                     "schedule": name,
                     **asdict(saving),
                     "measured": after[name],
@@ -143,7 +143,7 @@ def main() -> None:
         (chosen.results / "pilot-runs.json").write_text(text + "\n", encoding="utf-8")
 
 
-def settings(effort: Effort, optimizer: str, work: Path) -> tuple[str, ...]:
+def settings(effort: Effort, optimizer: str, seed: int, work: Path) -> tuple[str, ...]:
     """Of every run; makes the data set."""
     base = (
         *RECIPE,
@@ -156,7 +156,8 @@ def settings(effort: Effort, optimizer: str, work: Path) -> tuple[str, ...]:
         f"learning_rate.warmup_iters={min(50, effort.steps // 8)}",
         f"eval.eval_interval={effort.steps // 24}",
         "eval.eval_iters=16",
-        f"seed={effort.seeds[0]}",
+        f"seed={seed}",
+        "data.seed=2",
     )
     loaded = load(None, base)
     prepare(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
@@ -164,7 +165,7 @@ def settings(effort: Effort, optimizer: str, work: Path) -> tuple[str, ...]:
 
 
 def foretold(
-    effort: Effort, optimizer: str, base: Sequence[str], work: Path
+    effort: Effort, trial: str, base: Sequence[str], work: Path
 ) -> tuple[dict[str, ExpectedSaving], float]:
     """The savings of the schedules that were not measured, by a pilot, and its share of the FLOPs of the
     final size."""
@@ -173,26 +174,30 @@ def foretold(
         None,
         [*given, *effort.measured.settings()],
         steps=effort.pilot_steps,
-        seeds=effort.seeds,
-        out=work / f"{optimizer}.pilot.json",
+        out=work / f"{named(trial)}.pilot.json",
     ).pilot
     savings = {}
     for schedule in effort.unseen:
         loaded = load(None, [*given, *schedule.settings()])
         spec = spec_class(loaded.config.task).open(loaded, 1)
         spent = spending(checked_forecast(loaded, spec, 1))
-        savings[schedule.name] = predicted(found, spent, source=optimizer)
+        savings[schedule.name] = predicted(found, spent, source=trial)
     spent_in_all = sum(s.flops_per_token * s.tokens for run in found.runs for s in run.spent)
     whole = found.final.flops_per_token * found.tokens_per_step * effort.steps
-    return savings, spent_in_all / len(effort.seeds) / whole
+    return savings, spent_in_all / whole
 
 
-def measured(effort: Effort, optimizer: str, workshop: Workshop) -> dict[str, float]:
+def named(*words: str) -> str:
+    """As the name of a file or folder."""
+    return "-".join(words).replace(", seed ", "-s").replace(" ", "-")
+
+
+def measured(effort: Effort, trial: str, workshop: Workshop) -> dict[str, float]:
     """What the schedules saved, by name."""
     shape = effort.shape
 
     def segment(name: str, steps: int, *more: str) -> Segment:
-        return Segment(f"{optimizer}-{name}".replace(" ", "-"), steps, more)
+        return Segment(named(trial, name), steps, more)
 
     final = f"model.n_layer={shape.layers}"
     scratch = [
@@ -215,20 +220,20 @@ def saved(short: Result, long: Result, grown: Result) -> float:
 
 def cases(
     effort: Effort,
-    optimizer: str,
+    trial: str,
     before: Mapping[str, ExpectedSaving],
     after: Mapping[str, float],
     cost: float,
 ) -> list[Case]:
     """Savings predicted and measured, in points; a saving may be a loss, figures are not negative."""
-    made = [case(f"{optimizer}: FLOPs of the pilot / final size from scratch", [cost], "ratio")]
+    made = [case(f"{trial}: FLOPs of the pilot / final size from scratch", [cost], "ratio")]
     for schedule in effort.unseen:
         name = schedule.name
         apart = 100 * abs(before[name].share - after[name])
         made += [
-            case(f"{optimizer}, {name}: compute predicted", [1 - before[name].share], "ratio"),
-            case(f"{optimizer}, {name}: compute measured", [1 - after[name]], "ratio"),
-            case(f"{optimizer}, {name}: off by", [apart], "points", most=BAR),
+            case(f"{trial}, {name}: compute predicted", [1 - before[name].share], "ratio"),
+            case(f"{trial}, {name}: compute measured", [1 - after[name]], "ratio"),
+            case(f"{trial}, {name}: off by", [apart], "points", most=BAR),
         ]
     return made
 

@@ -55,7 +55,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("moments", "loss moved by growing, the most"),
         ("experts", "logits moved by upcycling, the most"),
         ("noise_scale", "tiny: steps with measurements / without"),
-        ("pilot", "muon, 1 to 4 at 0.5: off by"),
+        ("pilot", "muon, seed 2, 1 to 4 at 0.5: off by"),
         ("grown_optimizer", "insert_layers 2, state kept: mean loss off / range"),
         ("width_rates", "lr_base_width: best rates of 16 and 32 apart"),
     ],
