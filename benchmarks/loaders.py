@@ -33,7 +33,7 @@ from instar.data.text.shards import (
     open_dataset,
     write_record,
 )
-from instar.data.workers import keep_freed_memory
+from instar.processes.memory import keep_freed_memory
 from instar.record.atomic import atomic_dir
 from instar.run.loop.step import to_device
 
