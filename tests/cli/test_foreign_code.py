@@ -76,7 +76,15 @@ READING = {
 FLEETS = {f"fleet {name}" for name in ("plan", "doctor", "status", "logs", "stop", "down", "reap")}
 """read a fleet's file or folder, and records of its runs: tests/fleet/test_foreign.py"""
 TAKE_NO_RUN = {"init", "doctor", "demo", "config schema", "completion", *FLEETS}
-RUN_ITS_CODE = {"train", "resume", "test", "grow", "schedule check", "schedule pilot", "data prepare"}
+RUN_ITS_CODE = {
+    "train",
+    "resume",
+    "test",
+    "grow",
+    "schedule check",
+    "schedule pilot",
+    "data prepare",
+}
 RUN_ITS_CODE |= {"find lr", "find batch", "fleet up", "fleet resume", "fleet host"}
 
 

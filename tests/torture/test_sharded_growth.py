@@ -104,7 +104,9 @@ def test_every_kind_of_growth_is_that_of_whole_models(place: Place, sharded: Pat
     operations = events(sharded, "operation")
     assert [each["name"] for each in operations] == [name for name, _, _ in GROWTH] + ["fold_masks"]
     exact = [each for each in operations if each["preserves"] == "exact"]
-    assert len(exact) == len(operations) - 3, "a larger vocabulary, means and copies of blocks are not"
+    assert len(exact) == len(operations) - 3, (
+        "a larger vocabulary, means and copies of blocks are not"
+    )
     # few operations, but more runs, are compared in tests/run/test_sharded.py
     ways = [((), 1), (FSDP, 2), (FSDP, 4), (HSDP, 4)][: figures.times(0, 4)]
     elastic = [trained(place, f"{n}", GROWS, ELASTIC, *w, ranks=r) for n, (w, r) in enumerate(ways)]
