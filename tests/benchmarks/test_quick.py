@@ -73,7 +73,8 @@ def test_a_smoke_run_leaves_whole_results(
     assert {"instar", "python", "torch"} <= result["versions"].keys()
     for case in result["cases"]:
         assert case.keys() == {"case", "figure", "unit", "spread", "bar", "ok"}
-        assert case["figure"] >= 0
+        # what a delta adds to steps is a difference, which noise may turn around
+        assert case["figure"] >= 0 or case["unit"] == "%"
         assert case["spread"] >= 0
         assert (case["bar"] is None) == (case["ok"] is None)
     cases = {case["case"]: case for case in result["cases"]}
