@@ -66,7 +66,7 @@ def test_a_pilot_predicts_what_is_saved_and_goes_on(instar: Instar, grown: Path)
 
     # of another model nothing is predicted
     wide = ("--set", "model.n_embd=64", "--set", "train.until=[400it]")
-    assert "growth  " not in instar("train", "tiny.yaml", *wide, "--dry-run").stdout
+    assert "predicted from" not in instar("train", "tiny.yaml", *wide, "--dry-run").stdout
     check = ("schedule", "check", "late.yaml", "--config", "tiny.yaml", *wide)
     refused = instar(*check, "--pilot", "tiny.pilot.json", code=2)
     assert "tiny.pilot.json: predicts nothing here: its model ends with" in refused.stderr

@@ -108,7 +108,8 @@ def pilot(
             the budget is too small; the file is another pilot's.
         RunFailed, Interrupted: see `launch`; the same call goes on.
     """
-    from instar.schedule.saving import expected, summary
+    from instar.schedule.expected import expected
+    from instar.schedule.saving import ExpectedSaving, summary
 
     begun = time.monotonic()
     path = None if config is None else os.fspath(config)
@@ -135,7 +136,7 @@ def pilot(
         found = structs.replace(found, found=summary(found))
         write_pilot(file, found)
     saving = expected(asked.forecast, asked.config, path, file)
-    if saving is None:
+    if not isinstance(saving, ExpectedSaving):
         raise ConfigError.one("has no runs to predict from", str(file))
     return PilotResult(found, saving, file)
 
@@ -167,7 +168,19 @@ def _ask(
         raise _refused(
             loaded, "schedule", "grows no model", "add an operation such as stack_layers"
         )
-    return _Question(path, tuple(overrides), loaded, forecast, start.ranks, start.devices or None)
+    given = (*overrides, *_without_presets(loaded))
+    return _Question(path, given, loaded, forecast, start.ranks, start.devices or None)
+
+
+def _without_presets(loaded: Loaded) -> list[str]:
+    """Return settings with which the same file gives the same config without its presets, of which one
+    may make the schedule that cases change."""
+    from instar.config.fields import values
+    from instar.config.load import PRESET
+
+    every, origins = values(loaded.config), loaded.origins
+    made = [key for key in every if origins[key].startswith(PRESET)]
+    return [f"{key}={json.dumps(every[key])}" for key in made] + (["preset=[]"] if made else [])
 
 
 def _refused(loaded: Loaded, key: str, message: str, hint: str = "") -> ConfigError:

@@ -126,14 +126,24 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
             "leave it out",
         )
     root = root_of(task)
-    by_preset = load(None, [f"preset={json.dumps(list(chosen))}"]).origins
-    given = {dotted(key): value for key, value in flat(root, document.data)}
-    given = {k: v for k, v in given.items() if not by_preset.get(k, "").startswith("preset ")}
+    presets = {name: (PRESETS / f"{name}.yaml").read_text(encoding="utf-8") for name in chosen}
+    by_preset = {
+        key
+        for name, preset in presets.items()
+        if (made := parse(preset, name)[0]) is not None
+        for key, _ in flat(root, made.data)
+    }
+    given = {dotted(key): value for key, value in flat(root, document.data) if key not in by_preset}
     given |= {"preset": list(chosen)} if chosen else {}
-    config = load(None, [f"{key}={json.dumps(value)}" for key, value in given.items()]).config
+    # with a schedule of its own, a preset that makes one leaves the final shape as it is
+    settings = {"schedule": list[Any]()} | given
+    config = load(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()]).config
 
-    description = "\n".join(
-        line[2:] for line in takewhile(lambda line: line[0] == "#", text.split("\n"))
+    description = "\n\n".join(
+        [
+            _opening_comment(text),
+            *(f"preset {n}: {_opening_comment(p)}" for n, p in presets.items()),
+        ]
     )
     of = "" if task == LANGUAGE else f" --task {task}"
     head = f"{description}\n{_REST}".format(of=of, path=printable(shlex.quote(path)))
@@ -150,6 +160,11 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
         written = entry(key, value)
         lines += written if key in given else [f"{indent}#{written[0].lstrip()}"]
     return "\n".join(lines) + "\n"
+
+
+def _opening_comment(text: str) -> str:
+    """Return the comment that a file of values begins with."""
+    return "\n".join(line[2:] for line in takewhile(lambda line: line[:1] == "#", text.split("\n")))
 
 
 def _comment(text: str, indent: str, inner: str = "") -> list[str]:

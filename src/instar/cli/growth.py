@@ -196,9 +196,9 @@ def check(
     epochs are unknown.
     """
     from instar.run.lifecycle.load import load_config
+    from instar.schedule.expected import expected, saving_values
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render
-    from instar.schedule.saving import expected
     from instar.tasks.task import spec_class
 
     loaded = load_config(cfg, (*overrides, schedule_option(file)))
@@ -206,7 +206,7 @@ def check(
     forecast = checked_forecast(loaded, spec, nproc)
     saving = expected(forecast, loaded.config, cfg, pilot_file)
     if as_json:
-        print_json({**forecast.to_dict(), "saving": saving.to_dict() if saving else None})
+        print_json({**forecast.to_dict(), **saving_values(saving)})
         return
     click.echo(render(forecast, saving))
 

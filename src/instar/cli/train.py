@@ -205,8 +205,8 @@ def _forecast(
     from instar.run.lifecycle.preflight import preflight, suggestion
     from instar.run.lifecycle.resume import automatic
     from instar.run.lifecycle.start import starting_weights
+    from instar.schedule.expected import expected, saving_values
     from instar.schedule.render import render
-    from instar.schedule.saving import expected
     from instar.tasks.task import SampleSetSpec
 
     new = automatic(loaded.config) is None
@@ -216,7 +216,7 @@ def _forecast(
     saving = expected(prepared.forecast, loaded.config, cfg)
     if as_json:
         more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
-        more |= {"saving": saving.to_dict()} if saving else {}
+        more |= saving_values(saving)
         print_json({**prepared.forecast.to_dict(), **more, "torchrun": line})
         return 0
     if weights:

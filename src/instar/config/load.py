@@ -42,9 +42,11 @@ from instar.config.fields import (
     plain_root_of,
     root_of,
     values,
+    with_values,
 )
 from instar.config.files import read_regular
 from instar.config.origins import DEFAULT, resolved, yaml_of
+from instar.config.presets import growing
 from instar.config.schema import RunConfig
 from instar.config.sections import FROM
 from instar.config.user_code import check_trusted
@@ -152,16 +154,16 @@ def load(
         layer |= _entries(root, made, findings, origin) if brought and made else {}
     _open_schedule(layer, findings)
     config = _validated(root, layer, findings)
-    places = _places(layer)
     if config is not None and (path is None or file is not None):
+        config, refused = _grown(root, config, layer, findings)
         found = (problem for check in checks for problem in check(config))
-        _compare((*conflicts, *found), places, findings)
+        _compare((*conflicts, *refused, *found), _places(layer), findings)
     if findings.problems or config is None:
         raise findings.error()
     origins = dict.fromkeys(values(config), DEFAULT)
     origins |= {dotted(entry.path): entry.origin for entry in layer.values()}
     origins |= _operations(layer)
-    return Loaded(config, origins, _tree(root, layer), places)
+    return Loaded(config, origins, _tree(root, layer), _places(layer))
 
 
 class _Findings:
@@ -341,11 +343,32 @@ def _open_schedule(layer: dict[KeyPath, _Entry], findings: _Findings) -> None:
         layer[SCHEDULE,] = replace(entry, value=document.data, document=document, inside=())
 
 
+def _grown(
+    root: Root, config: RunConfig, layer: dict[KeyPath, _Entry], findings: _Findings
+) -> tuple[RunConfig, Sequence[ConfigProblem]]:
+    """Expand a preset that computes its values, in the layer too; or return what prevents it.
+
+    An empty schedule of the config's own is the preset without growth.
+    """
+    refused = list(growing.conflicts(config))
+    schedule = layer.get((SCHEDULE,))
+    if refused or (schedule is not None and schedule.value == []):
+        return config, refused
+    if values_of := growing.expansion(config):
+        origin = f"{PRESET}{growing.chosen(config)[0]}"
+        made = findings.add(*parse(yaml_of(values_of), origin))
+        assert made is not None
+        layer |= _entries(root, made, findings, origin)
+        config = with_values(config, values_of)
+    return config, refused
+
+
 def _operations(layer: Mapping[KeyPath, _Entry]) -> dict[str, str]:
     """Return the position of each operation of the schedule."""
     entry = layer.get((SCHEDULE,))
-    count = len(entry.value) if entry is not None else 0
-    places = {f"{SCHEDULE}[{n}]": entry.place((n,)) for n in range(count) if entry}
+    if entry is None or entry.origin.startswith(PRESET):
+        return {}
+    places = {f"{SCHEDULE}[{n}]": entry.place((n,)) for n in range(len(entry.value))}
     return {key: str(place) for key, place in places.items() if place.line}
 
 

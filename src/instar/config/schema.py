@@ -414,7 +414,14 @@ class RunConfig(Section):
 
     name: Name = Field("run", description=NAME)
     preset: Texts | str = Field(
-        (), description="ready-made settings under this file's: gpt2, llama, plain, fast"
+        (),
+        description="ready-made settings under this file's: gpt2, llama, plain, fast; moult and family, "
+        "for which this file names the final shape, make a schedule of growth",
+    )
+    sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] = Field(
+        (),
+        description="presets moult and family: layers of each size, e.g. [2, 4, 8], the last as "
+        "model.n_layer; default: a quarter (family: and half) of the final layers, or what divides them",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         1337, description="seed of all random numbers"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from instar.record.format import bytes_text, scientific, si, sizes_text
+from instar.schedule.expected import TypicalSaving
 from instar.schedule.forecast import BranchForecast, Forecast, Stage, Totals
-from instar.schedule.saving import ExpectedSaving
+from instar.schedule.saving import ExpectedSaving, Shares
 from instar.schedule.settings import Settings
 
 _LABEL = 12
@@ -18,7 +19,7 @@ Row = tuple[str, Sequence[str]]
 """A label and its lines."""
 
 
-def render(forecast: Forecast, saving: ExpectedSaving | None = None) -> str:
+def render(forecast: Forecast, saving: ExpectedSaving | TypicalSaving | None = None) -> str:
     """Render a forecast in lines of at most 80 columns, with what its growth is expected to save; rows
     that an operation does not change are not repeated."""
     rows: list[Row] = []
@@ -40,19 +41,42 @@ def render(forecast: Forecast, saving: ExpectedSaving | None = None) -> str:
     return text if saving is None else f"{text}\n{render_saving(saving)}"
 
 
-def render_saving(saving: ExpectedSaving) -> str:
+def render_saving(saving: ExpectedSaving | TypicalSaving) -> str:
     """Render what a schedule is expected to save, in lines of at most 80 columns."""
-    low, middle, high, time = (
-        f"{100 * share:.0f}" for share in (saving.low, saving.share, saving.high, saving.of_time)
-    )
-    texts = [
-        f"saves {middle} % of the FLOPs ({low} to {high} %), {time} % of the time in steps; "
-        f"from scratch, the final size has the loss of this run's end after {si(round(saving.tokens))} "
-        "tokens",
+    texts = _typical(saving) if isinstance(saving, TypicalSaving) else _expected(saving)
+    return "\n".join(_wrapped("growth", texts))
+
+
+def _expected(saving: ExpectedSaving) -> list[str]:
+    return [
+        f"saves {_percent((saving.low, saving.share, saving.high))}, {100 * saving.of_time:.0f} % of the "
+        "time in steps; from scratch, the final size has the loss of this run's end after "
+        f"{si(round(saving.tokens))} tokens",
+        *_family(saving.family),
         *(f"extrapolated: {why}" for why in saving.extrapolates),
         f"predicted from {saving.source}",
     ]
-    return "\n".join(_wrapped("growth", texts))
+
+
+def _typical(saving: TypicalSaving) -> list[str]:
+    measure = "`instar schedule pilot` measures it"
+    if saving.shares is None:
+        return [f"nobody can say what it saves: {saving.unknown}; {measure}"]
+    return [
+        f"may save {_percent(saving.shares)}",
+        *_family(saving.family),
+        "not measured for this config: so much saved other copies of layers, in GPTs of 0.1 to 0.3 M "
+        f"parameters; {measure}",
+    ]
+
+
+def _family(shares: Shares | None) -> list[str]:
+    return [f"with its branches {_percent(shares)} of all sizes from scratch"] if shares else []
+
+
+def _percent(shares: Shares) -> str:
+    low, middle, high = (f"{100 * share:.0f}" for share in shares)
+    return f"{middle} % of the FLOPs ({low} to {high} %)"
 
 
 def _wrapped(label: str, texts: Sequence[str]) -> list[str]:

@@ -18,20 +18,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from statistics import fmean, linear_regression, median, stdev
 from typing import Any
 
-from instar.config.errors import ConfigError
-from instar.config.schema import RunConfig
 from instar.record.format import si
 from instar.schedule.curves import PowerLaw, fitted
 from instar.schedule.forecast import Forecast
-from instar.schedule.pilot import Pilot, PilotRun, Spent, beside, read_pilot
+from instar.schedule.pilot import Pilot, PilotRun, Spent
 
 DRAWS = 1000
 _EXPONENTS = (-4.0, 12.0)
@@ -59,18 +56,29 @@ _FEWEST = 5
 """Evaluations of both models at which a trend is fitted."""
 
 
-def spending(forecast: Forecast, *, late: bool = False) -> tuple[Spent, ...]:
+Shares = tuple[float, float, float]
+"""Low, middle, high."""
+
+
+def spending(
+    forecast: Forecast, *, late: bool = False, end: int | None = None
+) -> tuple[Spent, ...]:
     """Return what a run spends on each stage that it reaches; nothing if its end is not counted.
 
     Args:
         late: if every operation fires at its latest, in place of its earliest.
+        end: a step before its last, at which something else begins.
     """
     totals = forecast.late if late else forecast.early
     if totals is None:
         return ()
     begins = [(s, s.latest_step if late else s.first_step) for s in forecast.stages]
-    reached = [(stage, begin) for stage, begin in begins if begin is not None]
-    ends = [*(begin for _, begin in reached[1:]), totals.steps]
+    reached = [
+        (stage, begin)
+        for stage, begin in begins
+        if begin is not None and (end is None or begin < end)
+    ]
+    ends = [*(begin for _, begin in reached[1:]), totals.steps if end is None else end]
     return tuple(
         Spent(stage.flops_per_token, (end - begin) * stage.settings.global_batch * stage.weight)
         for (stage, begin), end in zip(reached, ends, strict=True)
@@ -337,6 +345,8 @@ class ExpectedSaving:
     extrapolates: tuple[str, ...]
     """Where the run is beyond what the pilot measured."""
     source: str = ""
+    family: Shares | None = None
+    """Of the FLOPs of all sizes from scratch, each to its own loss; None: the run has no branches."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
@@ -411,37 +421,3 @@ def _beyond(found: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str,
     if any(abs(spent[0].flops_per_token / small - 1) > 0.01 for spent in runs):
         said.append("the run begins with another size than the pilot's")
     return tuple(said)
-
-
-def expected(
-    forecast: Forecast, config: RunConfig, path: str | None, file: Path | None = None
-) -> ExpectedSaving | None:
-    """Return the saving that a pilot predicts for a run; None if there is none for it.
-
-    Args:
-        path: of the run's config; its pilot lies beside it.
-        file: the pilot, in place of that one.
-
-    Raises:
-        ConfigError: the pilot cannot be read; or `file` says nothing of this run.
-    """
-    found = file or (beside(path) if path else None)
-    if found is None or (file is None and not found.exists()):
-        return None
-    pilot = read_pilot(found)
-    runs = {spending(forecast), spending(forecast, late=True)} - {()}
-    last = forecast.stages[-1]
-    try:
-        if last.flops_per_token != pilot.final.flops_per_token:
-            sizes = [si(n) for n in (pilot.final.parameters, last.parameters.total)]
-            raise ValueError("its model ends with {} parameters, this run's with {}".format(*sizes))
-        saving = predicted(pilot, *runs, source=str(found))
-    except ValueError as error:
-        if file is None:
-            return None
-        hint = "measure this run with: instar schedule pilot"
-        raise ConfigError.one(f"predicts nothing here: {error}", str(found), hint) from None
-    if others := pilot.differing(config):
-        beyond = (*saving.extrapolates, f"measured with other settings of {', '.join(others)}")
-        saving = replace(saving, extrapolates=beyond)
-    return saving

@@ -1,0 +1,166 @@
+"""What a forecast says of a run's saving: by its pilot, or else by what other runs saved; and of a family of
+sizes.
+
+Without a pilot the exponent θ of `saving` is that of the runs of docs/pilot.md and docs/growth-study.md,
+GPTs of 0.1 to 0.3 M parameters. That is a range and not a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from instar.config.errors import ConfigError
+from instar.config.schema import RunConfig
+from instar.growth.operators import is_growth
+from instar.models.architecture import Architecture
+from instar.record.format import si
+from instar.schedule.forecast import Forecast
+from instar.schedule.pilot import Spent, beside, read_pilot
+from instar.schedule.saving import (
+    ExpectedSaving,
+    PilotFindings,
+    Shares,
+    predicted,
+    spending,
+    worth,
+)
+
+EXPONENTS = (-0.2, 0.4, 0.75)
+"""θ: the lowest of the runs (AdamW, 6 tokens per parameter), the middle of those with Muon, and the
+highest (AdamW, 20 tokens per parameter)."""
+TOKENS_PER_PARAMETER = (5.0, 20.0)
+"""Of the final size, in these runs."""
+MOST_COPIES = 4
+LATEST = 0.8
+"""The largest factor of layers, and the latest growth, as a share of the tokens, with which they saved."""
+_COPIES = "stack_layers"
+
+
+@dataclass(frozen=True)
+class TypicalSaving:
+    """What other runs saved with the costs of this one, which was not measured."""
+
+    unknown: str
+    """Why there is no number; empty if there is one."""
+    shares: Shares | None = None
+    """Of the FLOPs with which the final size from scratch has the same loss."""
+    family: Shares | None = None
+    """Of the FLOPs of all sizes from scratch, each to its own loss; None: the run has no branches."""
+
+
+def expected(
+    forecast: Forecast, config: RunConfig, path: str | None, file: Path | None = None
+) -> ExpectedSaving | TypicalSaving | None:
+    """Return the saving that a pilot predicts for a run, or else what is typical of its schedule; None if
+    neither says anything.
+
+    Args:
+        path: of the run's config; its pilot lies beside it.
+        file: the pilot, in place of that one.
+
+    Raises:
+        ConfigError: the pilot cannot be read; or `file` says nothing of this run.
+    """
+    found = file or (beside(path) if path else None)
+    if found is None or (file is None and not found.exists()):
+        return typical(forecast)
+    pilot = read_pilot(found)
+    runs = {spending(forecast), spending(forecast, late=True)} - {()}
+    last = forecast.stages[-1]
+    try:
+        if last.flops_per_token != pilot.final.flops_per_token:
+            sizes = [si(n) for n in (pilot.final.parameters, last.parameters.total)]
+            raise ValueError("its model ends with {} parameters, this run's with {}".format(*sizes))
+        saving = predicted(pilot, *runs, source=str(found))
+        exponents = PilotFindings(pilot).exponents(spending(forecast))
+    except ValueError as error:
+        if file is None:
+            return typical(forecast)
+        hint = "measure this run with: instar schedule pilot"
+        raise ConfigError.one(f"predicts nothing here: {error}", str(found), hint) from None
+    saving = replace(saving, family=family_saving(forecast, exponents))
+    if others := pilot.differing(config):
+        beyond = (*saving.extrapolates, f"measured with other settings of {', '.join(others)}")
+        saving = replace(saving, extrapolates=beyond)
+    return saving
+
+
+def saving_values(saving: ExpectedSaving | TypicalSaving | None) -> dict[str, Any]:
+    """Return JSON values: `saving`, which was measured, or `typical_saving`, which was not."""
+    measured = isinstance(saving, ExpectedSaving)
+    values = None if saving is None else asdict(saving)
+    return {
+        "saving": values if measured else None,
+        "typical_saving": None if measured else values,
+    }
+
+
+def typical(forecast: Forecast) -> TypicalSaving | None:
+    """Return what a schedule of copies may save; None if it grows otherwise, or not at all."""
+    grown = [s.operation.split()[0] for s in forecast.stages[1:] if not s.skipped]
+    operations = {name for name in grown if is_growth(name)}
+    if operations != {_COPIES} or forecast.unit != "token":
+        return None
+    spent = spending(forecast)
+    if why := _unknown(forecast, spent):
+        return TypicalSaving(why)
+    low, middle, high = (saved([spent], _flops(spent), theta) for theta in reversed(EXPONENTS))
+    return TypicalSaving("", (low, middle, high), family_saving(forecast, EXPONENTS))
+
+
+def saved(members: Sequence[Sequence[Spent]], flops: float, exponent: float) -> float:
+    """Return the share of the FLOPs that models save which cost `flops` in all.
+
+    Args:
+        members: what each has spent, stage by stage, also where others have spent it too.
+    """
+    return 1 - flops / sum(m[-1].flops_per_token * worth(m, exponent) for m in members)
+
+
+def family_saving(forecast: Forecast, exponents: Sequence[float]) -> Shares | None:
+    """Return the lowest, the median and the highest share that a trunk with its branches saves of the
+    FLOPs of all sizes from scratch, for several θ; None without branches or their steps."""
+    trunk = spending(forecast)
+    members, flops = [trunk], _flops(trunk)
+    for branch in forecast.branches:
+        if branch.first_step is None or branch.early is None or not branch.early.tokens:
+            return None
+        own = Spent(branch.early.flops / branch.early.tokens, float(branch.early.tokens))
+        members.append((*spending(forecast, end=branch.first_step), own))
+        flops += float(branch.early.flops)
+    if len(members) == 1 or not trunk:
+        return None
+    shares = sorted(saved(members, flops, theta) for theta in exponents)
+    count = len(shares)
+    return shares[round(0.025 * count)], median(shares), shares[round(0.975 * count) - 1]
+
+
+def _flops(spent: Sequence[Spent]) -> float:
+    return sum(each.flops_per_token * each.tokens for each in spent)
+
+
+def _unknown(forecast: Forecast, spent: Sequence[Spent]) -> str:
+    """Return why the runs that were measured say nothing of this one; empty if they do."""
+    if not spent or forecast.early != forecast.late:
+        return "when it grows or ends is not known"
+    first, final = forecast.stages[0], forecast.stages[-1]
+    shapes = first.architecture, final.architecture
+    if not all(isinstance(each, Architecture) for each in shapes):
+        return "only GPTs have been measured"
+    factor = final.architecture.n_layer / max(first.architecture.n_layer, 1)
+    tokens = sum(each.tokens for each in spent)
+    ratio = tokens / final.parameters.total
+    last = final.flops_per_token
+    before = sum(s.tokens for s in spent if s.flops_per_token != last) / tokens
+    low, high = TOKENS_PER_PARAMETER
+    if not low <= ratio <= high:
+        return f"the run has {ratio:.2g} tokens per parameter, and those that were measured {low:g} to {high:g}"
+    if factor > MOST_COPIES:
+        return f"the layers become {factor:g} times as many, in what was measured at most {MOST_COPIES}"
+    if before > LATEST:
+        return f"it grows after {100 * before:.0f} % of its tokens, in what was measured at most {100 * LATEST:g}"
+    return ""

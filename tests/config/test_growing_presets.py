@@ -1,0 +1,214 @@
+"""`preset: moult` and `preset: family`: the config names the final shape, and gets a schedule to it."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instar.config.errors import ConfigError
+from instar.config.fields import values
+from instar.config.language import LanguageConfig
+from instar.config.load import Loaded, unpacked
+from instar.config.presets.growing import (
+    FAMILY,
+    GROWN_AT,
+    MOULT,
+    conflicts,
+    expansion,
+    shares,
+    sizes,
+)
+from instar.schedule.checks import load_checked
+
+PRESETS = st.sampled_from([MOULT, FAMILY])
+CONFIG = """\
+preset: {preset}
+model: {{n_layer: 8, n_head: 2, n_embd: 32, context: 32}}
+train: {{until: 1000it, batch_size: 4}}
+"""
+
+
+def config(preset: str, layers: int, until: str = "1000it", **more: object) -> LanguageConfig:
+    tree = {"preset": preset, "model": {"n_layer": layers}, "train": {"until": [until]}, **more}
+    tree["learning_rate"] = {"decay_fraction": 0.15}
+    return LanguageConfig.model_validate(tree)
+
+
+def loaded(folder: Path, preset: str, *overrides: str) -> Loaded:
+    path = folder / "run.yaml"
+    path.write_text(CONFIG.format(preset=preset), encoding="utf-8")
+    return load_checked(str(path), overrides)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "expected"),
+    [
+        (MOULT, 8, (2, 8)),
+        (MOULT, 4, (1, 4)),
+        (MOULT, 6, (2, 6)),
+        (MOULT, 10, (5, 10)),
+        (MOULT, 7, (7,)),
+        (MOULT, 0, (0,)),
+        (FAMILY, 8, (2, 4, 8)),
+        (FAMILY, 6, (3, 6)),
+        (FAMILY, 9, (3, 9)),
+        (FAMILY, 1, (1,)),
+    ],
+)
+def test_default_sizes(preset: str, layers: int, expected: tuple[int, ...]) -> None:
+    assert sizes(preset, layers) == expected
+
+
+@given(PRESETS, st.integers(0, 400), st.integers(1, 10**7))
+def test_growth_ends_with_the_final_shape_before_the_rate_decays(
+    preset: str, layers: int, steps: int
+) -> None:
+    given_config = config(preset, layers, f"{steps}it")
+    if list(conflicts(given_config)):
+        assert layers < 2 or all(layers % n for n in (2, 3))
+        return
+    made = expansion(given_config)
+    grown = [e for e in made["schedule"] if e["name"] == "stack_layers"]
+    assert made["model.n_layer"] * math.prod(e["value"] for e in grown) == layers
+    assert made["model.n_layer"] * 4 >= layers
+    at = [e["when"]["at_fraction"] for e in grown]
+    assert at == sorted(set(at))
+    assert at[-1] == GROWN_AT <= 0.85
+    # a size of its own for each growth, which decays over 15 % of its steps
+    branches = [e for e in made["schedule"] if e["name"] == "branch"]
+    assert len(branches) == (len(grown) if preset == FAMILY else 0)
+    for branch, share in zip(branches, at, strict=False):
+        begun = math.ceil(share * steps)
+        assert branch["when"] == {"at_fraction": share}
+        assert branch["iters"] == pytest.approx(0.15 * (begun + branch["iters"]), abs=1)
+
+
+def test_growths_are_spread_evenly_up_to_the_last() -> None:
+    assert shares(2) == (0.75,)
+    assert shares(3) == (0.375, 0.75)
+    assert all(math.isclose(b - a, 0.75 / 5) for a, b in pairwise((0.0, *shares(6))))
+
+
+@pytest.mark.parametrize(
+    "until", ["1000it", "4000samples", "512ktok", "2000it, 512ktok", "10min, 1000it"]
+)
+def test_the_steps_of_a_family_come_from_any_counted_budget(tmp_path: Path, until: str) -> None:
+    if until.startswith("512k") or "," in until:
+        until = until.replace("512ktok", "128ktok")
+    schedule = loaded(tmp_path, FAMILY, f"train.until=[{until}]").config.schedule
+    branches = [e.model_dump() for e in schedule if e.name == "branch"]
+    assert [(e["value"], e["iters"]) for e in branches] == [("2L", 66), ("4L", 132)]
+
+
+def test_the_final_shape_is_that_of_all_layers_merged(tmp_path: Path) -> None:
+    made = loaded(tmp_path, "[llama, moult]", "model.n_layer=12", "optimizer.name=adamw")
+    config = made.config
+    assert isinstance(config, LanguageConfig)
+    assert (config.model.n_layer, config.schedule[0].value) == (3, 4)
+    assert (config.model.norm, config.preset, config.learning_rate.shape) == (
+        "rmsnorm",
+        ("llama",),
+        "wsd",
+    )
+    assert {key for key, origin in made.origins.items() if origin == "preset moult"} == {
+        *("preset", "sizes", "schedule", "model.n_layer"),
+        *(f"learning_rate.{key}" for key in ("shape", "decay_fraction", "min_lr_ratio")),
+    }
+    assert made.origins["optimizer.name"] == "--set"
+
+
+def test_sizes_may_be_given(tmp_path: Path) -> None:
+    config = loaded(tmp_path, FAMILY, "sizes=[1, 4, 8]").config
+    assert [(e.name, e.value) for e in config.schedule] == [
+        ("branch", "1L"),
+        ("stack_layers", 4),
+        ("branch", "4L"),
+        ("stack_layers", 2),
+    ]
+
+
+@pytest.mark.parametrize("preset", [MOULT, FAMILY, "[moult, llama]"])
+def test_a_result_is_not_expanded_again(tmp_path: Path, preset: str) -> None:
+    made = loaded(tmp_path, preset)
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(made.to_yaml(), encoding="utf-8")
+    again = load_checked(str(resolved))
+    assert again.config == made.config == unpacked(made.packed()).config
+    assert again.to_yaml(origin=False) == made.to_yaml(origin=False)
+    # and a key set on top changes just this key
+    longer = load_checked(str(resolved), ["train.until=[2000it]"])
+    differing = {k for k, v in values(longer.config).items() if v != values(made.config)[k]}
+    assert differing == {"train.until"}
+
+
+def test_an_empty_schedule_is_the_final_shape_from_scratch(tmp_path: Path) -> None:
+    made = loaded(tmp_path, MOULT, "schedule=[]")
+    assert isinstance(made.config, LanguageConfig)
+    assert (made.config.model.n_layer, made.config.schedule) == (8, ())
+    assert (made.config.optimizer.name, made.config.learning_rate.decay_fraction) == ("muon", 0.15)
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(made.to_yaml(), encoding="utf-8")
+    assert load_checked(str(resolved)).config == made.config
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "said"),
+    [
+        (MOULT, ["schedule=[{name: set_lr, value: 1e-3, when: {at_step: 3}}]"], "has its own"),
+        (MOULT, ["model.n_layer=7"], "7 layers cannot be divided by 2 or 3 or 4; write 6 or 8"),
+        (FAMILY, ["model.n_layer=1"], "1 layers cannot be divided by 2 or 3; write 2"),
+        (MOULT, ["model.n_layer=0"], "0 layers cannot be divided"),
+        (
+            MOULT,
+            ["train.until=[10min, loss<3]"],
+            "only time or the loss ends this run; add a number",
+        ),
+        (FAMILY, ["train.until=3ep"], "which epochs do not tell; write steps, tokens or samples"),
+        (MOULT, ["model.from=there"], "not with the weights of model.from"),
+        (
+            MOULT,
+            ["task=graph", "model={}"],
+            "grows GPTs of task language, not models of task graph",
+        ),
+        ("[moult, fast]", [], "grows at 0.75 of the budget, and the rate decays over the last 1;"),
+        ("[moult, family]", [], "cannot be combined; family is moult with a branch"),
+        ("llama", ["sizes=[2, 8]"], "sizes says nothing without a preset that grows"),
+        (
+            FAMILY,
+            ["sizes=[2, 4]"],
+            "sizes ends with 4 layers, and model.n_layer, the final shape, is 8",
+        ),
+        (FAMILY, ["sizes=[3, 8]"], "each a multiple of the one before, got [3, 8]"),
+        (FAMILY, ["sizes=[8]"], "must be two or more"),
+        (FAMILY, ["sizes=[8, 8]"], "must be two or more, each a multiple"),
+        (FAMILY, ["sizes=[0, 8]"], "sizes[0] must be"),
+        (
+            FAMILY,
+            ["checkpoint.save_rng_state=false"],
+            "save_rng_state is false, and a branch begins",
+        ),
+    ],
+)
+def test_what_cannot_be_expanded(
+    tmp_path: Path, preset: str, settings: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loaded(tmp_path, preset, *settings)
+    assert said in str(refused.value)
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loaded(
+            tmp_path, MOULT, "model.n_layer=7", "train.until=[9min]", "optimizer.lr=x", "seeds=3"
+        )
+    assert len(refused.value.problems) == 4
+    # one at a value that is itself invalid is not a second one
+    with pytest.raises(ConfigError) as refused:
+        loaded(tmp_path, FAMILY, "model.n_layer=x", "train.until=[9m]")
+    assert len(refused.value.problems) == 2

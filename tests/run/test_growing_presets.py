@@ -1,0 +1,140 @@
+"""Runs of `preset: moult` and `preset: family`, killed, resumed and repeated from their own configs."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from forks import INSTAR, children_as_ranks, forks
+from started import run_ranks
+
+from instar.checkpoint.listing import latest
+from instar.checkpoint.manifest import read_manifest
+from instar.record.events import OperationEvent, read_events
+from instar.run.lifecycle.preflight import prepare_data
+from instar.schedule.checks import load_checked
+
+STEPS = 24
+ENDS = {"trunk": 24, "trunk.1L": 11, "trunk.2L": 21}
+"""The last step of each run of a family: branches at 9 and 18 decay over 15 % of their steps."""
+
+CONFIG = """\
+name: tiny
+preset: family
+model: {{n_layer: 4, n_head: 2, n_embd: 32, context: 16}}
+data: {{source: {corpus}/squares.txt, path: {corpus}/tokens, tokenizer: char}}
+train: {{until: {steps}it, batch_size: 4}}
+learning_rate: {{warmup_iters: 2}}
+eval: {{eval_interval: 8}}
+checkpoint: {{every_steps: 4, keep_last: 9}}
+record: {{sample_tokens: 0, report: false, log_interval: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def cfg(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("growing") / "run.yaml"
+    path.write_text(CONFIG.format(corpus=corpus, steps=STEPS), encoding="utf-8")
+    prepare_data(load_checked(str(path)), 1, lambda _: None)
+    return path
+
+
+def words(cfg: Path, run: Path, *settings: str) -> list[str]:
+    given = (f"record.run_dir={run}", *settings)
+    return ["train", str(cfg), *(word for text in given for word in ("--set", text))]
+
+
+@pytest.fixture(scope="module")
+def family(cfg: Path) -> Path:
+    """The trunk of a family after its training; not to be changed."""
+    run_ranks(1, cfg.parent, *words(cfg, cfg.parent / "trunk"))
+    return cfg.parent / "trunk"
+
+
+@pytest.fixture(scope="module")
+def moulted(cfg: Path) -> Path:
+    """A run of the other preset; not to be changed."""
+    run_ranks(1, cfg.parent, *words(cfg, cfg.parent / "moulted", "preset=moult"))
+    return cfg.parent / "moulted"
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    folder = latest(run)
+    files = folder.rglob("*.safetensors")
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def operations(run: Path) -> list[tuple[str, object, int]]:
+    events = read_events(run / "events.jsonl")
+    return [(e.name, e.value, e.step) for e in events if isinstance(e, OperationEvent)]
+
+
+def layers(run: Path) -> int:
+    layers: int = read_manifest(latest(run)).architecture["n_layer"]
+    return layers
+
+
+def test_a_run_moults_once_late_at_the_stable_rate(moulted: Path) -> None:
+    assert operations(moulted) == [("stack_layers", 4, 18)]
+    assert (latest(moulted).name, layers(moulted)) == ("step-24", 4)
+    config = load_checked(str(moulted / "run.yaml")).config
+    assert (config.preset, len(config.schedule)) == ((), 1)
+    assert "n_layer: 1" in (moulted / "run.yaml").read_text("utf-8")
+    assert "# preset moult" in (moulted / "run.yaml").read_text("utf-8")
+
+
+def test_a_family_has_a_decayed_model_of_each_size(family: Path) -> None:
+    assert sorted(path.name for path in family.parent.glob("trunk*")) == sorted(ENDS)
+    for (name, step), size in zip(ENDS.items(), (4, 1, 2), strict=True):
+        run = family.with_name(name)
+        assert (latest(run).name, layers(run)) == (f"step-{step}", size)
+    grown = [each for each in operations(family) if each[0] == "stack_layers"]
+    assert grown == [("stack_layers", 2, 9), ("stack_layers", 2, 18)]
+
+
+def test_a_run_of_its_own_config_is_the_same_run(
+    moulted: Path, family: Path, tmp_path: Path
+) -> None:
+    for run, ends in ((moulted, ("again",)), (family, ("again", "again.1L", "again.2L"))):
+        place = tmp_path / run.name
+        place.mkdir()
+        run_ranks(1, place, *words(run / "run.yaml", place / "again"))
+        for name in ends:
+            former = run.with_name(name.replace("again", run.name))
+            assert weights(place / name) == weights(former)
+
+
+@pytest.mark.parametrize("step", [6, 14, 21])
+def test_a_killed_family_ends_as_one_that_was_not(
+    cfg: Path, family: Path, tmp_path: Path, step: int
+) -> None:
+    trunk = tmp_path / "trunk"
+    (rank,) = children_as_ranks(forks(), 1, INSTAR, words(cfg, trunk), place=tmp_path)
+    assert rank.wait_for(rf"step {step}\b")
+    rank.signal(signal.SIGKILL)
+    rank.finish()
+    # the config of the start begins it again, and finds what it made
+    run_ranks(1, tmp_path, *words(cfg, trunk, "resume=auto"))
+    for name in ENDS:
+        assert weights(tmp_path / name) == weights(family.with_name(name))
+    assert operations(trunk)[-1] == ("stack_layers", 2, 18)
+
+
+def test_a_resume_may_move_the_end_and_not_the_shape(moulted: Path, tmp_path: Path) -> None:
+    run_ranks(1, tmp_path, *words(moulted / "run.yaml", tmp_path / "short", "train.until=[8it]"))
+    short = tmp_path / "short"
+    assert layers(short) == 4
+    for setting, said in (
+        ("model.n_layer=8", "cannot become 8"),
+        ("preset=moult", "has its own"),
+    ):
+        argv = ["resume", str(short), "--set", setting]
+        (rank,) = children_as_ranks(forks(), 1, INSTAR, argv, place=tmp_path)
+        assert rank.finish() == 2
+        assert said in rank.output()
+    argv = ["resume", str(short), "--set", "train.until=[12it]"]
+    (rank,) = children_as_ranks(forks(), 1, INSTAR, argv, place=tmp_path)
+    assert rank.finish() == 0, rank.output()
+    assert (latest(short).name, layers(short)) == ("step-12", 4)
+    assert len(operations(short)) == 1
