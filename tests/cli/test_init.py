@@ -38,6 +38,25 @@ def test_init_writes_every_kind(here: Path) -> None:
         assert load_checked(str(here / f"{kind}.yaml")).config.name == kind
 
 
+@pytest.mark.parametrize("preset", ["moult", "family"])
+def test_init_writes_the_final_shape_of_a_preset_that_grows(
+    preset: str, here: Path, capsys: Captured
+) -> None:
+    assert main(["init", "gpt", "--preset", preset]) == 0
+    text = (here / "gpt.yaml").read_text("utf-8")
+    assert f"# preset {preset}: the config names the " in text
+    assert "\n  n_layer: 4\n" in text
+    assert "\n#schedule: []\n" in text
+    assert "\n  #name: muon\n" in text
+    loaded = load_checked(str(here / "gpt.yaml"))
+    assert loaded.config.model.n_layer == 1
+    assert loaded.origins["optimizer.name"] == f"preset {preset}"
+    assert [entry.name for entry in loaded.config.schedule].count("stack_layers") >= 1
+    # a starter with a schedule of its own cannot have another
+    assert main(["init", "growth", "--preset", preset]) == 2
+    assert "makes the schedule, and the config has its own" in capsys.readouterr().err
+
+
 def test_init_overwrites_nothing_unless_forced(here: Path, capsys: Captured) -> None:
     file = here / "gpt.yaml"
     file.write_text("name: mine\n")

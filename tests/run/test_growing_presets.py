@@ -60,9 +60,11 @@ def moulted(cfg: Path) -> Path:
 
 
 def weights(run: Path) -> dict[str, bytes]:
+    """What the last step left of the model and of its optimizer."""
     folder = latest(run)
-    files = folder.rglob("*.safetensors")
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+    files = [*folder.glob("model*.safetensors"), *folder.glob("optimizer*.safetensors")]
+    assert len(files) >= 2
+    return {file.name: file.read_bytes() for file in files}
 
 
 def operations(run: Path) -> list[tuple[str, object, int]]:
