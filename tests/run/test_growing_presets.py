@@ -107,15 +107,15 @@ def test_a_run_of_its_own_config_is_the_same_run(
             assert weights(place / name) == weights(former)
 
 
-@pytest.mark.parametrize("step", [6, 14, 21])
+@pytest.mark.parametrize("line", [r"^ *6 .*loss", r"^ *14 .*loss", r"^run trunk\.1L "])
 def test_a_killed_family_ends_as_one_that_was_not(
-    cfg: Path, family: Path, tmp_path: Path, step: int
+    cfg: Path, family: Path, tmp_path: Path, line: str
 ) -> None:
     trunk = tmp_path / "trunk"
     (rank,) = children_as_ranks(forks(), 1, INSTAR, words(cfg, trunk), place=tmp_path)
-    assert rank.wait_for(rf"step {step}\b")
+    assert rank.wait_for(line)
     rank.signal(signal.SIGKILL)
-    rank.finish()
+    assert rank.finish() != 0
     # the config of the start begins it again, and finds what it made
     run_ranks(1, tmp_path, *words(cfg, trunk, "resume=auto"))
     for name in ENDS:
@@ -139,4 +139,4 @@ def test_a_resume_may_move_the_end_and_not_the_shape(moulted: Path, tmp_path: Pa
     (rank,) = children_as_ranks(forks(), 1, INSTAR, argv, place=tmp_path)
     assert rank.finish() == 0, rank.output()
     assert (latest(short).name, layers(short)) == ("step-12", 4)
-    assert len(operations(short)) == 1
+    assert [each[0] for each in operations(short)] == ["stack_layers", "override"]

@@ -147,11 +147,11 @@ def _unknown(forecast: Forecast, spent: Sequence[Spent]) -> str:
     """Return why the runs that were measured say nothing of this one; empty if they do."""
     if not spent or forecast.early != forecast.late:
         return "when it grows or ends is not known"
-    first, final = forecast.stages[0], forecast.stages[-1]
-    shapes = first.architecture, final.architecture
-    if not all(isinstance(each, Architecture) for each in shapes):
+    final = forecast.stages[-1]
+    begin, end = forecast.stages[0].architecture, final.architecture
+    if not (isinstance(begin, Architecture) and isinstance(end, Architecture)):
         return "only GPTs have been measured"
-    factor = final.architecture.n_layer / max(first.architecture.n_layer, 1)
+    factor = end.n_layer / max(begin.n_layer, 1)
     tokens = sum(each.tokens for each in spent)
     ratio = tokens / final.parameters.total
     last = final.flops_per_token
