@@ -46,7 +46,7 @@ def test_init_writes_the_final_shape_of_a_preset_that_grows(
     text = (here / "gpt.yaml").read_text("utf-8")
     assert f"# preset {preset}: the config names the " in text
     assert "\n  n_layer: 4\n" in text
-    assert "\n#schedule: []\n" in text
+    assert f"\n# schedule: made by preset {preset}, see --dry-run\n" in text
     assert "\n  #name: muon\n" in text
     loaded = load_checked(str(here / "gpt.yaml"))
     assert loaded.config.model.n_layer == 1

@@ -75,6 +75,27 @@ def test_a_pilot_predicts_what_is_saved_and_goes_on(instar: Instar, grown: Path)
     assert "other settings of optimizer.lr" in fast.stdout.replace("\n            ", " ")
 
 
+def test_a_schedule_that_a_preset_made_is_measured(instar: Instar, place: Path) -> None:
+    with (place / "tiny.yaml").open("a") as file:
+        file.write("preset: family\n")
+    dry = ("train", "tiny.yaml", "--set", "train.until=[400it]", "--dry-run", "--json")
+    before = json.loads(instar(*dry).stdout)
+    assert before["saving"] is None
+    assert "tokens per parameter" in before["typical_saving"]["unknown"]
+    done = instar(*PILOT, "--steps", "40")
+    assert "with its branches" in done.stdout
+    runs = {run["name"] for run in json.loads(instar("logs", "list", "--json").stdout)}
+    assert "tiny-pilot-grown-40-at-30-s1337" in runs
+    found = json.loads((place / "tiny.pilot.json").read_text())
+    assert found["final"]["parameters"] > found["small"]["parameters"]
+    after = json.loads(instar(*dry).stdout)
+    assert after["typical_saving"] is None
+    assert after["saving"]["low"] < after["saving"]["share"] < after["saving"]["high"]
+    low, middle, high = after["saving"]["family"]
+    assert low < middle < high
+    assert "other settings" not in str(after["saving"]["extrapolates"])
+
+
 def test_ctrl_c_leaves_a_run_that_the_same_command_goes_on_with(grown: Path, forks: Forks) -> None:
     started = subprocess.Popen(
         [forks.command, *PILOT, "--steps", "400", "--set", "record.log_interval=1"],

@@ -114,6 +114,7 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
     from instar.config.fields import LANGUAGE, flat, keys, root_of, values
     from instar.config.load import load
     from instar.config.origins import entry, opening
+    from instar.config.presets import growing
 
     text = (STARTERS / f"{kind}.yaml").read_text(encoding="utf-8")
     document, _ = parse(text, kind)
@@ -135,6 +136,7 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
     }
     given = {dotted(key): value for key, value in flat(root, document.data) if key not in by_preset}
     given |= {"preset": list(chosen)} if chosen else {}
+    chosen_growing = [name for name in chosen if name in growing.DIVISORS]
     # with a schedule of its own, a preset that makes one leaves the final shape as it is
     settings = {"schedule": list[Any]()} | given
     config = load(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()]).config
@@ -158,7 +160,10 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
             for name, inner in getattr(item, "model_fields", {}).items():
                 lines += _comment(f"{name}: {inner.description}", indent, "  ")
         written = entry(key, value)
-        lines += written if key in given else [f"{indent}#{written[0].lstrip()}"]
+        if key == "schedule" and key not in given and chosen_growing:
+            lines.append(f"# schedule: made by preset {chosen_growing[0]}, see --dry-run")
+        else:
+            lines += written if key in given else [f"{indent}#{written[0].lstrip()}"]
     return "\n".join(lines) + "\n"
 
 
