@@ -35,7 +35,7 @@ train: {{until: 1000it, batch_size: 4}}
 
 def config(preset: str, layers: int, until: str = "1000it", **more: object) -> LanguageConfig:
     tree = {"preset": preset, "model": {"n_layer": layers}, "train": {"until": [until]}, **more}
-    tree["learning_rate"] = {"decay_fraction": 0.15}
+    tree["learning_rate"] = {"shape": "wsd", "decay_fraction": 0.15}
     return LanguageConfig.model_validate(tree)
 
 
@@ -160,9 +160,13 @@ def test_an_empty_schedule_is_the_final_shape_from_scratch(tmp_path: Path) -> No
     ("preset", "settings", "said"),
     [
         (MOULT, ["schedule=[{name: set_lr, value: 1e-3, when: {at_step: 3}}]"], "has its own"),
-        (MOULT, ["model.n_layer=7"], "7 layers cannot be divided by 2 or 3 or 4; write 6 or 8"),
-        (FAMILY, ["model.n_layer=1"], "1 layers cannot be divided by 2 or 3; write 2"),
-        (MOULT, ["model.n_layer=0"], "0 layers cannot be divided"),
+        (
+            MOULT,
+            ["model.n_layer=7"],
+            "n_layer 7 has no half and no third to begin with; write 6 or 8",
+        ),
+        (FAMILY, ["model.n_layer=1"], "n_layer 1 has no half and no third to begin with; write 2"),
+        (MOULT, ["model.n_layer=0"], "n_layer 0 has no half"),
         (
             MOULT,
             ["train.until=[10min, loss<3]"],
@@ -175,7 +179,11 @@ def test_an_empty_schedule_is_the_final_shape_from_scratch(tmp_path: Path) -> No
             ["task=graph", "model={}"],
             "grows GPTs of task language, not models of task graph",
         ),
-        ("[moult, fast]", [], "grows at 0.75 of the budget, and the rate decays over the last 1;"),
+        ("[moult, fast]", [], "grows at 0.75 of the budget, and the rate decays from 0 on;"),
+        ("[moult, plain]", [], "or list moult as the last preset"),
+        (MOULT, ["learning_rate.decay_fraction=0.3"], "the rate decays from 0.7 on"),
+        (FAMILY, ["learning_rate.lr_decay_iters=500"], "the rate decays from 0.425 on"),
+        (FAMILY, ["learning_rate.shape=cosine"], "the rate decays from 0 on; write shape: wsd"),
         ("[moult, family]", [], "cannot be combined; family is moult with a branch"),
         ("llama", ["sizes=[2, 8]"], "sizes says nothing without a preset that grows"),
         (

@@ -136,7 +136,7 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
     }
     given = {dotted(key): value for key, value in flat(root, document.data) if key not in by_preset}
     given |= {"preset": list(chosen)} if chosen else {}
-    chosen_growing = [name for name in chosen if name in growing.DIVISORS]
+    grows = next((name for name in chosen if name in growing.DIVISORS), "")
     # with a schedule of its own, a preset that makes one leaves the final shape as it is
     settings = {"schedule": list[Any]()} | given
     config = load(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()]).config
@@ -160,8 +160,8 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
             for name, inner in getattr(item, "model_fields", {}).items():
                 lines += _comment(f"{name}: {inner.description}", indent, "  ")
         written = entry(key, value)
-        if key == "schedule" and key not in given and chosen_growing:
-            lines.append(f"# schedule: made by preset {chosen_growing[0]}, see --dry-run")
+        if key == "schedule" and key not in given and grows:
+            lines.append(f"# schedule: made by preset {grows}, see --dry-run")
         else:
             lines += written if key in given else [f"{indent}#{written[0].lstrip()}"]
     return "\n".join(lines) + "\n"

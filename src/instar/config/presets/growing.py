@@ -34,7 +34,7 @@ _COUNTED = ("steps", "tokens", "samples")
 
 def chosen(config: RunConfig) -> list[str]:
     """Return which of these presets a config selects."""
-    return [name for name in _presets(config) if name in DIVISORS]
+    return [name for name in dict.fromkeys(_presets(config)) if name in DIVISORS]
 
 
 def sizes(preset: str, layers: int) -> tuple[int, ...]:
@@ -126,13 +126,10 @@ def _conflicts(config: RunConfig, preset: str) -> Iterator[ConfigProblem]:
         text = f"{what} makes the schedule, and the config has its own"
         hint = "leave one of them out; schedule: [] trains the final shape without growth"
         yield ConfigProblem(("schedule", "preset"), text, hint)
+        return  # whether n_layer is the first shape or the final one is not known
     yield from _of_sizes(config, preset)
     yield from _of_budget(config, preset)
-    decay = config.learning_rate.decay_fraction
-    if decay > 1 - GROWN_AT:
-        text = f"{what} grows at {GROWN_AT:g} of the budget, and the rate decays over the last {decay:g}"
-        hint = f"write at most {1 - GROWN_AT:g}, or list {preset} as the last preset"
-        yield ConfigProblem(("learning_rate.decay_fraction", "preset"), text, hint)
+    yield from _of_rate(config, preset)
 
 
 def _of_sizes(config: LanguageConfig, preset: str) -> Iterator[ConfigProblem]:
@@ -140,10 +137,9 @@ def _of_sizes(config: LanguageConfig, preset: str) -> Iterator[ConfigProblem]:
     keys = ("model.n_layer", "sizes", "preset")
     if not given:
         if len(sizes(preset, layers)) < 2:
-            factors = " or ".join(map(str, sorted({min(row) for row in DIVISORS[preset]})))
             near = [n for n in (layers - 1, layers + 1) if len(sizes(preset, n)) > 1]
             hint = f"write {' or '.join(map(str, near)) or 4}, or the sizes, each a multiple of the one before"
-            text = f"preset {preset}: {layers} layers cannot be divided by {factors}"
+            text = f"preset {preset}: n_layer {layers} has no half and no third to begin with"
             yield ConfigProblem(keys, text, hint)
     elif given[-1] != layers:
         text = (
@@ -168,6 +164,18 @@ def _of_budget(config: LanguageConfig, preset: str) -> Iterator[ConfigProblem]:
     elif preset == FAMILY and _steps(config) is None:
         text = f"preset {preset} counts the steps of each size, which epochs do not tell"
         yield ConfigProblem(keys, text, "write steps, tokens or samples, e.g. 2000it")
+
+
+def _of_rate(config: LanguageConfig, preset: str) -> Iterator[ConfigProblem]:
+    rate, steps = config.learning_rate, _steps(config)
+    begin = {"wsd": 1 - rate.decay_fraction, "constant": 1.0}.get(rate.shape, 0.0)
+    if rate.lr_decay_iters is not None and steps is not None:
+        begin *= rate.lr_decay_iters / steps
+    if begin < GROWN_AT:
+        text = f"preset {preset} grows at {GROWN_AT:g} of the budget, and the rate decays from {begin:.3g} on"
+        hint = f"write shape: wsd with a decay_fraction of at most {1 - GROWN_AT:g}, or list {preset} as the last preset"
+        keys = ("decay_fraction", "shape", "lr_decay_iters")
+        yield ConfigProblem((*(f"learning_rate.{key}" for key in keys), "preset"), text, hint)
 
 
 def _sizes(config: LanguageConfig, preset: str) -> tuple[int, ...]:
