@@ -11,7 +11,7 @@ import pytest
 from forks import Forks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FORK_THEMSELVES = ("experts", "growth", "moments", "pilot")
+FORK_THEMSELVES = ("experts", "growth", "moments", "moult", "pilot")
 """each of its runs from one process that has imported torch"""
 
 
@@ -56,6 +56,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("experts", "logits moved by upcycling, the most"),
         ("noise_scale", "tiny: steps with measurements / without"),
         ("pilot", "muon, seed 2, 1 to 4 at 0.5: off by"),
+        ("moult", "C++ headers: preset moult, compute"),
         ("grown_optimizer", "insert_layers 2, state kept: mean loss off / range"),
         ("width_rates", "lr_base_width: best rates of 16 and 32 apart"),
     ],
