@@ -143,11 +143,14 @@ def orthogonalise(x_NAB: Tensor, coefficients: Iterable[Coefficients], safety: f
 
     Each step maps the singular values by σ → aσ + bσ³ + cσ⁵.
     """
-    height, width = x_NAB.shape[-2:]
+    count, height, width = x_NAB.shape
+    if count == 1 and x_NAB.device.type == "cpu":
+        # MKL splits the sums of a lone matrix over threads, and rounds them otherwise than in a batch.
+        x_NAB = x_NAB.repeat(2, 1, 1)
     # Kernels round matrices that do not fill vector registers otherwise at other places in a batch.
     x = pad(x_NAB, (0, -width % LANES, 0, -height % LANES))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * safety).clamp_min(1e-7)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x[..., :height, :width]
+    return x[:count, :height, :width]
