@@ -153,8 +153,9 @@ class Display:
         if self._painter is None:
             self._ended.clear()
             self._told = work.began
-            self._painter = threading.Thread(target=self._paint, daemon=True, name="progress")
-            self._painter.start()
+            painter = threading.Thread(target=self._paint, daemon=True, name="progress")
+            painter.start()
+            self._painter = painter  # Ctrl-C before this leaves nothing to join
         try:
             yield
         finally:
@@ -166,8 +167,8 @@ class Display:
     def close(self) -> None:
         """Shows nothing more of any work."""
         self._works.clear()
+        self._ended.set()
         if self._painter is not None:
-            self._ended.set()
             self._painter.join()
             self._painter = None
         if self._screen is not None:
