@@ -19,9 +19,9 @@ from instar.config.files import read_regular
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf import CONFIG
-from instar.models.hf.file_names import FilePart, file_parts
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.module import PretrainedModel, class_name
+from instar.models.hf.pretrained_folder import FilePart, file_parts
 from instar.models.hf.tensors import merged_weight
 from instar.models.hf.tokenizer import COMPANIONS
 from instar.models.hf.weights import encode
