@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from fleets import FleetPlace, planned, refused
 
-from instar.fleet.plan import ANY_MACHINE, Machine, argv_of
-from instar.fleet.template import expand
+from instar.fleet.plan import ANY_MACHINE, Machine, argv_of, expand
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleet"
 

@@ -248,7 +248,7 @@ def export(where: str, folder: Path, like: str, number: int | None, step: int | 
     chain = chain_at(where)
     number = _number(chain, number, step)
     if (Path(like) / "config.json").is_file():
-        from instar.checkpoint.delta.export import export as export_like
+        from instar.checkpoint.delta.replay import export as export_like
 
         export_like(chain, number, Path(like), folder)
     else:

@@ -317,7 +317,7 @@ def chosen_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, s
     found: dict[Path, tuple[RunDir, str]] = {}
     for text in runs or ([str(OUT_DIR)] if every else ["latest"]):
         if text and Path(text, "fleet.json").exists():
-            from instar.fleet.view.groups import fleet_runs
+            from instar.fleet.view.reader import fleet_runs
 
             named = fleet_runs(Path(text))
         else:

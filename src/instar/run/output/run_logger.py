@@ -49,11 +49,10 @@ from instar.run.loop.evaluate import Evaluation, TestResult
 from instar.run.loop.gradient_stats import GradientWatch, LayerStats
 from instar.run.loop.state import Decision, Every, Progress, RunState
 from instar.run.loop.step import StepResult
-from instar.run.output.media import media_events
 from instar.run.output.operation_text import changed_text, differences, log_block
 from instar.run.output.save import SaveResult
 from instar.schedule.operations import Change, State
-from instar.tasks.logged import Logged, Pixels, TableData
+from instar.tasks.logged import Logged, Pixels, TableData, media_events
 
 logger = logging.getLogger(__name__)
 
