@@ -9,13 +9,17 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from instar.config.document import Document, KeyPath, dotted, parse, problem_at, show
-from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, near_path, nearest
-from instar.config.files import open_regular
+from instar.config.document import (
+    Document,
+    KeyPath,
+    dotted,
+    parse_option,
+    problem_at,
+    read,
+    show,
+)
+from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, nearest
 from instar.fleet.spec import FleetSpec
-
-MAX_BYTES = 1 << 20
-OVERRIDE = "--set"
 
 
 @dataclass(frozen=True)
@@ -44,33 +48,16 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     Raises:
         ConfigError: with all problems.
     """
-    documents, problems = [], []
-    document, found = parse(_read(path), path)
-    problems += found
-    if document is None or not isinstance(document.data, dict):
-        if not problems:
-            problems.append(
-                problem_at(
-                    SourceLocation(path),
-                    "a fleet file is made of 'key: value' lines",
-                    "docs/fleet.md has one to start from",
-                )
-            )
+    document, problems = read(path, "docs/fleet.md has examples")
+    if document is None:
         raise ConfigError(*problems)
-    documents.append(document)
+    if not isinstance(document.data, dict):
+        message, hint = "a fleet file is made of 'key: value' lines", "docs/fleet.md has examples"
+        raise ConfigError(*problems, problem_at(document.place(), message, hint))
+    documents = [document]
     data: dict[str, Any] = document.data
     for text in overrides:
-        key, equals, given = text.partition("=")
-        if not equals or not key.strip():
-            problems.append(
-                problem_at(
-                    SourceLocation(f"{OVERRIDE} {text}"),
-                    "expected key=value",
-                    "e.g. max_parallel=2",
-                )
-            )
-            continue
-        option, found = parse(given, f"{OVERRIDE} {text}", tuple(key.strip().split(".")))
+        option, found = parse_option(text, "max_parallel=2")
         problems += found
         if option is not None:
             documents.append(option)
@@ -88,25 +75,6 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     if problems:
         raise ConfigError(*_sorted(problems))
     return LoadedFleet(spec, tuple(documents))
-
-
-def _read(path: str) -> str:
-    try:
-        with open_regular(path, follow=True) as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
-            raise ConfigError.one(f"larger than {MAX_BYTES >> 20} MiB", where=path)
-        return raw.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError.one(
-            "no such file",
-            where=path,
-            hint=near_path(path, "*.y*ml") or "docs/fleet.md has examples",
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError.one("not UTF-8 text", where=path) from None
-    except OSError as error:
-        raise ConfigError.one(f"cannot be read: {error.strerror}", where=path) from None
 
 
 def _merged(below: Any, above: Any) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instar.config.errors import shortened
 from instar.distributed.agree import Json, gather
 from instar.distributed.all_reduce import exact_sum, parse_sum, rounded
 from instar.distributed.world import World
@@ -318,7 +319,7 @@ def _cell(value: Any) -> Cell:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
+    return shortened(text, LONGEST_TEXT)
 
 
 def _check_name(name: object, known: Mapping[str, object], most: int) -> None:

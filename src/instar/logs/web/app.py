@@ -277,7 +277,7 @@ def log_of(catalog: Catalog, run: RunDir, rank: int) -> dict[str, Any] | None:
     return {"rank": rank, "text": text, "offset": offset, "skipped": skipped}
 
 
-def _event(record: RunRecord, logged: RecordedEvent) -> dict[str, Any]:
+def _event(record: RunRecord, logged: RecordedEvent[Event]) -> dict[str, Any]:
     event = logged.event
     fields = dict(_fields(event))
     mark = next(iter(marks(RunRecord(record.run, [logged], {}, ()), axes=("step",))), None)

@@ -17,6 +17,7 @@ from instar.record.format import duration, si
 
 if TYPE_CHECKING:
     from instar.logs.read.record import RecordedEvent
+    from instar.record.events import Event
 
 Section = dict[str, Any]
 Cell = str | dict[str, str]
@@ -30,7 +31,7 @@ def table(
     heads: Sequence[str],
     lines: Iterable[Sequence[Cell]],
     rows: int,
-    source: Sequence[RecordedEvent] = (),
+    source: Sequence[RecordedEvent[Event]] = (),
     **more: Any,
 ) -> Section:
     """Returns a table of the last `rows` lines; a head that ends in `>` marks a column of numbers.

@@ -207,7 +207,7 @@ def _sign(event: Event) -> str:
     return "growth" if event.architecture or event.verb == "GROW" else "setting"
 
 
-def _place(record: RunRecord, logged: RecordedEvent) -> dict[str, float]:
+def _place(record: RunRecord, logged: RecordedEvent[Event]) -> dict[str, float]:
     """Returns the place of an event on all axes: its own, or its step's place at its own time."""
     event = logged.event
     if isinstance(event, Placed):

@@ -82,6 +82,4 @@ def _text(value: object) -> str:
 
 
 def _kept(record: RunRecord, kind: type[E]) -> list[E]:
-    return [
-        logged.event for logged in record.of(kind) if logged.kept and isinstance(logged.event, kind)
-    ]
+    return [logged.event for logged in record.of(kind) if logged.kept]
