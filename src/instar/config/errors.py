@@ -174,7 +174,7 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "�" for char in text)
 
 
-def shortened(text: str, length: int) -> str:
+def shortened(text: str, length: int = 1000) -> str:
     """Return at most `length` characters of a text, with an ellipsis if it is cut."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 

@@ -25,7 +25,7 @@ from instar.fleet.state import (
 )
 from instar.logs.read.scan import blocks
 from instar.record.control import ask
-from instar.record.events import NOT_AN_EVENT, VERSION, Placed, decode, metrics
+from instar.record.events import VERSION, Placed, events_in, metrics
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -219,11 +219,8 @@ class Evaluations:
 
 
 def _event(line: bytes) -> tuple[int, dict[str, float]] | None:
-    try:
-        event = decode(line)
-    except NOT_AN_EVENT:
-        return None
-    return (event.step, metrics(event)) if isinstance(event, Placed) else None
+    found = (event for _, event in events_in([line]) if isinstance(event, Placed))
+    return next(((event.step, metrics(event)) for event in found), None)
 
 
 def _plain(line: bytes) -> tuple[int, dict[str, float]] | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from instar.config.errors import shortened
 from instar.config.files import open_regular
 from instar.logs.plot.transforms import thin
 from instar.logs.query.groups import By, given_values, grouped
@@ -167,11 +168,6 @@ def proof_text(operation: OperationEvent) -> str:
 def printable(text: str) -> str:
     """Returns `text` encodable as UTF-8, which file names need not be."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
-
-
-def shortened(text: str, length: int = 1000) -> str:
-    """Returns at most `length` characters of a text, with an ellipsis if it is cut."""
-    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def _mark(event: Event) -> tuple[str, str, str, list[str]] | None:

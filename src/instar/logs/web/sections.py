@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from instar.config.errors import shortened
 from instar.logs.query.config import config_lines
 from instar.logs.query.failure import run_failure
 from instar.logs.query.final_test import Scatter, final_test
@@ -21,15 +22,16 @@ from instar.logs.web.blocks import (
     count_text,
     date_text,
     finite_text,
+    image_section,
     notices,
     number_text,
     printable_section,
     seconds_text,
     table,
+    table_sections,
     text_section,
 )
-from instar.logs.web.curves import printable, shortened
-from instar.logs.web.media import image_section, table_sections
+from instar.logs.web.curves import printable
 from instar.record.events import (
     Alert,
     Failed,
