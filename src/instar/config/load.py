@@ -33,7 +33,6 @@ from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, nea
 from instar.config.fields import (
     FORMER,
     LANGUAGE,
-    Root,
     choices,
     flat,
     is_section,
@@ -59,6 +58,7 @@ SET = "--set"
 WEIGHTS = "from "
 """The origin of a value that comes with the weights of `model.from`, with their path."""
 
+Root = type[RunConfig]
 Check = Callable[[RunConfig], Iterable[ConfigProblem]]
 Brought = tuple[Mapping[str, Any], str, Sequence[ConfigProblem]]
 """Values of dotted keys that come with weights, their origin, and conflicts with given values."""

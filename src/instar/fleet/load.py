@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from instar.config.document import (
     Document,
     KeyPath,
-    dotted,
     parse_option,
     problem_at,
     read,
-    show,
 )
-from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, nearest
+from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
+from instar.config.suggestions import unknown_key, wrong_value
 from instar.fleet.spec import FleetSpec
 
 
@@ -102,47 +101,13 @@ def _written(location: tuple[Any, ...], data: Any) -> KeyPath:
 def _explained(
     reading: LoadedFleet, path: KeyPath, item: Any, data: dict[str, Any]
 ) -> ConfigProblem:
-    name, kind = dotted(path), item["type"]
-    if kind == "extra_forbidden":
-        known = list(_model_at(path[:-1]).model_fields)
-        meant = nearest(str(path[-1]), known)
-        hint = f"did you mean '{meant}'?" if meant else f"it has {', '.join(known)}"
-        where = f" in {dotted(path[:-1])}" if path[:-1] else ""
-        message = f"unknown key '{path[-1]}'{where}"
+    if item["type"] == "extra_forbidden":
+        message, hint, _ = unknown_key(FleetSpec, path)
         return problem_at(reading.place(path, key=True), message, hint)
-    if kind == "missing":
-        return reading.problem(path, f"{name} is missing")
     given: Any = data
-    for step in path:
+    for step in path[:-1] if item["type"] == "missing" else path:
         given = given[step]
-    said = item["msg"].removeprefix("Value error, ")
-    allowed = item.get("ctx", {}).get("expected", "")
-    hint = ""
-    if kind == "literal_error":
-        said = f"must be {allowed}"
-        words = [word.strip(" '") for word in allowed.replace(" or ", ",").split(",")]
-        meant = nearest(str(given), words)
-        hint = f"did you mean '{meant}'?" if meant else ""
-    elif kind == "string_pattern_mismatch":
-        said = "must be a name of letters, digits, - and _"
-    got = "" if isinstance(given, dict) else f", got {show(given)}"
-    return reading.problem(path, f"{name}: {said[:1].lower()}{said[1:]}{got}", hint)
-
-
-def _model_at(path: KeyPath) -> type[BaseModel]:
-    """Return the model of a section, from the path of its keys."""
-    model: type[BaseModel] = FleetSpec
-    steps = iter(path)
-    for step in steps:
-        annotation = model.model_fields[str(step)].annotation
-        model = next(
-            each
-            for each in (annotation, *get_args(annotation))
-            if isinstance(each, type) and issubclass(each, BaseModel)
-        )
-        if get_origin(annotation) is Mapping:
-            next(steps, None)  # a name
-    return model
+    return reading.problem(path, *wrong_value(FleetSpec, path, given, item["type"], item["msg"]))
 
 
 def _sorted(problems: Sequence[ConfigProblem]) -> list[ConfigProblem]:
