@@ -135,7 +135,7 @@ def follow(run: RunDir, seen: Sequence[Event], offset: int) -> Iterator[list[Eve
     lifecycle: deque[Event] = deque(maxlen=8)
     at = _remember(lifecycle, seen)
     while True:
-        before = _is_running(run, lifecycle, at)
+        before = run_status(run, tuple(lifecycle), at).state == "running"
         new = follower.poll()
         at = _remember(lifecycle, new) or at
         yield new
@@ -152,10 +152,6 @@ def follow_log(run: RunDir, path: Path, offset: int) -> Iterator[list[bytes]]:
     for _ in follow(run, last, at):
         yield log.lines()
     yield log.lines()
-
-
-def _is_running(run: RunDir, lifecycle: Sequence[Event], seen: float) -> bool:
-    return run_status(run, tuple(lifecycle), seen).state == "running"
 
 
 def _remember(lifecycle: deque[Event], events: Sequence[Event]) -> float:
