@@ -67,7 +67,6 @@ class CachedSummary:
     """of the last training step that was recorded"""
     val: float | None
     """the last validation loss"""
-    val_step: int | None
     best: float | None
     """the lowest validation loss that is not superseded"""
     best_step: int | None
@@ -133,7 +132,7 @@ def cached_summary(run: RunDir) -> CachedSummary:
     evals = [
         (loss, at) for segment, at, loss in seen.evals if at <= limits.get(segment, EVERYTHING)
     ]
-    val, best = (evals[-1], min(evals)) if evals else ((None, None), (None, None))
+    best = min(evals, default=(None, None))
     last = decode(seen.last.encode()) if seen.last else None
     return CachedSummary(
         run,
@@ -146,8 +145,7 @@ def cached_summary(run: RunDir) -> CachedSummary:
         step=seen.step,
         tokens=seen.tokens,
         loss=None if seen.loss is None else float(seen.loss),
-        val=val[0],
-        val_step=val[1],
+        val=evals[-1][0] if evals else None,
         best=best[0],
         best_step=best[1],
         kind=seen.kind,
