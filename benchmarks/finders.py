@@ -23,7 +23,7 @@ import torch
 
 from instar.config.load import load
 from instar.distributed.world import World
-from instar.run.find.search import BUDGET, search
+from instar.run.find.learning_rate import BUDGET, search
 from instar.run.find.training import final_loss, opened, shortened
 from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
 from report import Case, case, options, parser, publish

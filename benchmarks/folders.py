@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from instar.checkpoint.tensor_file import Outline
-from instar.models.hf.file_names import file_parts
 from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.pretrained_folder import file_parts
 from instar.models.hf.weights import write_weights
 from report import case, options, parser, publish
 

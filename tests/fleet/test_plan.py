@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from fleets import FleetPlace, planned, refused
 
-from instar.fleet.plan import ANY_MACHINE, Machine, argv_of
-from instar.fleet.template import expand
+from instar.fleet.plan import ANY_MACHINE, Machine, argv_of, expand
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleet"
 
@@ -114,7 +113,7 @@ MISTAKES = {
     "a command that does not exist": ("sleep ${seed}", "slep ${seed}", ":10:", "'slep'"),
     "an unknown key": ("depends_on:", "depend_on:", ":12:", "did you mean 'depends_on'"),
     "a wrong condition": ("service_started", "service_stated", ":12:", "service_started"),
-    "a value of another type": ("gpus: 1", "gpus: one", ":6:", "integer"),
+    "a value of another type": ("gpus: 1", "gpus: one", ":6:", "whole number"),
     "an open brace": ("${seed} ", "${seed ", ":10:", "without a '}'"),
     "a file that is no YAML": ("matrix: {", "matrix: {{", ":2:", ""),
 }

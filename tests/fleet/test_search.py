@@ -18,10 +18,8 @@ from tiny_run import TEXT
 
 from instar.config.errors import ConfigError
 from instar.fleet.plan import FleetPlan, Instance
-from instar.fleet.search.best import best_trial
-from instar.fleet.search.database import STUDY_FILE
-from instar.fleet.search.evaluations import METRICS_FILE, Evaluations
-from instar.fleet.search.trials import Trials
+from instar.fleet.search.study import STUDY_FILE
+from instar.fleet.search.trials import METRICS_FILE, Evaluations, Trials
 from instar.fleet.spec import Search
 from instar.fleet.state import (
     FleetEvent,
@@ -33,6 +31,7 @@ from instar.fleet.state import (
     now,
     read_events,
 )
+from instar.fleet.view.rows import best_trial
 from instar.record.events import Eval, Train, encode
 from instar.record.rundir import RunDir
 

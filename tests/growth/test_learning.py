@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growing import KEY, batch, grown, operation, random_gpt, values
+from growing import KEY, batch, grow_optimizer, grown, operation, random_gpt, values
 from shapes import gpt2, llama
 
 from instar.config.schema import OptimizerConfig
 from instar.config.sections import Operation
-from instar.growth.apply import Mode, copies_stay_equal, grow_optimizer
+from instar.growth.apply import Mode, copies_stay_equal
 from instar.growth.proof import split_grad_norms
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT

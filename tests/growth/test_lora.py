@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growing import KEY, batch, grown, operation, proof, random_gpt, values
+from growing import KEY, batch, grow_optimizer, grown, operation, proof, random_gpt, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import gpt2, llama
 
-from instar.growth.apply import grow_optimizer
 from instar.growth.lora import adapters_of_blocks
 from instar.growth.operators import check, plan
 from instar.growth.plan import GrowthError

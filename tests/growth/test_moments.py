@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from growing import KEY, batch, filled, grown, operation, random_gpt, values
+from growing import KEY, batch, filled, grow_optimizer, grown, operation, random_gpt, values
 from shapes import gpt2, llama
 from torch import Tensor
 
 from instar.config.sections import Operation
-from instar.growth.apply import Role, apply, grow_optimizer, grow_state, grown_states, moments_mode
+from instar.growth.apply import Role, apply, grow_state, grown_states, moments_mode
 from instar.growth.operators import plan
 from instar.growth.plan import Fresh, Grown, GrowthPlan, Old
 from instar.models.architecture import Architecture

@@ -19,8 +19,8 @@ from instar.cli.main import main
 from instar.config.sections import Operation
 from instar.growth import GrowthError, grow, plan_growth
 from instar.growth.folders import grow_folder
+from instar.growth.live.vocabulary import map_vocabulary
 from instar.models.hf.pretrained_folder import open_folder
-from instar.models.hf.tokens import map_vocabulary
 
 TEXTS = [
     "the grown model reads the pieces of the old one " * 3,

@@ -358,7 +358,7 @@ def test_a_glance_tells_what_a_list_needs(tmp_path: Path) -> None:
         assert (seen.id, seen.name, seen.model, seen.unit) == ("e5s6m", "demo", "2L/128d", "node")
         assert (seen.started, seen.seen, seen.kind, seen.segments) == (50.0, 50.0, "stop", 1)
         assert (seen.step, seen.loss) == (3, 5.0)
-        assert (seen.val, seen.val_step, seen.best, seen.best_step) == (4.0, 3, 3.0, 2)
+        assert (seen.val, seen.best, seen.best_step) == (4.0, 3.0, 2)
         assert [type(event) for event in seen.events] == [RunStarted, Stop]
         recorder.write(RunStarted(run_id="e5s6m", step=1))
         seen = cached_summary(run)
@@ -375,7 +375,7 @@ def test_a_glance_at_a_part_and_at_the_rest_is_a_glance_at_the_whole(tmp_path: P
             file.writelines(parts[begin : begin + 37])
         cached_summary(run)
     assert (cache_of(run) / "summary.json").exists()
-    for field in ("step", "tokens", "loss", "val", "val_step", "best", "best_step", "kind", "seen"):
+    for field in ("step", "tokens", "loss", "val", "best", "best_step", "kind", "seen"):
         assert getattr(cached_summary(run), field) == getattr(whole, field)
     record = read(run)
     val = record.series("val/loss").current()

@@ -12,7 +12,7 @@ from instar.config.schema import RunConfig
 from instar.distributed.world import World
 from instar.run.find import batch_size
 from instar.run.find.batch_size import BatchTried
-from instar.run.find.search import BUDGET, search
+from instar.run.find.learning_rate import BUDGET, search
 from instar.run.find.training import final_loss, shortened
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.trainer import Trainer

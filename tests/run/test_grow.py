@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from growing import grow_optimizer
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
 from instar.config.sections import Operation
 from instar.growth import operators
-from instar.growth.apply import Role, apply, grow_optimizer, moments_mode
+from instar.growth.apply import Role, apply, moments_mode
 from instar.models.architecture import Architecture, resolve
 from instar.models.gpt import GPT
 from instar.record.atomic import WriteError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from instar.config.sections import Operation
-from instar.growth.apply import Role, apply
+from instar.growth.apply import Key, Mode, Role, apply, grow_state, grown_states
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import Probe, Proof, compare
@@ -34,6 +34,14 @@ def random_gpt(arch: Architecture, seed: int = 0) -> GPT:
             noise = torch.empty(parameter.shape, dtype=torch.float64)
             parameter += noise.normal_(0.0, 0.15, generator=named_generator(seed, "noise", name))
     return model
+
+
+def grow_optimizer(
+    made: GrowthPlan, states: Mapping[str, Tensor], key: Key, mode: Mode = "asymmetric"
+) -> dict[str, Tensor]:
+    """All optimizer states of the grown model, in memory."""
+    names = grown_states(made, states, mode)
+    return {name: grow_state(made, name, states.__getitem__, key, mode) for name in names}
 
 
 def values(model: torch.nn.Module) -> dict[str, Tensor]:

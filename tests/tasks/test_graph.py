@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from instar.config.graph import ClassMetric, GraphConfig, GraphModelConfig, HeadConfig, ValueMetric
-from instar.data.columns import Columns, Ragged, cut, pick, stack
+from instar.data.columns import Columns, Ragged, as_ragged, cut, pick, stack
 from instar.data.order import Int64Array, Order, Shuffled
 from instar.data.source import Source
 from instar.distributed.world import World
@@ -23,7 +23,7 @@ from instar.models.graph_shape import flops_per_graph, resolve_graph
 from instar.run.loop.step import to_device
 from instar.tasks.graph import GraphTask
 from instar.tasks.graph_spec import GraphSpec
-from instar.tasks.graph_survey import GraphSurvey, ragged
+from instar.tasks.graph_survey import GraphSurvey
 from instar.tasks.metrics import compute, set_metrics, update
 from instar.tasks.task import Task
 
@@ -90,7 +90,7 @@ def graphs(count: int, seed: int = 0) -> Graphs:
 def task_on(samples: Graphs, *heads: HeadConfig, **model: Any) -> GraphTask:
     sizes = {"n_layer": 2, "width": 8}
     config = GraphConfig(model=GraphModelConfig(**{**sizes, **model, "heads": heads}))
-    x, edges = ragged(samples.columns["x"]), ragged(samples.columns["edges"])
+    x, edges = as_ragged(samples.columns["x"]), as_ragged(samples.columns["edges"])
     survey = GraphSurvey(2, 2, float(x.sizes.mean()), float(edges.sizes.mean()))
     shape = resolve_graph(config.model, survey.features, survey.graph_features)
     return GraphSpec(config, shape, samples, survey).task(config)  # type: ignore[arg-type]
@@ -153,8 +153,8 @@ def test_metrics_are_those_of_plain_numpy() -> None:
 
 
 def test_masked_nodes_do_not_count() -> None:
-    known = ragged(TWELVE.columns["known"])
-    charge = ragged(TWELVE.columns["charge"])
+    known = as_ragged(TWELVE.columns["known"])
+    charge = as_ragged(TWELVE.columns["charge"])
     missing = Ragged(np.where(known.flat, charge.flat, np.nan), charge.offsets)
     measured = CHARGE.model_copy(update={"metrics": ("r2",)})
     task = task_on(Graphs({**TWELVE.columns, "charge": missing}), ROLE, measured, mask="known")
@@ -165,7 +165,7 @@ def test_masked_nodes_do_not_count() -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     said = task.outputs(model, everything)
     where = torch.from_numpy(known.flat)
-    role = torch.from_numpy(ragged(TWELVE.columns["role"]).flat)
+    role = torch.from_numpy(as_ragged(TWELVE.columns["role"]).flat)
     entropy = F.cross_entropy(said[where, :2], role[where], ignore_index=-1, reduction="sum")
     true = torch.from_numpy(charge.flat)[where]
     square = (said[where, 2] - true).square().sum()
@@ -179,8 +179,8 @@ def test_masked_nodes_do_not_count() -> None:
     assert found["role/loss"].weights.sum() == (role[where] >= 0).sum()
     with torch.no_grad():
         predicted = task.measure(model, everything, predict=True).predictions
-    np.testing.assert_array_equal(np.isnan(ragged(predicted["charge"]).flat), ~known.flat)
-    assert (ragged(predicted["role"]).flat[~known.flat] == -1).all()
+    np.testing.assert_array_equal(np.isnan(as_ragged(predicted["charge"]).flat), ~known.flat)
+    assert (as_ragged(predicted["role"]).flat[~known.flat] == -1).all()
 
 
 def values_of(name: str) -> NDArray[Any]:
@@ -334,7 +334,7 @@ def test_graphs_of_one_size_may_come_as_dense_arrays() -> None:
         "edges": generator.integers(4, size=(3, 5, 2)),
         "size": np.zeros(3, dtype=np.float32),
     }
-    as_ragged = {
+    in_ragged = {
         name: Ragged(dense[name].reshape(-1, 2), np.arange(4) * size)
         for name, size in (("x", 4), ("edges", 5))
     }
@@ -342,7 +342,7 @@ def test_graphs_of_one_size_may_come_as_dense_arrays() -> None:
     model = task.build()
     torch.testing.assert_close(
         task.outputs(model, batch(Graphs(dense))),
-        task.outputs(model, batch(Graphs({**dense, **as_ragged}))),
+        task.outputs(model, batch(Graphs({**dense, **in_ragged}))),
     )
 
 

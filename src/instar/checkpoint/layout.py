@@ -28,9 +28,6 @@ from instar.config.files import check_regular
 if TYPE_CHECKING:
     import torch
 
-Headers = Mapping[str, Mapping[str, TensorEntry]]
-"""Headers of a checkpoint's files, by their names in the manifest."""
-
 
 class Piece(NamedTuple):
     """Rows `first` … `last` - 1 of a tensor, in a file."""
@@ -56,13 +53,8 @@ class Layout:
     """whether files may be symbolic links"""
 
 
-def layout(
-    folder: Path, manifest: Manifest, component: str, headers: Headers | None = None
-) -> Layout:
+def layout(folder: Path, manifest: Manifest, component: str) -> Layout:
     """Returns where the tensors of a component are that all ranks share.
-
-    Args:
-        headers: of the files, if they have been read.
 
     Raises:
         CheckpointError: the component or one of its files is missing, there are files beside, one
@@ -70,8 +62,9 @@ def layout(
     """
     found = files_of(manifest, component)
     _check_files(folder, COMPONENTS[component], found)
-    read = {name: read_header(folder / name) for name in found} if headers is None else headers
-    return _joined(folder, {name: (read[name], found[name]) for name in found})
+    return _joined(
+        folder, {name: (read_header(folder / name), file) for name, file in found.items()}
+    )
 
 
 def file_layout(path: Path) -> Layout:

@@ -48,11 +48,7 @@ def write_line(root: Path, line: Line) -> None:
     Raises:
         CheckpointError: it cannot be written.
     """
-    path = root / "checkpoints" / LINE
-    try:
-        atomic.replace_file(path, msgspec.json.encode(list(line)) + b"\n")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}") from error
+    _replace(root / "checkpoints" / LINE, msgspec.json.encode(list(line)))
 
 
 def line_of(root: Path) -> Line | None:
@@ -225,9 +221,12 @@ def point(root: Path, pointer: str, checkpoint: Path) -> None:
     Raises:
         CheckpointError: the pointer cannot be written.
     """
-    path = root / "checkpoints" / pointer
+    _replace(root / "checkpoints" / pointer, checkpoint.name.encode())
+
+
+def _replace(path: Path, line: bytes) -> None:
     try:
-        atomic.replace_file(path, checkpoint.name.encode() + b"\n")
+        atomic.replace_file(path, line + b"\n")
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
 

@@ -84,6 +84,11 @@ class Checkpoint:
         heads = (Path(name).parts[0] for name in self.manifest.files if name.endswith(SUFFIX))
         return tuple(dict.fromkeys(head.removesuffix(SUFFIX) for head in heads))
 
+    @property
+    def weights(self) -> str:
+        """The component to evaluate or start from: the moving average if there is one, else the model."""
+        return "ema" if "ema" in self.components else "model"
+
     def tensors(
         self, component: str = "model", device: str = "cpu", *, rank: int = 0
     ) -> dict[str, torch.Tensor]:
@@ -115,6 +120,17 @@ class Checkpoint:
     def reading(self, component: str) -> AbstractContextManager[ComponentReader]:
         """Context manager that opens a component which the ranks share; see `reading`."""
         return reading(self.layout(component))
+
+
+def check_finite(
+    path: Path, tensors: Mapping[str, torch.Tensor], hint: str = "use an earlier checkpoint"
+) -> None:
+    """Raises a CheckpointError if a tensor of `path` holds a value that is not finite."""
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise CheckpointError(
+            f"{path}: {len(broken)} tensors, the first {broken[0]}, hold values that are not finite "
+            "(NaN or infinite)" + (hint and f"; {hint}")
+        )
 
 
 def publish(

@@ -161,7 +161,8 @@ def _flush(descriptor: int) -> None:
 
 def file_order(outlines: Mapping[str, Outline]) -> list[str]:
     """Returns the names of tensors in the order in which a file has them."""
-    return sorted(outlines, key=lambda name: (-_rank(outlines[name].dtype), name))
+    ranks = list(DTYPES.values())
+    return sorted(outlines, key=lambda name: (-ranks.index(outlines[name].dtype), name))
 
 
 def check_dense(tensors: Mapping[str, Tensor]) -> None:
@@ -181,10 +182,6 @@ def check_dense(tensors: Mapping[str, Tensor]) -> None:
     for (device, _, end, name), (other_device, begin, _, other) in pairwise(spans):
         if device == other_device and begin < end:
             raise ValueError(f"{name} and {other} share memory; a tensor is saved once")
-
-
-def _rank(dtype: torch.dtype) -> int:
-    return list(DTYPES.values()).index(dtype)
 
 
 def _entry(outline: Outline) -> TensorEntry:

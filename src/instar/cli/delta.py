@@ -62,7 +62,7 @@ def create(base: Path, new: Path, target: Path, values: Any) -> None:
     size = target.stat().st_size
     click.echo(
         f"{target}: {bytes_text(size)}, {footer.full_bytes / size:,.1f}x smaller; "
-        f"{_percent(footer.changed, footer.elements)} of {footer.elements:,} elements changed"
+        f"{_share(footer.changed / max(1, footer.elements))} of {footer.elements:,} elements changed"
     )
 
 
@@ -248,7 +248,7 @@ def export(where: str, folder: Path, like: str, number: int | None, step: int | 
     chain = chain_at(where)
     number = _number(chain, number, step)
     if (Path(like) / "config.json").is_file():
-        from instar.checkpoint.delta.export import export as export_like
+        from instar.checkpoint.delta.replay import export as export_like
 
         export_like(chain, number, Path(like), folder)
     else:
@@ -364,10 +364,6 @@ def _print_layers(found: Sequence[LinkStatistics]) -> None:
     if rows:
         headers = ["layer", "elements", "density", "overlap"]
         print_table(headers, rows, right=headers[1:])
-
-
-def _percent(part: int, whole: int) -> str:
-    return _share(part / whole if whole else 0.0)
 
 
 def _say(as_json: bool, facts: dict[str, Any], text: str) -> None:

@@ -13,8 +13,7 @@ from instar.cli.output import picture_kind, print_json, print_named, print_table
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
-    from instar.run.find.learning_rate import RateFound
-    from instar.run.find.search import ShortRun
+    from instar.run.find.learning_rate import RateFound, ShortRun
 
 
 @click.group(cls=CommandGroup)
@@ -67,8 +66,8 @@ def lr(
         loaded, steps, budget, say=_say, on_run=lambda run: _say(_run_text(run))
     )
     if output is not None and kind is not None:
+        from instar.logs.plot.compose import rates_chart
         from instar.logs.plot.figure import picture
-        from instar.logs.plot.rates import rates_chart
 
         rounds = {
             f"{steps:,} steps": [(run.lr, run.loss) for run in runs]

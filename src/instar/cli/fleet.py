@@ -282,7 +282,7 @@ def down(name: str, kill: bool) -> int:
 @click.option("--dry-run", is_flag=True, help="Only list them.")
 def reap(dry_run: bool) -> int:
     """Kill processes of fleets whose launcher is gone (yours; see --dry-run)."""
-    from instar.fleet.reap import leftovers
+    from instar.fleet.folder import leftovers
 
     found = leftovers()
     for process in found:

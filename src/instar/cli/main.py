@@ -226,7 +226,8 @@ def _silence_stdout() -> None:
 def with_suggestion(error: click.UsageError) -> click.UsageError:
     """Add a suggestion to the error if a key of the config was given as an option."""
     hint = ""
-    options = {name for each in _params(error) for name in each.opts}
+    params = error.ctx.command.params if error.ctx else []
+    options = {name for each in params for name in each.opts}
     if isinstance(error, click.NoSuchOption):
         hint = _suggest_option(error.option_name, options)
     elif "--set" in options and (pair := re.search(r"\(([\w.]+=[^\s)]*)", error.message)):
@@ -236,10 +237,6 @@ def with_suggestion(error: click.UsageError) -> click.UsageError:
         if hint
         else error
     )
-
-
-def _params(error: click.UsageError) -> list[click.Parameter]:
-    return error.ctx.command.params if error.ctx else []
 
 
 def _suggest_option(given: str, options: Collection[str]) -> str:

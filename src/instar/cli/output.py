@@ -76,10 +76,6 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if is_terminal else None
 
 
-def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-
-
 def _draw(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -118,7 +114,7 @@ def _has_room(
     width: int,
 ) -> bool:
     """Whether the wrappable columns have enough room next to the others."""
-    widths = _widths(headers, rows)
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     least = sum(widths[n] if n in unwrapped else min(widths[n], _MIN_CELL) for n in shown)
     return least + _GAP * (len(shown) - 1) <= width
 
@@ -274,8 +270,6 @@ def launch(path: Path) -> None:
 
 def as_text(data: Any) -> str:
     """Serialize JSON values to one document."""
-    import json
-
     return json.dumps(data, indent=2)  # ASCII, which every stdout can encode
 
 
@@ -317,7 +311,7 @@ def chosen_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, s
     found: dict[Path, tuple[RunDir, str]] = {}
     for text in runs or ([str(OUT_DIR)] if every else ["latest"]):
         if text and Path(text, "fleet.json").exists():
-            from instar.fleet.view.groups import fleet_runs
+            from instar.fleet.view.reader import fleet_runs
 
             named = fleet_runs(Path(text))
         else:

@@ -409,9 +409,7 @@ def _status(run: RunDir) -> dict[str, Any]:
         if metric in summary.last:
             status[key] = summary.last[metric].value
     if saved := record.of(Saved):
-        event = saved[-1].event
-        assert isinstance(event, Saved)
-        status["saved"] = event.path
+        status["saved"] = saved[-1].event.path
     return status
 
 

@@ -15,7 +15,7 @@ from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 
-from instar.config.errors import ConfigProblem, SourceLocation, near_path, printable
+from instar.config.errors import ConfigProblem, SourceLocation, near_path, printable, shortened
 from instar.config.files import open_regular
 
 MAX_BYTES = 1 << 20
@@ -119,13 +119,15 @@ def read(
     return None, found or [problem_at(location, "the file is empty", start)]
 
 
-def parse_option(text: str) -> tuple[Document | None, list[ConfigProblem]]:
+def parse_option(
+    text: str, example: str = "model.n_layer=6"
+) -> tuple[Document | None, list[ConfigProblem]]:
     """Parse the `--set` text `a.b=v` as a document {a: {b: v}}; without a value, v is None."""
-    source = f"--set {text if len(text) <= 80 else f'{text[:79]}…'}"
+    source = f"--set {shortened(text, 80)}"
     key, equals, given = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or path == ("",):
-        message, hint = "--set expects key=value", "e.g. --set model.n_layer=6"
+        message, hint = "--set expects key=value", f"e.g. --set {example}"
         return None, [problem_at(SourceLocation(source), message, hint)]
     document, found = parse(given, source, path)
     if document is None and not found:  # nothing after "="
@@ -148,7 +150,7 @@ def problem_at(place: SourceLocation, message: str, hint: str = "", key: str = "
 def show(data: Any, limit: int = 60) -> str:
     """Format data as a short text for a message: strings quoted, constants as in YAML."""
     text = printable(json.dumps(data, ensure_ascii=False, default=str))
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return shortened(text, limit)
 
 
 def dotted(path: KeyPath) -> str:

@@ -133,7 +133,7 @@ def sentence_of(error: OSError) -> str:
     """Return the operating system's message with the file's name, and a hint if there is one."""
     name = error.filename if isinstance(error.filename, str | bytes) else ""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
-    text = text if len(text) <= 200 else f"{text[:199]}…"
+    text = shortened(text, 200)
     text_of_error = f"{text}: {error.strerror or error}" if text else str(error.strerror or error)
     hints = {
         errno.EMFILE: "raise the limit of open files: ulimit -n 1024",
@@ -172,6 +172,11 @@ def unfiltered(stream: Any) -> Iterator[None]:
 def printable(text: str) -> str:
     """Replace unprintable characters, which could control a terminal or end a comment."""
     return "".join(char if char.isprintable() else "�" for char in text)
+
+
+def shortened(text: str, length: int = 1000) -> str:
+    """Return at most `length` characters of a text, with an ellipsis if it is cut."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def _cells(char: str) -> int:

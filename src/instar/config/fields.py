@@ -39,7 +39,8 @@ from instar.config.user_code import load_named
 FORMER = frozenset({"compile_ahead"})
 """Keys of earlier versions without any effect: configs that have them still load."""
 
-Root = type[RunConfig]
+Root = type[BaseModel]
+"""The model of a whole file: of a run's config, or of another one."""
 C = TypeVar("C", bound=RunConfig)
 
 LANGUAGE = "language"
@@ -385,14 +386,17 @@ def choices(root: Root, path: KeyPath) -> list[dict[str, Any]]:
     list indices; empty if there is no such path."""
     found: list[dict[str, Any]] = [json_schema(root)]
     for step in path:
-        inner = (
-            each.get("items") if isinstance(step, int) else each.get("properties", {}).get(step)
-            for each in found
-        )
-        found = [
-            choice for node in inner if node is not None for choice in alternatives(root, node)
-        ]
+        inner = (_inside(each, step) for each in found)
+        found = [choice for node in inner if node for choice in alternatives(root, node)]
     return found
+
+
+def _inside(node: Mapping[str, Any], step: str | int) -> Any:
+    """Return the JSON Schema of what a key or an index leads to; None: nothing."""
+    if isinstance(step, int):
+        return node.get("items")
+    named = [*node.get("patternProperties", {}).values(), node.get("additionalProperties")]
+    return node.get("properties", {}).get(step, named[0])
 
 
 def alternatives(root: Root, node: dict[str, Any]) -> list[dict[str, Any]]:

@@ -33,7 +33,6 @@ from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, nea
 from instar.config.fields import (
     FORMER,
     LANGUAGE,
-    Root,
     choices,
     flat,
     is_section,
@@ -59,6 +58,7 @@ SET = "--set"
 WEIGHTS = "from "
 """The origin of a value that comes with the weights of `model.from`, with their path."""
 
+Root = type[RunConfig]
 Check = Callable[[RunConfig], Iterable[ConfigProblem]]
 Brought = tuple[Mapping[str, Any], str, Sequence[ConfigProblem]]
 """Values of dotted keys that come with weights, their origin, and conflicts with given values."""
@@ -448,7 +448,11 @@ def _compare(
     for problem in problems:
         if findings.doubtful.isdisjoint(problem.keys):
             written = [place for key in problem.keys if (place := _place(places, key))]
-            place = min(written, key=_is_made, default=SourceLocation(DEFAULT))
+            place = min(
+                written,
+                key=lambda place: place.source.startswith((PRESET, WEIGHTS)),
+                default=SourceLocation(DEFAULT),
+            )
             findings.note(place, problem.message, problem.hint, problem.keys[0])
 
 
@@ -473,7 +477,3 @@ def _place(places: Mapping[str, SourceLocation], key: str) -> SourceLocation | N
     while key and key not in places:
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
     return places.get(key)
-
-
-def _is_made(place: SourceLocation) -> bool:
-    return place.source.startswith((PRESET, WEIGHTS))

@@ -200,15 +200,6 @@ def redacted_lines(lines: Sequence[ConfigLine]) -> list[ConfigLine]:
     return [_redacted(line) for line in lines]
 
 
-def redacted_config(text: str) -> str:
-    """Redact the text of a config with its origins."""
-    shown = [
-        f"{line.text:<40}  # {line.origin}" if line.value == HIDDEN else redacted(raw)
-        for raw, line in zip(text.splitlines(), redacted_lines(lines_of(text)), strict=True)
-    ]
-    return "".join(f"{line}\n" for line in shown)
-
-
 def _redacted(line: ConfigLine) -> ConfigLine:
     if is_secret(line.key) and line.value not in _EMPTY:
         # "--set key=value" repeats the value

@@ -183,6 +183,8 @@ def _in_words(root: Root, node: dict[str, Any], given: Any) -> str:
             items = alternatives(root, node.get("items", {}))
             if items[0].get("type") == "object":
                 return "a list of 'key: value' groups"
+            if len(items) > 2 or "pattern" in items[0]:
+                return "a list"
             words = " or ".join(_in_words(root, item, None) for item in items)
             return f"a list of {words.removeprefix('a ')}s"
         case "string" if "pattern" in node:

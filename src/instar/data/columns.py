@@ -173,18 +173,19 @@ def _joined(columns: Sequence[Any]) -> Column:
     none_ragged = not any(isinstance(column, Ragged) for column in columns)
     if none_ragged and len({column.shape[1:] for column in columns}) == 1:
         return np.concatenate(columns)
-    ragged = [column if isinstance(column, Ragged) else _as_ragged(column) for column in columns]
+    ragged = [as_ragged(column) for column in columns]
     sizes = np.concatenate([column.sizes for column in ragged])
     values = np.concatenate([column.flat for column in ragged])
     return Ragged(values, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
-def _as_ragged(column: NDArray[Any]) -> Ragged:
+def as_ragged(column: Any) -> Ragged:
+    """Returns a column as `Ragged`; an array [samples, n, …], of samples of equal size, is converted."""
+    if isinstance(column, Ragged):
+        return column
     samples, size = column.shape[:2]
-    return Ragged(
-        column.reshape(samples * size, *column.shape[2:]),
-        np.arange(samples + 1, dtype=np.int64) * size,
-    )
+    offsets = np.arange(samples + 1, dtype=np.int64) * size
+    return Ragged(column.reshape(samples * size, *column.shape[2:]), offsets)
 
 
 def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from instar.config.schema import FeedConfig
 from instar.config.user_code import load_named
 from instar.data.arrays import InMemorySource
-from instar.data.columns import NUMBERS, Column, Columns, Ragged, leaves, stack
+from instar.data.columns import NUMBERS, Column, Columns, Ragged, as_ragged, leaves, stack
 from instar.data.order import Int64Array, key_bytes
 from instar.data.source import Source, close
 
@@ -432,7 +432,7 @@ def graph_columns(
                 )
     rows = [{n: v[0] if n in of_graph else v for n, v in s.items()} for s in samples]
     return {
-        name: column if name in of_graph or isinstance(column, Ragged) else _ragged(column)
+        name: column if name in of_graph else as_ragged(column)
         for name, column in stack(rows, numbers).items()
     }
 
@@ -441,10 +441,3 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) or (
         isinstance(value, list | tuple) and any(isinstance(each, str) for each in value)
     )
-
-
-def _ragged(column: Any) -> Ragged:
-    """Convert a dense column to a ragged one: graphs of equal size are still variable-sized."""
-    samples, size = column.shape[:2]
-    offsets = np.arange(samples + 1, dtype=np.int64) * size
-    return Ragged(column.reshape(samples * size, *column.shape[2:]), offsets)

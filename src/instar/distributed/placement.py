@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 DEVICES_VARIABLE = "INSTAR_DEVICES"
 LAUNCH_VARIABLE = "INSTAR_LAUNCH"
-_PORT_KEY = "parallel.master_port"
+PORT_KEY = "parallel.master_port"
+ADDRESS_KEY = "parallel.master_address"
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,10 @@ def _from_torchrun(environ: Mapping[str, str], parallel: ParallelConfig | None) 
     local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
     host = environ.get("MASTER_ADDR") or (parallel.master_address if parallel else "")
     if parallel and not environ.get("MASTER_ADDR") and local_size < size and is_loopback(host):
-        raise _not_set("MASTER_ADDR", size, "parallel.master_address")
+        raise _not_set("MASTER_ADDR", size, ADDRESS_KEY)
     port, key = _port(environ, parallel)
     if parallel and not key:
-        raise _not_set("MASTER_PORT", size, _PORT_KEY)
+        raise _not_set("MASTER_PORT", size, PORT_KEY)
     return Placement(
         rank=rank,
         local_rank=_number(environ, "LOCAL_RANK", rank),
@@ -153,7 +154,7 @@ def _port(environ: Mapping[str, str], parallel: ParallelConfig | None) -> tuple[
     if environ.get("MASTER_PORT"):
         return _number(environ, "MASTER_PORT"), "MASTER_PORT"
     if parallel and parallel.master_port:
-        return parallel.master_port, _PORT_KEY
+        return parallel.master_port, PORT_KEY
     return 0, ""
 
 

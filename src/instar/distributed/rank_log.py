@@ -30,7 +30,7 @@ from instar.distributed.failure import (
     write_failure,
 )
 from instar.distributed.placement import placement
-from instar.distributed.signals import detach_closed_streams
+from instar.distributed.signals import detach_closed_streams, flush
 
 logger = logging.getLogger(__name__)
 
@@ -153,14 +153,14 @@ class RankLog:
 
     def _redirect(self, file: TextIO) -> None:
         """Redirect to the log what Python prints and what libraries write to descriptors 1 and 2."""
-        _flush_streams()
+        flush(sys.stdout, sys.stderr)
         self._streams = (os.dup(1), os.dup(2), sys.stdout, sys.stderr)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         sys.stdout, sys.stderr = self._stream(), self._stream()
 
     def _restore(self, streams: tuple[int, int, TextIO, TextIO]) -> None:
-        _flush_streams()
+        flush(sys.stdout, sys.stderr)
         sys.stdout, sys.stderr = streams[2:]
         for number, kept in zip((1, 2), streams[:2], strict=True):
             os.dup2(kept, number)
@@ -218,10 +218,3 @@ def _print_failure(error: BaseException, rank: int, log: RankLog | None) -> None
     print(failure.sentence(), file=sys.stderr)
     if log and log.path:
         print(f"  see {log.path}", file=sys.stderr)
-
-
-def _flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with suppress(OSError, ValueError):
-                stream.flush()

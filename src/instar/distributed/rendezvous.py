@@ -21,7 +21,7 @@ import psutil
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import RankMissing
-from instar.distributed.placement import is_loopback
+from instar.distributed.placement import ADDRESS_KEY, PORT_KEY, is_loopback
 
 _OFFER = "instar/offer"
 _OVER = "instar/over"
@@ -143,10 +143,6 @@ def _answer_key(name: str, rank: int) -> str:
 
 def _go_key(name: str) -> str:
     return f"instar/go/{name}"
-
-
-PORT_KEY = "parallel.master_port"
-ADDRESS_KEY = "parallel.master_address"
 
 
 def listen(port: int, host: str = "127.0.0.1", key: str = PORT_KEY) -> tuple[int, int]:

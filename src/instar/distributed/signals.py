@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from instar.distributed.failure import (
     LAUNCHER_VARIABLE,
@@ -286,7 +286,12 @@ def _is_taken(number: signal.Signals) -> bool:
 
 
 def _flush() -> None:
-    for stream in (*logging.getLogger().handlers, sys.stdout, sys.stderr):
+    flush(*logging.getLogger().handlers, sys.stdout, sys.stderr)
+
+
+def flush(*streams: logging.Handler | TextIO | None) -> None:
+    """Flush streams; one that fails is passed over."""
+    for stream in streams:
         if stream is not None:
             with suppress(OSError, ValueError):
                 stream.flush()

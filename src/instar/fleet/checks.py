@@ -23,12 +23,12 @@ from instar.fleet.plan import (
     combinations_of,
     each_of,
     instances_from,
+    names_in,
     sets_of,
     variables_of,
 )
 from instar.fleet.search.checks import extremes, run_problems, search_problems
 from instar.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
-from instar.fleet.template import names_in
 
 _BASE = ("name", "index")
 _OF_INSTANCE = ("run_name", "output_dir")

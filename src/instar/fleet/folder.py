@@ -1,4 +1,5 @@
-"""A fleet's folder: what was started there, found again by name, and which process may write to it."""
+"""A fleet's folder: what was started there, found again by name, which process may write to it, and which have outlived
+their launcher."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from pathlib import Path
 from shutil import copyfile
 
 import msgspec
+import psutil
 from pydantic import ValidationError
 
 from instar.config.document import Document
 from instar.config.errors import ConfigError, SourceLocation, nearest
 from instar.config.files import make_folder, own_regular, read_regular
 from instar.config.user_code import check_trusted, is_trusted
+from instar.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE, PART_VARIABLE
 from instar.fleet.load import LoadedFleet, resolve_beside
 from instar.fleet.spec import FleetSpec
 from instar.fleet.state import FLEETS, STATE_FILE, part_name
@@ -256,3 +259,45 @@ def launcher_pid(folder: Path, part: int | None = None) -> int | None:
     with suppress(OSError, ValueError):
         return int(read_regular(path, 64).split()[0])
     return None
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A process of a fleet without a launcher."""
+
+    pid: int
+    fleet: str
+    instance: str
+    command: str
+
+
+def leftovers() -> list[Leftover]:
+    """Return this user's processes that carry the mark of a fleet whose launcher does not run.
+
+    The mark is an environment variable, so a process that clears its environment is not found.
+    """
+    found = []
+    running: dict[tuple[str, str], bool] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.uids().real != os.getuid() or process.pid == os.getpid():
+                continue
+            env = process.environ()
+            folder = env.get(FLEET_VARIABLE)
+            if not folder:
+                continue
+            part = env.get(PART_VARIABLE, "")
+            if (folder, part) not in running:
+                pid = launcher_pid(Path(folder), int(part) if part.isdecimal() else None)
+                running[folder, part] = pid is not None
+            if not running[folder, part]:
+                command = " ".join(process.cmdline())[:200]
+                found.append(
+                    Leftover(
+                        process.pid,
+                        Path(folder).name,
+                        env.get(INSTANCE_VARIABLE, ""),
+                        command,
+                    )
+                )
+    return found

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
+from instar.fleet.plan import expand
 from instar.fleet.spec import Healthcheck
-from instar.fleet.template import expand
 
 if TYPE_CHECKING:
     import httpx

@@ -14,13 +14,11 @@ from typing import Any
 from instar.fleet.health import Checker, Unhealthy
 from instar.fleet.nodes import NodeCommand, Nodes, on_all, program_path
 from instar.fleet.placement import Lease
-from instar.fleet.plan import NODE_VARIABLES, FleetPlan, Instance, argv_of, variables_of
+from instar.fleet.plan import NODE_VARIABLES, FleetPlan, Instance, argv_of, expand, variables_of
 from instar.fleet.spec import MASTER, Job, Process, Service
 from instar.fleet.state import ProcessChanged, ProcessPhase, StateLog, log_path, now, result_path
-from instar.fleet.template import expand
 from instar.processes.child import exit_text
-from instar.processes.running import RunningProcess
-from instar.processes.spawner import Command, Spawner
+from instar.processes.spawner import Command, RunningProcess, Spawner
 
 FLEET_VARIABLE = "INSTAR_FLEET"
 """environment variable of every process of a fleet: the folder of its state"""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from instar.config.document import Document, KeyPath, dotted, parse, problem_at, show
-from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, near_path, nearest
-from instar.config.files import open_regular
+from instar.config.document import (
+    Document,
+    KeyPath,
+    parse_option,
+    problem_at,
+    read,
+)
+from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
+from instar.config.suggestions import unknown_key, wrong_value
 from instar.fleet.spec import FleetSpec
-
-MAX_BYTES = 1 << 20
-OVERRIDE = "--set"
 
 
 @dataclass(frozen=True)
@@ -44,33 +47,16 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     Raises:
         ConfigError: with all problems.
     """
-    documents, problems = [], []
-    document, found = parse(_read(path), path)
-    problems += found
-    if document is None or not isinstance(document.data, dict):
-        if not problems:
-            problems.append(
-                problem_at(
-                    SourceLocation(path),
-                    "a fleet file is made of 'key: value' lines",
-                    "docs/fleet.md has one to start from",
-                )
-            )
+    document, problems = read(path, "docs/fleet.md has examples")
+    if document is None:
         raise ConfigError(*problems)
-    documents.append(document)
+    if not isinstance(document.data, dict):
+        message, hint = "a fleet file is made of 'key: value' lines", "docs/fleet.md has examples"
+        raise ConfigError(*problems, problem_at(document.place(), message, hint))
+    documents = [document]
     data: dict[str, Any] = document.data
     for text in overrides:
-        key, equals, given = text.partition("=")
-        if not equals or not key.strip():
-            problems.append(
-                problem_at(
-                    SourceLocation(f"{OVERRIDE} {text}"),
-                    "expected key=value",
-                    "e.g. max_parallel=2",
-                )
-            )
-            continue
-        option, found = parse(given, f"{OVERRIDE} {text}", tuple(key.strip().split(".")))
+        option, found = parse_option(text, "max_parallel=2")
         problems += found
         if option is not None:
             documents.append(option)
@@ -88,25 +74,6 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     if problems:
         raise ConfigError(*_sorted(problems))
     return LoadedFleet(spec, tuple(documents))
-
-
-def _read(path: str) -> str:
-    try:
-        with open_regular(path, follow=True) as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
-            raise ConfigError.one(f"larger than {MAX_BYTES >> 20} MiB", where=path)
-        return raw.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError.one(
-            "no such file",
-            where=path,
-            hint=near_path(path, "*.y*ml") or "docs/fleet.md has examples",
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError.one("not UTF-8 text", where=path) from None
-    except OSError as error:
-        raise ConfigError.one(f"cannot be read: {error.strerror}", where=path) from None
 
 
 def _merged(below: Any, above: Any) -> Any:
@@ -134,47 +101,13 @@ def _written(location: tuple[Any, ...], data: Any) -> KeyPath:
 def _explained(
     reading: LoadedFleet, path: KeyPath, item: Any, data: dict[str, Any]
 ) -> ConfigProblem:
-    name, kind = dotted(path), item["type"]
-    if kind == "extra_forbidden":
-        known = list(_model_at(path[:-1]).model_fields)
-        meant = nearest(str(path[-1]), known)
-        hint = f"did you mean '{meant}'?" if meant else f"it has {', '.join(known)}"
-        where = f" in {dotted(path[:-1])}" if path[:-1] else ""
-        message = f"unknown key '{path[-1]}'{where}"
+    if item["type"] == "extra_forbidden":
+        message, hint, _ = unknown_key(FleetSpec, path)
         return problem_at(reading.place(path, key=True), message, hint)
-    if kind == "missing":
-        return reading.problem(path, f"{name} is missing")
     given: Any = data
-    for step in path:
+    for step in path[:-1] if item["type"] == "missing" else path:
         given = given[step]
-    said = item["msg"].removeprefix("Value error, ")
-    allowed = item.get("ctx", {}).get("expected", "")
-    hint = ""
-    if kind == "literal_error":
-        said = f"must be {allowed}"
-        words = [word.strip(" '") for word in allowed.replace(" or ", ",").split(",")]
-        meant = nearest(str(given), words)
-        hint = f"did you mean '{meant}'?" if meant else ""
-    elif kind == "string_pattern_mismatch":
-        said = "must be a name of letters, digits, - and _"
-    got = "" if isinstance(given, dict) else f", got {show(given)}"
-    return reading.problem(path, f"{name}: {said[:1].lower()}{said[1:]}{got}", hint)
-
-
-def _model_at(path: KeyPath) -> type[BaseModel]:
-    """Return the model of a section, from the path of its keys."""
-    model: type[BaseModel] = FleetSpec
-    steps = iter(path)
-    for step in steps:
-        annotation = model.model_fields[str(step)].annotation
-        model = next(
-            each
-            for each in (annotation, *get_args(annotation))
-            if isinstance(each, type) and issubclass(each, BaseModel)
-        )
-        if get_origin(annotation) is Mapping:
-            next(steps, None)  # a name
-    return model
+    return reading.problem(path, *wrong_value(FleetSpec, path, given, item["type"], item["msg"]))
 
 
 def _sorted(problems: Sequence[ConfigProblem]) -> list[ConfigProblem]:

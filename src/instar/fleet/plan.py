@@ -1,9 +1,10 @@
-"""The instances of a fleet file, their commands, and how many of them run at a time."""
+"""The instances of a fleet file, their commands with `${name}` replaced, and how many of them run at a time."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from instar.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
-from instar.fleet.template import expand, text_of
 
 _MOST_COMBINATIONS = 100 * MOST_INSTANCES
 """before `exclude`"""
@@ -25,6 +25,7 @@ NODE_VARIABLES = {
     "master_port": "MASTER_PORT",
 }
 """variables of a job of several nodes, and the environment variables that have the same values"""
+_VARIABLE = re.compile(r"\$(?:(\$)|\{([^{}$]*)\}|(\{))")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,52 @@ def instances_of(spec: FleetSpec) -> tuple[Instance, ...]:
     return tuple(found)
 
 
+class UnknownVariable(ValueError):  # noqa: N818
+    """A text names a variable that does not exist."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"unknown variable ${{{name}}}")
+        self.name = name
+
+
+def names_in(text: str) -> Iterator[str]:
+    """Yield the names of the variables in a text.
+
+    Raises:
+        ValueError: a `${` is not closed.
+    """
+    for match in _VARIABLE.finditer(text):
+        if match[3]:
+            raise ValueError("'${' without a '}'; write '$$' for a dollar sign")
+        if match[2] is not None:
+            yield match[2].strip()
+
+
+def expand(text: str, values: Mapping[str, object]) -> str:
+    """Replace variables by their values; `$$` is a dollar sign.
+
+    Raises:
+        UnknownVariable: there is no such variable.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        if match[1]:
+            return "$"
+        name = (match[2] or "").strip()
+        if name not in values:
+            raise UnknownVariable(name)
+        return text_of(values[name])
+
+    return _VARIABLE.sub(value_of, text)
+
+
+def text_of(value: object) -> str:
+    """Return a value as it is written in YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
 def argv_of(
     name: str, process: Process, variables: Mapping[str, Any], config: str = ""
 ) -> list[str]:
@@ -169,13 +216,9 @@ def combinations_of(spec: FleetSpec) -> Iterator[dict[str, Scalar]]:
     keys = list(spec.matrix)
     for values in itertools.product(*spec.matrix.values()):
         found = dict(zip(keys, values, strict=True))
-        if not any(_matches(found, excluded) for excluded in spec.exclude):
+        if not any(excluded.items() <= found.items() for excluded in spec.exclude):
             yield found
     yield from map(dict, spec.include)
-
-
-def _matches(combination: Mapping[str, Scalar], part: Mapping[str, Scalar]) -> bool:
-    return all(key in combination and combination[key] == value for key, value in part.items())
 
 
 def instances_from(

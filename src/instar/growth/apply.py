@@ -408,16 +408,8 @@ def copies_stay_equal(plan: GrowthPlan, states: Mapping[str, Tensor], mode: Mode
     return any(isinstance(each, Old) and each.copied and each.value != 1.0 for each in pieces)
 
 
-def grow_optimizer(
-    plan: GrowthPlan, tensors: Mapping[str, Tensor], key: Key, mode: Mode = "asymmetric"
-) -> dict[str, Tensor]:
-    """Returns the optimizer states of the grown model, named ``<parameter>/<state>`` as `tensors`."""
-    names = grown_states(plan, tensors, mode)
-    return {name: grow_state(plan, name, tensors.__getitem__, key, mode) for name in names}
-
-
 def grown_states(plan: GrowthPlan, states: Iterable[str], mode: Mode = "asymmetric") -> list[str]:
-    """Returns the names of the states that `grow_optimizer` makes of states with these names."""
+    """Returns the names of the optimizer states of the grown model, ``<parameter>/<state>``, for those of the old one."""
     if mode == "reset":
         return []
     of: dict[str, dict[str, None]] = {}

@@ -31,13 +31,12 @@ from instar.growth.offline import (
     stage,
 )
 from instar.growth.operators import plan
+from instar.growth.plan import VocabularyMap
 from instar.growth.proof import Proof, compare
 from instar.models.hf import CONFIG
-from instar.models.hf.file_names import FilePart, file_parts
 from instar.models.hf.pretrained import PretrainedShape
-from instar.models.hf.pretrained_folder import PretrainedFolder, open_folder
+from instar.models.hf.pretrained_folder import FilePart, PretrainedFolder, file_parts, open_folder
 from instar.models.hf.tokenizer import COMPANIONS
-from instar.models.hf.vocabulary import VocabularyMap
 from instar.models.hf.weights import MAX_SHARD_BYTES, encode, write_weights
 from instar.models.shape import count_parameters
 from instar.record import atomic

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from instar.growth.plan import GrowthError
-from instar.models.hf.vocabulary import VocabularyMap
+from instar.growth.plan import GrowthError, VocabularyMap
 
 MAX_FACTOR = 1024
 """Largest factor by which an axis may grow at once."""

@@ -17,11 +17,20 @@ from instar.growth.axes import (
     zero_in_readers,
 )
 from instar.growth.masks import with_mask
-from instar.growth.plan import Fill, Grown, GrowthError, GrowthPlan, New, Old, Piece, Reindexed
+from instar.growth.plan import (
+    Fill,
+    Grown,
+    GrowthError,
+    GrowthPlan,
+    New,
+    Old,
+    Piece,
+    Reindexed,
+    VocabularyMap,
+)
 from instar.growth.values import grown_size, listed
 from instar.models.architecture import MaskedAxis, Norm
 from instar.models.hf.pretrained import PretrainedShape
-from instar.models.hf.vocabulary import VocabularyMap
 from instar.models.shape import Growable, TransformerShape, buffers_of
 
 G = TypeVar("G", bound=Growable)

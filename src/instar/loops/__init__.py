@@ -7,9 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from instar.loops.accelerate import resume_across_growth
     from instar.loops.lightning import LightningGrowth
-    from instar.loops.schedule import GrowthSchedule
+    from instar.loops.schedule import GrowthSchedule, resume_across_growth
     from instar.loops.trainer import TrainerGrowth
 
 __all__ = ["GrowthSchedule", "LightningGrowth", "TrainerGrowth", "resume_across_growth"]
@@ -18,7 +17,7 @@ _HOMES = {
     "GrowthSchedule": "schedule",
     "LightningGrowth": "lightning",
     "TrainerGrowth": "trainer",
-    "resume_across_growth": "accelerate",
+    "resume_across_growth": "schedule",
 }
 
 

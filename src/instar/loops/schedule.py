@@ -1,4 +1,5 @@
-"""A schedule of growth in a loop of one's own: the triggers and operations of `instar train`."""
+"""A schedule of growth in a loop of one's own: the triggers and operations of `instar train`. With accelerate, saved and
+loaded too."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from instar.config.files import read_regular
 from instar.config.load import load
 from instar.config.sections import Operation
 from instar.growth.live.grow import Ema, PreparedGrowth, prepare
@@ -36,6 +38,9 @@ from instar.schedule.triggers import (
     next_entry,
     too_large,
 )
+
+HISTORY = "growth.json"
+"""Beside the states of `Accelerator.save_state`."""
 
 
 class GrowthSchedule:
@@ -238,3 +243,19 @@ def _parts(trigger: Trigger) -> Iterator[Trigger]:
     if isinstance(trigger, AnyOf | AllOf):
         for each in trigger.triggers:
             yield from _parts(each)
+
+
+def resume_across_growth(accelerator: Any, schedule: GrowthSchedule, optimizer: Optimizer) -> None:
+    """Makes `save_state` write the history of a schedule, and `load_state` grow the prepared model and its optimizer by
+    it before their tensors are loaded."""
+
+    def save(_models: Any, _weights: Any, folder: str) -> None:
+        if accelerator.is_main_process:
+            Path(folder, HISTORY).write_text(json.dumps(schedule.state_dict()), encoding="utf-8")
+
+    def load(models: Any, folder: str) -> None:
+        schedule.load_state_dict(json.loads(read_regular(Path(folder, HISTORY))))
+        schedule.replay(models[0], optimizer)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)

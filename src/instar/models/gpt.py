@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import load
+from instar.checkpoint.store import check_finite, load
 from instar.models.architecture import Architecture
 from instar.models.cost import materializes_scores, repeats_keys
 from instar.models.experts import ExpertMLP, load_balancing_loss
@@ -396,7 +396,7 @@ def load_gpt(path: Path, device: str = "cpu") -> GPT:
         architecture = Architecture.from_dict(checkpoint.manifest.architecture)
     except ArchitectureError as error:
         raise CheckpointError(f"{path}: not a GPT that this Instar knows:\n{error}") from error
-    component = "ema" if "ema" in checkpoint.components else "model"
+    component = checkpoint.weights
     # a manifest may claim any size: allocate nothing before the header of the file agrees
     shapes = {name: entry.shape for name, entry in architecture.parameters().items()}
     check_shapes(path, checkpoint.layout(component).entries, shapes)
@@ -410,11 +410,6 @@ def load_gpt(path: Path, device: str = "cpu") -> GPT:
         raise CheckpointError(
             f"{path}: the tensors do not fit the architecture: {error}"
         ) from error
-    broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
-    if broken:
-        raise CheckpointError(
-            f"{path}: {len(broken)} tensors, the first {broken[0]}, hold values that are not finite "
-            "(NaN or infinite); use an earlier checkpoint"
-        )
+    check_finite(path, model.state_dict())
     model.set_step(checkpoint.manifest.step)
     return model.eval()

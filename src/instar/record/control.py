@@ -82,7 +82,10 @@ class Inbox:
                     path for path in sorted(self.folder.iterdir()) if path not in self._unremovable
                 ]
                 self._requests = [
-                    Request(_command(path), path) for path in found if path.suffix[1:] in COMMANDS
+                    Request(command, path)
+                    for path in found
+                    for command in COMMANDS
+                    if command == path.suffix[1:]
                 ]
                 # a later request within the resolution of the clock would not change the time
                 self._seen = changed if time.time_ns() - changed > 1e9 else -1
@@ -121,7 +124,3 @@ class Inbox:
                 self._unremovable.add(request.path)
                 logger.warning("the request was answered, but cannot be removed: %s", error)
         self._seen = -1
-
-
-def _command(path: Path) -> Command:
-    return next(command for command in COMMANDS if command == path.suffix[1:])

@@ -9,7 +9,7 @@ when read. Absent fields have their defaults.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -433,6 +433,16 @@ def read_events(path: Path) -> Iterator[Event]:
                     return
                 raise RecordError(f"{path}:{number}: not an event of a run: {error}") from error
             yield event
+
+
+def events_in(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Event]]:
+    """Yields the lines that are events, and their events; skips others."""
+    for line in lines:
+        try:
+            event = decode(line)
+        except NOT_AN_EVENT:
+            continue
+        yield line, event
 
 
 def decode_lines(block: bytes) -> list[Event]:

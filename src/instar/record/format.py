@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from instar.config.errors import visible
+from instar.config.errors import shortened, visible
 from instar.record.events import (
     Delta,
     Eval,
@@ -123,7 +123,7 @@ def train_line(
         parts.append((6, f"mfu {percent(event.mfu)}"))
     if eta_s is not None:
         parts.append((1, f"eta {duration(eta_s)}"))
-    return _fit(_step(event), parts, width)
+    return _fit(step_text(event), parts, width)
 
 
 def eval_line(event: Eval, *, width: int | None = None, unit: str = TOK) -> str:
@@ -146,7 +146,7 @@ def eval_line(event: Eval, *, width: int | None = None, unit: str = TOK) -> str:
         parts.append((1, "best" if only_loss else f"best {', '.join(event.best_of)}"))
     if event.seconds is not None:
         parts.append((4, duration(event.seconds)))
-    return _fit(_step(event), parts, width)
+    return _fit(step_text(event), parts, width)
 
 
 def confusion_lines(target: str, matrix: Sequence[Sequence[int]]) -> list[str]:
@@ -181,7 +181,7 @@ def operation_lines(event: OperationEvent) -> list[str]:
     """
     what = f"{event.name} {event.change}" if event.change else event.name
     reason = f" ({event.reason})" if event.reason else ""
-    lines = ["  ".join([f"{_step(event)} {event.verb} {what}{reason}", *event.notes])]
+    lines = ["  ".join([f"{step_text(event)} {event.verb} {what}{reason}", *event.notes])]
     proof, parts = event.proof, []
     if "val_before" in proof and "val_after" in proof:
         parts.append(f"val {loss(proof['val_before'], 4)} → {loss(proof['val_after'], 4)}")
@@ -193,7 +193,7 @@ def operation_lines(event: OperationEvent) -> list[str]:
 
 
 def saved_line(event: Saved) -> str:
-    parts = [f"{_step(event)}  saved {event.path}"]
+    parts = [f"{step_text(event)}  saved {event.path}"]
     if event.size_bytes is not None:
         parts.append(f"{si(event.size_bytes)}B")
     if event.seconds is not None:
@@ -203,7 +203,7 @@ def saved_line(event: Saved) -> str:
 
 def delta_line(event: Delta) -> str:
     """`  1,000  anchor 20  248MB  1.3s` or `  1,001  delta 21  2.1MB  changed 1.2%  0.4s`."""
-    parts = [f"{_step(event)}  {'anchor' if event.anchor else 'delta'} {event.number:,}"]
+    parts = [f"{step_text(event)}  {'anchor' if event.anchor else 'delta'} {event.number:,}"]
     parts.append(f"{si(event.size_bytes)}B")
     if event.density is not None:
         parts.append(f"changed {100 * event.density:.3g}%")
@@ -291,7 +291,7 @@ def progress_line(
     first = min(len(doing), max(width // 3, width - 60))
     line = _fit("x" * first, parts, width - 1)[first:]
     room = width - 1 - len(line)
-    return (doing if len(doing) <= room else f"{doing[: room - 1]}…") + line
+    return shortened(doing, room) + line
 
 
 def _amount(number: float, unit: str) -> str:
@@ -315,7 +315,8 @@ def to_ascii(text: str) -> str:
     return re.sub("[^\x00-\x7f]", lambda found: json.dumps(found[0])[1:-1], text.translate(_ASCII))
 
 
-def _step(event: Placed) -> str:
+def step_text(event: Placed) -> str:
+    """Returns the step of an event in the width of a column."""
     return f"{event.step:>7,}"
 
 

@@ -112,11 +112,9 @@ def tracked(
     doing: str,
     unit: str,
     total: float | None = None,
-    *,
-    left: str = AGAIN,
 ) -> Iterator[Item]:
     """Yields the items, and counts each when the next one is asked for; see `progress`."""
-    with progress(doing, total, unit, left=left) as advance:
+    with progress(doing, total, unit) as advance:
         for item in items:
             yield item
             advance(1)

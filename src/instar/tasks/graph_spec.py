@@ -18,14 +18,14 @@ from instar.config.schema import RunConfig
 from instar.config.sections import Section
 from instar.config.user_code import load_named, what_happened
 from instar.data.arrays import Arrays, InMemorySource, holds_arrays, open_arrays
-from instar.data.columns import Columns
+from instar.data.columns import Columns, as_ragged
 from instar.data.order import Int64Array
 from instar.data.source import Source, WeightedSource
 from instar.data.split import SampleSet
 from instar.data.user_sets import sample_set, split_samples
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph, sizes_of
 from instar.models.shape import ArchitectureError
-from instar.tasks.graph_survey import GraphSurvey, ragged, survey_graphs, true_counts
+from instar.tasks.graph_survey import GraphSurvey, survey_graphs, true_counts
 from instar.tasks.task import SampleSetSpec, SavedModel, Say
 
 if TYPE_CHECKING:
@@ -214,14 +214,14 @@ def _nodes(source: Source) -> Int64Array:
     """Number of nodes of every graph."""
     if isinstance(source, Arrays):
         return source.sizes("x")
-    return ragged(source.read(np.arange(len(source)))["x"]).sizes
+    return as_ragged(source.read(np.arange(len(source)))["x"]).sizes
 
 
 def _counted(source: Source, config: GraphConfig, nodes: Int64Array) -> Int64Array:
     """Number of nodes of every graph that count in the loss."""
     if (mask := config.model.mask) is None:
         return nodes
-    return true_counts(ragged(source.read(np.arange(len(source)))[mask]))
+    return true_counts(as_ragged(source.read(np.arange(len(source)))[mask]))
 
 
 def _graph(config: RunConfig) -> GraphConfig:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.graph import GraphModelConfig, HeadConfig
-from instar.data.columns import Column, Columns, Ragged
+from instar.data.columns import Column, Columns, Ragged, as_ragged
 from instar.data.order import Int64Array
 from instar.data.source import Source
 from instar.record.progress import tracked
@@ -57,15 +57,15 @@ def survey_graphs(
             missing = [*_missing(columns, model)]
             if missing:
                 raise ConfigError(*missing)
-            x, pairs = ragged(columns["x"]), ragged(columns["edges"])
+            x, pairs = as_ragged(columns["x"]), as_ragged(columns["edges"])
             _check_graphs(faults, chunk, x, pairs, model)
             masked = None
             if model.mask is not None:
-                masked = ragged(columns[model.mask])
+                masked = as_ragged(columns[model.mask])
                 _check_sizes(faults, chunk, model.mask, masked, x, "booleans", "node")
                 faults.note(chunk[true_counts(masked) == 0], model.mask, "is true of no node")
             if model.edge_features:
-                of_edges = ragged(columns["edge_attr"])
+                of_edges = as_ragged(columns["edge_attr"])
                 _check_sizes(faults, chunk, "edge_attr", of_edges, pairs, "rows", "edge")
                 infinite = ~np.isfinite(of_edges.flat).all(1)
                 faults.note(
@@ -92,15 +92,6 @@ def survey_graphs(
     if problems:
         raise ConfigError(*problems)
     return GraphSurvey(features, graph_features, nodes / samples, edges / samples, edge_features)
-
-
-def ragged(column: Any) -> Ragged:
-    """Return a column as `Ragged`; an array [samples, n, …] is converted."""
-    if isinstance(column, Ragged):
-        return column
-    samples, size = column.shape[:2]
-    offsets = np.arange(samples + 1, dtype=np.int64) * size
-    return Ragged(column.reshape(samples * size, *column.shape[2:]), offsets)
 
 
 def true_counts(column: Ragged) -> Int64Array:
@@ -223,7 +214,7 @@ def _targets(
     """Return a head's concatenated targets and the sample number of each."""
     if head.level == "graph":
         return column, numbers
-    of_nodes = ragged(column)
+    of_nodes = as_ragged(column)
     _check_sizes(faults, numbers, head.column, of_nodes, x, "targets", "node")
     return of_nodes.flat, np.repeat(numbers, of_nodes.sizes)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import msgspec
@@ -20,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instar.config.errors import shortened
 from instar.distributed.agree import Json, gather
 from instar.distributed.all_reduce import exact_sum, parse_sum, rounded
 from instar.distributed.world import World
 from instar.models.loss import at_least_float32
-from instar.record.events import TRAIN_METRICS
+from instar.record.events import TRAIN_METRICS, Event, ImageEvent, TableEvent, Warn
+from instar.record.media import save_image
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
 Cell = str | int | float | bool | None
@@ -316,7 +319,7 @@ def _cell(value: Any) -> Cell:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
+    return shortened(text, LONGEST_TEXT)
 
 
 def _check_name(name: object, known: Mapping[str, object], most: int) -> None:
@@ -349,3 +352,23 @@ def _parsed(text: str) -> float | Fraction:
 
 def _plain(values: Sequence[Tensor | float | Fraction]) -> list[float | Fraction]:
     return [value.item() if isinstance(value, Tensor) else value for value in values]
+
+
+def media_events(
+    folder: Path,
+    split: str,
+    step: int,
+    images: Mapping[str, Pixels],
+    tables: Mapping[str, TableData],
+) -> Iterator[Event]:
+    """Yield an event for each; a warning for an image that cannot be saved in the run's folder."""
+    for name, pixels in images.items():
+        try:
+            path = save_image(folder, split, step, pixels)
+        except OSError as error:
+            yield Warn(message=f"the image {name} is not saved: {error}", step=step)
+            continue
+        height, width = pixels.shape[:2]
+        yield ImageEvent(step=step, name=name, split=split, path=path, width=width, height=height)
+    for name, table in tables.items():
+        yield TableEvent(step=step, name=name, split=split, columns=table.columns, rows=table.rows)

@@ -10,26 +10,9 @@ from torch import Tensor
 from instar.checkpoint.delta.state import Bits, word_type
 from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.tensor_file import DTYPES
 
-_TYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-_WORDS = {dtype: word for word, dtype in _TYPES.items()}
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
 def to_bits(tensor: Tensor) -> Bits:
@@ -52,9 +35,9 @@ def empty(entry: TensorEntry) -> Tensor:
     Raises:
         CheckpointError: torch has no such dtype.
     """
-    if entry.dtype not in _TYPES:
+    if entry.dtype not in DTYPES:
         raise CheckpointError(f"tensors of the dtype {entry.dtype} cannot be loaded into torch")
-    return torch.empty(entry.shape, dtype=_TYPES[entry.dtype])
+    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
 
 
 def without_aliases(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from instar.checkpoint.delta.statistics import LinkStatistics, link_statistics
 from instar.checkpoint.delta.tensors import to_bits, without_aliases
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import InstarError
+from instar.record.events import Delta
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """dtypes that weights may be rounded to"""
@@ -39,6 +41,21 @@ class Written:
     """for which training was blocked"""
     statistics: LinkStatistics | None
     """None for an anchor"""
+
+    def event(self, **place: Any) -> Delta:
+        """Returns the event of the record; `place`: where in the run, see `Placed`."""
+        found = self.statistics
+        return Delta(
+            number=self.link.number,
+            anchor=found is None,
+            size_bytes=self.link.size_bytes,
+            seconds=self.seconds,
+            stall_s=self.stall_s,
+            density=None if found is None else found.whole.density,
+            overlap=None if found is None else found.whole.overlap,
+            layers={} if found is None else {n: s.density for n, s in found.layers.items()},
+            **place,
+        )
 
 
 @dataclass(frozen=True)

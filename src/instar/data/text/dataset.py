@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
@@ -26,44 +26,6 @@ from instar.data.user_source import transformed
 from instar.data.workers import WorkerSource
 
 Say = Callable[[str], None]
-
-
-class DataSet(Protocol):
-    """Training and held-out samples with any context length."""
-
-    @property
-    def path(self) -> Path:
-        """The folder that holds the tokenizer."""
-        ...
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def tokenizer_fingerprint(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-
-    def train_samples(self, context: int) -> int | None:
-        """Return the number of training samples, None if they are not counted."""
-        ...
-
-    def train_tokens(self, context: int) -> int | None:
-        """Return the tokens of a text that gives `train_samples`; None if not counted."""
-        ...
-
-    def train(self, context: int, seed: int) -> tuple[Source, Order]:
-        """Return samples of `context` tokens, and their order.
-
-        Raises ConfigError if there are too few tokens for one sample.
-        """
-        ...
-
-    def held_out(self, split: str, context: int) -> Source:
-        """Return a split that is never trained on.
-
-        Raises ConfigError if there is no such split, or it has too few tokens.
-        """
-        ...
 
 
 def prepare_data(
@@ -107,7 +69,8 @@ def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
     Raises ConfigError if anything is missing or does not match the config.
     """
     if data.mixture:
-        return MixtureData(data, tuple(_open_tokens(part, seed) for part in _parts(data, seed)))
+        parts = tuple(_open_tokens(part, seed) for part in _parts(data, seed))
+        return MixtureData(data, parts[0].dataset, parts)
     if data.read_from_start:
         folder = data.path or default_path(data, seed)
         return StreamData(data, open_dataset(folder), _counted(data, world_size))
@@ -123,14 +86,16 @@ def folders(data: DataConfig, seed: int) -> list[Path]:
 
 
 @dataclass(frozen=True, eq=False)
-class PreparedData:
-    """A prepared folder: its tokenizer, and its held-out splits."""
+class DataSet(ABC):
+    """Training and held-out samples with any context length, and the tokenizer of their text."""
 
     data: DataConfig
     dataset: TokenDataset
+    """the shards whose folder holds the tokenizer"""
 
     @property
     def path(self) -> Path:
+        """The folder that holds the tokenizer."""
         return self.dataset.path
 
     @property
@@ -141,12 +106,36 @@ class PreparedData:
     def tokenizer_fingerprint(self) -> str:
         return self.dataset.tokenizer_fingerprint
 
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str: ...
+
+    @abstractmethod
+    def train_samples(self, context: int) -> int | None:
+        """Return the number of training samples, None if they are not counted."""
+
+    def train_tokens(self, context: int) -> int | None:
+        """Return the tokens of a text that gives `train_samples`; None if not counted."""
+        samples = self.train_samples(context)
+        return None if samples is None else samples * context + 1
+
+    @abstractmethod
+    def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        """Return samples of `context` tokens, and their order.
+
+        Raises ConfigError if there are too few tokens for one sample.
+        """
+
     def held_out(self, split: str, context: int) -> Source:
+        """Return a split that is never trained on.
+
+        Raises ConfigError if there is no such split, or it has too few tokens.
+        """
         return TokenWindows(self.dataset.split(split), context)
 
 
 @dataclass(frozen=True, eq=False)
-class TokenData(PreparedData):
+class TokenData(DataSet):
     """Token shards made from text or from rows."""
 
     seed: int
@@ -158,10 +147,10 @@ class TokenData(PreparedData):
     def train_samples(self, context: int) -> int:
         return len(self.samples(context, self.seed)[0])
 
-    def train_tokens(self, context: int) -> int:
+    def train_tokens(self, context: int) -> int | None:
         if self.data.packing:
             return len(self.dataset.split("train"))
-        return self.train_samples(context) * context + 1
+        return super().train_tokens(context)
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         source, order = self.samples(context, seed)
@@ -186,23 +175,10 @@ class TokenData(PreparedData):
 
 
 @dataclass(frozen=True, eq=False)
-class MixtureData:
+class MixtureData(DataSet):
     """Several sources, sampled by their shares; held-out splits concatenate those of the parts."""
 
-    data: DataConfig
     parts: tuple[TokenData, ...]
-
-    @property
-    def path(self) -> Path:
-        return self.parts[0].path
-
-    @property
-    def vocab_size(self) -> int:
-        return self.parts[0].vocab_size
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        return self.parts[0].tokenizer_fingerprint
 
     @property
     def fingerprint(self) -> str:
@@ -211,9 +187,6 @@ class MixtureData:
 
     def train_samples(self, context: int) -> int:
         return sum(part.train_samples(context) for part in self.parts)
-
-    def train_tokens(self, context: int) -> int:
-        return self.train_samples(context) * context + 1
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         sources = [part.samples(context, seed)[0] for part in self.parts]
@@ -234,7 +207,7 @@ class MixtureData:
 
 
 @dataclass(frozen=True, eq=False)
-class ChatData(PreparedData):
+class ChatData(DataSet):
     """Conversations, of which only the assistant's tokens are targets."""
 
     marks: TokenDataset
@@ -248,9 +221,6 @@ class ChatData(PreparedData):
 
     def train_samples(self, context: int) -> int:
         return len(self._samples("train", context))
-
-    def train_tokens(self, context: int) -> int:
-        return self.train_samples(context) * context + 1
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         samples = self._samples("train", context)
@@ -268,7 +238,7 @@ class ChatData(PreparedData):
 
 
 @dataclass(frozen=True, eq=False)
-class StreamData(PreparedData):
+class StreamData(DataSet):
     """A stream to train on, read from its beginning, and token shards for held-out splits."""
 
     counted: bool
@@ -281,9 +251,6 @@ class StreamData(PreparedData):
         return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
 
     def train_samples(self, context: int) -> None:  # noqa: ARG002
-        return None
-
-    def train_tokens(self, context: int) -> None:  # noqa: ARG002
         return None
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:

@@ -13,8 +13,7 @@ from typing import Any
 from instar.config.errors import ConfigError
 from instar.fleet.nodes import RAY_VARIABLE
 from instar.fleet.placement import close_all, given_gpus, lock_gpus
-from instar.processes.running import RunningProcess
-from instar.processes.spawner import Command, Spawner
+from instar.processes.spawner import Command, RunningProcess, Spawner
 
 
 def ray_library() -> Any:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from instar.fleet.engines import local, ray, slurm
-from instar.fleet.engines.work import left, patience_s
+from instar.fleet.engines import ray, slurm
+from instar.fleet.engines.work import Work, events_before, left, patience_s
 from instar.fleet.folder import FleetFolder, FolderLock
+from instar.fleet.placement import close_all, lock_gpus
 from instar.fleet.plan import FleetPlan
 from instar.fleet.spec import FleetSpec
 from instar.fleet.state import FLEETS
+
+if TYPE_CHECKING:
+    from instar.fleet.search.trials import Trials
 
 
 def check(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
@@ -62,7 +66,36 @@ def run(
             say(f"{started.path.name}: every instance has succeeded")
             return 0
         if work.plan.spec.engine == "local":
-            return local.run(work, say, wait=wait)
+            return _run_here(work, say, wait=wait)
         if work.plan.spec.engine == "ray":
             return ray.run(work, say)
         return slurm.run(work, say, detach=detach)
+
+
+def _run_here(work: Work, say: Callable[[str], None], *, wait: bool) -> int:
+    """Run instances on this machine, next to each other: the engine `local`.
+
+    Raises:
+        Taken: too few GPUs are free, and they are not waited for.
+    """
+    plan = work.plan
+    if plan.uses_gpus and not wait:
+        # refuse before anything is started if another fleet holds what this one needs
+        count = sum(len(each) for each in plan.slot(0).gpus.values())
+        needed = count * min(plan.parallel, len(work.todo))
+        close_all(each for _, each in lock_gpus(work.gpus, needed, (), "a check"))
+    say(f"fleet {work.started.path.name}: {len(work.todo)} instances, {plan.parallel} at a time")
+    return work.launcher(say, wait_for_gpus=wait, trials=_trials(work, say)).run(
+        work.todo, work.before
+    )
+
+
+def _trials(work: Work, say: Callable[[str], None]) -> Trials | None:
+    search = work.plan.spec.search
+    if search is None:
+        return None
+    from instar.fleet.search.trials import Trials
+
+    todo = {each.index for each in work.todo}
+    events = events_before(work.started)
+    return Trials(search, work.started.path, work.plan.instances, events, todo, say)

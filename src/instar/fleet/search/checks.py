@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, get_args
 from instar.config.errors import ConfigProblem, nearest
 from instar.config.fields import keys
 from instar.fleet.load import LoadedFleet
+from instar.fleet.plan import names_in
 from instar.fleet.spec import Scalar, Search
-from instar.fleet.template import names_in
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.config.errors import ConfigError
+from instar.config.files import open_regular
 from instar.fleet.plan import Instance
-from instar.fleet.search.evaluations import Evaluations
 from instar.fleet.spec import Search
 from instar.fleet.state import (
     FleetEvent,
@@ -21,11 +23,17 @@ from instar.fleet.state import (
     TrialEvaluated,
     now,
 )
+from instar.logs.read.scan import blocks
 from instar.record.control import ask
+from instar.record.events import VERSION, Placed, events_in, metrics
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
+
+METRICS_FILE = "metrics.jsonl"
+"""what a command that is no Instar run appends to in its folder: {"step": 100, "val/loss": 2.1}"""
+_EVAL = b'{"v":%d,"kind":"eval"' % VERSION
 
 
 class Trials:
@@ -49,8 +57,7 @@ class Trials:
                 those that were pruned before are not pruned again.
             say: prints a line.
         """
-        from instar.fleet.search.database import STUDY_FILE, StudyFile
-        from instar.fleet.search.study import Study
+        from instar.fleet.search.study import STUDY_FILE, Study, StudyFile
 
         self._search = search
         self._study = Study(search, folder.name)
@@ -173,3 +180,53 @@ class Trials:
 
     def close(self) -> None:
         self._file.close()
+
+
+class Evaluations:
+    """Reads the values of one metric while a run appends them: new bytes only, once. Steps that were returned
+    before are passed over, as a resumed run repeats them."""
+
+    def __init__(self, folder: Path, metric: str, after: int = 0) -> None:
+        """`after`: the last step that is known already."""
+        self.metric = metric
+        self.names: set[str] = set()
+        """metrics that the run has recorded"""
+        self._after = after
+        self._ends = dict.fromkeys([RunDir(folder).events, folder / METRICS_FILE], 0)
+
+    def new(self) -> Iterator[tuple[int, float]]:
+        """Yield the step and the value of each new evaluation."""
+        for path, begin in self._ends.items():
+            with suppress(OSError):  # it does not exist yet
+                if path.stat().st_size <= begin:
+                    continue
+                with open_regular(path) as file:
+                    file.seek(begin)
+                    for block, end in blocks(file, begin):
+                        self._ends[path] = end
+                        yield from self._in(block, path.name == METRICS_FILE)
+
+    def _in(self, block: bytes, plain: bool) -> Iterator[tuple[int, float]]:
+        for line in block.split(b"\n"):
+            found = _plain(line) if plain else _event(line) if line.startswith(_EVAL) else None
+            if found is None:
+                continue
+            step, values = found
+            self.names.update(values)
+            if step > self._after and self.metric in values:
+                self._after = step
+                yield step, values[self.metric]
+
+
+def _event(line: bytes) -> tuple[int, dict[str, float]] | None:
+    found = (event for _, event in events_in([line]) if isinstance(event, Placed))
+    return next(((event.step, metrics(event)) for event in found), None)
+
+
+def _plain(line: bytes) -> tuple[int, dict[str, float]] | None:
+    try:
+        data = json.loads(line)
+        step = data.pop("step")
+        return int(step), {k: float(v) for k, v in data.items() if isinstance(v, int | float)}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None

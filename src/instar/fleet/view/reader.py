@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from instar.config.errors import ConfigError, InstarError
+from instar.config.errors import ConfigError, InstarError, printable
 from instar.fleet.engines import slurm
 from instar.fleet.engines.remote import HostStatus
 from instar.fleet.folder import describe, launcher_pid
-from instar.fleet.plan import Instance, instances_of
+from instar.fleet.plan import Instance, instances_of, text_of
 from instar.fleet.spec import Search
-from instar.fleet.state import FleetStatus, fold, read_events
+from instar.fleet.state import FleetStatus, InstanceStatus, fold, read_events
 from instar.fleet.view.rows import FleetView, fleet_view
 from instar.logs.query.progress import ProgressReader, RunProgress
 from instar.record.rundir import RunDir
@@ -116,3 +116,33 @@ def stamp_of(folder: Path, prefix: str) -> Stamp:
                 status = entry.stat(follow_symlinks=False)
                 found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino))
     return tuple(sorted(found))
+
+
+def fleet_runs(folder: Path) -> dict[RunDir, str]:
+    """Return the runs of a fleet's instances, each with its group.
+
+    Raises:
+        ConfigError: there is no run yet, or the fleet's file is damaged.
+    """
+    spec, cwd = describe(folder)
+    base = Path() if cwd == Path.cwd() else cwd
+    found = fold(read_events(folder)).instances
+    runs: dict[RunDir, str] = {}
+    try:
+        for instance in instances_of(spec):
+            run = RunDir(base / instance.output_dir)
+            if run.holds_run():
+                runs[run] = group_name(spec.name, instance, found.get(instance.index))
+    except ValueError as error:
+        raise ConfigError.one(f"cannot be expanded: {error}", where=str(folder)) from None
+    if not runs:
+        raise ConfigError.one("no instance of this fleet has a run yet", where=str(folder))
+    return runs
+
+
+def group_name(fleet: str, instance: Instance, status: InstanceStatus | None) -> str:
+    """Return the fleet's name and the values of the matrix, or of a search, other than seeds."""
+    values = {**instance.values, **(status.values if status else {})}
+    last = {key: key.rpartition(".")[2] for key in values}
+    given = [f"{last[key]}={text_of(each)}" for key, each in values.items() if last[key] != "seed"]
+    return printable(" ".join([fleet, *given]))

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instar.config.errors import visible
+from instar.config.errors import shortened, visible
 from instar.fleet.plan import Instance
 from instar.fleet.state import ENDED, FLEETS, STATE_FILE
-from instar.fleet.view.groups import group_name
-from instar.fleet.view.reader import FleetReader
+from instar.fleet.view.reader import FleetReader, group_name
 from instar.fleet.view.rows import InstanceRow, ProcessRow
 from instar.fleet.view.table import in_one_line
-from instar.logs.web.curves import printable, shortened
+from instar.logs.web.curves import printable
 from instar.record.events import to_words
 from instar.record.rundir import RunDir
 

@@ -23,18 +23,15 @@ from instar.distributed.shards import Wholes, is_sharded, laid_out
 from instar.growth.apply import Key, Role, applied, moments_mode
 from instar.growth.axes import Use
 from instar.growth.live.build import Wrap, build_sharded, build_whole
-from instar.growth.live.ddp import renew
-from instar.growth.live.modules import take_over
+from instar.growth.live.modules import renew, take_over
 from instar.growth.live.optimizers import prepare_optimizer
 from instar.growth.live.probe import coarsest, drawn, moved, probed, reshard
-from instar.growth.live.subject import Build, Subject, shape_of, subject_of
+from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
 from instar.growth.live.vocabulary import with_vocabulary
-from instar.growth.live.wrappers import bare
 from instar.growth.operators import plan
-from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New
+from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New, VocabularyMap
 from instar.growth.proof import Proof, compare
 from instar.models.hf.pretrained import PretrainedShape
-from instar.models.hf.vocabulary import VocabularyMap
 from instar.models.shape import Growable, streams_of
 
 logger = logging.getLogger(__name__)

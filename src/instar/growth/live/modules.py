@@ -1,15 +1,17 @@
-"""Modules of a grown model: what they take over from those of the old one."""
+"""Modules of a grown model: what they take over from those of the old one, and DDP around them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from inspect import signature
 from types import MethodType
 from typing import Any
 
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from instar.growth.live.subject import Subject
+from instar.growth.live.subject import Subject, wrappers
 from instar.growth.plan import GrowthPlan
 from instar.models.shape import layer_of
 
@@ -85,3 +87,24 @@ def _origin(subject: Subject, path: str, plan: GrowthPlan) -> tuple[str, bool]:
     return subject.module_name(
         ".".join(["blocks", str(sources[nearest]), *inside])
     ), nearest != layer
+
+
+def renew(model: Module) -> None:
+    """Makes DDP, which stays the same object, reduce the gradients of the parameters that its module has now.
+
+    A collective: rank 0's parameters and buffers are sent to all, and their shapes are compared.
+    """
+    for wrapper in wrappers(model):
+        if isinstance(wrapper, DistributedDataParallel):
+            settings = {
+                name: vars(wrapper)[name]
+                for name in signature(type(wrapper)).parameters
+                if name in vars(wrapper) and name != "device_mesh"  # whose group it also has
+            }
+            if not wrapper.bucket_bytes_cap_default:
+                settings["bucket_cap_mb"] = wrapper.bucket_bytes_cap / 2**20
+            made = type(wrapper)(wrapper.module, **settings)
+            for hook, state in wrapper._comm_hooks:
+                made.register_comm_hook(state, hook)
+            # the old reducer ends here, and with it its hooks on the parameters that both have
+            take_over(wrapper, made)

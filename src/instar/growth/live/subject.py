@@ -1,16 +1,18 @@
-"""What growth must know of a live module: its shape, its names, and how to build a larger one."""
+"""What growth must know of a live model: the module inside its wrappers, its shape, its names, and how to build a larger
+one."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.nn import Module, Parameter
+from torch.nn import DataParallel, Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from instar.growth.live.adapters import Adapted, adapted_shape, is_of_peft
-from instar.growth.live.wrappers import bare
 from instar.growth.plan import GrowthError
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.shape import ArchitectureError, Growable
@@ -151,3 +153,22 @@ def _mismatches(subject: Subject) -> list[str]:
 
 def _same(name: str) -> str:
     return name
+
+
+def wrappers(model: Module) -> Iterator[Module]:
+    """Yields a model and what it wraps, from the outside in: `torch.compile`, DDP, moving averages; the last is the
+    module itself."""
+    while True:
+        yield model
+        if isinstance(model, DistributedDataParallel | DataParallel | AveragedModel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), Module):
+            model = inner
+        else:
+            return
+
+
+def bare(model: Module) -> Module:
+    """Returns the module inside all wrappers."""
+    *_, module = wrappers(model)
+    return module

@@ -1,17 +1,30 @@
-"""Operations that name the folder of a tokenizer, which is read here."""
+"""Operations that name the folder of a new tokenizer, which is compared with the old one, token by token; torch-free.
+
+Tokens are compared by their bytes, so that byte-level tokenizers and those with `▁` for spaces share what they share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from instar.checkpoint.manifest import CheckpointError
+from tokenizers import Tokenizer as Fast
+
+from instar.checkpoint.manifest import CheckpointError, read_json
 from instar.config.sections import Operation
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.operators import check
-from instar.growth.plan import GrowthError
-from instar.models.hf.tokens import map_vocabulary
+from instar.growth.plan import SPECIAL, GrowthError, VocabularyMap
+from instar.models.hf.tokenizer import TOKENIZER_CONFIG, letter
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPARE_IDS = 1024
+"""ids that a tokenizer may leave out"""
 
 
 def with_vocabulary(operation: Operation, home: Path | None) -> Operation:
@@ -37,3 +50,129 @@ def with_vocabulary(operation: Operation, home: Path | None) -> Operation:
     except CheckpointError as error:
         raise GrowthError(f"resize_vocab: {error}") from error
     return replace(operation, value=made)
+
+
+def map_vocabulary(old: Path, new: Path, rows: int | None = None) -> VocabularyMap:
+    """Compares the tokenizers of two folders.
+
+    A token of the new one that the old one does not have is the mean of the pieces that the old one makes of its
+    text; special tokens, and what has no pieces, are the mean of all rows.
+
+    Args:
+        rows: of the new table, if it is larger than the tokenizer.
+
+    Raises:
+        CheckpointError: a folder has no readable `tokenizer.json`, or its ids leave too many out.
+    """
+    one, other = _Vocabulary(old), _Vocabulary(new)
+    if rows is not None and rows < other.size:
+        raise CheckpointError(
+            f"{new / TOKENIZER_FILE}: {other.size:,} tokens do not fit into {rows:,} rows"
+        )
+    made: list[tuple[int, ...]] = [()] * (rows or other.size)
+    kept: set[int] = set()
+    asked: dict[int, bytes] = {}
+    for number, key in other.keys.items():
+        if (source := one.ids.get(key)) is not None:
+            made[number] = (source,)
+            kept.add(number)
+        elif isinstance(key, bytes):
+            asked[number] = key
+    pieces = one.pieces(list(asked.values()))
+    for number, found in zip(asked, pieces, strict=True):
+        made[number] = found
+    return VocabularyMap(tuple(made), frozenset(kept), other.special_ids())
+
+
+class _Vocabulary:
+    """The tokens of a folder: those of text by their bytes, added ones by their content."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.content = read_json(folder / TOKENIZER_FILE, follow=True)
+        try:
+            self.fast = Fast.from_str(json.dumps(self.content))
+        except Exception as error:  # the library raises nothing more special
+            raise CheckpointError(f"{folder / TOKENIZER_FILE}: not a tokenizer: {error}") from error
+        self.fast.no_truncation()
+        self.fast.no_padding()
+        tokens = self.fast.get_vocab(with_added_tokens=True)
+        self.size = max(tokens.values(), default=-1) + 1
+        if not 0 < self.size <= 2 * len(tokens) + _SPARE_IDS:
+            raise CheckpointError(
+                f"{folder / TOKENIZER_FILE}: {len(tokens):,} tokens with ids up to {self.size - 1:,}"
+            )
+        added = self.fast.get_added_tokens_decoder()
+        self.keys: dict[int, str | bytes] = {
+            number: added[number].content if number in added else self._bytes(token)
+            for token, number in sorted(tokens.items(), key=lambda item: item[1])
+        }
+        self.ids: dict[str | bytes, int] = {}
+        for number, key in self.keys.items():
+            self.ids.setdefault(key, number)
+
+    @cached_property
+    def _kinds(self) -> set[str]:
+        """Types of what splits text and joins tokens."""
+        return {*_types(self.content.get("pre_tokenizer")), *_types(self.content.get("decoder"))}
+
+    @cached_property
+    def _letters(self) -> dict[str, int]:
+        return {letter(byte): byte for byte in range(256)}
+
+    def _bytes(self, token: str) -> bytes:
+        if "ByteLevel" in self._kinds and all(each in self._letters for each in token):
+            return bytes(self._letters[each] for each in token)
+        if "ByteFallback" in self._kinds and (byte := _BYTE.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        if self._kinds & {"Metaspace", "Replace"}:
+            token = token.replace("▁", " ")
+        return token.encode()
+
+    def pieces(self, texts: Sequence[bytes]) -> list[tuple[int, ...]]:
+        """Returns the ids of the pieces of each text; of one that is no text, those of its bytes."""
+        whole = [text.decode(errors="replace") for text in texts]
+        unknown = self._unknown()
+        try:
+            encoded = self.fast.encode_batch(whole, add_special_tokens=False)
+        except Exception as error:  # e.g. of an unknown token, where there is no token for it
+            raise CheckpointError(
+                f"{self.folder / TOKENIZER_FILE}: cannot encode: {error}"
+            ) from error
+        return [
+            tuple(number for number in found.ids if number != unknown)
+            if "\ufffd" not in said
+            else tuple(self.ids[key] for key in (bytes([b]) for b in text) if key in self.ids)
+            for text, said, found in zip(texts, whole, encoded, strict=True)
+        ]
+
+    def _unknown(self) -> int | None:
+        model = self.content.get("model") or {}
+        named = model.get("unk_token")
+        number = self.fast.token_to_id(named) if isinstance(named, str) else model.get("unk_id")
+        return number if isinstance(number, int) else None
+
+    def special_ids(self) -> dict[str, int]:
+        """Returns the ids of the special tokens that `tokenizer_config.json` names."""
+        about = self.folder / TOKENIZER_CONFIG
+        named = read_json(about, follow=True) if about.is_file() else {}
+        found = {}
+        for name in SPECIAL:
+            token = named.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            number = self.fast.token_to_id(token) if isinstance(token, str) else None
+            if number is not None:
+                found[f"{name}_id"] = number
+        return found
+
+
+def _types(part: Any) -> Iterator[str]:
+    """Yields the types of a part of a tokenizer and of those in it."""
+    if isinstance(part, dict):
+        if isinstance(part.get("type"), str):
+            yield part["type"]
+        for value in part.values():
+            yield from _types(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from _types(value)

@@ -1,14 +1,14 @@
-"""Composes a chart from runs: selects curves, their range and annotations."""
+"""Composes a chart from runs, or from short trainings: selects curves, their range and annotations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, shortened
 from instar.logs.plot.axes import axis_label, check_axis
 from instar.logs.plot.chart import (
     Annotation,
@@ -17,6 +17,7 @@ from instar.logs.plot.chart import (
     Kind,
     Panel,
     Polyline,
+    metric_text,
     panel_label,
     subtitle,
 )
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
+
 _CLOCKS = ("wall_s", "time")
 _LONGEST_TITLE = 60
 _LARGEST, _FARTHEST, _LAST_TIME = 1e150, 1e30, 2e11
@@ -39,6 +41,8 @@ _LARGEST, _FARTHEST, _LAST_TIME = 1e150, 1e30, 2e11
 _MIN_POINTS, _ALL_POINTS = 200, 60_000
 MAX_MARKED_RUNS = 7
 """number of runs up to which annotations are drawn"""
+_DIVERGED = 1.5
+"""losses of short trainings above this multiple of the lowest one, and infinite ones, are beyond the picture"""
 LOSS_CURVES = (("loss", "val/loss"),)
 
 
@@ -147,7 +151,7 @@ def _panel(
 ) -> Panel:
     curves = [
         _curve(metric, run, [record for record in group if metric in record], wanted)
-        for metric in map(_real_name, metrics)
+        for metric in (ALIASES.get(name, name) for name in metrics)
         for run, group in enumerate(members)
         if any(metric in record for record in group)
     ]
@@ -265,13 +269,8 @@ def _superseded(series: Series) -> Iterator[Series]:
 def _best(
     series: Series, known: npt.NDArray[np.bool_], wanted: ChartRequest
 ) -> tuple[float, float] | None:
-    better = series.better
-    if better is None or known.sum() < 2:
-        return None
-    worst = np.inf if better == "min" else -np.inf
-    values = np.where(known, series.value, worst)
-    at = int(values.argmin() if better == "min" else values.argmax())
-    return float(series.axis(wanted.axis)[at]), float(values[at])
+    at = series.best(known) if known.sum() > 1 else None
+    return None if at is None else (float(series.axis(wanted.axis)[at]), float(series.value[at]))
 
 
 def _clip(
@@ -337,22 +336,11 @@ def _why_nothing(records: Sequence[RunRecord], wanted: ChartRequest) -> str:
     return f"nothing to draw: the runs of {where} have no common range of {metrics_text}"
 
 
-def _real_name(metric: str) -> str:
-    return ALIASES.get(metric, metric)
-
-
 def _units(records: Sequence[RunRecord]) -> list[str]:
-    starts = [logged.event for record in records for logged in record.of(RunStarted)[:1]]
-    return [start.unit for start in starts if isinstance(start, RunStarted)] or ["token"]
+    starts = [started for record in records for started in record.of(RunStarted)[:1]]
+    return [started.event.unit for started in starts] or ["token"]
 
 
-_KINDS: dict[str, Kind] = {
-    "operation": "operation",
-    "checkpoint": "checkpoint",
-    "resume": "resume",
-    "alert": "alert",
-    "failed": "failed",
-}
 _LONGEST = 36
 
 
@@ -363,17 +351,17 @@ def annotate(
     the limits, in order. Overrides are left out: the resume that set them is annotated."""
     found = [
         Annotation(
-            _KINDS[mark["kind"]],
+            mark["kind"],
             mark["x"][axis],
             run,
-            _short(mark["title"]),
-            _short(mark["name"] or mark["title"]),
+            shortened(mark["title"], _LONGEST),
+            shortened(mark["name"] or mark["title"], _LONGEST),
             mark["sign"],
         )
         for run, group in enumerate(members)
         for record in group
         for mark in marks(record, (axis,))
-        if mark["kind"] in _KINDS
+        if mark["kind"] in get_args(Kind)
         and not mark["superseded"]
         and not mark["title"].startswith("override ")
         and mark["x"][axis] is not None
@@ -382,5 +370,37 @@ def annotate(
     return tuple(sorted(dict.fromkeys(found), key=lambda mark: mark.x))
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], chosen: float) -> Chart:
+    """Returns a chart of the final losses of short trainings over their learning rates: a curve per round, and a
+    mark at the chosen rate.
+
+    Args:
+        rounds: (learning rate, final loss) by label, in ascending order of the rate.
+    """
+    losses = [loss for points in rounds.values() for _, loss in points if np.isfinite(loss)]
+    lowest, highest = min(losses), max(losses)
+    top = min(highest, lowest + _DIVERGED * abs(lowest))
+    room = 0.06 * (top - lowest) or 0.1
+    curves = tuple(
+        Curve("val/loss", run, Polyline(*_columns(points)), held_out=True)
+        for run, points in enumerate(rounds.values())
+    )
+    panel = Panel(metric_text("val/loss"), curves, limits=(lowest - room, top + room))
+    rates = [rate for points in rounds.values() for rate, _ in points]
+    text = f"lr {chosen:.2g}"
+    return Chart(
+        title="Final loss by learning rate",
+        subtitle="",
+        axis="lr",
+        label=metric_text("lr"),
+        runs=tuple(rounds),
+        panels=(panel,),
+        marks=(Annotation("operation", chosen, len(rounds) - 1, text, text, "setting"),),
+        log_x=True,
+        limits=(min(rates), max(rates)),
+    )
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    x, y = np.array(points, dtype=np.float64).T
+    return x, np.where(np.isfinite(y), y, np.nan)

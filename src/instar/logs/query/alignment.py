@@ -140,9 +140,9 @@ def parse_place(text: str) -> AxisValue:
     return AxisValue(axis, found)
 
 
-def even_places(axis: str, furthest: float, count: int = 5) -> list[AxisValue]:
-    """Returns `count` evenly spaced places up to `furthest`; steps, samples and tokens are whole."""
-    amounts = [*(furthest * number / count for number in range(1, count)), furthest]
+def even_places(axis: str, furthest: float) -> list[AxisValue]:
+    """Returns five evenly spaced places up to `furthest`; steps, samples and tokens are whole."""
+    amounts = [*(furthest * number / 5 for number in range(1, 5)), furthest]
     if axis in ("step", "samples", "tokens"):
         amounts = [float(math.floor(amount)) for amount in amounts]
     return [AxisValue(axis, amount) for amount in dict.fromkeys(amounts) if amount > 0]

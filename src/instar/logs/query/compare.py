@@ -195,7 +195,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
 def _curves(
     record: RunRecord, wanted: Iterable[str], axes: Iterable[str], target: float | None, goal: str
 ) -> _Curves:
-    started = next((s.event for s in record.of(RunStarted)), None)
+    starts = record.of(RunStarted)
     metrics = {}
     for name in record.metrics:
         if any(fnmatchcase(name, pattern) for pattern in wanted):
@@ -203,7 +203,7 @@ def _curves(
             values = series.value[series.kept]
             metrics[name] = {axis: (series.axis(axis)[series.kept], values) for axis in axes}
     return _Curves(
-        unit=started.unit if isinstance(started, RunStarted) else "token",
+        unit=starts[0].event.unit if starts else "token",
         metrics=metrics,
         reached=_reached(record, goal, target) if target is not None and goal in record else None,
     )

@@ -44,9 +44,9 @@ def run_failure(record: RunRecord) -> RunFailure | None:
     if match := _SENTENCE.fullmatch(summary.reason):
         rank, message = int(match[1]), match[3]
         step = int(match[2].replace(",", "")) if match[2] else None
-    failed = [logged.event for logged in record.of(Failed)]
-    if failed and isinstance(failed[-1], Failed) and failed[-1].segment == summary.segments:
-        rank, step = failed[-1].rank, failed[-1].step
+    failed = record.of(Failed)
+    if failed and failed[-1].event.segment == summary.segments:
+        rank, step = failed[-1].event.rank, failed[-1].event.step
     kind = ""
     if match := _TYPE.match(message):
         kind, message = match[1] or match[2], message[match.end() :]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from instar.config.errors import ConfigError, printable
+from instar.config.errors import ConfigError, printable, shortened
 from instar.config.fields import differing
 from instar.config.origins import ConfigLine
 from instar.logs.query.config import config_lines, config_values, derived_keys
@@ -189,10 +189,8 @@ def _label(name: str, values: Given, keys: Sequence[str]) -> str:
 
 def _short(value: str) -> str:
     """Returns a value short enough for a legend: for a list of operations, their number."""
-    if len(value) <= _LONGEST:
-        return value
-    items = value.count("- {")
-    return _counted(items) if items else f"{value[: _LONGEST - 1]}…"
+    items = value.count("- {") if len(value) > _LONGEST else 0
+    return _counted(items) if items else shortened(value, _LONGEST)
 
 
 def _counted(operations: int) -> str:
@@ -217,7 +215,7 @@ def short_values(key: str, values: Sequence[object], whole: Sequence[str]) -> li
 
 def _abbreviated(key: str, value: object, text: str) -> str:
     if not isinstance(value, list | tuple):
-        return f"{text[: _LONGEST_IN_TABLE - 1]}…"
+        return shortened(text, _LONGEST_IN_TABLE)
     operations = key == "schedule" and all(isinstance(item, Mapping) for item in value)
     return _counted(len(value)) if operations else f"{len(value)} items"
 

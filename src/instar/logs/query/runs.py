@@ -180,14 +180,12 @@ def list_runs(
     tag: str | None = None,
     archived: bool = False,
     last: int | None = None,
-    now: float | None = None,
 ) -> list[Row]:
     """Returns rows of the runs that match `state`, `name` and `tag`, at most the `last` ones.
 
     Args:
         name: a run's name, folder or id, or a pattern of these.
         archived: whether archived runs are included.
-        now: Unix seconds, to judge whether a run on another machine is alive.
 
     Raises:
         ConfigError: the state is unknown.
@@ -203,7 +201,7 @@ def list_runs(
     ]
     if state is None and last is not None:
         chosen = chosen[-last:]
-    rows = [row for row in _rows(chosen, now) if state in (None, row.status.state)]
+    rows = [row for row in _rows(chosen) if state in (None, row.status.state)]
     return rows if last is None else rows[-last:]
 
 
@@ -212,20 +210,20 @@ def faults(rows: Sequence[Row]) -> Iterator[str]:
     return (row.summary.fault for row in rows if row.summary.fault)
 
 
-def _rows(runs: Sequence[tuple[RunDir, RunLabels]], now: float | None) -> list[Row]:
+def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
     """Reads many runs in threads, which overlaps waiting for the disk."""
     if len(runs) < FEW:
-        return [_row(run, labels, now) for run, labels in runs]
+        return [_row(run, labels) for run, labels in runs]
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        rows = pool.map(lambda each: _row(each[0], each[1], now), runs)
+        rows = pool.map(lambda each: _row(*each), runs)
         return list(tracked(rows, "reading records", "runs", len(runs)))
 
 
-def _row(run: RunDir, labels: RunLabels, now: float | None) -> Row:
+def _row(run: RunDir, labels: RunLabels) -> Row:
     summary = cached_summary(run)
-    return Row(summary, run_status(run, summary.events, summary.seen or 0.0, now), labels)
+    return Row(summary, run_status(run, summary.events, summary.seen or 0.0), labels)
 
 
 def _matches(run: RunDir, name: str) -> bool:

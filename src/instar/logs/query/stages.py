@@ -49,14 +49,12 @@ class RunStage:
 
 def stages(record: RunRecord) -> list[RunStage]:
     """Returns the stages of a run, superseded steps excluded; empty if the run has not started."""
-    starts = [logged.event for logged in record.of(RunStarted)]
-    first = starts[0] if starts else None
-    if not isinstance(first, RunStarted):
+    starts = record.of(RunStarted)
+    if not starts:
         return []
+    first = starts[0].event
     operations = [logged.event for logged in record.of(OperationEvent) if logged.kept]
-    growths = [
-        each for each in operations if isinstance(each, OperationEvent) and each.architecture
-    ]
+    growths = [each for each in operations if each.architecture]
     places = [place_at(record, first.step), *map(place_of, growths), last_place(record)]
     model, parameters, architecture = first.model, first.parameters or None, first.architecture
     found = []

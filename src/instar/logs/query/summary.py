@@ -163,7 +163,7 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
         best={
             name: _value(curves, name, index)
             for name, series in curves.items()
-            if (index := _best(series)) is not None
+            if (index := series.best(series.kept & np.isfinite(series.value))) is not None
         },
         best_metric=f"val/{current.best_metric if current else 'loss'}",
         operations=operations,
@@ -186,16 +186,6 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
 def _end(series: Series) -> int | None:
     kept = np.flatnonzero(series.kept)
     return int(kept[-1]) if len(kept) else None
-
-
-def _best(series: Series) -> int | None:
-    """Index of the first best value; None: the metric has no direction or no finite value."""
-    toward = series.better
-    usable = series.kept & np.isfinite(series.value)
-    if toward is None or not usable.any():
-        return None
-    values = np.where(usable, series.value, np.inf if toward == "min" else -np.inf)
-    return int(values.argmin() if toward == "min" else values.argmax())
 
 
 def _value(curves: dict[str, Series], name: str, index: int) -> MetricValue:

@@ -11,13 +11,12 @@ from pathlib import Path
 from instar.config.files import open_regular
 from instar.logs.query.state import run_status
 from instar.record.events import (
-    NOT_AN_EVENT,
     Event,
     Failed,
     RunFinished,
     RunStarted,
     Stop,
-    decode,
+    events_in,
 )
 from instar.record.rundir import RunDir
 
@@ -70,7 +69,7 @@ class Follower(LineFollower):
 
     def poll(self) -> list[Event]:
         """Returns the events added since the last call, in order."""
-        return [event for line in self.lines() if (event := _event(line)) is not None]
+        return [event for _, event in events_in(self.lines())]
 
 
 WAIT_S = 0.1
@@ -111,7 +110,7 @@ def last_events(path: Path, count: int) -> tuple[list[Event], int]:
     wanted = count
     while True:
         lines, end = last_lines(path, wanted)
-        events = [event for line in lines if (event := _event(line)) is not None]
+        events = [event for _, event in events_in(lines)]
         if len(events) >= count or len(lines) < wanted:
             return events[max(0, len(events) - count) :], end
         wanted *= 2
@@ -121,7 +120,7 @@ def unit_of(path: Path) -> str:
     """Returns the unit of a run's tokens, from the first line of its record."""
     try:
         with open_regular(path) as file:
-            event = _event(file.readline())
+            event = next((event for _, event in events_in([file.readline()])), None)
     except OSError:
         return "token"
     return event.unit if isinstance(event, RunStarted) else "token"
@@ -136,7 +135,7 @@ def follow(run: RunDir, seen: Sequence[Event], offset: int) -> Iterator[list[Eve
     lifecycle: deque[Event] = deque(maxlen=8)
     at = _remember(lifecycle, seen)
     while True:
-        before = _is_running(run, lifecycle, at)
+        before = run_status(run, tuple(lifecycle), at).state == "running"
         new = follower.poll()
         at = _remember(lifecycle, new) or at
         yield new
@@ -155,18 +154,7 @@ def follow_log(run: RunDir, path: Path, offset: int) -> Iterator[list[bytes]]:
     yield log.lines()
 
 
-def _is_running(run: RunDir, lifecycle: Sequence[Event], seen: float) -> bool:
-    return run_status(run, tuple(lifecycle), seen).state == "running"
-
-
 def _remember(lifecycle: deque[Event], events: Sequence[Event]) -> float:
     """Collects events of a run's start and end; returns the time of the last event, or 0."""
     lifecycle.extend(e for e in events if isinstance(e, RunStarted | Stop | RunFinished | Failed))
     return events[-1].time if events else 0.0
-
-
-def _event(line: bytes) -> Event | None:
-    try:
-        return decode(line)
-    except NOT_AN_EVENT:
-        return None

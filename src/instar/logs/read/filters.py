@@ -12,14 +12,13 @@ from instar.config.errors import ConfigError
 from instar.config.files import open_regular
 from instar.logs.read.lineage import EVERYTHING, Lineage
 from instar.record.events import (
-    NOT_AN_EVENT,
     AnyEvent,
     Event,
     Placed,
     RecordError,
     RunStarted,
     Unrecognised,
-    decode,
+    events_in,
 )
 from instar.record.rundir import RunDir
 
@@ -97,13 +96,10 @@ def _events(run: RunDir, kinds: Collection[bytes]) -> Iterator[tuple[bytes, Even
     """Yields the lines that are events; skips other kinds where the line's prefix already shows it."""
     try:
         with open_regular(run.events) as file:
-            for line in file:
-                match = _KIND.match(line)
-                if kinds and match and match[1] not in kinds:
-                    continue
-                try:
-                    yield line.rstrip(b"\n"), decode(line)
-                except NOT_AN_EVENT:
-                    continue
+            matches = ((line, _KIND.match(line)) for line in file)
+            lines = (
+                line for line, kind in matches if not (kinds and kind and kind[1] not in kinds)
+            )
+            yield from ((line.rstrip(b"\n"), event) for line, event in events_in(lines))
     except OSError as error:
         raise RecordError(f"cannot read {run.events}: {error.strerror}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -129,16 +129,27 @@ class Series:
         axes = LazyColumns([*self._axes], lambda name: self._axes[name][which])
         return Series(self.name, self.value[which], axes, self.kept[which], self.better)
 
+    def best(self, usable: Bools) -> int | None:
+        """Returns the index of the first best of the usable values; None: there is none, or no direction."""
+        if self.better is None or not usable.any():
+            return None
+        values = np.where(usable, self.value, np.inf if self.better == "min" else -np.inf)
+        return int(values.argmin() if self.better == "min" else values.argmax())
+
     def current(self) -> Series:
         """Returns the series without superseded points; its steps never decrease."""
         return self if self.kept.all() else self.take(self.kept)
 
 
+E = TypeVar("E", bound=Event, covariant=True)
+K = TypeVar("K", bound=Event)
+
+
 @dataclass(frozen=True)
-class RecordedEvent:
+class RecordedEvent(Generic[E]):
     """An event; `kept` is false if it was superseded."""
 
-    event: Event
+    event: E
     kept: bool = True
 
 
@@ -148,7 +159,7 @@ class RunRecord:
     def __init__(
         self,
         run: RunDir,
-        events: Sequence[RecordedEvent],
+        events: Sequence[RecordedEvent[Event]],
         table: Mapping[str, Series],
         faults: Sequence[str],
         end: int = 0,
@@ -181,9 +192,11 @@ class RunRecord:
             raise unknown_metric(metric, self.metrics, str(self.run.path))
         return self._table[name]
 
-    def of(self, kind: type[Event]) -> list[RecordedEvent]:
+    def of(self, kind: type[K]) -> list[RecordedEvent[K]]:
         """Returns the events of one kind."""
-        return [logged for logged in self.events if isinstance(logged.event, kind)]
+        return [
+            cast("RecordedEvent[K]", each) for each in self.events if isinstance(each.event, kind)
+        ]
 
 
 def unknown_metric(metric: str, known: Sequence[str], where: str) -> ConfigError:

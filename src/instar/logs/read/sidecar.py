@@ -28,7 +28,7 @@ _WINDOW_BYTES = 4096
 
 def cache_folder(run: RunDir) -> Path | None:
     """Returns the folder that caches a run's record, which may not exist yet; None: no caching."""
-    home = _home()
+    home = cache_home("records")
     if home is None:
         return None
     try:
@@ -71,11 +71,6 @@ def evict(kept: Path) -> None:
 
 def _bytes_in(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*"))
-
-
-def _home() -> Path | None:
-    """The folder of all records, this user's alone."""
-    return cache_home("records")
 
 
 class FileStamp(msgspec.Struct, frozen=True):

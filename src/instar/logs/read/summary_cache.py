@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from instar.logs.read.sidecar import (
     write_checked,
 )
 from instar.record.events import (
-    NOT_AN_EVENT,
     VERSION,
     Branched,
     Eval,
@@ -38,6 +36,7 @@ from instar.record.events import (
     Stop,
     Train,
     decode,
+    events_in,
     to_words,
 )
 from instar.record.rundir import RunDir
@@ -68,7 +67,6 @@ class CachedSummary:
     """of the last training step that was recorded"""
     val: float | None
     """the last validation loss"""
-    val_step: int | None
     best: float | None
     """the lowest validation loss that is not superseded"""
     best_step: int | None
@@ -134,7 +132,7 @@ def cached_summary(run: RunDir) -> CachedSummary:
     evals = [
         (loss, at) for segment, at, loss in seen.evals if at <= limits.get(segment, EVERYTHING)
     ]
-    val, best = (evals[-1], min(evals)) if evals else ((None, None), (None, None))
+    best = min(evals, default=(None, None))
     last = decode(seen.last.encode()) if seen.last else None
     return CachedSummary(
         run,
@@ -147,8 +145,7 @@ def cached_summary(run: RunDir) -> CachedSummary:
         step=seen.step,
         tokens=seen.tokens,
         loss=None if seen.loss is None else float(seen.loss),
-        val=val[0],
-        val_step=val[1],
+        val=evals[-1][0] if evals else None,
         best=best[0],
         best_step=best[1],
         kind=seen.kind,
@@ -188,7 +185,7 @@ def _keep(folder: Path, kept: _CacheFile) -> None:
 
 def _take(seen: _ScanState, block: bytes) -> None:
     lines = block.split(b"\n")
-    for line, event in _events(line for line in lines if not line.startswith(_MEASUREMENTS)):
+    for line, event in events_in(line for line in lines if not line.startswith(_MEASUREMENTS)):
         seen.lineage.take(event)
         if isinstance(event, Branched) and not seen.branched:
             seen.branched = line.decode(errors="replace")
@@ -209,7 +206,7 @@ def _take(seen: _ScanState, block: bytes) -> None:
 def _take_last(seen: _ScanState, lines: list[bytes]) -> None:
     """Takes the last event, and the last events with a place and with a loss."""
     has_last = has_place = False
-    for line, event in _events(reversed(lines)):
+    for line, event in events_in(reversed(lines)):
         if not has_last:
             seen.kind, seen.time, has_last = kind_of(event), event.time, True
         if isinstance(event, Placed) and not has_place:
@@ -219,12 +216,3 @@ def _take_last(seen: _ScanState, lines: list[bytes]) -> None:
             seen.loss = to_words(event.loss)
         if isinstance(event, Train | RunStarted):
             return
-
-
-def _events(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Event]]:
-    for line in lines:
-        try:
-            event = decode(line)
-        except NOT_AN_EVENT:
-            continue
-        yield line, event

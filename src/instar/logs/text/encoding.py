@@ -6,7 +6,6 @@ import codecs
 import io
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from instar.config.errors import InstarError, visible
@@ -47,12 +46,12 @@ class _Visible(io.TextIOWrapper):
         return len(text)
 
 
-def set_encoding(environment: Mapping[str, str] = os.environ) -> None:
+def set_encoding() -> None:
     """Encode output as ASCII on both streams if the locale or the stream does not support Unicode.
 
     In the locale C, Python uses UTF-8, which such a terminal garbles.
     """
-    plain = environment.get("LC_ALL") in ("C", "POSIX")
+    plain = os.environ.get("LC_ALL") in ("C", "POSIX")
     streams: list[Any] = [sys.stdout, sys.stderr]
     for stream in streams:
         encoding = getattr(stream, "encoding", None)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from instar.config.budget import parse_budget
+from instar.config.errors import shortened
 from instar.record.events import (
     Alert,
     AnalysisEvent,
@@ -18,7 +19,6 @@ from instar.record.events import (
     Layers,
     NewGradients,
     OperationEvent,
-    Placed,
     RunFinished,
     RunStarted,
     Saved,
@@ -42,6 +42,7 @@ from instar.record.format import (
     saved_line,
     si,
     sizes_text,
+    step_text,
     train_line,
     unit_text,
 )
@@ -87,36 +88,38 @@ class EventFormatter:
             case Stop():
                 self.lines(event)
                 resumable = "  resumable" if event.resumable else ""
-                return [f"{_step(event)}  stop: {event.reason}{resumable}"]
+                return [f"{step_text(event)}  stop: {event.reason}{resumable}"]
             case NewGradients():
                 kept, new = (loss(g, 4) for g in (event.grad_norm_kept, event.grad_norm_new))
-                return [f"{_step(event)}  after {event.operation}  gn kept {kept}  new {new}"]
+                return [f"{step_text(event)}  after {event.operation}  gn kept {kept}  new {new}"]
             case Layers():
-                return [f"{_step(event)}  layers  gn {_groups(event.grad_norm)}"]
+                return [f"{step_text(event)}  layers  gn {_groups(event.grad_norm)}"]
             case Delta():
                 return [delta_line(event)]
             case AnalysisEvent() if not event.suggestions:
-                return [f"{_step(event)}  analysis: nothing to suggest"]
+                return [f"{step_text(event)}  analysis: nothing to suggest"]
         return self.lines(event)
 
     def _rare(self, event: Event) -> list[str]:
         match event:
             case Skip():
-                return [f"{_step(event)}  update skipped: {event.reason}"]
+                return [f"{step_text(event)}  update skipped: {event.reason}"]
             case Alert():
-                return [f"{_step(event)}  alert: {event.name}: {event.message}"]
+                return [f"{step_text(event)}  alert: {event.name}: {event.message}"]
             case Wrote():
-                return [f"{_step(event)}  wrote: {_short(event.prompt + event.text)}"]
+                return [f"{step_text(event)}  wrote: {_short(event.prompt + event.text)}"]
             case ImageEvent():
                 size = f"{event.width} × {event.height}"
-                return [f"{_step(event)}  image {event.name} ({event.split}): {size}, {event.path}"]
+                return [
+                    f"{step_text(event)}  image {event.name} ({event.split}): {size}, {event.path}"
+                ]
             case TableEvent():
                 row = dict(zip(event.columns, event.rows[0], strict=False)) if event.rows else {}
                 first = _short(json.dumps(to_words(row), ensure_ascii=False))
                 count = f"{len(event.rows)} rows, the first {first}"
-                return [f"{_step(event)}  table {event.name} ({event.split}): {count}"]
+                return [f"{step_text(event)}  table {event.name} ({event.split}): {count}"]
             case AnalysisEvent():
-                return [f"{_step(event)}  {suggestion}" for suggestion in event.suggestions]
+                return [f"{step_text(event)}  {suggestion}" for suggestion in event.suggestions]
             case Branched():
                 return [f"branch {event.name} of {event.parent}, from step {event.step:,}"]
             case Warn():
@@ -145,9 +148,4 @@ def _is_budget(reason: str) -> bool:
 
 
 def _short(text: str) -> str:
-    line = text.replace("\n", "⏎")
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
-
-
-def _step(event: Placed) -> str:
-    return f"{event.step:>7,}"
+    return shortened(text.replace("\n", "⏎"), _LONGEST)

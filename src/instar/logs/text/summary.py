@@ -189,14 +189,7 @@ def one_lines(summaries: Sequence[Summary]) -> list[str]:
     `finished  demo-e5s6m  step 200  486k tok  loss 3.801  best val 4.2071 at 200  20.9k tok/s
     23.2s active  2 operations`, and the reason if the run was stopped or crashed.
     """
-    rows = [_line_cells(summary) for summary in summaries]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for summary, cells in zip(summaries, rows, strict=True):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        early = summary.state in ("stopped", "crashed")
-        lines.append(f"{line}  {first_line(summary.reason)}" if early else line.rstrip())
-    return lines
+    return aligned([_line_cells(summary) for summary in summaries]) if summaries else []
 
 
 def _line_cells(summary: Summary) -> list[str]:
@@ -216,11 +209,8 @@ def _line_cells(summary: Summary) -> list[str]:
         f"{rate} {unit}/s",
         f"{duration(summary.active_s)} active",
         f"{count} operation{'' if count == 1 else 's'}",
+        summary.reason.partition("\n")[0] if summary.state in ("stopped", "crashed") else "",
     ]
-
-
-def first_line(text: str) -> str:
-    return text.partition("\n")[0]
 
 
 def markdown(summaries: Sequence[Summary]) -> list[str]:

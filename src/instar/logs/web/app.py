@@ -277,11 +277,11 @@ def log_of(catalog: Catalog, run: RunDir, rank: int) -> dict[str, Any] | None:
     return {"rank": rank, "text": text, "offset": offset, "skipped": skipped}
 
 
-def _event(record: RunRecord, logged: RecordedEvent) -> dict[str, Any]:
+def _event(record: RunRecord, logged: RecordedEvent[Event]) -> dict[str, Any]:
     event = logged.event
     fields = dict(_fields(event))
     mark = next(iter(marks(RunRecord(record.run, [logged], {}, ()), axes=("step",))), None)
-    kind = str(fields.pop("name", "")) if "fields" in fields else _kind(event)
+    kind = str(fields.pop("name", "")) if "fields" in fields else str(event.__struct_config__.tag)
     return {
         "kind": kind,
         "time": event.time,
@@ -301,10 +301,6 @@ def _text(fields: dict[str, Any]) -> str:
     shown = {k: v for k, v in fields.items() if isinstance(v, str | int | float) and k not in _AXES}
     texts = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in shown.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in texts.items())
-
-
-def _kind(event: Event) -> str:
-    return str(event.__struct_config__.tag)
 
 
 _AXES = frozenset(AXES)

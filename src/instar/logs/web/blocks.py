@@ -7,22 +7,32 @@ Numbers are formatted here, so that pages and command line round alike.
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from instar.logs.web.curves import printable, shortened
+from instar.config.errors import shortened
+from instar.logs.web.curves import printable
+from instar.record.events import ImageEvent, TableEvent
 from instar.record.format import duration, si
+from instar.record.media import read_image
 
 if TYPE_CHECKING:
-    from instar.logs.read.record import RecordedEvent
+    from instar.logs.read.record import RecordedEvent, RunRecord
+    from instar.record.events import Event
 
 Section = dict[str, Any]
 Cell = str | dict[str, str]
 """a text, or its parts: `strong`, `text`, `note`, `class`, and `full` if `text` is shortened"""
 MAX_ROWS = 400
 """rows of a table"""
+MAX_OF_A_NAME = 4
+"""latest images of one name and split"""
+IMAGE_BYTES = 1 << 20
+"""size of all images of a run's page"""
+MAX_TABLES, MAX_COLUMNS = 40, 30
 
 
 def table(
@@ -30,7 +40,7 @@ def table(
     heads: Sequence[str],
     lines: Iterable[Sequence[Cell]],
     rows: int,
-    source: Sequence[RecordedEvent] = (),
+    source: Sequence[RecordedEvent[Event]] = (),
     **more: Any,
 ) -> Section:
     """Returns a table of the last `rows` lines; a head that ends in `>` marks a column of numbers.
@@ -111,3 +121,64 @@ def printable_section(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [printable_section(each) for each in value]
     return value
+
+
+def image_section(record: RunRecord, share: float) -> dict[str, Any]:
+    """Return the latest images of each name as data URIs; empty without images.
+
+    Args:
+        share: of `IMAGE_BYTES`.
+    """
+    items: list[dict[str, Any]] = []
+    room, left_out = share * IMAGE_BYTES, 0
+    counts: dict[tuple[str, str], int] = {}
+    found = [logged.event for logged in record.of(ImageEvent) if logged.kept]
+    for event in reversed(found):
+        key = event.split, event.name
+        counts[key] = counts.get(key, 0) + 1
+        content = read_image(record.run.path, event.path) if room > 0 else None
+        if content is None or counts[key] > MAX_OF_A_NAME or len(content) > room:
+            left_out += 1
+            continue
+        room -= len(content)
+        items.append(
+            {
+                "label": f"{shortened(event.name)} ({shortened(event.split)}), step {event.step:,}",
+                "src": f"data:image/png;base64,{base64.b64encode(content).decode()}",
+            }
+        )
+    if not found:
+        return {}
+    return {"kind": "images", "title": "Images", "items": items, "left_out": left_out}
+
+
+def table_sections(record: RunRecord, rows: int) -> Iterator[dict[str, Any]]:
+    """Yield the first `rows` rows of the latest table of each name and split."""
+    kept = (logged.event for logged in record.of(TableEvent) if logged.kept)
+    latest = {(event.split, event.name): event for event in kept}
+    for event in [*latest.values()][:MAX_TABLES]:
+        cells = [row[:MAX_COLUMNS] for row in event.rows[:rows]]
+        columns = event.columns[:MAX_COLUMNS]
+        yield {
+            "kind": "table",
+            "title": shortened(f"{event.name} ({event.split}), step {event.step:,}"),
+            "heads": [shortened(column) for column in columns],
+            "numbers": [n for n in range(len(columns)) if all(map(_is_number, _column(cells, n)))],
+            "rows": [[_text(value) for value in row] for row in cells],
+            "superseded": [],
+            "left_out": 0,
+        }
+
+
+def _column(rows: Sequence[Sequence[object]], number: int) -> list[object]:
+    return [row[number] for row in rows if number < len(row)]
+
+
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.5g}" if isinstance(value, float) else shortened(str(value))

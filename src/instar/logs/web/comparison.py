@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from instar.config.errors import shortened
 from instar.config.fields import differing
 from instar.config.origins import in_yaml
 from instar.logs.query.config import config_values
@@ -24,7 +25,6 @@ from instar.logs.web.blocks import (
     table,
     text_section,
 )
-from instar.logs.web.curves import shortened
 from instar.logs.web.sections import folder_name, key_figures
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from instar.config.errors import shortened
 from instar.config.files import open_regular
 from instar.logs.plot.transforms import thin
 from instar.logs.query.groups import By, given_values, grouped
@@ -169,11 +170,6 @@ def printable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
-def shortened(text: str, length: int = 1000) -> str:
-    """Returns at most `length` characters of a text, with an ellipsis if it is cut."""
-    return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
 def _mark(event: Event) -> tuple[str, str, str, list[str]] | None:
     """Returns kind, short name, title and lines of a marked event; None for other events."""
     match event:
@@ -207,7 +203,7 @@ def _sign(event: Event) -> str:
     return "growth" if event.architecture or event.verb == "GROW" else "setting"
 
 
-def _place(record: RunRecord, logged: RecordedEvent) -> dict[str, float]:
+def _place(record: RunRecord, logged: RecordedEvent[Event]) -> dict[str, float]:
     """Returns the place of an event on all axes: its own, or its step's place at its own time."""
     event = logged.event
     if isinstance(event, Placed):

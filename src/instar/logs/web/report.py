@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 import instar
-from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.errors import ConfigError, ConfigProblem, shortened
 from instar.logs.query.groups import names
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, read
@@ -28,7 +28,7 @@ from instar.logs.text.summary import page as summary_lines
 from instar.logs.web import PLACES
 from instar.logs.web.blocks import MAX_ROWS
 from instar.logs.web.comparison import comparison
-from instar.logs.web.curves import chart_data, chart_groups, chart_series, printable, shortened
+from instar.logs.web.curves import chart_data, chart_groups, chart_series, printable
 from instar.logs.web.sections import PARTS, folder_name, sections
 from instar.record.atomic import replace_file
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from instar.config.errors import shortened
 from instar.logs.query.config import config_lines
 from instar.logs.query.failure import run_failure
 from instar.logs.query.final_test import Scatter, final_test
@@ -21,15 +22,16 @@ from instar.logs.web.blocks import (
     count_text,
     date_text,
     finite_text,
+    image_section,
     notices,
     number_text,
     printable_section,
     seconds_text,
     table,
+    table_sections,
     text_section,
 )
-from instar.logs.web.curves import printable, shortened
-from instar.logs.web.media import image_section, table_sections
+from instar.logs.web.curves import printable
 from instar.record.events import (
     Alert,
     Failed,
@@ -178,10 +180,10 @@ def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     yield table("Architecture", ("", *numbered), lines, rows)
 
 
-def _operations(found: Sequence[RecordedEvent], rows: int) -> Section:
+def _operations(found: Sequence[RecordedEvent[OperationEvent]], rows: int) -> Section:
     lines = list[list[Cell]]()
     for logged in found[-rows:]:
-        event = cast(OperationEvent, logged.event)
+        event = logged.event
         proof, label = event.proof, event.preserves
         sizes = [proof.get(f"parameters_{when}") for when in ("before", "after")]
         change_of_size = " → ".join(count_text(size) for size in sizes)
@@ -245,11 +247,8 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
     if test is not None:
         yield from map(scatter_section, test.scatters)
         yield text_section(*test.notes)
-    written = [
-        logged.event
-        for logged in record.of(Wrote)
-        if logged.kept and isinstance(logged.event, Wrote)
-    ][-max(1, rows // ROWS_PER_SAMPLE) :]
+    written = [logged.event for logged in record.of(Wrote) if logged.kept]
+    written = written[-max(1, rows // ROWS_PER_SAMPLE) :]
     samples = [
         {
             "step": event.step,
@@ -313,7 +312,7 @@ def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
             case Failed(segment=segment, rank=rank, message=message):
                 ends[segment] = f"rank {rank} failed: {message}"
     running = summarize(record).state == "running"
-    starts = [cast(RunStarted, logged.event) for logged in record.of(RunStarted)]
+    starts = [logged.event for logged in record.of(RunStarted)]
     for start in starts:
         last, counted = reached.get(start.segment), kept.get(start.segment)
         steps = f"{start.step:,}" + ("" if last is None else f" – {last:,}")
@@ -348,7 +347,7 @@ def _checkpoints(record: RunRecord, rows: int) -> Section:
     pointers = {kept.name: ", ".join(kept.pointers) or "kept" for kept in on_disk}
     lines = []
     for logged in found[-rows:]:
-        event = cast(Saved, logged.event)
+        event = logged.event
         folder = event.path.rpartition("/")[2]
         size = "" if not event.size_bytes else finite_text(bytes_text, event.size_bytes)
         times = (seconds_text(event.seconds), seconds_text(event.stall_s))
@@ -363,7 +362,7 @@ def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yields machine and versions; all values of those that changed between starts."""
     rows: dict[str, dict[str, None]] = {}
     for logged in record.of(RunStarted):
-        start = cast(RunStarted, logged.event)
+        start = logged.event
         ranks = f"{start.world_size} rank{'s' * (start.world_size != 1)}"
         values: dict[str, object] = {"devices": f"{start.devices}, {ranks}".strip(", ")}
         values |= {**start.machine, **start.versions}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,18 +25,18 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES, Outline
 from instar.models.hf import CONFIG
 from instar.models.hf.config import read_config
-from instar.models.hf.families import FAMILIES, Family
-from instar.models.hf.file_names import FilePart, file_parts, has_single_experts
+from instar.models.hf.families import FAMILIES, Family, SingleExperts
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.tensors import BUFFERS
 from instar.models.hf.weights import weights_layout
-from instar.models.shape import ArchitectureError
+from instar.models.shape import ArchitectureError, Parameter
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 """Keys of older configs, of which transformers makes `rope_parameters`."""
 _COMMON = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
 _HEAD = "lm_head.weight"
+_OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROWS_BYTES = 1 << 26
 """compared at once"""
 
@@ -263,3 +264,54 @@ def _problems_of_head(
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """The part of a parameter that a tensor of a file holds."""
+
+    parameter: str
+    """its name in the shape"""
+    shape: tuple[int, ...]
+    index: tuple[int | slice, ...] = ()
+
+
+def has_single_experts(names: Iterable[str]) -> bool:
+    """Whether these tensors of files are those of experts, one by one."""
+    return any(map(_OF_ONE_EXPERT.search, names))
+
+
+def file_parts(shape: PretrainedShape, *, single_experts: bool) -> dict[str, FilePart]:
+    """Returns every tensor of the files of a model, by its name there, in the model's order.
+
+    Args:
+        single_experts: each expert has tensors of its own; else, they are joined as in memory.
+    """
+    split = shape.family.single_experts if single_experts else None
+    found: dict[str, FilePart] = {}
+    for name, entry in shape.parameters().items():
+        file_name = shape.module_name(name)
+        if split and ".mlp." in file_name:
+            file_name = file_name.replace(".mlp.", f".{split.block}.")
+        if split and entry.kind == "experts" and len(entry.shape) == 3:
+            found |= _of_experts(name, entry, file_name, split)
+        else:
+            found[file_name] = FilePart(name, entry.shape)
+    return found
+
+
+def _of_experts(
+    name: str, entry: Parameter, file_name: str, split: SingleExperts
+) -> Iterator[tuple[str, FilePart]]:
+    stem, _, part = file_name.rpartition(".")
+    experts, rows, columns = entry.shape
+    half = rows // 2
+    parts: Mapping[str, slice] = (
+        {split.gate: slice(0, half), split.up: slice(half, rows)}
+        if part == "gate_up_proj"
+        else {split.down: slice(0, rows)}
+    )
+    for expert in range(experts):
+        for title, along in parts.items():
+            shape = (along.stop - along.start, columns)
+            yield f"{stem}.{expert}.{title}.weight", FilePart(name, shape, (expert, along))

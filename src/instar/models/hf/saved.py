@@ -13,15 +13,15 @@ from torch import Tensor
 
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import CheckpointError, read_manifest
-from instar.checkpoint.store import Checkpoint, load
+from instar.checkpoint.store import Checkpoint, check_finite, load
 from instar.checkpoint.tensor_file import Outline
 from instar.config.files import read_regular
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf import CONFIG
-from instar.models.hf.file_names import FilePart, file_parts
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.module import PretrainedModel, class_name
+from instar.models.hf.pretrained_folder import FilePart, file_parts
 from instar.models.hf.tensors import merged_weight
 from instar.models.hf.tokenizer import COMPANIONS
 from instar.models.hf.weights import encode
@@ -37,14 +37,10 @@ def load_language_model(path: Path, device: str = "cpu") -> GPT | PretrainedMode
     if not is_of_transformers(read_manifest(path).architecture):
         return load_gpt(path, device)
     checkpoint = load(path)
-    component = "ema" if "ema" in checkpoint.components else "model"
+    component = checkpoint.weights
     model = PretrainedModel(pretrained_shape(checkpoint, component))
     tensors = checkpoint.tensors(component)
-    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-        raise CheckpointError(
-            f"{path}: {len(broken)} tensors, the first {broken[0]}, hold values that are not finite "
-            "(NaN or infinite); use an earlier checkpoint"
-        )
+    check_finite(path, tensors)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])

@@ -206,7 +206,7 @@ def _same_quantity(given: str, expected: str) -> bool:
         return unit == other_unit and number == other
     percent = number if unit == "%" else other if other_unit == "%" else None
     return number == other or (
-        percent is not None and _is_hundredth(other if unit == "%" else number, percent)
+        percent is not None and (other if unit == "%" else number) == percent / 100
     )
 
 
@@ -219,7 +219,3 @@ def _quantity(text: str) -> tuple[Number, str] | None:
         return evaluate(match["number"]), unit.rstrip("s") or unit
     except NotANumber:
         return None
-
-
-def _is_hundredth(number: Number, percent: Number) -> bool:
-    return number == percent / 100

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from instar.recipes.grpo.evaluate import PassRates
 from instar.recipes.grpo.options import Options
-from instar.record.events import Delta, Eval, Failed, RunFinished, RunStarted, Saved, Stop, Train
+from instar.record.events import Eval, Failed, RunFinished, RunStarted, Saved, Stop, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, this_process
 
@@ -97,20 +97,7 @@ class GrpoRecord:
         self._recorder.write(Saved(path=str(checkpoint), reason=reason, **self._place(step)))
 
     def wrote_delta(self, written: Written) -> None:
-        link, found = written.link, written.statistics
-        self._recorder.write(
-            Delta(
-                number=link.number,
-                anchor=found is None,
-                size_bytes=link.size_bytes,
-                seconds=written.seconds,
-                stall_s=written.stall_s,
-                density=None if found is None else found.whole.density,
-                overlap=None if found is None else found.whole.overlap,
-                layers={} if found is None else {n: s.density for n, s in found.layers.items()},
-                **self._place(link.step),
-            )
-        )
+        self._recorder.write(written.event(**self._place(written.link.step)))
 
     def stopped(self, step: int, reason: str, *, resumable: bool) -> None:
         self._recorder.write(Stop(reason=reason, resumable=resumable, **self._place(step)))

@@ -20,7 +20,7 @@ import msgspec
 
 from instar.config.errors import InstarError
 from instar.config.files import open_regular
-from instar.record.events import NOT_AN_EVENT, Event, Placed, Warn, decode
+from instar.record.events import Event, Placed, Warn, events_in
 from instar.record.progress import tracked
 from instar.record.recorder import Sink
 from instar.record.trackers.tracker import Outcome, TrackedRun, Tracker, outcome
@@ -204,11 +204,7 @@ def kept_lines(record: Path, last_steps: Mapping[int, int]) -> Iterator[tuple[Ev
         OSError: the record cannot be read.
     """
     with open_regular(record) as file:
-        for line in file:
-            try:
-                event = decode(line)
-            except NOT_AN_EVENT:
-                continue
+        for line, event in events_in(file):
             if isinstance(event, Placed) and event.step > last_steps.get(event.segment, _NO_LIMIT):
                 continue
             yield event, line.rstrip(b"\n") + b"\n"

@@ -1,29 +1,36 @@
-"""A branch of a live run: a run of its own beside the trunk, which begins with the trunk's state."""
+"""Branches of a live run: runs of their own beside the trunk, which begin with its state; and which of them are left to
+train when it has ended."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from instar.checkpoint.listing import latest
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.checkpoint.store import publish
+from instar.config.errors import ConfigError
 from instar.config.fields import with_values
+from instar.config.load import Loaded
 from instar.config.origins import resolved
 from instar.distributed.agree import agree, raise_on_all_ranks
+from instar.logs.query.state import run_status
+from instar.logs.read.summary_cache import cached_summary
 from instar.record import atomic
 from instar.record.events import Branched, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
+from instar.run.lifecycle.load import load_config
 from instar.run.loop.checkpointing import snapshot
 from instar.run.loop.components import Components
 from instar.run.loop.early_stopping import MetricState
 from instar.run.loop.state import RunState
 from instar.run.output.save import Snapshot
-from instar.schedule.branches import Branch, branch_of, folder_of
+from instar.schedule.branches import BRANCH, Branch, branch_of, folder_of
 from instar.schedule.operations import Change, History, history_of_branch, history_to_json
 
 
@@ -140,3 +147,60 @@ def _check_existing(
             "again, move it away and resume from a checkpoint before it",
             change.step,
         )
+
+
+def unfinished_branches(
+    state: RunState, parts: Components, root: Path
+) -> list[tuple[RunDir, Loaded]]:
+    """Return the branches of the run in `root` that have not ended, in the order of their steps, with
+    their configs. A collective.
+
+    Those that are gone, or that another process trains, are left out with a warning.
+
+    Raises:
+        ConfigError, PeerError: the config of one cannot be read.
+    """
+    found: list[str] = []
+    with raise_on_all_ranks(parts.world, "looking for branches"):
+        if parts.world.is_main:
+            begun = [
+                change.operation.value
+                for change in state.history
+                if change.operation.name == BRANCH and not change.skipped
+            ]
+            for entry in parts.entries:
+                if entry.operation.name == BRANCH and entry.operation.value not in begun:
+                    parts.logger.console.warn(f"the branch {entry.operation.value} never began")
+            found = [str(name) for name in begun if _is_left(name, root, parts)]
+    names = cast("list[str]", agree(parts.world, list(found)))
+    branches = []
+    with raise_on_all_ranks(parts.world, "reading the configs of branches"):
+        for name in names:
+            run = RunDir(_relative(folder_of(root, name), root))
+            # the code of the task is the trunk's: what the file names is not imported before this is known
+            task = load_config(str(run.config), import_task=False).config.task
+            if task != parts.config.task:
+                raise ConfigError.one(
+                    f"task is {task}, and that of its trunk {parts.config.task}",
+                    where=str(run.config),
+                )
+            branches.append((run, load_config(str(run.config), resuming=True)))
+    return branches
+
+
+def _relative(folder: Path, root: Path) -> Path:
+    """Return the folder as `root` is written: relative to the working directory, or absolute."""
+    return folder if root.is_absolute() else root.parent / folder.name
+
+
+def _is_left(name: str, root: Path, parts: Components) -> bool:
+    run = RunDir(folder_of(root, name))
+    if not run.holds_run():
+        parts.logger.console.warn(f"the branch {name} is gone: there is no run in {run.path}")
+        return False
+    summary = cached_summary(run)
+    status = run_status(run, summary.events, summary.seen or 0.0)
+    if status.state == "running":
+        by = f" by process {status.process}" if status.process else ""
+        parts.logger.console.warn(f"the branch {name} is being trained{by}, and is left to it")
+    return status.state in ("stopped", "crashed")

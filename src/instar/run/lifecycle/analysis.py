@@ -66,17 +66,16 @@ def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAna
     against = against or _saved_before(path)
     checkpoint = load(path)
     manifest = checkpoint.manifest
-    component = "ema" if "ema" in checkpoint.components else "model"
-    parameters = _described(checkpoint, component)
+    parameters = _described(checkpoint)
     before = steps = None
     if against is not None:
         earlier = load(against)
         # a moving average is compared with a moving average
-        before = earlier.tensors("ema" if "ema" in earlier.components else "model")
+        before = earlier.tensors(earlier.weights)
         steps = manifest.step - earlier.manifest.step
     heads, reason = _attention(path, manifest)
     found = analyze(
-        checkpoint.tensors(component),
+        checkpoint.tensors(checkpoint.weights),
         parameters,
         heads=heads,
         no_heads=reason,
@@ -86,11 +85,11 @@ def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAna
     return CheckpointAnalysis(path, against, found)
 
 
-def _described(checkpoint: Checkpoint, component: str) -> Mapping[str, Parameter]:
+def _described(checkpoint: Checkpoint) -> Mapping[str, Parameter]:
     """Return the parameters of a checkpoint. If no built-in task has its architecture, every tensor
     with two or more dimensions counts as a matrix."""
     manifest = checkpoint.manifest
-    stored = outlines(checkpoint.layout(component))
+    stored = outlines(checkpoint.layout(checkpoint.weights))
     for shape_of in (Architecture.from_dict, GraphShape.from_dict):
         try:
             parameters = shape_of(manifest.architecture).parameters()

@@ -218,7 +218,7 @@ def load_model(model: Module, checkpoint: Checkpoint) -> list[str]:
 
 def load_average(into: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
     """Load a checkpoint's moving average, or its weights if it has none."""
-    with _reading(checkpoint, "ema" if "ema" in checkpoint.components else "model") as read:
+    with _reading(checkpoint, checkpoint.weights) as read:
         names = {name: None for name in read.layout.entries if name in into}
         copy_tensors(into, Parts(read, names, into.__getitem__))
 

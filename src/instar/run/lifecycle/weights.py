@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import Checkpoint, load
+from instar.checkpoint.store import Checkpoint, check_finite, load
 from instar.config.fields import LANGUAGE
 from instar.models.architecture import Architecture
 from instar.models.hf.pretrained_folder import open_folder
@@ -80,19 +80,14 @@ def open_weights(weights: Weights, architecture: Any) -> OpenedWeights:
     """
     if weights.task != LANGUAGE and not weights.is_hf:
         checkpoint = load(weights.path)
-        return OpenedWeights(_Saved(checkpoint, _component(checkpoint)), checkpoint)
+        return OpenedWeights(_Saved(checkpoint, checkpoint.weights), checkpoint)
     tensors: Mapping[str, Tensor]
     if weights.task == LANGUAGE:
         tensors = _gpt(weights, architecture.context)
     else:
         with open_folder(weights.path).reading() as read:
             tensors = {name: read(name) for name in architecture.parameters()}
-    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    if broken:
-        raise CheckpointError(
-            f"{weights.path}: {len(broken)} tensors, the first {broken[0]}, hold values that are not "
-            "finite (NaN or infinite)"
-        )
+    check_finite(weights.path, tensors, hint="")
     return OpenedWeights(tensors)
 
 
@@ -103,7 +98,7 @@ def _gpt(weights: Weights, context: int) -> Mapping[str, Tensor]:
         tensors = from_tensors(shape, read_weights(weights.path))
     else:
         checkpoint = load(weights.path)
-        component = _component(checkpoint)
+        component = checkpoint.weights
         shapes = {name: entry.shape for name, entry in shape.parameters().items()}
         check_shapes(checkpoint.path, checkpoint.layout(component).entries, shapes)
         if not shape.lora:
@@ -112,7 +107,3 @@ def _gpt(weights: Weights, context: int) -> Mapping[str, Tensor]:
     if _POSITIONS in tensors:
         tensors[_POSITIONS] = tensors[_POSITIONS][:context]
     return tensors
-
-
-def _component(checkpoint: Checkpoint) -> str:
-    return "ema" if "ema" in checkpoint.components else "model"

@@ -56,8 +56,8 @@ from instar.record.system import gpu_bytes, machine, versions
 from instar.record.trackers.configured import configured
 from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import TrackedRun
+from instar.run.changes.branching import unfinished_branches
 from instar.run.changes.scheduled import check_ahead
-from instar.run.lifecycle.branches import unfinished_branches
 from instar.run.lifecycle.build import build
 from instar.run.lifecycle.compile_stages import compile_stages
 from instar.run.lifecycle.inputs import (

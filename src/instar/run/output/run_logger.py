@@ -26,7 +26,6 @@ from instar.models.shape import count_parameters
 from instar.record.console import Console
 from instar.record.events import (
     AnalysisEvent,
-    Delta,
     Eval,
     Layers,
     NewGradients,
@@ -49,11 +48,10 @@ from instar.run.loop.evaluate import Evaluation, TestResult
 from instar.run.loop.gradient_stats import GradientWatch, LayerStats
 from instar.run.loop.state import Decision, Every, Progress, RunState
 from instar.run.loop.step import StepResult
-from instar.run.output.media import media_events
 from instar.run.output.operation_text import changed_text, differences, log_block
 from instar.run.output.save import SaveResult
 from instar.schedule.operations import Change, State
-from instar.tasks.logged import Logged, Pixels, TableData
+from instar.tasks.logged import Logged, Pixels, TableData, media_events
 
 logger = logging.getLogger(__name__)
 
@@ -313,19 +311,7 @@ class RunLogger:
 
     def delta(self, progress: Progress, written: Written) -> None:
         """Log a link of the chain of deltas; `progress` is that of its weights."""
-        link, found = written.link, written.statistics
-        event = Delta(
-            step=progress.step,
-            number=link.number,
-            anchor=found is None,
-            size_bytes=link.size_bytes,
-            seconds=written.seconds,
-            stall_s=written.stall_s,
-            density=None if found is None else found.whole.density,
-            overlap=None if found is None else found.whole.overlap,
-            layers={} if found is None else {n: s.density for n, s in found.layers.items()},
-        )
-        self._write(progress, event)
+        self._write(progress, written.event(step=progress.step))
 
     def operated(
         self,

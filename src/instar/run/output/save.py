@@ -194,10 +194,10 @@ class Saver:
                 ) from error
             self._over(saved)
 
-    def abandon(self, limit_s: float = 1.0) -> None:
-        """Wait at most `limit_s` seconds for a background save; ignore its result (failed run)."""
+    def abandon(self) -> None:
+        """Wait at most a second for a background save; ignore its result (failed run)."""
         if self.pending is not None:
-            futures.wait([self.pending], limit_s)
+            futures.wait([self.pending], 1.0)
 
     def _over(self, saved: SaveResult) -> None:
         self.on_saved(saved)
