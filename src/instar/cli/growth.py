@@ -204,7 +204,7 @@ def check(
     loaded = load_config(cfg, (*overrides, schedule_option(file)))
     spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
     forecast = checked_forecast(loaded, spec, nproc)
-    saving = expected(forecast, loaded.config, cfg, pilot_file)
+    saving = expected(forecast, loaded, cfg, pilot_file)
     if as_json:
         print_json({**forecast.to_dict(), **saving_values(saving)})
         return
