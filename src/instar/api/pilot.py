@@ -40,7 +40,7 @@ from instar.schedule.pilot import (
     beside,
     read_pilot,
     settings_of,
-    write_pilot,
+    write_json,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def pilot(
     if known is None:
         found = _plan(asked, budget_s, steps, seeds or (asked.config.seed,), say)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_pilot(file, found)
+        write_json(file, found)
     else:
         found = known
         _check_same(file, found, asked)
@@ -125,7 +125,7 @@ def pilot(
         slowest = max(slowest, time.monotonic() - begun - spent)
         found = structs.replace(found, runs=(*found.runs, done))
         found = structs.replace(found, found=summary(found))
-        write_pilot(file, found)
+        write_json(file, found)
     saving = expected(asked.forecast, asked.loaded, path, file)
     if not isinstance(saving, ExpectedSaving):
         raise ConfigError.one("has no runs to predict from", str(file))
@@ -259,9 +259,10 @@ def _settings(asked: Question, found: Pilot, case: PilotCase) -> list[str]:
         "learning_rate.decay_every": _scaled(schedule.decay_every, share),
         "eval.eval_interval": max(1, case.steps // found.evaluations),
     }
+    folder = Path(config.record.out_dir) / f"{config.name}-pilot-{case.name}"
     values: dict[str, Any] = {
         **{key: value for key, value in counts.items() if value is not None},
-        **run_values(config, "pilot", case.name, case.steps, case.seed),
+        **run_values(config, "pilot", folder, case.steps, case.seed),
     }
     entries: list[dict[str, Any]] = []
     grown_at = list(case.grown_at)

@@ -154,12 +154,12 @@ def too_short(what: str, budget_s: float, needed_s: float) -> ConfigError:
     )
 
 
-def run_values(config: RunConfig, kind: str, run: str, steps: int, seed: int) -> dict[str, Any]:
-    """Return what all short runs set: the name `<name>-<kind>`, a folder of this name with `-run`, their
-    end, and no work beside training."""
+def run_values(config: RunConfig, kind: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Return what all short runs set: the name `<name>-<kind>`, their folder, their end, and no work beside
+    training."""
     return {
         "name": f"{config.name}-{kind}",
-        "record.run_dir": os.fspath(Path(config.record.out_dir) / f"{config.name}-{kind}-{run}"),
+        "record.run_dir": os.fspath(folder),
         "resume": "auto",
         "seed": seed,
         "data.seed": config.data_seed,
