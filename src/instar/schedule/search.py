@@ -113,7 +113,7 @@ class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         found = []
         for stage, step in zip(self.stages[1:], self.moments(steps), strict=True):
             when = {"at_fraction": stage.share} if shares else {"at_step": step}
-            lr = {"lr": {"rewarm_new": max(1, round(self.rewarm * steps))}} if self.rewarm else {}
+            lr = {"lr": {"rewarm_new": max(2, round(self.rewarm * steps))}} if self.rewarm else {}
             found += [{**each, **lr, "when": when} for each in stage.operations]
         return found
 
@@ -203,7 +203,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def count(self) -> int:
         """The number of trials in all."""
         first = len(self.candidates) - 1
-        return len(self.seeds) * sum(1 - (-first // 2**n) for n in range(len(self.rungs)))
+        return len(self.seeds) * sum(1 - (-first // (1 << n)) for n in range(len(self.rungs)))
 
     def losses(self, candidate: Candidate) -> list[float | None]:
         """Return the mean loss of a candidate in each rung."""
@@ -373,13 +373,11 @@ def proposals(final: Architecture, decay: float) -> Iterator[Proposal]:
     for factor in factors:
         for moment in _MOMENTS:
             yield deeper((layers // factor, layers), (moment,))
-    for factor in (4, 6):
-        if layers and layers % factor == 0:
-            yield deeper((layers // factor, layers // 2, layers), _TWICE)
-            break
+    if 4 in factors:
+        yield deeper((layers // 4, layers // 2, layers), _TWICE)
     for factor in factors[:1]:
         yield deeper((layers // factor, layers), _MOMENTS[1:2], "rewarm", _REWARM)
-    if layers > 1:
+    if layers > 2:  # a single layer has only copies, which stacking makes too
         yield deeper((layers - layers // 2, layers), _MOMENTS[1:2], "insert")
     halved = ("embed", "heads", "kv_heads", "mlp")
     sizes = [getattr(final, AXES[axis]) for axis in halved]
