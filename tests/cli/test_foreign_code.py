@@ -83,6 +83,7 @@ RUN_ITS_CODE = {
     "grow",
     "schedule check",
     "schedule pilot",
+    "schedule search",
     "data prepare",
 }
 RUN_ITS_CODE |= {"find lr", "find batch", "fleet up", "fleet resume", "fleet host"}

@@ -156,6 +156,25 @@ def test_an_empty_schedule_is_the_final_shape_from_scratch(tmp_path: Path) -> No
     assert load_checked(str(resolved)).config == made.config
 
 
+@pytest.mark.parametrize("preset", [MOULT, FAMILY, "[llama, moult]"])
+def test_a_schedule_that_names_its_first_shape_replaces_the_presets(
+    tmp_path: Path, preset: str
+) -> None:
+    file = tmp_path / "grow.yaml"
+    entry = "{name: stack_layers, value: 8, when: {at_fraction: 0.5}}"
+    file.write_text(f"model: {{n_layer: 1}}\nschedule:\n- {entry}\n", encoding="utf-8")
+    made = loaded(tmp_path, preset, f"schedule={file}")
+    assert isinstance(made.config, LanguageConfig)
+    assert made.config.model.n_layer == 1
+    assert [each.name for each in made.config.schedule] == ["stack_layers"]
+    # the recipe is the preset's, whose name is gone: n_layer is no longer the final shape
+    assert made.config.preset == (("llama",) if "llama" in preset else ())
+    assert made.config.learning_rate.decay_fraction == 0.15
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(made.to_yaml(), encoding="utf-8")
+    assert load_checked(str(resolved)).config == made.config
+
+
 @pytest.mark.parametrize(
     ("preset", "settings", "said"),
     [

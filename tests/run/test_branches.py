@@ -204,6 +204,19 @@ def test_what_is_left_of_a_family_is_trained_at_a_resume(family: Path, tmp_path:
     assert weights(small, 12) == expected
 
 
+def test_a_branch_may_be_left_to_a_command_of_its_own(
+    cfg: Path, made: Path, tmp_path: Path
+) -> None:
+    train(cfg, tmp_path / "trunk", [{**SMALL, "train": False}, GROW, BIG])
+    small = tmp_path / "trunk.small"
+    assert latest(small).name == "step-6"
+    assert weights(tmp_path / "trunk.big", 14) == weights(made.with_name("trunk.big"), 14)
+    assert "small" not in resume(tmp_path / "trunk")
+    assert latest(small).name == "step-6"
+    resume(small)
+    assert weights(small, 12) == weights(made.with_name("trunk.small"), 12)
+
+
 def test_a_branch_whose_config_is_lost_is_restored_and_ends_alike(family: Path) -> None:
     big = family.with_name("trunk.big")
     expected = weights(big, 14)
@@ -245,6 +258,7 @@ def entry(**given: Any) -> Mapping[str, Any]:
         ([entry(iters=None)], "schedule[0].iters is missing"),
         ([entry(iters=2.5)], "schedule[0].iters must be a positive whole number, got 2.5"),
         ([entry(decay=7)], "schedule[0].decay must be a whole number from 0 to iters (6), got 7"),
+        ([entry(train=3)], "schedule[0].train must be true or false, got 3; false: only"),
         ([entry(decays=3)], "schedule[0].decays is unknown; did you mean 'decay'?"),
         ([SMALL, entry(value="Small")], "schedule[1].value Small is the name of another branch"),
         ([entry(repeat=2)], "schedule[0].repeat is of no use: a branch has one name"),

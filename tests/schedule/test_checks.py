@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.load import unpacked
 from instar.schedule.checks import load_checked
 
 # text, line:column, message, hint (parts of them)
@@ -18,6 +19,13 @@ BROKEN = [
     ("", "", "the file is empty", ""),
     ("- {name: change_lr\n", "1:3", "this bracket is not closed", ""),
     ("- !x {name: change_lr}\n", "1:3", "tags such as", ""),
+    # with the shape that the run begins with
+    ("model: {n_layr: 2}\nschedule: []\n", "1:9", "unknown key 'n_layr' in model", "did you mean 'n_layer'?"),
+    ("model: {n_layer: -1}\nschedule: []\n", "1:18", "model.n_layer must be", ""),
+    ("model: 3\nschedule: []\n", "1:8", "model is a section", ""),
+    ("model: {n_layer: 2}\nschedule: 3\n", "2:11", "a schedule is a list of operations, got 3", ""),
+    ("model: {n_layer: 2}\nschedule:\n- 7\n", "3:3", "schedule[0] must be a section of keys, got 7", ""),
+    ("model: {n_layer: 2}\nschedule: []\nname: a\n", "1:1", "a schedule is a list of operations", "this is a config"),
     # entries
     ("- 7\n", "1:3", "schedule[0] must be a section of keys, got 7", ""),
     ("- {value: 2, max_wait_iters: 3}\n", "1:3", "schedule[0].name is missing", ""),
@@ -187,6 +195,22 @@ def test_inline_and_json_and_a_file_are_the_same(tmp_path: Path) -> None:
     for file in ("grow.json", "grow.yaml"):
         assert load_checked(None, [f"schedule={tmp_path / file}"]).config == inline
     assert len(inline.schedule) == 2
+
+
+def test_a_file_may_name_the_shape_that_the_run_begins_with(tmp_path: Path) -> None:
+    path = tmp_path / "grow.yaml"
+    entry = "{name: stack_layers, value: 4, when: {at_step: 3}}"
+    path.write_text(f"model: {{n_layer: 2}}\nschedule:\n- {entry}\n")
+    given = ["model.n_layer=8", "model.n_embd=64", f"schedule={path}"]
+    loaded = load_checked(None, given)
+    inline = load_checked(None, ["model.n_layer=2", "model.n_embd=64", f"schedule=[{entry}]"])
+    assert loaded.config == inline.config
+    assert loaded.origins["model.n_layer"] == f"{path}:1:9"
+    assert loaded.origins["schedule[0]"] == f"{path}:3:3"
+    assert unpacked(loaded.packed()).config == loaded.config
+    copy = tmp_path / "run.yaml"
+    copy.write_text(loaded.to_yaml())
+    assert load_checked(str(copy)).config == loaded.config
 
 
 def test_the_resolved_config_holds_the_schedule_and_where_each_operation_stood(

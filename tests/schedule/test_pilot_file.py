@@ -10,13 +10,13 @@ import pytest
 from pilots import a_pilot
 
 from instar.config.errors import ConfigError
-from instar.schedule.pilot import read_pilot, write_pilot
+from instar.schedule.pilot import read_pilot, write_json
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.pilot.json"
-    write_pilot(path, a_pilot(lambda _: 0.2))
+    write_json(path, a_pilot(lambda _: 0.2))
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -13,6 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from instar.api.short_runs import (
+    BUDGET_USED,
+    EVALUATED,
+    FEWEST_STEPS,
+    START_S,
+    WARMUP,
+    Question,
+    ask,
+    evaluations,
+    loss_at_end,
+    losses_of,
+    options,
+    refused,
+    run_values,
+    shape_of_stage,
+    shape_settings,
+    too_short,
+    trained,
+)
 from instar.config.errors import ConfigError
 from instar.schedule.pilot import (
     Pilot,
@@ -22,28 +40,16 @@ from instar.schedule.pilot import (
     beside,
     read_pilot,
     settings_of,
-    write_pilot,
+    write_json,
 )
 
 if TYPE_CHECKING:
-    from instar.config.load import Loaded
     from instar.config.schema import RunConfig
     from instar.schedule.forecast import Forecast
     from instar.schedule.saving import ExpectedSaving
 
-FEWEST_STEPS = 20
-"""Steps of the shortest run."""
 _SMALL = 1.25
 """Steps of the size that the schedule begins with, relative to the longest of the final size."""
-_BUDGET_USED = 0.85
-"""Share of the budget that is planned; the rest is for what is not steps."""
-_START_S = 3.0
-"""Seconds until a run takes its first step."""
-_FEWEST_EVALUATIONS, _EVALUATIONS = 10, 30
-"""Of each run, and within these so few that they take `_EVALUATED` of its time."""
-_EVALUATED = 0.15
-_WARMUP = 4
-"""The warm-up takes at most the horizon divided by this: in shorter ones deep models fall behind."""
 _MOSTLY = 0.6
 """Share of a run that cosine and linear rates are taken to be near their peak."""
 MUST = 3
@@ -57,22 +63,6 @@ class PilotResult:
     pilot: Pilot
     saving: ExpectedSaving
     file: Path
-
-
-@dataclass(frozen=True)
-class _Question:
-    """What a pilot is about: a config with a schedule of growth."""
-
-    path: str | None
-    overrides: tuple[str, ...]
-    loaded: Loaded
-    forecast: Forecast
-    ranks: int
-    devices: Sequence[int] | None
-
-    @property
-    def config(self) -> RunConfig:
-        return self.loaded.config
 
 
 def pilot(
@@ -113,13 +103,14 @@ def pilot(
 
     begun = time.monotonic()
     path = None if config is None else os.fspath(config)
-    asked = _ask(path, overrides, world_size, devices, say)
+    asked = ask(path, overrides, world_size, devices, say)
+    _check_growth(asked)
     file = out or pilot_file(path, asked.config)
     known = read_pilot(file) if file.exists() else None
     if known is None:
         found = _plan(asked, budget_s, steps, seeds or (asked.config.seed,), say)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_pilot(file, found)
+        write_json(file, found)
     else:
         found = known
         _check_same(file, found, asked)
@@ -134,8 +125,8 @@ def pilot(
         slowest = max(slowest, time.monotonic() - begun - spent)
         found = structs.replace(found, runs=(*found.runs, done))
         found = structs.replace(found, found=summary(found))
-        write_pilot(file, found)
-    saving = expected(asked.forecast, asked.config, path, file)
+        write_json(file, found)
+    saving = expected(asked.forecast, asked.loaded, path, file)
     if not isinstance(saving, ExpectedSaving):
         raise ConfigError.one("has no runs to predict from", str(file))
     return PilotResult(found, saving, file)
@@ -146,117 +137,49 @@ def pilot_file(path: str | None, config: RunConfig) -> Path:
     return beside(Path(config.record.out_dir) / config.name if path is None else path)
 
 
-def _ask(
-    path: str | None,
-    overrides: Sequence[str],
-    world_size: int | None,
-    devices: Sequence[int] | None,
-    say: Callable[[str], None],
-) -> _Question:
-    from instar.distributed.placement import placement, resolve_ranks
-    from instar.run.lifecycle.load import load_config
-    from instar.run.lifecycle.preflight import prepare_data
-
-    loaded = load_config(path, overrides)
-    start = resolve_ranks(loaded.config.parallel, placement(os.environ), world_size, devices)
-    _check_kind(loaded)
-    prepare_data(loaded, start.ranks, say)
-    forecast = _forecast(loaded, start.ranks)
-    if forecast.steps is None:
-        raise _refused(loaded, "train.until", "has no last step, of which a pilot could be a share")
-    if len({stage.architecture for stage in forecast.stages}) < 2:
-        raise _refused(
-            loaded, "schedule", "grows no model", "add an operation such as stack_layers"
-        )
-    given = (*overrides, *_without_presets(loaded))
-    return _Question(path, given, loaded, forecast, start.ranks, start.devices or None)
-
-
-def _without_presets(loaded: Loaded) -> list[str]:
-    """Return settings with which the same file gives the same config without its presets, of which one
-    may make the schedule that cases change."""
-    from instar.config.fields import values
-    from instar.config.load import PRESET
-
-    every, origins = values(loaded.config), loaded.origins
-    made = [key for key in every if origins[key].startswith(PRESET)]
-    return [f"{key}={json.dumps(every[key])}" for key in made] + (["preset=[]"] if made else [])
-
-
-def _refused(loaded: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
-    """Return an error at a key of a config."""
-    return ConfigError(loaded.problem(key, f"{key} {message}", hint))
-
-
-def _check_kind(loaded: Loaded) -> None:
-    """Raise ConfigError for configs whose final size cannot be trained from scratch."""
-    from instar.config.fields import LANGUAGE
-
-    config = loaded.config
-    if config.task != LANGUAGE:
-        raise _refused(loaded, "task", f"{config.task}: pilots are for {LANGUAGE} models")
-    if config.starts_from is not None:
-        raise _refused(
-            loaded, "model.from", "has weights that the final size does not have", "leave it out"
-        )
-    for number, entry in enumerate(config.schedule):
+def _check_growth(asked: Question) -> None:
+    """Raise ConfigError for schedules that pilots do not know."""
+    for number, entry in enumerate(asked.config.schedule):
         if entry.name == "set_context" or "lora" in entry.name:
-            raise _refused(
-                loaded,
-                f"schedule[{number}]",
-                f"{entry.name} is not known to pilots",
-                "leave it out",
-            )
-
-
-def _forecast(loaded: Loaded, ranks: int) -> Forecast:
-    from instar.schedule.forecast import checked_forecast
-    from instar.tasks.task import spec_class
-
-    return checked_forecast(loaded, spec_class(loaded.config.task).open(loaded, ranks), ranks)
+            key, hint = f"schedule[{number}]", "leave it out"
+            raise refused(asked.loaded, key, f"{entry.name} is not known to pilots", hint)
+    if len({stage.architecture for stage in asked.forecast.stages}) < 2:
+        hint = "add an operation such as stack_layers"
+        raise refused(asked.loaded, "schedule", "grows no model", hint)
 
 
 def _plan(
-    asked: _Question,
+    asked: Question,
     budget_s: float,
     steps: int | None,
     seeds: Sequence[int],
     say: Callable[[str], None],
 ) -> Pilot:
     """Choose the runs that the budget allows, by the time of a few steps."""
-    from instar.config.budget import Budget
     from instar.growth.operators import is_growth
-    from instar.run.find.step_time import step_time
 
     config, forecast = asked.config, asked.forecast
     first, last = forecast.stages[0], forecast.stages[-1]
-    run_steps = forecast.steps or 1
     times = [
-        step_time(_loaded(asked, [*_final_model(asked, i), "schedule=[]"]), say)
-        for i in (0, len(forecast.stages) - 1)
+        asked.seconds([*_model(asked, stage), "schedule=[]"], say)
+        for stage in (0, len(forecast.stages) - 1)
     ]
-    # ranks of one CPU share its cores
-    several = asked.ranks if config.device.startswith("cuda") else 1
     small, final = (
-        PilotModel(stage.parameters.total, stage.flops_per_token, each.step / several)
-        for stage, each in zip((first, last), times, strict=True)
+        PilotModel(stage.parameters.total, stage.flops_per_token, step_s)
+        for stage, (step_s, _) in zip((first, last), times, strict=True)
     )
     shares = _moments(forecast)
     longer = _SMALL if config.learning_rate.shape in ("wsd", "constant") else 0.0
     ratio = min(1.0, small.seconds_per_step / final.seconds_per_step)
     costs = [1.0, 0.5, 1 - shares[-1] * (1 - ratio), longer * ratio]
     count = len(seeds) * len(costs)
-    seconds = _BUDGET_USED * budget_s - count * _START_S
-    per_step = len(seeds) * sum(costs) * final.seconds_per_step * (1 + _EVALUATED)
+    seconds = BUDGET_USED * budget_s - count * START_S
+    per_step = len(seeds) * sum(costs) * final.seconds_per_step * (1 + EVALUATED)
     if steps is None:
-        steps = int(min(run_steps, seconds / per_step))
+        steps = int(min(asked.run_steps, seconds / per_step))
     if steps < 2 * FEWEST_STEPS:
-        needed = (2 * FEWEST_STEPS * per_step + count * _START_S) / _BUDGET_USED
-        raise ConfigError.one(
-            f"{count} runs of at least {FEWEST_STEPS} steps do not fit in {budget_s:,.0f} s",
-            where="--budget",
-            hint=f"give at least {Budget('seconds', max(1.0, round(needed)))}",
-        )
+        needed = (2 * FEWEST_STEPS * per_step + count * START_S) / BUDGET_USED
+        raise too_short(f"{count} runs of at least {FEWEST_STEPS} steps", budget_s, needed)
     cases: list[PilotCase] = []
     for seed in seeds:
         cases += [
@@ -271,19 +194,14 @@ def _plan(
         name=config.name,
         settings=settings_of(config),
         growth=tuple(s.operation for s in forecast.stages[1:] if is_growth(s.operation.split()[0])),
-        run_steps=run_steps,
+        run_steps=asked.run_steps,
         stable_share=_stable_share(config),
         tokens_per_step=float(first.settings.global_batch * first.weight),
         small=small,
         final=final,
         cases=tuple(cases),
-        evaluations=_evaluations(steps, final.seconds_per_step, times[1].evaluation / several),
+        evaluations=evaluations(steps, *times[1]),
     )
-
-
-def _evaluations(steps: int, step_s: float, evaluation_s: float) -> int:
-    affordable = _EVALUATED * steps * step_s / max(evaluation_s, 1e-6)
-    return max(_FEWEST_EVALUATIONS, min(_EVALUATIONS, int(affordable)))
 
 
 def _moments(forecast: Forecast) -> list[float]:
@@ -320,36 +238,13 @@ def _stable_share(config: RunConfig) -> float:
     return _MOSTLY if schedule.has_end else 1.0
 
 
-def _final_model(asked: _Question, stage: int) -> list[str]:
-    """Return settings of a run that begins with the shape of a stage.
-
-    Raises:
-        ConfigError: no config has this shape.
-    """
-    from instar.models.architecture import Architecture, section_of
-
-    begin, end = (asked.forecast.stages[n].architecture for n in (0, stage))
-    if stage == 0:
-        return []
-    assert isinstance(begin, Architecture)
-    assert isinstance(end, Architecture)
-    if end.lora or end.mask:
-        raise _refused(asked.loaded, "schedule", "ends with adapters or a mask")
-    # widening and longer contexts adjust these of a trained model, not of a new one
-    end = end.changed(norm_eps=begin.norm_eps, rope_base=begin.rope_base)
-    before, after = (section_of(one).model_dump() for one in (begin, end))
-    return [
-        f"model.{key}={json.dumps(value)}" for key, value in after.items() if before[key] != value
-    ]
+def _model(asked: Question, stage: int) -> list[str]:
+    """Return settings of a run that begins with the shape of a stage."""
+    shapes = (shape_of_stage(asked, each) for each in (0, stage))
+    return options(shape_settings(*shapes)) if stage else []
 
 
-def _loaded(asked: _Question, settings: Sequence[str]) -> Loaded:
-    from instar.run.lifecycle.load import load_config
-
-    return load_config(asked.path, [*asked.overrides, *settings])
-
-
-def _settings(asked: _Question, found: Pilot, case: PilotCase) -> list[str]:
+def _settings(asked: Question, found: Pilot, case: PilotCase) -> list[str]:
     """Return the settings of a case, beside those of the config."""
     from instar.config.sections import ScheduledOperation
     from instar.schedule.branches import BRANCH
@@ -359,26 +254,15 @@ def _settings(asked: _Question, found: Pilot, case: PilotCase) -> list[str]:
     share = (horizon if case.arm == "small" else case.steps) / found.run_steps
     schedule = config.learning_rate
     counts: dict[str, int | None] = {
-        "learning_rate.warmup_iters": min(schedule.warmup_iters, horizon // _WARMUP),
+        "learning_rate.warmup_iters": min(schedule.warmup_iters, horizon // WARMUP),
         "learning_rate.lr_decay_iters": _scaled(schedule.lr_decay_iters, share),
         "learning_rate.decay_every": _scaled(schedule.decay_every, share),
         "eval.eval_interval": max(1, case.steps // found.evaluations),
     }
-    run = f"{config.name}-pilot-{case.name}"
+    folder = Path(config.record.out_dir) / f"{config.name}-pilot-{case.name}"
     values: dict[str, Any] = {
         **{key: value for key, value in counts.items() if value is not None},
-        "name": f"{config.name}-pilot",
-        "record.run_dir": os.fspath(Path(config.record.out_dir) / run),
-        "resume": "auto",
-        "seed": case.seed,
-        "data.seed": config.data_seed,
-        "train.until": [f"{case.steps}it"],
-        "eval.eval_epochs": None,
-        "early_stopping.rules": [],
-        "test.at_end": False,
-        "record.report": False,
-        "record.sample_tokens": 0,
-        "record.sample_every": None,
+        **run_values(config, "pilot", folder, case.steps, case.seed),
     }
     entries: list[dict[str, Any]] = []
     grown_at = list(case.grown_at)
@@ -397,52 +281,31 @@ def _settings(asked: _Question, found: Pilot, case: PilotCase) -> list[str]:
     values["schedule"] = entries
     if case.arm == "small":
         values["learning_rate.shape"] = "constant"
-    model = _final_model(asked, len(asked.forecast.stages) - 1) if case.arm == "final" else []
-    return [*model, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
+    model = _model(asked, len(stages) - 1) if case.arm == "final" else []
+    return [*model, *options(values)]
 
 
 def _scaled(iters: int | None, share: float) -> int | None:
     return None if iters is None else max(1, round(iters * share))
 
 
-def _run(asked: _Question, found: Pilot, case: PilotCase) -> PilotRun:
+def _run(asked: Question, found: Pilot, case: PilotCase) -> PilotRun:
     """Train a case, or go on with it, and read how it ended."""
-    from instar.api.training import launch, train
-    from instar.checkpoint.listing import latest_intact
-    from instar.distributed.failure import Interrupted, RunFailed
-    from instar.record.events import Eval, read_events
-    from instar.record.rundir import RunDir
+    from instar.distributed.failure import RunFailed
     from instar.schedule.saving import spending
 
     settings = _settings(asked, found, case)
-    given = [*asked.overrides, *settings]
-    try:
-        if asked.ranks == 1 and asked.devices is None:
-            path = train(asked.path, given)
-        else:
-            path = launch(asked.path, given, world_size=asked.ranks, devices=asked.devices)
-    except Interrupted:
-        raise Interrupted("the pilot was interrupted; the same command goes on with it") from None
-    manifest = latest_intact(path, check=False)[0].manifest
-    if manifest.loss is None or not math.isfinite(manifest.loss) or manifest.step != case.steps:
+    path = trained(asked, asked.path, [*asked.overrides, *settings], "pilot")
+    loss = loss_at_end(path, case.steps)
+    if loss is None:
         raise RunFailed(
-            f"{path}: ended at step {manifest.step:,} with loss {manifest.loss}, so nothing can be "
-            "predicted from it; delete it to try again"
+            f"{path}: did not end at step {case.steps:,} with a loss, so nothing can be predicted from "
+            "it; delete it to try again"
         )
-    evaluations = {
-        event.step: (event.step, float(event.tokens), event.loss)
-        for event in read_events(RunDir(path).events)
-        if isinstance(event, Eval) and event.split == "val" and math.isfinite(event.loss)
-    }
-    return PilotRun(
-        case,
-        manifest.loss,
-        spending(_forecast(_loaded(asked, settings), asked.ranks)),
-        tuple(evaluations[step] for step in sorted(evaluations)),
-    )
+    return PilotRun(case, loss, spending(asked.forecast_of(settings)), losses_of(path))
 
 
-def _check_same(file: Path, found: Pilot, asked: _Question) -> None:
+def _check_same(file: Path, found: Pilot, asked: Question) -> None:
     """Raise ConfigError if a pilot that is not whole is about another config."""
     others = found.differing(asked.config)
     if others and found.missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
     from instar.config.sections import Operation
     from instar.growth.offline import OfflineGrowth
     from instar.schedule.pilot import Pilot
+    from instar.schedule.search import Search
 
 
+Command = Callable[..., Any]
 _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
 
 
@@ -163,9 +166,36 @@ def _print_stages(result: OfflineGrowth) -> None:
     click.echo(f"{result.path}, in {result.seconds:.1f} s", err=True)
 
 
+def budget_options(*, fewest: int, steps: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds the options of commands that train short runs."""
+
+    def added(command: Command) -> Command:
+        for option in (
+            click.option(
+                "--seed",
+                "seeds",
+                type=click.IntRange(0, 2**63 - 1),
+                multiple=True,
+                help="Seed of the runs; several, for better intervals, share the budget. Default: CONFIG's.",
+            ),
+            click.option(
+                "--steps",
+                type=click.IntRange(min=fewest),
+                help=f"Steps {steps}; default: as many as --budget allows.",
+            ),
+            click.option(
+                "--budget", metavar="TIME", help="How long it may take, e.g. 30min or 2h."
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return added
+
+
 @click.group(cls=CommandGroup)
 def schedule() -> None:
-    """Check schedules of operations, and predict what growth saves."""
+    """Check schedules of operations, predict what growth saves, and search for a schedule that does."""
 
 
 @schedule.command()
@@ -204,7 +234,7 @@ def check(
     loaded = load_config(cfg, (*overrides, schedule_option(file)))
     spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
     forecast = checked_forecast(loaded, spec, nproc)
-    saving = expected(forecast, loaded.config, cfg, pilot_file)
+    saving = expected(forecast, loaded, cfg, pilot_file)
     if as_json:
         print_json({**forecast.to_dict(), **saving_values(saving)})
         return
@@ -214,19 +244,7 @@ def check(
 @schedule.command()
 @click.argument("cfg", metavar="CONFIG")
 @click.option("--schedule", "file", metavar="FILE", help="Schedule of operations, if not CONFIG's.")
-@click.option("--budget", metavar="TIME", help="How long it may take, e.g. 30min or 2h.")
-@click.option(
-    "--steps",
-    type=click.IntRange(min=40),
-    help="Steps of the longest runs; default: as many as --budget allows.",
-)
-@click.option(
-    "--seed",
-    "seeds",
-    type=click.IntRange(0, 2**63 - 1),
-    multiple=True,
-    help="Seed of the runs; several, for a better interval, share the budget. Default: CONFIG's.",
-)
+@budget_options(fewest=40, steps="of the longest runs")
 @click.option(
     "-o",
     "--output",
@@ -259,13 +277,12 @@ def pilot(
     from instar.api.pilot import pilot as run_pilot
     from instar.schedule.render import render_saving
 
-    if budget is None and steps is None:
-        raise click.UsageError("How long may it take? Write e.g. --budget 30min.")
+    budget_s = _seconds(budget, steps)
     chosen = (*overrides, *([schedule_option(file)] if file else ()))
     result = run_pilot(
         cfg,
         chosen,
-        budget_s=math.inf if budget is None else _seconds(budget),
+        budget_s=budget_s,
         steps=steps,
         seeds=seeds,
         out=output,
@@ -281,10 +298,110 @@ def pilot(
     click.echo(render_saving(result.saving))
 
 
-def _seconds(text: str) -> float:
-    """Parse a time such as 30min."""
+@schedule.command()
+@click.argument("cfg", metavar="CONFIG")
+@budget_options(fewest=80, steps="of the final size, with whose FLOPs candidates are compared")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The schedule's file; default: CONFIG's name, ending in .schedule.yaml, beside it.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Print the candidates and what they cost; train none."
+)
+@rank_options
+@set_option
+@trust_option
+@json_option
+def search(
+    cfg: str,
+    budget: str | None,
+    steps: int | None,
+    seeds: tuple[int, ...],
+    output: Path | None,
+    dry_run: bool,
+    nproc: int | None,
+    devices: list[int] | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Find the schedule of growth that leads to CONFIG's final shape with the least compute.
+
+    Trains candidates from shared trunks as ordinary runs in the folder of runs, and compares them with the final
+    shape from scratch at equal FLOPs. The better half of them goes on with twice as many, twice. The winner is
+    written as a schedule's file, for `instar train CONFIG --schedule FILE`. The same command goes on after
+    an interruption.
+    """
+    from instar.api.search import search as run_search
+    from instar.schedule.render import render_saving
+
+    result = run_search(
+        cfg,
+        overrides,
+        budget_s=_seconds(budget, steps),
+        steps=steps,
+        seeds=seeds,
+        out=output,
+        world_size=nproc,
+        devices=devices,
+        dry_run=dry_run,
+        say=lambda text: click.echo(text, err=True),
+    )
+    found, saving = result.search, result.saving
+    if as_json:
+        values = {
+            "file": None if result.file is None else str(result.file),
+            "saving": None if saving is None else saving.to_dict(),
+            "complete": found.missing is None,
+            "losses": {each.name: found.losses(each) for each in found.candidates},
+            "rungs": found.rungs,
+        }
+        print_json(values)
+        return
+    _print_search(found)
+    if saving is not None:
+        click.echo(render_saving(saving))
+    if result.file is not None:
+        click.echo(f"{result.file}\nnext: instar train {cfg} --schedule {result.file}")
+    elif not dry_run and found.missing is None:
+        click.echo(
+            "no schedule is better than the final size from scratch with the same FLOPs: none is written"
+        )
+
+
+def _print_search(found: Search) -> None:
+    """Print the candidates of a search with their losses, and what it costs in all."""
+    from instar.cli.output import print_table
+    from instar.record.format import scientific, si
+
+    headers = ["schedule", "begins with", "grows at", "steps", *(f"{n:,}" for n in found.rungs)]
+    rows = []
+    for each in found.candidates:
+        steps = each.steps(found.rungs[-1])
+        moments = ", ".join(f"{step:,}" for step in each.moments(steps))
+        losses = ["" if loss is None else f"{loss:.4f}" for loss in found.losses(each)]
+        rows.append([each.name, si(each.parameters), moments, f"{steps:,}", *losses])
+    print_table(headers, rows, right=headers[1:])
+    flops, count = found.work(lambda per_token: per_token * found.tokens_per_step)
+    seconds, _ = found.work(found.step_seconds)
+    whole = found.scratch.flops(found.run_steps) * found.tokens_per_step
+    click.echo(
+        f"losses at the FLOPs of so many steps of the final size; steps, moments: at {found.rungs[-1]:,}\n"
+        f"{count} runs, at most {scientific(round(flops))} FLOPs, {flops / whole:.2f} times those of the "
+        f"final size in {found.run_steps:,} steps; steps take about {seconds / 60:,.1f} min"
+    )
+
+
+def _seconds(text: str | None, steps: int | None) -> float:
+    """Parse a time such as 30min, which may be left out where the steps are given."""
     from instar.config.budget import parse_budget
 
+    if text is None:
+        if steps is None:
+            raise click.UsageError("How long may it take? Write e.g. --budget 30min.")
+        return math.inf
     try:
         budget = parse_budget(text)
     except ValueError as error:

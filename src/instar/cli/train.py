@@ -213,7 +213,7 @@ def _forecast(
     prepared = preflight(loaded, ranks, new=new, assume=lambda text: click.echo(text, err=True))
     weights = starting_weights(loaded, prepared.spec) if new else None
     line = torchrun_line(argv, ranks, devices, port=loaded.config.parallel.master_port)
-    saving = expected(prepared.forecast, loaded.config, cfg)
+    saving = expected(prepared.forecast, loaded, cfg)
     if as_json:
         more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
         more |= saving_values(saving)

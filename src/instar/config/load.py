@@ -152,10 +152,10 @@ def load(
         brought, origin, conflicts = weights({dotted(p): each.value for p, each in given.items()})
         made = findings.add(*parse(yaml_of(brought), origin))
         layer |= _entries(root, made, findings, origin) if brought and made else {}
-    _open_schedule(layer, findings)
+    whole = _open_schedule(root, layer, findings)
     config = _validated(root, layer, findings)
     if config is not None and (path is None or file is not None):
-        config, refused = _grown(root, config, layer, findings)
+        config, refused = _grown(root, config, layer, findings, whole=whole)
         found = (problem for check in checks for problem in check(config))
         _compare((*conflicts, *refused, *found), _places(layer), findings)
     if findings.problems or config is None:
@@ -317,11 +317,12 @@ def _chosen_presets(root: Root, given: dict[KeyPath, _Entry], findings: _Finding
     return [name for name in requested if name in known]
 
 
-def _open_schedule(layer: dict[KeyPath, _Entry], findings: _Findings) -> None:
-    """Replace the path of a schedule's file by its content."""
+def _open_schedule(root: Root, layer: dict[KeyPath, _Entry], findings: _Findings) -> bool:
+    """Replace the path of a schedule's file by its content; return whether the file also names the shape
+    that the run begins with, which replaces the config's."""
     entry = layer.get((SCHEDULE,))
     if entry is None or not isinstance(entry.value, str):
-        return
+        return False
     named = entry.place()
     sibling = Path(named.source).parent / entry.value
     hint = (
@@ -330,31 +331,47 @@ def _open_schedule(layer: dict[KeyPath, _Entry], findings: _Findings) -> None:
         else "the path is relative to the working directory"
     )
     document = findings.read(entry.value, hint, named, (SCHEDULE,))
-    if document is not None and not isinstance(document.data, list):
-        message = f"a schedule is a list of operations, got {show(document.data)}"
+    data = None if document is None else document.data
+    inside: KeyPath = ()
+    if document is not None and isinstance(data, dict) and data.keys() == {"model", SCHEDULE}:
+        inside, data = (SCHEDULE,), data[SCHEDULE]
+    if document is not None and not isinstance(data, list):
+        message = f"a schedule is a list of operations, got {show(data)}"
         config = isinstance(document.data, dict) and document.data.keys() & RunConfig.model_fields
         hint = "this is a config; " if config else ""
-        findings.note(document.place(), message, f"{hint}begin each with '- name:'")
+        findings.note(document.place(inside), message, f"{hint}begin each with '- name:'")
         document = None
     if document is None or document.unreadable:
         findings.doubtful.add(SCHEDULE)
         del layer[SCHEDULE,]
-    else:
-        layer[SCHEDULE,] = replace(entry, value=document.data, document=document, inside=())
+        return False
+    if inside:
+        layer |= _entries(root, document, findings, "")
+    layer[SCHEDULE,] = replace(entry, value=data, document=document, inside=inside)
+    return bool(inside)
 
 
 def _grown(
-    root: Root, config: RunConfig, layer: dict[KeyPath, _Entry], findings: _Findings
+    root: Root,
+    config: RunConfig,
+    layer: dict[KeyPath, _Entry],
+    findings: _Findings,
+    *,
+    whole: bool,
 ) -> tuple[RunConfig, Sequence[ConfigProblem]]:
     """Expand a preset that computes its values, in the layer too; or return what prevents it.
 
     An empty schedule of the config's own is the preset without growth.
+
+    Args:
+        whole: the schedule's file names the first shape too, so there is nothing left to compute.
     """
-    refused = list(growing.conflicts(config))
+    whole = whole and bool(growing.chosen(config))
+    refused = [] if whole else list(growing.conflicts(config))
     schedule = layer.get((SCHEDULE,))
     if refused or (schedule is not None and schedule.value == []):
         return config, refused
-    if values_of := growing.expansion(config):
+    if values_of := growing.left_out(config) if whole else growing.expansion(config):
         origin = f"{PRESET}{growing.chosen(config)[0]}"
         made = findings.add(*parse(yaml_of(values_of), origin))
         assert made is not None

@@ -31,7 +31,7 @@ BRANCHED = "branched"
 END, OPERATIONS = "train.until", "schedule"
 """Keys of the config that every branch has its own values of."""
 
-_OPTIONS = ("iters", "decay", "set", OPERATIONS)
+_OPTIONS = ("iters", "decay", "set", "train", OPERATIONS)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 Finding = tuple[str, str, str]
@@ -51,6 +51,8 @@ class Branch:
     """Other keys of the config."""
     schedule: Sequence[Mapping[str, Any]]
     """Its own schedule."""
+    train: bool = True
+    """Whether the trunk's command trains it, too; otherwise only one that names it does."""
 
     def changes(self, step: int) -> dict[str, Any]:
         """Return the keys of the config that a branch at `step` changes, with their values."""
@@ -69,7 +71,12 @@ def branch_of(operation: Operation) -> Branch:
     iters = given["iters"]
     decay, overrides, schedule = given.get("decay"), given.get("set"), given.get(OPERATIONS)
     return Branch(
-        operation.value, iters, iters if decay is None else decay, overrides or {}, schedule or ()
+        operation.value,
+        iters,
+        iters if decay is None else decay,
+        overrides or {},
+        schedule or (),
+        given.get("train", True),
     )
 
 
@@ -112,6 +119,9 @@ def problems(operation: Operation) -> Iterator[Finding]:
     overrides = given.get("set")
     if overrides is not None and not isinstance(overrides, Mapping):
         yield "set", f"must have keys of the config, got {show(overrides)}", "{train.batch_size: 8}"
+    if type(given.get("train", True)) is not bool:
+        hint = "false: only `instar resume BRANCH` trains it"
+        yield "train", f"must be true or false, got {show(given['train'])}", hint
     schedule = given.get(OPERATIONS)
     if schedule is not None and not (
         isinstance(schedule, list | tuple) and all(isinstance(each, Mapping) for each in schedule)

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from instar.config.errors import ConfigError
-from instar.config.schema import RunConfig
+from instar.config.load import SCHEDULE, Loaded
 from instar.growth.operators import is_growth
 from instar.models.architecture import Architecture
 from instar.record.format import si
@@ -53,20 +53,23 @@ class TypicalSaving:
 
 
 def expected(
-    forecast: Forecast, config: RunConfig, path: str | None, file: Path | None = None
+    forecast: Forecast, loaded: Loaded, path: str | None, file: Path | None = None
 ) -> ExpectedSaving | TypicalSaving | None:
     """Return the saving that a pilot predicts for a run, or else what is typical of its schedule; None if
     neither says anything.
 
     Args:
-        path: of the run's config; its pilot lies beside it.
-        file: the pilot, in place of that one.
+        path: of the run's config; its pilot lies beside its schedule's file, or else beside it.
+        file: the pilot, in place of these.
 
     Raises:
         ConfigError: the pilot cannot be read; or `file` says nothing of this run.
     """
-    found = file or (beside(path) if path else None)
-    if found is None or (file is None and not found.exists()):
+    schedule = loaded.places.get(f"{SCHEDULE}[0]")
+    sources = [source for source in (schedule and schedule.source, path) if source]
+    nearby = (beside(source) for source in sources if Path(source).is_file())
+    found = file or next((each for each in nearby if each.exists()), None)
+    if found is None:
         return typical(forecast)
     pilot = read_pilot(found)
     runs = {spending(forecast), spending(forecast, late=True)} - {()}
@@ -83,7 +86,7 @@ def expected(
         hint = "measure this run with: instar schedule pilot"
         raise ConfigError.one(f"predicts nothing here: {error}", str(found), hint) from None
     saving = replace(saving, family=family_saving(forecast, exponents))
-    if others := pilot.differing(config):
+    if others := pilot.differing(loaded.config):
         beyond = (*saving.extrapolates, f"measured with other settings of {', '.join(others)}")
         saving = replace(saving, extrapolates=beyond)
     return saving

@@ -7,7 +7,7 @@ it names a path.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -30,7 +30,9 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e40)]
 Steps = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 Step = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 Loss = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
+T = TypeVar("T")
 
 
 class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +47,7 @@ class PilotCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the schedule begins with, which does neither grow nor decay."""
 
     arm: Literal["final", "grown", "small"]
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    seed: Seed
     steps: Steps
     grown_at: Annotated[tuple[Step, ...], msgspec.Meta(max_length=MOST)] = ()
     """The step of each growth; empty: none."""
@@ -139,19 +141,31 @@ def read_pilot(path: Path) -> Pilot:
     Raises:
         ConfigError: it is missing or no pilot file; says what is wrong in it.
     """
+    return read_json(path, Pilot, "a pilot file", "instar schedule pilot CONFIG -o FILE")
+
+
+def read_json(path: Path, kind: type[T], what: str, command: str) -> T:
+    """Read JSON of a type from a file.
+
+    Args:
+        what: the file is.
+        command: writes one.
+
+    Raises:
+        ConfigError: it is missing or no such file; says what is wrong in it.
+    """
     try:
-        pilot = msgspec.json.decode(read_regular(path, MAX_BYTES, follow=True), type=Pilot)
+        return msgspec.json.decode(read_regular(path, MAX_BYTES, follow=True), type=kind)
     except OSError as error:
         raise ConfigError.one(f"cannot be read: {error.strerror or error}", str(path)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        hint = "write one with: instar schedule pilot CONFIG -o FILE"
-        raise ConfigError.one(f"is not a pilot file: {error}", str(path), hint) from None
-    return pilot
+        hint = f"write one with: {command}"
+        raise ConfigError.one(f"is not {what}: {error}", str(path), hint) from None
 
 
-def write_pilot(path: Path, pilot: Pilot) -> None:
-    """Replace a pilot file atomically."""
-    replace_file(path, msgspec.json.format(msgspec.json.encode(pilot), indent=1) + b"\n")
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    """Replace a file by JSON of a value atomically."""
+    replace_file(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
 def beside(config: str | Path) -> Path:

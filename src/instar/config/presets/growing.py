@@ -59,12 +59,16 @@ def expansion(config: RunConfig) -> dict[str, Any]:
     assert isinstance(config, LanguageConfig)
     (preset,) = chosen(config)
     layers = _sizes(config, preset)
-    return {
-        "preset": [name for name in _presets(config) if name != preset],
-        "sizes": [],
+    return left_out(config) | {
         "model.n_layer": layers[0],
         "schedule": _schedule(config, layers, branches=preset == FAMILY),
     }
+
+
+def left_out(config: RunConfig) -> dict[str, Any]:
+    """Return the values of a config that no longer names these presets."""
+    others = [name for name in _presets(config) if name not in DIVISORS]
+    return {"preset": others, "sizes": []}
 
 
 def _schedule(

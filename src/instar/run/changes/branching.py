@@ -155,7 +155,8 @@ def unfinished_branches(
     """Return the branches of the run in `root` that have not ended, in the order of their steps, with
     their configs. A collective.
 
-    Those that are gone, or that another process trains, are left out with a warning.
+    Those that are gone, or that another process trains, are left out with a warning; those with `train: false`,
+    without one.
 
     Raises:
         ConfigError, PeerError: the config of one cannot be read.
@@ -163,15 +164,20 @@ def unfinished_branches(
     found: list[str] = []
     with raise_on_all_ranks(parts.world, "looking for branches"):
         if parts.world.is_main:
-            begun = [
-                change.operation.value
+            made = [
+                branch_of(change.operation)
                 for change in state.history
                 if change.operation.name == BRANCH and not change.skipped
             ]
+            begun = [branch.name for branch in made]
             for entry in parts.entries:
                 if entry.operation.name == BRANCH and entry.operation.value not in begun:
                     parts.logger.console.warn(f"the branch {entry.operation.value} never began")
-            found = [str(name) for name in begun if _is_left(name, root, parts)]
+            found = [
+                branch.name
+                for branch in made
+                if branch.train and _is_left(branch.name, root, parts)
+            ]
     names = cast("list[str]", agree(parts.world, list(found)))
     branches = []
     with raise_on_all_ranks(parts.world, "reading the configs of branches"):

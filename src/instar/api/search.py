@@ -1,0 +1,440 @@
+"""Searches for a schedule of growth: candidates are trained from shared trunks and compared at equal FLOPs.
+
+A trunk is a run at a stable rate. Where a schedule grows, and where the final size from scratch begins to decay,
+a branch leaves it, so that what trials have in common is trained once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from msgspec import structs
+
+from instar.api.short_runs import (
+    BUDGET_USED,
+    EVALUATED,
+    FEWEST_STEPS,
+    START_S,
+    WARMUP,
+    Question,
+    Say,
+    ask,
+    evaluations,
+    loss_at_end,
+    losses_of,
+    options,
+    refused,
+    run_values,
+    shape_of_stage,
+    shape_settings,
+    too_short,
+    trained,
+)
+from instar.config.errors import ConfigError
+from instar.config.origins import in_yaml
+from instar.distributed.failure import RunFailed
+from instar.record.atomic import discard, replace_file
+from instar.schedule.branches import folder_of
+from instar.schedule.pilot import beside, settings_of, write_json
+from instar.schedule.search import (
+    RUNGS,
+    SCRATCH,
+    SUFFIX,
+    Candidate,
+    Proposal,
+    Search,
+    Stage,
+    Trial,
+    proposals,
+    read_search,
+)
+
+if TYPE_CHECKING:
+    from instar.config.schema import RunConfig
+    from instar.models.architecture import Architecture
+    from instar.schedule.saving import ExpectedSaving
+
+_RUN = "search"
+_SUFFIX = ".schedule.yaml"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A search, and the schedule that it found."""
+
+    search: Search
+    file: Path | None = None
+    """The winner's schedule; None: the search is not complete, or no schedule is better than the final size
+    from scratch."""
+    saving: ExpectedSaving | None = None
+    """Of the config's run with it; None also if nothing can be predicted."""
+
+
+@dataclass(frozen=True)
+class _Final:
+    """The final shape of a config."""
+
+    asked: Question
+    shape: Architecture
+    begin: dict[str, Any]
+    """Keys of the config that give it in place of the first one."""
+
+    @property
+    def settings(self) -> list[str]:
+        """With which the config has it, and no schedule."""
+        return options({**self.begin, "schedule": []})
+
+    @property
+    def config(self) -> RunConfig:
+        return self.asked.config
+
+
+def search(
+    config: str | os.PathLike[str] | None,
+    overrides: Sequence[str] = (),
+    *,
+    budget_s: float = math.inf,
+    steps: int | None = None,
+    seeds: Sequence[int] = (),
+    out: Path | None = None,
+    world_size: int | None = None,
+    devices: Sequence[int] | None = None,
+    dry_run: bool = False,
+    say: Say = lambda _: None,
+) -> SearchResult:
+    """Run what is missing of a search for a schedule that leads to a config's final shape.
+
+    Trials are ordinary runs, `<name>-search-…` in the config's folder of runs. They are compared at the FLOPs of
+    a quarter, half and all of the horizon's steps of the final size, all with their rate decayed; the better
+    half goes on. A search that was interrupted goes on.
+
+    Args:
+        budget_s: seconds that it may take, about.
+        steps: of the final size, the horizon; default: as many as the budget allows, at most the config's.
+        seeds: of the trials, whose mean losses are compared; default: the config's.
+        out: the schedule's file; default: the config's name with `.schedule.yaml`, beside it. Beside it in turn are
+            the search's file, `.search.json`, and a pilot's, from which forecasts predict the saving.
+        world_size, devices: see `launch`.
+        dry_run: only plan.
+
+    Raises:
+        ConfigError: the config's shape cannot be grown into, or it is of a kind that searches do not know; the
+            budget is too small; a file is another search's.
+        RunFailed, Interrupted: see `launch`; the same call goes on.
+    """
+    begun = time.monotonic()
+    path = None if config is None else os.fspath(config)
+    final = _final(ask(path, overrides, world_size, devices, say))
+    file = out or _file(path, final.config)
+    state = file.with_suffix(SUFFIX)
+    candidates = tuple(_candidates(final))
+    if state.exists():
+        found = read_search(state)
+        _check_same(state, found, candidates, final.config)
+    elif file.exists():
+        hint = "choose another file with -o"
+        raise ConfigError.one("exists, and is not the file of a search", str(file), hint)
+    else:
+        planned = seeds or (final.config.seed,)
+        found = _plan(final, candidates, budget_s, steps, planned, say)
+    if dry_run:
+        return SearchResult(found)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(state, found)
+    slowest = 0.0
+    while (trial := found.missing) is not None:
+        spent = time.monotonic() - begun
+        if slowest and spent + slowest > budget_s:
+            say("the budget is used up; the same command goes on")
+            return SearchResult(found)
+        candidate, rung, seed = trial
+        say(
+            f"search: {candidate.name} at {found.rungs[rung]:,} steps of the final size, seed {seed}: "
+            f"trial {len(found.trials) + 1} of {found.count}"
+        )
+        done = _Runs(final, found).run(*trial)
+        found = structs.replace(found, trials=(*found.trials, done))
+        write_json(state, found)
+        _Runs(final, found).delete_given_up()
+        slowest = max(slowest, time.monotonic() - begun - spent)
+    return _result(final, found, file)
+
+
+def _file(path: str | None, config: RunConfig) -> Path:
+    given = Path(path or Path(config.record.out_dir) / config.name)
+    return given.with_suffix(_SUFFIX)
+
+
+def _final(asked: Question) -> _Final:
+    """Find the final shape.
+
+    Raises:
+        ConfigError: the config's schedule or its rate is not one that trials can share.
+    """
+    from instar.growth.operators import is_growth
+
+    rate = asked.config.learning_rate
+    if rate.shape != "wsd":
+        raise refused(
+            asked.loaded,
+            "learning_rate.shape",
+            f"is {rate.shape}, which has no stable part that trials could share",
+            "write shape: wsd",
+        )
+    if rate.lr_decay_iters is not None:
+        hint = "leave it out: the rate falls at the end of each trial"
+        raise refused(asked.loaded, "learning_rate.lr_decay_iters", "is given", hint)
+    for number, entry in enumerate(asked.config.schedule):
+        if not is_growth(entry.name) or "lora" in entry.name:
+            hint = "leave it out: a search replaces the schedule, and proposes growth only"
+            raise refused(asked.loaded, f"schedule[{number}]", f"is {entry.name}", hint)
+    first, last = (shape_of_stage(asked, each) for each in (0, len(asked.forecast.stages) - 1))
+    return _Final(asked, last, shape_settings(first, last))
+
+
+def _candidates(final: _Final) -> Iterator[Candidate]:
+    """Yield the final size from scratch, and all schedules that a run could carry out.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    asked = final.asked
+    (stage,) = asked.forecast_of(final.settings).stages
+    own = Stage(0.0, stage.flops_per_token)
+    yield Candidate(SCRATCH, f"L{final.shape.n_layer}", {}, stage.parameters.total, (own,))
+    found = [
+        candidate
+        for proposal in proposals(final.shape, final.config.learning_rate.decay_fraction)
+        if (candidate := _checked(final, proposal)) is not None
+    ]
+    if not found:
+        text = f"n_layer {final.shape.n_layer} leaves nothing to grow, and the width has no half"
+        raise refused(asked.loaded, "model", text, "give the final shape more layers")
+    yield from found
+
+
+def _checked(final: _Final, proposal: Proposal) -> Candidate | None:
+    """Return the candidate of a proposal with its costs; None if no run could carry it out, if it ends with
+    another shape, or if it costs no less."""
+    begin = shape_settings(final.shape, proposal.shape)
+    stages = [Stage(0.0, 1.0), *(Stage(share, 1.0, each) for share, each in proposal.growth)]
+    drawn = Candidate(proposal.name, proposal.trunk, begin, 1, tuple(stages), proposal.rewarm)
+    try:
+        told = final.asked.forecast_of(_settings(final, drawn))
+    except ConfigError:
+        return None
+    last = told.stages[-1].architecture
+    shape = final.shape.changed(norm_eps=last.norm_eps, rope_base=last.rope_base)  # type: ignore[attr-defined]
+    if last != shape or any(stage.skipped for stage in told.stages):
+        return None
+    ends = [0]
+    for stage in stages[1:]:
+        ends.append(ends[-1] + len(stage.operations))
+    costs = [told.stages[end].flops_per_token for end in ends]
+    if costs != sorted(set(costs)):
+        return None
+    return structs.replace(
+        drawn,
+        parameters=told.stages[0].parameters.total,
+        stages=tuple(
+            structs.replace(stage, flops_per_token=cost)
+            for stage, cost in zip(stages, costs, strict=True)
+        ),
+    )
+
+
+def _settings(final: _Final, candidate: Candidate) -> list[str]:
+    """Return the settings of the config's run with a candidate's schedule."""
+    entries = candidate.entries(final.asked.run_steps, shares=True)
+    return [*final.settings, *options({**candidate.begin, "schedule": entries})]
+
+
+def _plan(
+    final: _Final,
+    candidates: tuple[Candidate, ...],
+    budget_s: float,
+    steps: int | None,
+    seeds: Sequence[int],
+    say: Say,
+) -> Search:
+    """Choose the horizon that the budget allows, by the time of a few steps."""
+    asked = final.asked
+    (stage,) = asked.forecast_of(final.settings).stages
+    smallest = min(candidates, key=lambda each: each.stages[0].flops_per_token)
+    times = [
+        asked.seconds([*final.settings, *options(each.begin)], say)
+        for each in (smallest, candidates[0])
+    ]
+    costs = [each.stages[0].flops_per_token for each in (smallest, candidates[0])]
+    found = Search(
+        name=final.config.name,
+        settings=_compared(final.config),
+        candidates=candidates,
+        seeds=tuple(seeds),
+        rungs=tuple(asked.run_steps // part for part in RUNGS),
+        run_steps=asked.run_steps,
+        decay=final.config.learning_rate.decay_fraction,
+        tokens_per_step=float(stage.settings.global_batch * stage.weight),
+        evaluations=1,
+        seconds=((costs[0], times[0][0]), (costs[1], times[1][0])),
+    )
+    seconds, count = found.work(found.step_seconds)
+    whole = seconds * (1 + EVALUATED)
+    fixed = count * START_S
+    if steps is None:
+        share = (BUDGET_USED * budget_s - fixed) / whole
+        steps = int(asked.run_steps * min(1.0, share))
+    fewest = FEWEST_STEPS * RUNGS[0]
+    if steps < fewest:
+        needed = (whole * fewest / asked.run_steps + fixed) / BUDGET_USED
+        raise too_short(f"{count} runs of {FEWEST_STEPS} steps and more", budget_s, needed)
+    rungs = tuple(steps // part for part in RUNGS)
+    return structs.replace(found, rungs=rungs, evaluations=evaluations(steps, *times[1]))
+
+
+def _compared(config: RunConfig) -> dict[str, Any]:
+    """Return the values of a config on which losses depend, by dotted key."""
+    evaluated = {"eval.eval_iters": config.eval.eval_iters, "eval.context": config.eval.context}
+    return {**settings_of(config), **evaluated}
+
+
+def _check_same(
+    file: Path, found: Search, candidates: tuple[Candidate, ...], config: RunConfig
+) -> None:
+    """Raise ConfigError if a search is about another config."""
+    own = _compared(config)
+    keys = sorted(k for k in {*own, *found.settings} if own.get(k) != found.settings.get(k))
+    if keys or found.candidates != candidates:
+        others = f"settings of {', '.join(keys)}" if keys else "candidates"
+        hint = "choose another file with -o, or delete this one"
+        raise ConfigError.one(f"was begun with other {others}", str(file), hint)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of a search."""
+
+    final: _Final
+    found: Search
+
+    def trunk(self, candidate: Candidate, seed: int) -> Path:
+        """Return the folder of a trunk, whose name no search with other settings gives to one."""
+        found = self.found
+        parts = [found.settings, [each.name for each in found.candidates], found.rungs]
+        key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:6]
+        run = f"{self.final.config.name}-{_RUN}-{key}-{candidate.trunk}-s{seed}"
+        return Path(self.final.config.record.out_dir) / run
+
+    def folder(self, candidate: Candidate, rung: int, seed: int) -> Path:
+        """Return the folder of a trial, which is a branch of its trunk."""
+        trunk, name = self.trunk(candidate, seed), self.found.branch(candidate, rung)["value"]
+        return trunk.with_name(folder_of(trunk, name).name)
+
+    def run(self, candidate: Candidate, rung: int, seed: int) -> Trial:
+        """Train a trial, or go on with it, and its trunk as far as its rung needs it; read how it ended."""
+        found, folder = self.found, self.folder(candidate, rung, seed)
+        steps = candidate.steps(found.rungs[rung])
+        if not folder.exists():
+            self._train_trunk(candidate, rung, seed)
+        if not folder.exists():
+            raise RunFailed(f"{folder} is gone; delete the folder of its trunk to train both again")
+        own = ["resume=auto", *options({"record.run_dir": os.fspath(folder)})]
+        trained(self.final.asked, os.fspath(folder / "run.yaml"), own, _RUN)
+        at = candidate.branches_at(steps, found.decay)
+        before = (each for each in losses_of(self.trunk(candidate, seed)) if each[0] <= at)
+        after = (each for each in losses_of(folder) if each[0] > at)
+        loss = loss_at_end(folder, steps)
+        return Trial(candidate.name, rung, seed, steps, loss, (*before, *after))
+
+    def _train_trunk(self, candidate: Candidate, rung: int, seed: int) -> None:
+        """Train a trunk to the last branch that it has in a rung.
+
+        Its schedule is always the beginning of one list, that of the branches of all rungs, also of candidates
+        that have been given up: what has fired never changes.
+        """
+        found, config = self.found, self.final.config
+        rungs = range(len(found.rungs))
+        own = [each for each in found.candidates if each.trunk == candidate.trunk]
+        wanted = [found.branch(each, rung) for each, _ in found.planned(rung) if each in own]
+        last = max(entry["when"]["at_step"] for entry in wanted)
+        entries = (found.branch(each, number) for number in rungs for each in own)
+        schedule = sorted(
+            (entry for entry in entries if entry["when"]["at_step"] <= last),
+            key=lambda entry: (entry["when"]["at_step"], entry["value"]),
+        )
+        values = {
+            **candidate.begin,
+            **run_values(config, _RUN, self.trunk(candidate, seed), last + 1, seed),
+            "learning_rate.shape": "constant",
+            "learning_rate.warmup_iters": min(
+                config.learning_rate.warmup_iters, found.rungs[0] // WARMUP
+            ),
+            "eval.eval_interval": max(1, found.rungs[-1] // found.evaluations),
+            "schedule": schedule,
+        }
+        asked = self.final.asked
+        trained(asked, asked.path, [*asked.overrides, *self.final.settings, *options(values)], _RUN)
+
+    def delete_given_up(self) -> None:
+        """Delete branches that were made for trials which will not be run."""
+        for rung in range(1, len(self.found.rungs)):
+            if (alive := self.found.alive(rung)) is None:
+                return
+            for candidate in self.found.candidates[1:]:
+                for seed in self.found.seeds if candidate not in alive else ():
+                    if (folder := self.folder(candidate, rung, seed)).exists():
+                        discard(folder)
+
+
+def _result(final: _Final, found: Search, file: Path) -> SearchResult:
+    """Write the schedule of the winner, and its trials as a pilot."""
+    from instar.schedule.saving import predicted, spending, summary
+
+    winner, asked = found.winner, final.asked
+    if winner is None:
+        return SearchResult(found)
+    folders = {seed: _Runs(final, found).trunk(winner, seed) for seed in found.seeds}
+    trunks = {seed: losses_of(folder) for seed, folder in folders.items() if folder.exists()}
+    settings = _settings(final, winner)
+    pilot = found.pilot(winner, settings_of(asked.load(settings).config), trunks)
+    try:
+        spent = spending(asked.forecast_of(settings))
+        saving = predicted(pilot, spent, source=os.fspath(beside(file)))
+    except ValueError:  # the final size from scratch diverged
+        saving = None
+    write_json(beside(file), structs.replace(pilot, found=summary(pilot)))
+    replace_file(file, _text(final, found, winner, saving).encode())
+    return SearchResult(found, file, saving)
+
+
+def _text(final: _Final, found: Search, winner: Candidate, saving: ExpectedSaving | None) -> str:
+    """Return the schedule's file."""
+    horizon, last = found.rungs[-1], len(found.rungs) - 1
+    losses = [found.loss(each, last) or 0.0 for each in (winner, found.scratch)]
+    seeds = f"seed{'s' * (len(found.seeds) > 1)} {', '.join(map(str, found.seeds))}"
+    said = [
+        f"{winner.name}: the best of {len(found.candidates) - 1} schedules that lead to the final shape of "
+        f"{in_yaml(found.name)},",
+        f"by `instar schedule search`, {len(found.trials)} trials, {seeds}.",
+        f"Held-out loss with the FLOPs of {horizon:,} steps of the final size: {losses[0]:.4f}; from "
+        f"scratch: {losses[1]:.4f}.",
+    ]
+    if saving is not None:
+        share, low, high = (f"{100 * each:.0f}" for each in (saving.share, saving.low, saving.high))
+        steps = f"{found.run_steps:,} steps"
+        said.append(
+            f"In a run of {steps} it is expected to save {share} % of the FLOPs ({low} to {high} %)."
+        )
+    begin = {key.removeprefix("model."): v for key, v in {**final.begin, **winner.begin}.items()}
+    entries = winner.entries(final.asked.run_steps, shares=True)
+    lines = [f"# {line}" for line in said]
+    lines += [f"model: {in_yaml(begin)}", "schedule:", *(f"- {in_yaml(each)}" for each in entries)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,245 @@
+"""Short runs of a config: what pilots and searches of schedules share."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instar.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from instar.config.load import Loaded
+    from instar.config.schema import RunConfig
+    from instar.models.architecture import Architecture
+    from instar.schedule.forecast import Forecast
+
+FEWEST_STEPS = 20
+"""Steps of the shortest run."""
+BUDGET_USED = 0.85
+"""Share of the budget that is planned; the rest is for what is not steps."""
+START_S = 3.0
+"""Seconds until a run takes its first step."""
+EVALUATED = 0.15
+"""Share of its time that a run may evaluate."""
+_FEWEST_EVALUATIONS, _EVALUATIONS = 10, 30
+"""Of each run, and within these so few that they take `EVALUATED` of its time."""
+WARMUP = 4
+"""The warm-up takes at most the steps divided by this: in shorter ones deep models fall behind."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A config that short runs are to say something of."""
+
+    path: str | None
+    overrides: tuple[str, ...]
+    """With which the file gives the config without its presets."""
+    loaded: Loaded
+    forecast: Forecast
+    ranks: int
+    devices: Sequence[int] | None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+    @property
+    def run_steps(self) -> int:
+        """Steps of the config's run."""
+        return self.forecast.steps or 1
+
+    def load(self, settings: Sequence[str]) -> Loaded:
+        """Load the config with other settings."""
+        from instar.run.lifecycle.load import load_config
+
+        return load_config(self.path, [*self.overrides, *settings])
+
+    def forecast_of(self, settings: Sequence[str]) -> Forecast:
+        """Forecast the run of the config with other settings."""
+        return _forecast(self.load(settings), self.ranks)
+
+    def seconds(self, settings: Sequence[str], say: Say) -> tuple[float, float]:
+        """Return how long a step and an evaluation of the config with other settings take."""
+        from instar.run.find.step_time import step_time
+
+        time = step_time(self.load(settings), say)
+        # ranks of one CPU share its cores
+        several = self.ranks if self.config.device.startswith("cuda") else 1
+        return time.step / several, time.evaluation / several
+
+
+def ask(
+    path: str | None,
+    overrides: Sequence[str],
+    world_size: int | None,
+    devices: Sequence[int] | None,
+    say: Say,
+) -> Question:
+    """Load a config and prepare its data.
+
+    Raises:
+        ConfigError: its final size cannot be trained from scratch, or it has no last step.
+    """
+    from instar.distributed.placement import placement, resolve_ranks
+    from instar.run.lifecycle.load import load_config
+    from instar.run.lifecycle.preflight import prepare_data
+
+    loaded = load_config(path, overrides)
+    start = resolve_ranks(loaded.config.parallel, placement(os.environ), world_size, devices)
+    _check_kind(loaded)
+    prepare_data(loaded, start.ranks, say)
+    forecast = _forecast(loaded, start.ranks)
+    if forecast.steps is None:
+        raise refused(loaded, "train.until", "has no last step, of which a short run is a share")
+    given = (*overrides, *_without_presets(loaded))
+    return Question(path, given, loaded, forecast, start.ranks, start.devices or None)
+
+
+def refused(loaded: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
+    """Return an error at a key of a config."""
+    return ConfigError(loaded.problem(key, f"{key} {message}", hint))
+
+
+def options(values: Mapping[str, Any]) -> list[str]:
+    """Return values of dotted keys as texts for `--set`."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def shape_of_stage(asked: Question, stage: int) -> Architecture:
+    """Return the shape of a stage as a new model has it.
+
+    Raises:
+        ConfigError: no config has this shape.
+    """
+    from instar.models.architecture import Architecture
+
+    begin, end = (asked.forecast.stages[n].architecture for n in (0, stage))
+    assert isinstance(begin, Architecture)
+    assert isinstance(end, Architecture)
+    if end.lora or end.mask:
+        raise refused(asked.loaded, "schedule", "ends with adapters or a mask")
+    # widening and longer contexts adjust these of a trained model, not of a new one
+    return end.changed(norm_eps=begin.norm_eps, rope_base=begin.rope_base)
+
+
+def shape_settings(before: Architecture, after: Architecture) -> dict[str, Any]:
+    """Return the keys of `model` with which a config of one shape has another, with their values."""
+    from instar.models.architecture import section_of
+
+    old, new = (section_of(one).model_dump() for one in (before, after))
+    return {f"model.{key}": value for key, value in new.items() if old[key] != value}
+
+
+def evaluations(steps: int, step_s: float, evaluation_s: float) -> int:
+    """Return how many evaluations a run of so many steps can afford."""
+    affordable = EVALUATED * steps * step_s / max(evaluation_s, 1e-6)
+    return max(_FEWEST_EVALUATIONS, min(_EVALUATIONS, int(affordable)))
+
+
+def too_short(what: str, budget_s: float, needed_s: float) -> ConfigError:
+    """Return the error of a budget that is too small."""
+    from instar.config.budget import Budget
+
+    return ConfigError.one(
+        f"{what} do not fit in {budget_s:,.0f} s",
+        where="--budget",
+        hint=f"give at least {Budget('seconds', max(1.0, round(needed_s)))}",
+    )
+
+
+def run_values(config: RunConfig, kind: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Return what all short runs set: the name `<name>-<kind>`, their folder, their end, and no work beside
+    training."""
+    return {
+        "name": f"{config.name}-{kind}",
+        "record.run_dir": os.fspath(folder),
+        "resume": "auto",
+        "seed": seed,
+        "data.seed": config.data_seed,
+        "train.until": [f"{steps}it"],
+        "eval.eval_epochs": None,
+        "early_stopping.rules": [],
+        "test.at_end": False,
+        "record.report": False,
+        "record.sample_tokens": 0,
+        "record.sample_every": None,
+    }
+
+
+def trained(asked: Question, path: str | None, given: Sequence[str], kind: str) -> Path:
+    """Train a run, or go on with it, and return its folder.
+
+    Raises:
+        RunFailed, Interrupted: see `launch`.
+    """
+    from instar.api.training import launch, train
+    from instar.distributed.failure import Interrupted
+
+    try:
+        if asked.ranks == 1 and asked.devices is None:
+            return train(path, given)
+        return launch(path, given, world_size=asked.ranks, devices=asked.devices)
+    except Interrupted:
+        raise Interrupted(f"the {kind} was interrupted; the same command goes on with it") from None
+
+
+def loss_at_end(run: Path, steps: int) -> float | None:
+    """Return the held-out loss of a run's last step; None unless the run has got so far, or if the loss is
+    not finite."""
+    from instar.checkpoint.listing import latest_intact
+
+    manifest = latest_intact(run, check=False)[0].manifest
+    if manifest.step != steps or manifest.loss is None or not math.isfinite(manifest.loss):
+        return None
+    return manifest.loss
+
+
+def losses_of(run: Path) -> tuple[tuple[int, float, float], ...]:
+    """Return steps, tokens and held-out losses of a run's evaluations."""
+    from instar.record.events import Eval, read_events
+    from instar.record.rundir import RunDir
+
+    found = {
+        event.step: (event.step, float(event.tokens), event.loss)
+        for event in read_events(RunDir(run).events)
+        if isinstance(event, Eval) and event.split == "val" and math.isfinite(event.loss)
+    }
+    return tuple(found[step] for step in sorted(found))
+
+
+def _without_presets(loaded: Loaded) -> list[str]:
+    """Return settings with which the same file gives the same config without its presets, of which one
+    may make the schedule that short runs change."""
+    from instar.config.fields import values
+    from instar.config.load import PRESET
+
+    every, origins = values(loaded.config), loaded.origins
+    made = {key: every[key] for key in every if origins[key].startswith(PRESET)}
+    return options(made) + (["preset=[]"] if made else [])
+
+
+def _check_kind(loaded: Loaded) -> None:
+    """Raise ConfigError for configs whose final size cannot be trained from scratch."""
+    from instar.config.fields import LANGUAGE
+
+    config = loaded.config
+    if config.task != LANGUAGE:
+        raise refused(loaded, "task", f"{config.task}: only {LANGUAGE} models are measured")
+    if config.starts_from is not None:
+        raise refused(
+            loaded, "model.from", "has weights that the final size does not have", "leave it out"
+        )
+
+
+def _forecast(loaded: Loaded, ranks: int) -> Forecast:
+    from instar.schedule.forecast import checked_forecast
+    from instar.tasks.task import spec_class
+
+    return checked_forecast(loaded, spec_class(loaded.config.task).open(loaded, ranks), ranks)
