@@ -32,11 +32,6 @@ class Outcome:
     decision: Decision
 
 
-def never() -> bool:
-    """Return False: do not give up waiting."""
-    return False
-
-
 class Trainer:
     """Trains a run from its first step to its end. All ranks call the same methods."""
 
@@ -44,6 +39,7 @@ class Trainer:
         self.parts, self.state = parts, state
         self._step_begun: float | None = None
         self._round_begun: Progress | None = None
+        """progress at the beginning of the round; None: all ranks are the same"""
         self._skipped = 0
         """steps of this round whose gradient was not finite, on this rank"""
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -93,13 +89,13 @@ class Trainer:
         over = False
         while not over:
             with self.around_step():
-                over = self.step()
+                self.step()
+            over = self._round_begun is None
 
-    def step(self) -> bool:
-        """Train on the next global batch; return whether all ranks are the same after it.
+    def step(self) -> None:
+        """Train on the next global batch. A collective, but for those steps of a round before its last.
 
-        A collective, but for those steps of a round that are not its last. No effect if a stop is
-        requested while a rank waits for its samples.
+        No effect if a stop is requested while a rank waits for its samples.
         """
         state, parts, number = self.state, self.parts, self.state.step
         parts.hooks.call("on_step_begin", state, parts.stepper)
@@ -131,7 +127,7 @@ class Trainer:
                 )
         except Stopped:
             self._step_begun = None
-            return True
+            return
         skipped = state.skipped_in_a_row + 1 if result.skipped else 0
         self._skipped += result.skipped
         before = self._round_begun = self._round_begun or state.progress
@@ -155,8 +151,7 @@ class Trainer:
         norm = result.grad_norm
         # before the record, which has what a hook logs
         parts.hooks.call("on_step_end", self.state, parts.stepper, grad_norm=norm)
-        self._record(batch, result, lr, end, over=flags is not None)
-        return flags is not None
+        self._record(batch, result, lr, end)
 
     def _next_batch(self) -> tuple[StepBatch, PendingFlags | None]:
         """Return this rank's share of the next samples; a rank that cannot read ends all ranks.
@@ -173,7 +168,7 @@ class Trainer:
             state.settings.global_batch,
             state.settings.batch_size,
             # in a round, no rank can leave alone
-            parts.sync.wants_to_stop if rounds is None else never,
+            parts.sync.wants_to_stop if rounds is None else lambda: False,
         )
         if not parts.loaders.reads:
             parts.world.position.expect("the samples that rank 0 sends")
@@ -207,15 +202,13 @@ class Trainer:
         result: StepResult,
         lr: float,
         end: RoundEnd | None,
-        *,
-        over: bool,
     ) -> None:
         """Record the step; raise RunFailed after too many consecutive skipped steps.
 
         Args:
-            end: of a round of the strategy.
-            over: all ranks are the same after this step.
+            end: of the round of which the step is the last.
         """
+        over = self._round_begun is None
         parts, progress, skipped = self.parts, self.state.progress, self.state.skipped_in_a_row
         parts.logger.stepped(self.state, batch, result, lr, together=over)
         if (layers := parts.stepper.layers) is not None:

@@ -89,7 +89,8 @@ class DiLoCo(Replicated):
         finite = all(torch.stack([mean.isfinite().all() for mean in means]).tolist())
         if finite:
             self._step(start, means[: len(moved)])
-            torch._foreach_copy_(moments, means[len(moved) :])
+            if moments:
+                torch._foreach_copy_(moments, means[len(moved) :])
         else:
             joined = {}  # they may not be finite either
             for name, before in start.items():
