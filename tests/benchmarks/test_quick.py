@@ -37,6 +37,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("finders", "MLP: rate found / best of the grid"),
         ("order", "shuffled: build and seek to 90 % of 10⁹"),
         ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
+        ("slow_link", "1 ms each way: time to target, DiLoCo / DDP"),
         ("startup", "instar --help"),
         ("communication", "closed form / simulation, worst case"),
         ("graphs", "4 graphs per rank: T(2) / 2 T(1), beside"),

@@ -20,6 +20,7 @@ from forks import INSTAR, children_as_ranks
 from instar.checkpoint.store import load as load_checkpoint
 from instar.config.errors import ConfigError
 from instar.config.load import load
+from instar.record.format import bytes_text
 from instar.run.loop.trainer import Trainer
 from instar.run.parallel.diloco import DiLoCo
 from instar.schedule.checks import load_checked
@@ -306,9 +307,7 @@ def test_a_round_that_is_not_finite_is_taken_back(trainer: Callable[..., Trainer
 @pytest.mark.parametrize("step", [2, 5, 8])
 def test_all_ranks_end_and_name_the_one_that_cannot_read(place: tiny_run.Place, step: int) -> None:
     """The others come to where their round ends."""
-    words = ["train", "run.yaml", "--set", "record.run_dir=run"]
-    for setting in (*KEYS, *DILOCO):
-        words += ["--set", setting]
+    words = ["train", "run.yaml", *sets(*KEYS, *DILOCO, "record.run_dir=run")]
     body = "failures:rank_1_cannot_read_step"
     ranks = children_as_ranks(place.forks, 2, body, words, step, place=place.path)
     assert tiny_run.codes(ranks) == [4, 4], tiny_run.said(ranks)
@@ -364,3 +363,27 @@ def test_settings_that_need_ranks_to_meet_at_every_step_are_refused_at_once() ->
     with pytest.raises(ConfigError, match="use another strategy than diloco"):
         load_checked(None, [*DILOCO, noisy])
     load(None, [*DILOCO, "checkpoint.delta.every=10"])
+
+
+def test_the_forecast_says_what_is_kept_and_what_is_sent(place: tiny_run.Place) -> None:
+    """Held against what the ranks' models and optimizers have."""
+    run_dir = trained(place, "run", *KEYS, *DILOCO, ranks=2)
+    sizes = Counter[str]()
+    for name, tensor in tensors(run_dir).items():
+        component, _, state = name.partition("/")
+        outer = state.endswith("/outer_momentum")
+        if tensor.ndim:  # counts of steps are compared, not sent
+            sizes["outer" if outer else component] += tensor.numel() * 4
+    (child,) = place.instar("train", "run.yaml", "--nproc", 2, "--dry-run", *sets(*KEYS, *DILOCO))
+    assert child.finish() == 0
+    rows = dict(
+        re.findall(r"^ +(outer|sent / step) +\S+ \S+ +(\S+ \S+)", child.output(), re.MULTILINE)
+    )
+    # the weights at the beginning of the round, too
+    assert rows["outer"] == bytes_text(2 * sizes["outer"])
+    # of two ranks, each sends half of all to the other, and the other half's mean
+    assert rows["sent / step"] == bytes_text(round((sizes["model"] + sizes["optimizer"]) / ROUND))
+
+
+def sets(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
