@@ -13,6 +13,7 @@ have met. Contenders take turns, in an order that turns with every seed. Needs r
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from two_hosts import Host, Wire, two_hosts
 
 LIMIT_S = 900.0
+PYTHON = os.environ.get("PYTHON", sys.executable)
+"""the interpreter of the ranks"""
 PORT = "29781"
 MODEL = (
     *("preset=plain", "precision=fp32", "device=cpu"),
@@ -126,9 +129,7 @@ def run(
     with two_hosts(Wire(delay_s)) as both:
         hosts = both[: contender.hosts]
         started = [
-            host.start(
-                [sys.executable, "-m", "instar.train", *words], place, rank_of(number, hosts)
-            )
+            host.start([PYTHON, "-m", "instar.train", *words], place, rank_of(number, hosts))
             for number, host in enumerate(hosts)
         ]
         for one in started:

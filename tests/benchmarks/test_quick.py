@@ -22,7 +22,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": str(python)},
     )
     assert done.returncode == 0, done.stderr
     written: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
