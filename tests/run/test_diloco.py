@@ -20,6 +20,7 @@ from forks import INSTAR, children_as_ranks
 from instar.checkpoint.store import load as load_checkpoint
 from instar.config.errors import ConfigError
 from instar.config.load import load
+from instar.distributed.world import World
 from instar.record.format import bytes_text
 from instar.run.loop.trainer import Trainer
 from instar.run.parallel.diloco import DiLoCo
@@ -122,6 +123,12 @@ def test_the_outer_optimizer_is_torchs_sgd(trainer: Callable[..., Trainer]) -> N
             assert strategy.end({}, 0, 0).finite
             outer.step()
             torch.testing.assert_close(parameter, theirs)
+
+
+@pytest.mark.parametrize(("ranks", "bits"), [(1, "float32"), (3, "float32"), (4, "bfloat16")])
+def test_the_mean_over_ranks_is_the_mean(place: tiny_run.Place, ranks: int, bits: str) -> None:
+    children = children_as_ranks(place.forks, ranks, "apart:checks_means", bits, place=place.path)
+    assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +344,13 @@ def test_hooks_around_steps_do_not_make_ranks_wait_for_each_other(place: tiny_ru
     for of_rank in counts:
         assert len(of_rank) == STEPS
         assert [bool(count) for count in of_rank] == [False, False, False, False, True] * 4
+
+
+def test_a_model_that_communicates_in_its_forward_pass_is_refused() -> None:
+    world = World(0, 0, 1, torch.device("cpu"), "none")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    with pytest.raises(ValueError, match="SyncBatchNorm communicates"):
+        DiLoCo(load(None, [*DILOCO]).config, world, model)
 
 
 def test_settings_that_need_ranks_to_meet_at_every_step_are_refused_at_once() -> None:

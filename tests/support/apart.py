@@ -10,9 +10,12 @@ import failures
 import torch
 
 from instar.cli.main import main
+from instar.config.schema import ParallelConfig
+from instar.distributed.world import join
 from instar.run.loop import validation
 from instar.run.loop.hooks import HookContext
 from instar.run.loop.trainer import Trainer
+from instar.run.parallel import collectives
 from instar.tasks.language import LanguageTask
 
 
@@ -74,3 +77,26 @@ def counts_messages(argv: Sequence[str]) -> int:
     LanguageTask.hooks = lambda _: [_Waiting()]  # type: ignore[method-assign]
     torch.set_num_threads(1)
     return main(argv)
+
+
+SHAPES = (3,), (2, 2), (), (7, 1), (5,)
+
+
+def checks_means(bits: str) -> int:
+    """The mean of normal numbers, in messages of about six elements; 0: it is right."""
+    collectives.BUCKET = 6
+    with join(ParallelConfig(), "cpu") as world:
+        everyones = [_drawn(rank) for rank in range(world.size)]
+        sent = getattr(torch, bits)
+        means = collectives.mean_over_ranks(world, everyones[world.rank], sent)
+    for mean, each in zip(means, zip(*everyones, strict=True), strict=True):
+        wanted = torch.stack([tensor.to(sent).float() for tensor in each]).mean(0).to(sent).float()
+        torch.testing.assert_close(
+            mean, wanted, rtol=0.01 if bits == "bfloat16" else 1e-6, atol=1e-6
+        )
+    return 0
+
+
+def _drawn(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]

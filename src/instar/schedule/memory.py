@@ -16,7 +16,7 @@ Strategy = Literal["ddp", "fsdp", "hsdp", "diloco"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 PROBE_SAMPLES = 8
 """The largest number of held-out samples on which a grown model is compared with the old one."""
-KEPT = ("weights", "gradients", "optimizer", "ema")
+KEPT = ("weights", "gradients", "optimizer", "ema", "outer")
 """parts of a step's memory that only a smaller model, or more shards, reduces"""
 _WIDE = 4
 

@@ -33,7 +33,16 @@ class DiLoCo(Replicated):
     """Local steps, each with the gradient of this rank's share of the batch, and an outer optimizer."""
 
     def __init__(self, config: RunConfig, world: World, bare: torch.nn.Module) -> None:
+        """
+        Raises:
+            ValueError: the model communicates in its forward pass.
+        """
         super().__init__(world, bare)
+        if any(isinstance(module, torch.nn.SyncBatchNorm) for module in bare.modules()):
+            raise ValueError(
+                "SyncBatchNorm communicates in every forward pass, but with parallel.strategy diloco ranks "
+                "train apart: use BatchNorm, or strategy: ddp"
+            )
         options = config.parallel.diloco
         self.sync_every = options.sync_every
         self.momentum: dict[str, Tensor] = {}
@@ -86,7 +95,8 @@ class DiLoCo(Replicated):
         named = sorted((joined or states).items())
         moments = [tensor for _, tensor in named if tensor.ndim]
         means = mean_over_ranks(self.world, [*moved, *moments], self._sent)
-        finite = all(torch.stack([mean.isfinite().all() for mean in means]).tolist())
+        # nothing is trained while all parameters are frozen
+        finite = not means or all(torch.stack([mean.isfinite().all() for mean in means]).tolist())
         if finite:
             self._step(start, means[: len(moved)])
             if moments:
