@@ -22,7 +22,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": str(python)},
     )
     assert done.returncode == 0, done.stderr
     written: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
@@ -37,6 +37,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("finders", "MLP: rate found / best of the grid"),
         ("order", "shuffled: build and seek to 90 % of 10⁹"),
         ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
+        ("slow_link", "1 ms each way: time to target, DiLoCo / DDP"),
         ("startup", "instar --help"),
         ("communication", "closed form / simulation, worst case"),
         ("graphs", "4 graphs per rank: T(2) / 2 T(1), beside"),

@@ -33,6 +33,7 @@ SETTINGS = (
     f"parallel.timeout_s={WAIT_S}",
 )
 SHARDED = ("parallel.strategy=fsdp", "optimizer.name=adamw")
+APART = ("parallel.strategy=diloco", "parallel.diloco.sync_every=2")
 STRATEGIES = ((), ("data.prefetch=false",), ("data.order=random",))
 """how samples come to a rank"""
 ALONE_S = WAIT_S + 5.0
@@ -41,14 +42,15 @@ ALONE_S = WAIT_S + 5.0
 
 @pytest.mark.timeout(7200)
 def test_killed_runs_end_bit_for_bit_as_the_undisturbed_one(place: Place) -> None:
-    """Every fourth has two ranks, of which one is killed or all, and half of these share a model; every third
-    is killed twice."""
+    """Every fourth has two ranks, of which one is killed or all, and half of these share a model, and a quarter
+    train apart; every third is killed twice."""
     chance = random.Random(0)
     undisturbed: dict[Way, dict[str, bytes]] = {}
     kills, different, lost = 0, [], []
     for number in range(RUNS):
         size, strategy = 2 if number % 4 == 1 else 1, STRATEGIES[number % len(STRATEGIES)]
-        way = size, (*SETTINGS, *strategy, *(SHARDED if number % 8 == 1 else ()))
+        together = SHARDED if number % 8 == 1 else APART if number % 16 == 5 else ()
+        way = size, (*SETTINGS, *strategy, *together)
         if way not in undisturbed:
             undisturbed[way] = weights_of_undisturbed(place, way)
         run_dir = place.path / f"parts-{number}"

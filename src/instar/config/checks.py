@@ -11,7 +11,10 @@ from instar.config.schema import RunConfig
 
 def cross_checks(config: RunConfig) -> list[ConfigProblem]:
     """Return the conflicts within the config."""
-    rules = (_metrics, _eval_context, _schedule, _elastic, _optimizer, _sharding, parallel_checks)
+    rules = (
+        *(_metrics, _eval_context, _schedule, _elastic, _optimizer, _sharding, _diloco),
+        parallel_checks,
+    )
     return [*config.conflicts(), *(problem for rule in rules for problem in rule(config))]
 
 
@@ -143,7 +146,7 @@ def _clashes(config: RunConfig) -> Iterator[tuple[str, str, bool, str]]:
     if fsdp.offload:
         option, optimizer = "offload: true", config.optimizer.name
         why = "needs strategy fsdp or hsdp"
-        yield option, "parallel.strategy", config.parallel.strategy in ("ddp", "auto"), why
+        yield option, "parallel.strategy", config.parallel.strategy not in ("fsdp", "hsdp"), why
         why = "needs GPUs: on a CPU, everything is in host memory already"
         yield option, "device", config.device == "cpu", why
         why = "would compute Muon's matrix products on the CPU"
@@ -162,6 +165,40 @@ def sharding_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
             "deltas are written by rank 0 from a whole model, but parallel.strategy is "
             f"{config.parallel.strategy}",
             "use strategy: ddp, or leave it out",
+        )
+
+
+def _diloco(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield the settings that need the ranks to communicate at every step."""
+    if config.parallel.strategy != "diloco":
+        return
+    if config.reproducible == "elastic":
+        yield ConfigProblem(
+            ("parallel.strategy", "reproducible"),
+            "strategy diloco cannot be combined with reproducible: elastic: what a rank's local steps make "
+            "depends on how many ranks share a batch",
+            "use strategy: ddp, or reproducible: fixed",
+        )
+    if config.precision == "fp16":
+        yield ConfigProblem(
+            ("precision", "parallel.strategy"),
+            "strategy diloco cannot be combined with precision: fp16, whose gradient scaler would differ "
+            "between ranks",
+            "use precision: bf16",
+        )
+    if config.record.noise_every:
+        yield ConfigProblem(
+            ("record.noise_every", "parallel.strategy"),
+            "record.noise_every needs the gradient of a global batch, which no rank has with strategy diloco",
+            "leave it out",
+        )
+    rounds, every = config.parallel.diloco.sync_every, config.checkpoint.delta.every
+    if every is not None and every % rounds:
+        yield ConfigProblem(
+            ("checkpoint.delta.every", "parallel.diloco.sync_every"),
+            f"checkpoint.delta.every is {every}, but with strategy diloco ranks have common weights every "
+            f"{rounds} steps (parallel.diloco.sync_every)",
+            f"use a multiple of {rounds}",
         )
 
 

@@ -359,6 +359,24 @@ class FSDPConfig(Section):
     )
 
 
+class DiLoCoConfig(Section):
+    """Options of training with local steps and an outer optimizer, DiLoCo."""
+
+    sync_every: Annotated[int, Field(gt=0, le=10**6)] = Field(
+        50, description="steps of a round, in which ranks do not communicate; the paper has 500"
+    )
+    outer_lr: Annotated[float, Field(gt=0, le=10)] = Field(
+        0.7, description="learning rate of the outer optimizer, SGD"
+    )
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.9, description="its Nesterov momentum; 0 with outer_lr 1: weights are averaged"
+    )
+    exchange: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="how changes of weights, and the optimizer's state, travel; bfloat16: half as much",
+    )
+
+
 class ParallelConfig(Section):
     """The ranks of a run and their communication."""
 
@@ -388,14 +406,18 @@ class ParallelConfig(Section):
         description="a rank without a heartbeat for this long is considered dead, seconds; at most "
         "timeout_s",
     )
-    strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = Field(
+    strategy: Literal["auto", "ddp", "fsdp", "hsdp", "diloco"] = Field(
         "ddp",
         description="ddp: every rank has the whole model; fsdp: each has a part of every parameter, "
         "gradient and optimizer state; hsdp: groups of parallel.fsdp.shards ranks share a model; auto: "
-        "ddp where the model fits on each device, else fsdp",
+        "ddp where the model fits on each device, else fsdp; diloco, for slow networks: each rank trains "
+        "a model of its own, and after parallel.diloco.sync_every steps all take a common step",
     )
     ddp: DDPConfig = Field(default_factory=DDPConfig, description="DistributedDataParallel")
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig, description="fully_shard")
+    diloco: DiLoCoConfig = Field(
+        default_factory=DiLoCoConfig, description="local steps and an outer optimizer"
+    )
     elastic: ElasticConfig = Field(
         default_factory=ElasticConfig, description="for reproducible: elastic"
     )
@@ -511,9 +533,11 @@ class RunConfig(Section):
     @property
     def measures_noise(self) -> bool:
         """Whether the gradient noise scale is measured: by default, unless that would call a user's
-        code more often than it expects."""
+        code more often than it expects, or no rank has the gradient of a global batch."""
         every = self.record.noise_every
-        return ":" not in self.task if every is None else every > 0
+        if every is None:
+            return ":" not in self.task and self.parallel.strategy != "diloco"
+        return every > 0
 
     @property
     def data_seed(self) -> int:

@@ -169,7 +169,8 @@ def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
         hint = "slope: nats per 1e15 FLOPs; curve: the one that instar schedule pilot prints"
         yield f"{key}.slope_below", "needs slope or curve, one of them", hint
     if when.noise_scale is not None and not config.measures_noise:
-        hint = "set record.noise_every, e.g. to 50"
+        local = config.parallel.strategy == "diloco"
+        hint = "use another strategy than diloco" if local else "set record.noise_every, e.g. to 50"
         yield f"{key}.noise_scale", "is not measured in this run", hint
     for name in ("any", "all"):
         inner: tuple[When, ...] | None = getattr(when, name)

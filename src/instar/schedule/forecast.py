@@ -422,6 +422,7 @@ def _stage(
             frozen_parameters,
             whole,
             world_size=world_size,
+            strategy=strategy,
             shards=shards,
             share=share,
             before=before.memory[strategy] if before and leg.plan is not None else None,

@@ -1,4 +1,4 @@
-"""Forecast of the memory of a rank, under each strategy of parallel training. No torch."""
+"""Forecast of the memory of a rank, and of what it sends, under each strategy of parallel training. No torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from instar.models.cost import FrozenParameters, state_bytes
 from instar.models.shape import Growable, Parameter, layer_of
 from instar.schedule.settings import Settings
 
-Strategy = Literal["ddp", "fsdp", "hsdp"]
+Strategy = Literal["ddp", "fsdp", "hsdp", "diloco"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 PROBE_SAMPLES = 8
 """The largest number of held-out samples on which a grown model is compared with the old one."""
-KEPT = ("weights", "gradients", "optimizer", "ema")
+KEPT = ("weights", "gradients", "optimizer", "ema", "outer")
 """parts of a step's memory that only a smaller model, or more shards, reduces"""
 _WIDE = 4
 
@@ -31,6 +31,9 @@ class RankMemory:
     """of a step, by part"""
     growth: int
     """while the model grows into this stage; 0: it does not"""
+    sent: int
+    """what the rank sends per step, on the mean: weights, gradients and optimizer states. Muon under fsdp
+    sends its matrices besides."""
 
     @property
     def peak(self) -> int:
@@ -74,9 +77,11 @@ def shards_by_strategy(config: RunConfig, world_size: int) -> dict[Strategy, int
 
     Without `parallel.fsdp.shards`, `hsdp` has two replicas.
     """
+    local = config.parallel.strategy == "diloco"
+    found: dict[Strategy, int] = {"ddp": 1, "diloco": 1} if local else {"ddp": 1}
     if world_size == 1:
-        return {"ddp": 1}
-    found: dict[Strategy, int] = {"ddp": 1, "fsdp": world_size}
+        return found
+    found["fsdp"] = world_size
     shards = config.parallel.fsdp.shards or world_size // 2
     if 1 < shards < world_size and world_size % shards == 0:
         found["hsdp"] = shards
@@ -87,7 +92,7 @@ def in_force(config: RunConfig, world_size: int) -> Strategy:
     """Return the strategy of a config on so many ranks; for `auto`, with which it begins: ddp."""
     shards = config.parallel.shards_of(world_size)
     if shards == 1:
-        return "ddp"
+        return "diloco" if config.parallel.strategy == "diloco" else "ddp"
     return "hsdp" if shards < world_size else "fsdp"
 
 
@@ -98,6 +103,7 @@ def rank_memory(
     whole: Mapping[str, int],
     *,
     world_size: int,
+    strategy: Strategy,
     shards: int,
     share: RankShare,
     before: RankMemory | None = None,
@@ -129,14 +135,18 @@ def rank_memory(
         parts["gathered"] = gathered + reduced
         if share.passes > 1 and not config.parallel.fsdp.reduce_each_micro_batch:
             parts["accumulated"] = sum(gradients.values())
-    if more := _sums(config, world_size, shards, share):
+    if strategy == "diloco":
+        parts["outer"] = state["weights"] * (2 if config.parallel.diloco.outer_momentum else 1)
+    if strategy != "diloco" and (more := _sums(config, world_size, shards, share)):
         parts["sums"] = more * state["gradients"]
     growth = 0
     if before is not None:
         # between steps, gradients are left in the buckets of DDP, and in the tensors of a tree of sums
         elastic = config.reproducible == "elastic"
         left = shards == 1 and (world_size > 1 or elastic)
+        left = left and strategy != "diloco"
         stay = ("weights", "optimizer", "ema", *(("gradients", "sums") if left else ()))
+        stay = (*stay, *(("outer",) if strategy == "diloco" else ()))
         both = sum(parts.get(part, 0) + before.step.get(part, 0) for part in stay)
         # a proof needs a forward pass, which keeps the activations of one block only
         proof = (
@@ -144,7 +154,34 @@ def rank_memory(
         )
         proof += two if shards > 1 else 0
         growth = both + max(proof, *map(_bytes, table.values()))
-    return RankMemory(shards, parts, growth)
+    return RankMemory(
+        shards, parts, growth, _sent(config, strategy, state, world_size, shards, share)
+    )
+
+
+def _sent(
+    config: RunConfig,
+    strategy: Strategy,
+    state: Mapping[str, int],
+    world_size: int,
+    shards: int,
+    share: RankShare,
+) -> int:
+    """Return the bytes that a rank sends per step; `state`: of what it holds."""
+    weights, gradients = state["weights"], state["gradients"]
+    others = (world_size - 1) / world_size
+    if strategy == "diloco":
+        options = config.parallel.diloco
+        each = 1 if options.exchange == "float32" else 2
+        return round(2 * others * (gradients + state["optimizer"]) / each / options.sync_every)
+    if strategy == "ddp":
+        return round(2 * others * gradients)
+    fsdp, replicas = config.parallel.fsdp, world_size // shards
+    gathers = (2 if fsdp.reshard_after_forward else 1) * share.passes
+    reductions = share.passes if fsdp.reduce_each_micro_batch else 1
+    gathered = gathers * weights / (2 if fsdp.gather == "bfloat16" else 1)
+    inside = (shards - 1) * (gathered + reductions * gradients)
+    return round(inside + 2 * (replicas - 1) / replicas * reductions * gradients)
 
 
 def _by_block(table: Mapping[str, Parameter], names: Iterable[str]) -> dict[int | None, int]:

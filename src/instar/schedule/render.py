@@ -189,6 +189,7 @@ def _by_strategy(forecast: Forecast) -> list[Row]:
     lines["step"] = [sum(each.step.values()) for each in memory.values()]
     if any(each.growth for each in memory.values()):
         lines["growth"] = [each.growth for each in memory.values()]
+    lines["sent / step"] = [each.sent for each in memory.values()]
     heads = [f"{name} / {m.shards}" if name == "hsdp" else name for name, m in memory.items()]
     table = {"": heads, **{n: [bytes_text(size) for size in row] for n, row in lines.items()}}
     texts = [f"{n:<12}" + "".join(f"{cell:>12}" for cell in row) for n, row in table.items()]

@@ -42,8 +42,6 @@ from instar.run.loop.optimizer import (
     check_names,
     check_states,
     copy_tensors,
-    load_optimizer_tensors,
-    optimizer_tensors,
     parameter_of,
     shapes_of,
 )
@@ -89,7 +87,7 @@ class Candidate:
     task: Task
     model: Evaluable
     optimizer: Mapping[str, torch.Tensor]
-    """optimizer state, named as by `optimizer_tensors`"""
+    """optimizer state, named as by `Stepper.states`"""
     ema: Mapping[str, torch.Tensor] | None
     plan: GrowthPlan
     proof: Proof
@@ -136,7 +134,7 @@ def make_candidate(
         task = parts.task.at(after.architecture, after.settings.context)
         model = place(parts.config, world, shell(parts.config, world, task))
         check_names(model.parameters, plan.tensors)
-        states = optimizer_tensors(stepper.optimizers, stepper.parameters)
+        states = stepper.states()
         stays_equal = copies_stay_equal(plan, states, moments_mode(operation))
         if moments_mode(operation) != "reset":
             check_states(shapes_of(states), shapes_of(stepper.parameters))
@@ -184,7 +182,7 @@ def _grown_states(
     stepper: Stepper, plan: GrowthPlan, key: Key, mode: Mode
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the optimizers' state, transformed by the plan."""
-    states = optimizer_tensors(stepper.optimizers, stepper.parameters)
+    states = stepper.states()
     for name in grown_states(plan, states, mode):
         yield name, grow_state(plan, name, Wholes(states).__getitem__, key, mode)
 
@@ -254,7 +252,7 @@ def build_candidate_stepper(parts: Components, candidate: Candidate, after: Stat
         strategy = trained(parts.config, candidate.model, after.settings.frozen)
         made = stepper_of(parts.config, world, candidate.task, strategy, after)
     with raise_on_all_ranks(world, "filling the optimizers"):
-        load_optimizer_tensors(made.optimizers, made.parameters, candidate.optimizer)
+        made.load_states(candidate.optimizer)
         if made.ema is not None and candidate.ema is not None:
             copy_tensors(made.ema, candidate.ema)
     made.scaler = parts.stepper.scaler

@@ -42,14 +42,16 @@ def prepared_alone(loaded: Loaded, say: Callable[[str], None]) -> Prepared:
 
 @contextmanager
 def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trainer]:
-    """Context manager: a trainer at step 0 that records and saves nothing, without operations.
+    """Context manager: a trainer at step 0 that records and saves nothing, without operations and
+    without an outer optimizer.
 
     Args:
         config: used in place of `prepared.config`, with the same model and data.
     """
     record = config.record.model_copy(update={"layers_every": None})
     checkpoint = config.checkpoint.model_copy(update={"delta": DeltaConfig()})
-    quiet = {"record": record, "checkpoint": checkpoint, "schedule": ()}
+    parallel = config.parallel.model_copy(update={"strategy": "ddp"})
+    quiet = {"record": record, "checkpoint": checkpoint, "parallel": parallel, "schedule": ()}
     with TemporaryDirectory(prefix="instar-find-") as folder:
         trainer = build(
             replace(prepared, config=config.model_copy(update=quiet)),

@@ -111,7 +111,7 @@ def compare_inputs(prepared: Prepared, world: World) -> None:
             for key, value in config.items()
         }
         # no other key of the section needs to be the same on all machines
-        for key in ("strategy", "fsdp"):
+        for key in ("strategy", "fsdp", "diloco"):
             value = json.dumps(prepared.config.parallel.model_dump(mode="json")[key])
             own[f"the config's parallel.{key}"] = value
         installed = versions()

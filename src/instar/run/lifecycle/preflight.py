@@ -237,7 +237,7 @@ def suggestion(loaded: Loaded, predicted: Forecast, available: int) -> str:
     if peak <= limit or ranks == 1:
         return ""
     found = {"strategy: fsdp": predicted.peak_bytes("fsdp")}
-    if strategy != "ddp" and config.reproducible == "fixed":
+    if strategy in ("fsdp", "hsdp") and config.reproducible == "fixed":
         stages = [stage.memory[strategy] for stage in predicted.stages]
         reduced = (max(sum(m.step.values()) - m.accumulated, m.growth) for m in stages)
         found["fsdp.reduce_each_micro_batch: true"] = max(reduced)

@@ -23,7 +23,7 @@ from instar.run.loop.checkpointing import LEFT_OUT
 from instar.run.loop.components import Components
 from instar.run.loop.generators import restore_generators, seed_generators
 from instar.run.loop.gradient_stats import dead_ranks
-from instar.run.loop.optimizer import copy_tensors, load_optimizer_tensors, parameter_of
+from instar.run.loop.optimizer import copy_tensors, parameter_of
 from instar.run.loop.state import RunState
 from instar.run.loop.step import build_stepper, freeze
 from instar.run.parallel.choose import shell
@@ -104,7 +104,7 @@ def _restore(
     if "optimizer" not in without:
         with _reading(checkpoint, "optimizer") as read:
             states = Parts(read, read.layout.entries, lambda n: parameters.get(parameter_of(n)))
-            load_optimizer_tensors(stepper.optimizers, parameters, states)
+            stepper.load_states(states)
     if stepper.ema is not None:
         load_average(stepper.ema, checkpoint)
     if "scheduler" in without:

@@ -14,7 +14,6 @@ from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
 from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states
-from instar.run.loop.optimizer import optimizer_tensors
 from instar.run.loop.state import Every, RunState
 from instar.run.loop.sync_point import SaveRequest
 from instar.run.output.save import Snapshot
@@ -45,7 +44,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
     weights = {name: parameter.detach() for name, parameter in stepper.parameters.items()}
     components = {"model": {**weights, **copies}}
     if "optimizer" not in without:
-        components["optimizer"] = optimizer_tensors(stepper.optimizers, stepper.parameters)
+        components["optimizer"] = stepper.states()
     if stepper.ema is not None:
         components["ema"] = stepper.ema
     if "rng" not in without:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -116,7 +117,8 @@ class Hooks:
         self.hooks = _named(hooks)
 
     def call(self, method: str, state: RunState, stepper: Stepper, **facts: Any) -> None:
-        """Call a method of all hooks that have it. A collective if there is one.
+        """Call a method of all hooks that have it. A collective if there is one, but for those around the
+        steps of a round: there a rank whose hook raises ends by itself, and the others lose it.
 
         Raises:
             RunFailed, PeerError: a hook raised on a rank; names the hook.
@@ -141,9 +143,11 @@ class Hooks:
             stop=self.stop,
             **facts,
         )
+        apart = stepper.strategy.rounds is not None and method.startswith("on_step_")
         for name, function in called.items():
             what = f"{name}.{method}"
-            with raise_on_all_ranks(self.world, f"running {what}"), recording(self.logged):
+            shared = nullcontext() if apart else raise_on_all_ranks(self.world, f"running {what}")
+            with shared, recording(self.logged):
                 _run(what, partial(function, context))
 
     def state(self) -> dict[str, list[str]]:

@@ -254,6 +254,8 @@ def set_learning_rate(optimizers: Sequence[Optimizer], lr: float, step: int) -> 
             group["lr"] = lr * group["lr_ratio"] * (1.0 if birth is None else birth.factor(step))
 
 
+OUTER_MOMENTUM = "outer_momentum"
+"""Name of the state that belongs to the strategy, see `Rounds`."""
 _NUMBER = ".number"
 """Suffix of a state that is a Python number, and a tensor without dimensions in a checkpoint."""
 
@@ -291,7 +293,7 @@ def load_optimizer_tensors(
     parameters: Mapping[str, Parameter],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Load state tensors that `optimizer_tensors` returned."""
+    """Load state tensors that `optimizer_tensors` returned; those of an outer optimizer are ignored."""
     owner = {
         parameter: (optimizer, group)
         for optimizer in optimizers
@@ -300,6 +302,8 @@ def load_optimizer_tensors(
     }
     for key, tensor in tensors.items():
         name, _, field = key.rpartition("/")
+        if field == OUTER_MOMENTUM:
+            continue
         parameter = parameters[name]
         optimizer, group = owner[parameter]
         state = optimizer.state[parameter]

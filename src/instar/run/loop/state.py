@@ -95,7 +95,7 @@ class RunState:
     """data phase of the next samples"""
     progress: Progress = Progress()
     before: Progress = Progress()
-    """progress before the last step"""
+    """progress before the last step, or before the round in which it is"""
     history: History = ()
     metrics: MetricState = field(default_factory=MetricState)
     """best values, early stopping and plateau, after all evaluations so far"""
@@ -143,7 +143,7 @@ class RunState:
         return self.phase.epochs(self.progress.samples)
 
     def due(self, every: Every | None) -> bool:
-        """Whether an interval ended with the last step; None is never due."""
+        """Whether an interval ended with the last step, or in its round; None is never due."""
         if every is None:
             return False
         before, now = (self._position(each, every.unit) for each in (self.before, self.progress))
@@ -184,6 +184,7 @@ class RunState:
     def to_json(self) -> dict[str, Any]:
         return {
             "progress": dataclasses.asdict(self.progress),
+            "before": dataclasses.asdict(self.before),
             "course": self.phase.state(),
             "judgement": msgspec.to_builtins(self.metrics),
             "evaluated_at": self.evaluated_at,
@@ -219,7 +220,9 @@ class RunState:
             phase=phase.restored(state["course"]) if "course" in state else phase,
             progress=progress,
             # an evaluation stays due if the run stopped between a step and its evaluation
-            before=replace(
+            before=read("before", Progress | None, None)
+            # of an earlier version
+            or replace(
                 progress, step=max(0, progress.step - 1), samples=max(0, progress.samples - 1)
             ),
             history=history,

@@ -27,9 +27,16 @@ from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
 from instar.run.loop.generators import generators_kept, seed_generators
 from instar.run.loop.gradient_stats import GradientWatch, LayerStats, PartNorm, part_of
-from instar.run.loop.optimizer import set_learning_rate, split_groups, task_optimizers
+from instar.run.loop.optimizer import (
+    OUTER_MOMENTUM,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+    split_groups,
+    task_optimizers,
+)
 from instar.run.parallel.choose import parallelize
-from instar.run.parallel.strategy import MicroBatchCalls, Strategy, share_buffers
+from instar.run.parallel.strategy import MicroBatchCalls, RoundEnd, Strategy, share_buffers
 from instar.schedule.lr_scaling import Update, rate_factors
 from instar.schedule.operations import State
 from instar.tasks.logged import recording, weighted
@@ -128,6 +135,25 @@ class Stepper:
         """The parameters that the optimizers hold, by name."""
         return self.strategy.parameters
 
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of the optimizers, and of an outer one, as `<parameter>/<state>`."""
+        rounds = self.strategy.rounds
+        outer = {} if rounds is None else rounds.momentum
+        return optimizer_tensors(self.optimizers, self.parameters) | {
+            f"{name}/{OUTER_MOMENTUM}": momentum for name, momentum in outer.items()
+        }
+
+    def load_states(self, states: Mapping[str, Tensor]) -> None:
+        """Load what `states` returned, also of another strategy."""
+        load_optimizer_tensors(self.optimizers, self.parameters, states)
+        if (rounds := self.strategy.rounds) is not None:
+            suffix = f"/{OUTER_MOMENTUM}"
+            rounds.momentum = {
+                name.removesuffix(suffix): states[name].to(self.world.device)
+                for name in states
+                if name.endswith(suffix)
+            }
+
     def share_buffers(self) -> None:
         """Broadcast rank 0's persistent buffers, as DDP does. A collective."""
         share_buffers(self.world, self.bare_model)
@@ -173,7 +199,7 @@ class Stepper:
             with _shards_explained():
                 part = self._part_norm(batch, step, before_sync)
             load_buffers(self.bare_model, buffers)
-            before_sync = _nothing
+            before_sync = nothing
         calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
         with _shards_explained():
             loss_sum = self.strategy.accumulate(batch, calls)
@@ -182,6 +208,36 @@ class Stepper:
             # otherwise one non-finite batch would spoil running statistics permanently
             load_buffers(self.bare_model, buffers)
         return result
+
+    def end_round(self, steps: int, skipped: int, in_a_row: int) -> RoundEnd | None:
+        """Make all ranks the same after some steps of their own; None: they are at every step.
+
+        A collective.
+
+        Args:
+            steps: of the round.
+            skipped, in_a_row: see `Rounds.end`.
+        """
+        if (rounds := self.strategy.rounds) is None:
+            return None
+        states = optimizer_tensors(self.optimizers, self.parameters)
+        end = rounds.end(states, skipped, in_a_row)
+        if end.states is not None:
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+            load_optimizer_tensors(self.optimizers, self.parameters, end.states)
+        if end.finite:
+            self._average(steps)
+        return end
+
+    def _average(self, steps: int) -> None:
+        """Add the weights to their moving average, as if it had been done after each of the last steps."""
+        if self.ema is not None and self.ema_decay is not None:
+            torch._foreach_lerp_(
+                [own(average) for average in self.ema.values()],
+                [own(p) for p in self.parameters.values()],
+                1.0 - self.ema_decay**steps,
+            )
 
     def _part_norm(self, batch: StepBatch, step: int, before_sync: Callable[[], None]) -> PartNorm:
         """Measure the gradient of a part of a global batch. A collective.
@@ -222,7 +278,7 @@ class Stepper:
     def _update(self) -> float:
         """Clip and update, unless the gradient is not finite; return its norm.
 
-        Every rank gets the same norm, so all ranks decide alike.
+        Every rank gets the same norm, so all ranks decide alike; in a round, each for itself.
         """
         # GradScaler rejects an optimizer whose parameters are all frozen
         training = [optimizer for optimizer in self.optimizers if _has_gradients(optimizer)]
@@ -239,12 +295,8 @@ class Stepper:
                 torch._foreach_mul_([own(each) for each in gradients.values()], self.clip / norm)
             for optimizer in training:
                 self.scaler.step(optimizer)
-            if self.ema is not None and self.ema_decay is not None:
-                torch._foreach_lerp_(
-                    [own(average) for average in self.ema.values()],
-                    [own(p) for p in self.parameters.values()],
-                    1.0 - self.ema_decay,
-                )
+            if self.strategy.rounds is None:
+                self._average(1)
         if self.layers is not None:
             self.layers.after(self.parameters)
         if self.scaler.is_enabled() and training:
@@ -254,8 +306,8 @@ class Stepper:
         return norm
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Do nothing."""
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from instar.run.loop.checkpointing import save, save_if_due
 from instar.run.loop.components import Components
 from instar.run.loop.gradient_stats import LayerStats, noise_interval
 from instar.run.loop.state import REACHED, Decision, Every, Progress, RunState, budget_met
-from instar.run.loop.step import StepResult
+from instar.run.loop.step import StepResult, nothing
 from instar.run.loop.sync_point import Stopped
 from instar.run.loop.validation import validate, validate_if_due
+from instar.run.parallel.strategy import RoundEnd
 from instar.schedule.settings import learning_rate
 from instar.tasks.logged import recording
 
@@ -37,6 +38,10 @@ class Trainer:
     def __init__(self, parts: Components, state: RunState) -> None:
         self.parts, self.state = parts, state
         self._step_begun: float | None = None
+        self._round_begun: Progress | None = None
+        """progress at the beginning of the round; None: all ranks are the same"""
+        self._skipped = 0
+        """steps of this round whose gradient was not finite, on this rank"""
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         """returns the context in which a step runs, e.g. a profiler's"""
         parts.sync.active_s = self.active_s
@@ -59,8 +64,7 @@ class Trainer:
             if reevaluated:
                 continue
             self.state = save_if_due(self.state, parts)
-            with self.around_step():
-                self.step()
+            self.round()
             self.state = validate_if_due(self.state, parts)
             self.state = parts.text_sampler.sample_if_due(self.state, parts.stepper, parts.logger)
             parts.weight_analyzer.analyze_if_due(
@@ -77,8 +81,19 @@ class Trainer:
         parts.hooks.call("on_train_end", self.state, parts.stepper)
         return Outcome(self.state.progress, decision)
 
+    def round(self) -> None:
+        """Train until all ranks are the same again: one step, or those of a round of the strategy.
+
+        A collective.
+        """
+        over = False
+        while not over:
+            with self.around_step():
+                self.step()
+            over = self._round_begun is None
+
     def step(self) -> None:
-        """Train on the next global batch. A collective.
+        """Train on the next global batch. A collective, but for those steps of a round before its last.
 
         No effect if a stop is requested while a rank waits for its samples.
         """
@@ -100,7 +115,7 @@ class Trainer:
         try:
             batch, flags = self._next_batch()
             # receive the other ranks' status at the latest point where leaving hangs no rank
-            finish = partial(parts.sync.finish, flags)
+            finish = nothing if flags is None else partial(parts.sync.finish, flags)
             with recording(parts.logger.logged):
                 result = parts.stepper.step(
                     batch,
@@ -113,11 +128,21 @@ class Trainer:
         except Stopped:
             self._step_begun = None
             return
+        skipped = state.skipped_in_a_row + 1 if result.skipped else 0
+        self._skipped += result.skipped
+        before = self._round_begun = self._round_begun or state.progress
+        end = None
+        if flags is not None:
+            steps = number + 1 - before.step
+            end = parts.stepper.end_round(steps, self._skipped, skipped)
+            self._round_begun, self._skipped = None, 0
+            if end is not None:
+                skipped = end.in_a_row if end.finite else state.skipped_in_a_row + steps
         weight, seconds = batch.weight, time.perf_counter() - begun
         state = self.state.stepped(
             batch.plan.count, round(weight), parts.task.flops(weight), seconds
         )
-        skipped = state.skipped_in_a_row + 1 if result.skipped else 0
+        state = replace(state, before=before)
         noise = state.noise
         if result.part is not None:
             noise = noise.measured(result.part, batch.plan.count, result.grad_norm)
@@ -126,18 +151,24 @@ class Trainer:
         norm = result.grad_norm
         # before the record, which has what a hook logs
         parts.hooks.call("on_step_end", self.state, parts.stepper, grad_norm=norm)
-        self._record(batch, result, lr)
+        self._record(batch, result, lr, end)
 
-    def _next_batch(self) -> tuple[StepBatch, PendingFlags]:
-        """Return this rank's share of the next samples; a rank that cannot read ends all ranks."""
+    def _next_batch(self) -> tuple[StepBatch, PendingFlags | None]:
+        """Return this rank's share of the next samples; a rank that cannot read ends all ranks.
+
+        The ranks exchange flags, which are returned, if they are the same after this step. A rank that
+        cannot read earlier waits for the others where their round ends.
+        """
         state, parts = self.state, self.parts
         assert parts.loader is not None
+        rounds = parts.stepper.strategy.rounds
         take = partial(
             parts.loader.take,
             state.phase.place(state.progress.samples),
             state.settings.global_batch,
             state.settings.batch_size,
-            parts.sync.wants_to_stop,
+            # in a round, no rank can leave alone
+            parts.sync.wants_to_stop if rounds is None else lambda: False,
         )
         if not parts.loaders.reads:
             parts.world.position.expect("the samples that rank 0 sends")
@@ -146,20 +177,40 @@ class Trainer:
         parts.logger.waited(time.perf_counter() - begun)
         gave_up = isinstance(failure, WaitCancelled)
         failure = None if gave_up else failure
-        flags = parts.sync.report(failure, giving_up=gave_up)
         if batch is None:
-            parts.sync.finish(flags, failure)
+            parts.sync.finish(parts.sync.report(failure, giving_up=gave_up), failure)
             raise RunFailed(f"{parts.sync.where}: no batch, and no rank said why")
         if batch.epoch_samples != state.phase.samples_per_epoch:
             phase = state.phase.learnt(batch.epoch_samples)
             self.state = replace(state, phase=phase)
             parts.logger.epochs = phase.epochs
-        return batch, flags
+        over = rounds is None or self._ends_round(batch, rounds.sync_every)
+        return batch, parts.sync.report() if over else None
 
-    def _record(self, batch: StepBatch, result: StepResult, lr: float) -> None:
-        """Record the step; raise RunFailed after too many consecutive skipped steps."""
+    def _ends_round(self, batch: StepBatch, sync_every: int) -> bool:
+        """Whether a round ends with the step of a batch: after a multiple of `sync_every` steps, and at the
+        end of the run, where it is known."""
+        now = self.state.progress
+        progress = now.after_step(batch.plan.count, round(batch.weight), 0.0, 0.0)
+        epochs = self.state.phase.epochs(progress.samples)
+        reached = budget_met(self.parts.budgets, progress, epochs=epochs, validation_loss=None)
+        return progress.step % sync_every == 0 or reached is not None
+
+    def _record(
+        self,
+        batch: StepBatch,
+        result: StepResult,
+        lr: float,
+        end: RoundEnd | None,
+    ) -> None:
+        """Record the step; raise RunFailed after too many consecutive skipped steps.
+
+        Args:
+            end: of the round of which the step is the last.
+        """
+        over = self._round_begun is None
         parts, progress, skipped = self.parts, self.state.progress, self.state.skipped_in_a_row
-        parts.logger.stepped(self.state, batch, result, lr)
+        parts.logger.stepped(self.state, batch, result, lr, together=over)
         if (layers := parts.stepper.layers) is not None:
             parts.logger.layer_stats(progress, layers)
             parts.stepper.layers = None
@@ -167,9 +218,12 @@ class Trainer:
             parts.logger.new_gradients(progress, watch)
             if watch.is_over:
                 parts.stepper.watch = None
-        if not skipped:
+        if not over:
             return
-        parts.logger.skipped(progress, skipped)
+        if end is not None:
+            parts.logger.round_over(progress, end)
+        elif skipped:
+            parts.logger.skipped(progress, skipped)
         if skipped >= parts.config.train.max_skipped_steps:
             raise RunFailed(
                 f"step {progress.step}: the gradient was not finite for {skipped} steps in a row; "

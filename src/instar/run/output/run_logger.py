@@ -50,6 +50,7 @@ from instar.run.loop.state import Decision, Every, Progress, RunState
 from instar.run.loop.step import StepResult
 from instar.run.output.operation_text import changed_text, differences, log_block
 from instar.run.output.save import SaveResult
+from instar.run.parallel.strategy import RoundEnd
 from instar.schedule.operations import Change, State
 from instar.tasks.logged import Logged, Pixels, TableData, media_events
 
@@ -140,10 +141,20 @@ class RunLogger:
         """Add time spent waiting for samples."""
         self.waited_s += seconds
 
-    def stepped(self, state: RunState, batch: StepBatch, result: StepResult, lr: float) -> None:
-        """Add a step; log the interval after the first step and after every `log_interval`-th.
+    def stepped(
+        self,
+        state: RunState,
+        batch: StepBatch,
+        result: StepResult,
+        lr: float,
+        *,
+        together: bool = True,
+    ) -> None:
+        """Add a step; log the interval after the first step and after every `log_interval`-th, or after
+        the round in which that is. A collective when an interval is logged.
 
-        A collective when an interval is logged.
+        Args:
+            together: whether all ranks call this at this step.
         """
         progress, total = state.progress, result.loss_sum
         before = self.loss_sum
@@ -157,7 +168,7 @@ class RunLogger:
         self.noise = {} if scale is None else {"noise_scale": scale}
         if scale is not None and context > 1:
             self.noise["noise_scale_tokens"] = scale * context
-        if progress.step > 1 and not state.due(self.interval):
+        if not together or (progress.step > 1 and not state.due(self.interval)):
             if self.console.due:
                 weight = sum(micro.weight for micro in batch.micro_batches)
                 loss = total.item() / weight if weight else math.nan
@@ -231,6 +242,22 @@ class RunLogger:
     def skipped(self, progress: Progress, consecutive: int) -> None:
         self._write(progress, Skip(step=progress.step, consecutive=consecutive))
         self.console.warn(f"step {progress.step}: gradient not finite, update skipped on all ranks")
+
+    def round_over(self, progress: Progress, end: RoundEnd) -> None:
+        """Log the steps of a round whose gradient was not finite."""
+        for rank, count in enumerate(end.skipped):
+            if count:
+                self._write(progress, Skip(step=progress.step, consecutive=max(1, end.in_a_row)))
+                self.console.warn(
+                    f"step {progress.step}: in {count} steps of this round rank {rank}'s gradient was not "
+                    "finite, updates skipped there"
+                )
+        if not end.finite:
+            self._write(progress, Skip(step=progress.step))
+            self.console.warn(
+                f"step {progress.step}: what the ranks moved by in this round is not finite, the round is "
+                "skipped on all ranks"
+            )
 
     def evaluated(
         self, progress: Progress, result: Evaluation, *, best: Sequence[str], split: str = "val"

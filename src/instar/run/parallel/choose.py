@@ -19,6 +19,7 @@ from instar.distributed.parallel import (
 from instar.distributed.world import World
 from instar.models.module import is_meta
 from instar.run.loop.optimizer import copy_tensors
+from instar.run.parallel.diloco import DiLoCo
 from instar.run.parallel.elastic import VirtualRanks
 from instar.run.parallel.replicated import DataParallel, Replicated
 from instar.run.parallel.strategy import Evaluable, Strategy, freeze
@@ -107,4 +108,5 @@ def trained(config: RunConfig, placed: Evaluable, frozen: Sequence[str] = ()) ->
         return cast(Strategy, placed)
     if config.reproducible == "elastic":
         return VirtualRanks(placed.world, placed.bare, config.parallel.elastic.virtual_ranks)
-    return DataParallel(config, placed.world, placed.bare)
+    strategy = DiLoCo if config.parallel.strategy == "diloco" else DataParallel
+    return strategy(config, placed.world, placed.bare)

@@ -1,4 +1,4 @@
-"""Collectives of our own for `fully_shard`."""
+"""Collectives of our own: for `fully_shard`, and the mean over all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from instar.distributed.agree import collective
 from instar.distributed.all_reduce import tree_sum
+from instar.distributed.world import World
+
+BUCKET = 1 << 24
+"""Number of elements after which `mean_over_ranks` begins another message."""
 
 
 class _Allocates:
@@ -66,3 +71,41 @@ class RoundedAllGather(_Allocates):
         sent = input_tensor.to(kind)
         dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group=group)
         output_tensor.copy_(received)
+
+
+def mean_over_ranks(
+    world: World, tensors: Sequence[Tensor], sent: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Return the mean of each tensor over all ranks, in float32, the same bits on all. A collective.
+
+    It takes two messages per rank and bucket, one after the other, however many ranks there are, where a
+    ring takes 2 (W - 1): on a slow network, latency is what an exchange of a small model costs.
+
+    Args:
+        sent: the type in which values travel.
+    """
+    if world.size == 1:
+        return [tensor.float() for tensor in tensors]
+    means: list[Tensor] = []
+    bucket: list[Tensor] = []
+    for number, tensor in enumerate(tensors, start=1):
+        bucket.append(tensor)
+        if number == len(tensors) or sum(each.numel() for each in bucket) >= BUCKET:
+            flat = torch.cat([each.detach().flatten().to(torch.float32) for each in bucket])
+            pieces = torch.split(_mean(world, flat, sent), [each.numel() for each in bucket])
+            means += [piece.view_as(each) for piece, each in zip(pieces, bucket, strict=True)]
+            bucket = []
+    return means
+
+
+def _mean(world: World, flat: Tensor, sent: torch.dtype) -> Tensor:
+    piece = -(-len(flat) // world.size)
+    padded = torch.nn.functional.pad(flat, (0, piece * world.size - len(flat))).to(sent)
+    received, everyones = torch.empty_like(padded), torch.empty_like(padded)
+    with collective(world, "averaging the replicas"):
+        # as bytes: backends do not send every type
+        dist.all_to_all_single(received.view(torch.uint8), padded.view(torch.uint8))
+        mean = tree_sum(received.view(world.size, piece).float()).div_(world.size).to(sent)
+        pieces = everyones.view(torch.uint8).view(world.size, -1).unbind()
+        dist.all_gather(list(pieces), mean.view(torch.uint8))
+    return everyones[: len(flat)].float()

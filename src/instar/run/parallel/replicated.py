@@ -18,13 +18,14 @@ from instar.distributed.agree import gather
 from instar.distributed.parallel import ForwardCollectives, sync, wrap
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
-from instar.run.parallel.strategy import MicroBatchCalls, freeze
+from instar.run.parallel.strategy import MicroBatchCalls, Rounds, freeze
 
 
 class Replicated:
     """The part of a `Strategy` that follows from each rank holding all of every tensor."""
 
     together = False
+    rounds: Rounds | None = None
 
     def __init__(self, world: World, bare: Module) -> None:
         """
@@ -59,6 +60,13 @@ class Replicated:
         return Replicated(self.world, copy.deepcopy(self.bare).double())
 
 
+def compiled(model: Module) -> Module:
+    """Return a module of the same parameters whose forward pass is compiled."""
+    # graphs of earlier shapes count against torch's recompile limit, and make sizes dynamic
+    torch.compiler.reset()
+    return cast(Module, torch.compile(model))
+
+
 def whole_norms(groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
     """Return the norm of each group of whole tensors, with a single device synchronization."""
     if not groups:
@@ -76,11 +84,8 @@ class DataParallel(Replicated):
         self._wrap()
 
     def _wrap(self) -> None:
-        model, ddp = self.bare, self._config.parallel.ddp
-        if self._config.compile:
-            # graphs of earlier shapes count against torch's recompile limit, and make sizes dynamic
-            torch.compiler.reset()
-            model = cast(Module, torch.compile(model))
+        ddp = self._config.parallel.ddp
+        model = compiled(self.bare) if self._config.compile else self.bare
         # wrap last: DDP must see the model on its device, and compiled
         self.model = wrap(model, self.world, ddp)
         self.collectives = ForwardCollectives(self.model, ddp)

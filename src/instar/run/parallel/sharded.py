@@ -39,13 +39,14 @@ from instar.distributed.world import World
 from instar.models.experts import ExpertLinear
 from instar.models.module import held_buffers, is_meta, load_buffers, materialize
 from instar.run.parallel.collectives import RoundedAllGather, TreeReduceScatter
-from instar.run.parallel.strategy import MicroBatchCalls, freeze, share_buffers
+from instar.run.parallel.strategy import MicroBatchCalls, Rounds, freeze, share_buffers
 
 
 class Sharded:
     """A `Strategy` that shards the model over all ranks, or over groups of ranks that are replicas."""
 
     together = True
+    rounds: Rounds | None = None
 
     def __init__(self, config: RunConfig, world: World, bare: Module, shards: int) -> None:
         """
@@ -64,7 +65,7 @@ class Sharded:
             )
         self._shards, self._replicas = _meshes(world, shards)
         if config.compile:
-            torch.compiler.reset()  # see `DataParallel`
+            torch.compiler.reset()  # see `compiled`
         self._gather = RoundedAllGather()
         rounds = config.parallel.fsdp.gather == "bfloat16" and config.precision == "bf16"
         reshard = config.parallel.fsdp.reshard_after_forward

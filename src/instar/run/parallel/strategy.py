@@ -60,8 +60,43 @@ class Evaluable(Protocol):
         ...
 
 
+class RoundEnd(NamedTuple):
+    """What the ranks have agreed on at the end of a round."""
+
+    skipped: Sequence[int]
+    """by rank: steps of the round whose gradient was not finite"""
+    in_a_row: int
+    """largest number of them at the end, over all ranks"""
+    finite: bool
+    """False: all ranks have the weights of before the round"""
+    states: Mapping[str, Tensor] | None
+    """those to give the optimizers; None: they have them"""
+
+
+class Rounds(Protocol):
+    """How ranks that train apart come together again: after every round of steps."""
+
+    sync_every: int
+    """A round ends after each step that this divides."""
+    momentum: dict[str, Tensor]
+    """Of the outer optimizer, by parameter."""
+
+    def end(self, states: Mapping[str, Tensor], skipped: int, in_a_row: int) -> RoundEnd:
+        """Make the weights of all ranks the same. A collective.
+
+        Args:
+            states: of the optimizers, named as by `optimizer_tensors`; changed in place.
+            skipped, in_a_row: steps of this rank whose gradient was not finite: of the round, and of its
+                last steps.
+        """
+        ...
+
+
 class Strategy(Evaluable, Protocol):
     """How the ranks train one model together."""
+
+    rounds: Rounds | None
+    """None: the gradients of all ranks are added at every step."""
 
     @property
     def model(self) -> Module:
@@ -70,7 +105,8 @@ class Strategy(Evaluable, Protocol):
 
     def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
         """Leave the gradient of the global batch in the parameters' `grad`; return this rank's summed
-        loss, a float64 scalar on the device. A collective."""
+        loss, a float64 scalar on the device. A collective, unless there are `rounds`: then the gradient is
+        that of this rank's share."""
         ...
 
     def norms(self, groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:

@@ -1,0 +1,135 @@
+"""Every rank trains a replica by itself, and after a round of steps all take a common one: DiLoCo.
+
+What the replicas have moved by in a round, on the mean, is the gradient of an outer optimizer, SGD with
+Nesterov momentum (Douillard et al. 2023, arXiv 2311.08105, algorithm 1). Unlike there, the states of the
+replicas' own optimizers are averaged as well: between rounds all ranks hold the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from instar.config.schema import RunConfig
+from instar.data.loader import StepBatch
+from instar.distributed.agree import gather
+from instar.distributed.world import World
+from instar.run.parallel.collectives import mean_over_ranks
+from instar.run.parallel.replicated import Replicated, compiled
+from instar.run.parallel.strategy import MicroBatchCalls, RoundEnd, Rounds, freeze
+
+Layout: TypeAlias = dict[str, float | list[int]]
+"""Of each state of an optimizer: its shape, or its value if it has no dimensions."""
+
+
+class DiLoCo(Replicated):
+    """Local steps, each with the gradient of this rank's share of the batch, and an outer optimizer."""
+
+    def __init__(self, config: RunConfig, world: World, bare: torch.nn.Module) -> None:
+        """
+        Raises:
+            ValueError: the model communicates in its forward pass.
+        """
+        super().__init__(world, bare)
+        if any(isinstance(module, torch.nn.SyncBatchNorm) for module in bare.modules()):
+            raise ValueError(
+                "SyncBatchNorm communicates in every forward pass, but with parallel.strategy diloco ranks "
+                "train apart: use BatchNorm, or strategy: ddp"
+            )
+        options = config.parallel.diloco
+        self.sync_every = options.sync_every
+        self.momentum: dict[str, Tensor] = {}
+        self.rounds: Rounds | None = self
+        self.model = compiled(bare) if config.compile else bare
+        self._lr, self._decay = options.outer_lr, options.outer_momentum
+        self._sent = getattr(torch, options.exchange)
+        self._start: dict[str, Tensor] = {}
+        """weights at the beginning of the round, by parameter; {}: between rounds"""
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """See `Strategy`."""
+        freeze(self.parameters, patterns)
+
+    def unreduced(self) -> AbstractContextManager[None]:
+        """See `Strategy`."""
+        return nullcontext()
+
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+        """See `Strategy`."""
+        if not self._start:
+            self._start = {
+                name: parameter.detach().clone()
+                for name, parameter in self.parameters.items()
+                if parameter.requires_grad
+            }
+        # as under DDP: the mean of all ranks' gradients is that of the global batch, also where their
+        # shares differ
+        scale = self.world.size / batch.weight
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for micro in batch.micro_batches:
+            if micro.samples:
+                loss = calls.forward(micro)
+                calls.backward(loss * scale)
+                total += loss.detach()
+        calls.before_sync()
+        return total
+
+    @torch.no_grad()
+    def end(self, states: Mapping[str, Tensor], skipped: int, in_a_row: int) -> RoundEnd:
+        """See `Rounds`."""
+        layout: Layout = {n: list(t.shape) if t.ndim else t.item() for n, t in states.items()}
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(layout, sort_keys=True).encode())
+        answers = cast(list[tuple[int, int, str]], gather(self.world, [skipped, in_a_row, digest]))
+        joined: dict[str, Tensor] | None = None
+        if len({other for _, _, other in answers}) > 1:
+            joined = self._joined(states, cast(list[Layout], gather(self.world, layout)))
+        start, self._start = self._start, {}
+        moved = [before - self.parameters[name] for name, before in start.items()]
+        named = sorted((joined or states).items())
+        moments = [tensor for _, tensor in named if tensor.ndim]
+        means = mean_over_ranks(self.world, [*moved, *moments], self._sent)
+        # nothing is trained while all parameters are frozen
+        finite = not means or all(torch.stack([mean.isfinite().all() for mean in means]).tolist())
+        if finite:
+            self._step(start, means[: len(moved)])
+            if moments:
+                torch._foreach_copy_(moments, means[len(moved) :])
+        else:
+            joined = {}  # they may not be finite either
+            for name, before in start.items():
+                self.parameters[name].copy_(before)
+        counts, last = [each for each, _, _ in answers], max(each for _, each, _ in answers)
+        return RoundEnd(counts, last, finite, joined)
+
+    def _step(self, start: Mapping[str, Tensor], gradients: Sequence[Tensor]) -> None:
+        """Take a step of the outer optimizer from the weights at the beginning of the round."""
+        if not self._decay:
+            self.momentum = {}
+        for (name, before), gradient in zip(start.items(), gradients, strict=True):
+            step = gradient
+            if self._decay:
+                momentum = self.momentum.setdefault(name, torch.zeros_like(gradient))
+                momentum.mul_(self._decay).add_(gradient)
+                step = gradient.add(momentum, alpha=self._decay)
+            self.parameters[name].copy_(before.sub(step, alpha=self._lr))
+
+    def _joined(self, own: Mapping[str, Tensor], everyones: Sequence[Layout]) -> dict[str, Tensor]:
+        """Return the states that any rank has: where a rank has none, as all its gradients were skipped,
+        zeros; of numbers, such as counts of steps, the mean over the ranks that have one."""
+        joined: dict[str, Tensor] = {}
+        for name in sorted(set().union(*everyones)):
+            found = [layout[name] for layout in everyones if name in layout]
+            if isinstance(found[0], list):
+                joined[name] = own.get(name, torch.zeros(found[0], device=self.world.device))
+            else:
+                mean = math.fsum(cast(list[float], found)) / len(found)
+                whole = all(isinstance(each, int) for each in found)
+                joined[name] = torch.tensor(round(mean) if whole else mean)
+        return joined

@@ -1,0 +1,102 @@
+"""Ranks that train apart for some steps, to which something happens; `forks.Child` runs these."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+import failures
+import torch
+
+from instar.cli.main import main
+from instar.config.schema import ParallelConfig
+from instar.distributed.world import join
+from instar.run.loop import validation
+from instar.run.loop.hooks import HookContext
+from instar.run.loop.trainer import Trainer
+from instar.run.parallel import collectives
+from instar.tasks.language import LanguageTask
+
+
+def _signalled(argv: Sequence[str], number: int, step: int, rank: int) -> int:
+    if failures.is_rank(rank):
+        failures.before_step(step, lambda: os.kill(os.getpid(), number))
+    return main(argv)
+
+
+def stopped_at_step_17(argv: Sequence[str]) -> int:
+    """Rank 1 is asked to stop."""
+    return _signalled(argv, signal.SIGTERM, 17, 1)
+
+
+def rank_1_dies_at_step_7(argv: Sequence[str]) -> int:
+    return _signalled(argv, signal.SIGKILL, 7, 1)
+
+
+def rank_1_freezes_at_step_7(argv: Sequence[str]) -> int:
+    return _signalled(argv, signal.SIGSTOP, 7, 1)
+
+
+def stopped_in_its_first_evaluation(argv: Sequence[str]) -> int:
+    evaluate = validation.evaluate
+
+    def stopped(*arguments: object, **named: object) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments, **named)  # type: ignore[arg-type]
+
+    validation.evaluate = stopped  # type: ignore[assignment]
+    return main(argv)
+
+
+def rank_1_has_nan_in_step_1(argv: Sequence[str]) -> int:
+    return failures._with_nan(argv, 1, lambda step: step == 1)
+
+
+class _Waiting:
+    """Has something to do around every step."""
+
+    def on_step_begin(self, run: HookContext) -> None:
+        pass
+
+    def on_step_end(self, run: HookContext) -> None:
+        pass
+
+
+def counts_messages(argv: Sequence[str]) -> int:
+    """Say after every step how many exchanges with other ranks there were in it."""
+    step = Trainer.step
+
+    def counted(self: Trainer) -> None:
+        before = self.parts.world.position.arrived
+        step(self)
+        os.write(terminal, f"messages {self.parts.world.position.arrived - before}\n".encode())
+
+    terminal = os.dup(1)
+    Trainer.step = counted  # type: ignore[method-assign]
+    LanguageTask.hooks = lambda _: [_Waiting()]  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    return main(argv)
+
+
+SHAPES = (3,), (2, 2), (), (7, 1), (5,)
+
+
+def checks_means(bits: str) -> int:
+    """The mean of normal numbers, in messages of about six elements; 0: it is right."""
+    collectives.BUCKET = 6
+    with join(ParallelConfig(), "cpu") as world:
+        everyones = [_drawn(rank) for rank in range(world.size)]
+        sent = getattr(torch, bits)
+        means = collectives.mean_over_ranks(world, everyones[world.rank], sent)
+    for mean, each in zip(means, zip(*everyones, strict=True), strict=True):
+        wanted = torch.stack([tensor.to(sent).float() for tensor in each]).mean(0).to(sent).float()
+        torch.testing.assert_close(
+            mean, wanted, rtol=0.01 if bits == "bfloat16" else 1e-6, atol=1e-6
+        )
+    return 0
+
+
+def _drawn(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
