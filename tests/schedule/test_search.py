@@ -19,30 +19,23 @@ from instar.growth.operators import plan
 from instar.models.architecture import Architecture
 from instar.schedule.pilot import write_json
 from instar.schedule.saving import PilotFindings, predicted, worth
-from instar.schedule.search import (
-    SCRATCH,
-    Candidate,
-    Search,
-    Stage,
-    Trial,
-    proposals,
-    read_search,
-)
+from instar.schedule.search.candidates import SCRATCH, CandidateStage, GrowthCandidate, proposals
+from instar.schedule.search.state import ScheduleSearch, SearchTrial, read_search
 
 THETA = 0.2
 
 
-def copies(share: float) -> Candidate:
-    grown = Stage(share, FINAL, ({"name": "stack_layers", "value": 4},))
+def copies(share: float) -> GrowthCandidate:
+    grown = CandidateStage(share, FINAL, ({"name": "stack_layers", "value": 4},))
     name, begin = f"L2-8-at-{100 * share:.0f}", {"model.n_layer": 2}
-    return Candidate(name, "L2", begin, 5000, (Stage(0.0, SMALL), grown))
+    return GrowthCandidate(name, "L2", begin, 5000, (CandidateStage(0.0, SMALL), grown))
 
 
 CANDIDATES = (
-    Candidate(SCRATCH, "L8", {}, 20_000, (Stage(0.0, FINAL),)),
+    GrowthCandidate(SCRATCH, "L8", {}, 20_000, (CandidateStage(0.0, FINAL),)),
     *(copies(share) for share in (0.3, 0.5, 0.6, 0.7, 0.8)),
 )
-SEARCH = Search(
+SEARCH = ScheduleSearch(
     name="tiny",
     settings={"optimizer.lr": 0.1},
     candidates=CANDIDATES,
@@ -56,19 +49,21 @@ SEARCH = Search(
 )
 
 
-def known(candidate: Candidate, steps: int) -> float:
+def known(candidate: GrowthCandidate, steps: int) -> float:
     """The loss if a token of the small model is worth c ** θ of the final size."""
     return loss_after(worth(candidate.spent(steps, TOKENS), THETA))
 
 
 def run(
-    search: Search, loss: Callable[[Candidate, int], float | None] = known, most: int = 99
-) -> Search:
+    search: ScheduleSearch,
+    loss: Callable[[GrowthCandidate, int], float | None] = known,
+    most: int = 99,
+) -> ScheduleSearch:
     """The search after `most` more trials."""
     while most and (following := search.missing) is not None:
         candidate, rung, seed = following
         steps = candidate.steps(search.rungs[rung])
-        done = Trial(candidate.name, rung, seed, steps, loss(candidate, steps))
+        done = SearchTrial(candidate.name, rung, seed, steps, loss(candidate, steps))
         search, most = structs.replace(search, trials=(*search.trials, done)), most - 1
     return search
 

@@ -18,7 +18,7 @@ from instar.api.short_runs import (
     FEWEST_STEPS,
     START_S,
     WARMUP,
-    Question,
+    MeasuredConfig,
     ask,
     evaluations,
     loss_at_end,
@@ -137,7 +137,7 @@ def pilot_file(path: str | None, config: RunConfig) -> Path:
     return beside(Path(config.record.out_dir) / config.name if path is None else path)
 
 
-def _check_growth(asked: Question) -> None:
+def _check_growth(asked: MeasuredConfig) -> None:
     """Raise ConfigError for schedules that pilots do not know."""
     for number, entry in enumerate(asked.config.schedule):
         if entry.name == "set_context" or "lora" in entry.name:
@@ -149,7 +149,7 @@ def _check_growth(asked: Question) -> None:
 
 
 def _plan(
-    asked: Question,
+    asked: MeasuredConfig,
     budget_s: float,
     steps: int | None,
     seeds: Sequence[int],
@@ -238,13 +238,13 @@ def _stable_share(config: RunConfig) -> float:
     return _MOSTLY if schedule.has_end else 1.0
 
 
-def _model(asked: Question, stage: int) -> list[str]:
+def _model(asked: MeasuredConfig, stage: int) -> list[str]:
     """Return settings of a run that begins with the shape of a stage."""
     shapes = (shape_of_stage(asked, each) for each in (0, stage))
     return options(shape_settings(*shapes)) if stage else []
 
 
-def _settings(asked: Question, found: Pilot, case: PilotCase) -> list[str]:
+def _settings(asked: MeasuredConfig, found: Pilot, case: PilotCase) -> list[str]:
     """Return the settings of a case, beside those of the config."""
     from instar.config.sections import ScheduledOperation
     from instar.schedule.branches import BRANCH
@@ -289,7 +289,7 @@ def _scaled(iters: int | None, share: float) -> int | None:
     return None if iters is None else max(1, round(iters * share))
 
 
-def _run(asked: Question, found: Pilot, case: PilotCase) -> PilotRun:
+def _run(asked: MeasuredConfig, found: Pilot, case: PilotCase) -> PilotRun:
     """Train a case, or go on with it, and read how it ended."""
     from instar.distributed.failure import RunFailed
     from instar.schedule.saving import spending
@@ -305,7 +305,7 @@ def _run(asked: Question, found: Pilot, case: PilotCase) -> PilotRun:
     return PilotRun(case, loss, spending(asked.forecast_of(settings)), losses_of(path))
 
 
-def _check_same(file: Path, found: Pilot, asked: Question) -> None:
+def _check_same(file: Path, found: Pilot, asked: MeasuredConfig) -> None:
     """Raise ConfigError if a pilot that is not whole is about another config."""
     others = found.differing(asked.config)
     if others and found.missing:

@@ -24,7 +24,7 @@ from instar.api.short_runs import (
     FEWEST_STEPS,
     START_S,
     WARMUP,
-    Question,
+    MeasuredConfig,
     Say,
     ask,
     evaluations,
@@ -44,18 +44,14 @@ from instar.distributed.failure import RunFailed
 from instar.record.atomic import discard, replace_file
 from instar.schedule.branches import folder_of
 from instar.schedule.pilot import beside, settings_of, write_json
-from instar.schedule.search import (
-    RUNGS,
+from instar.schedule.search.candidates import (
     SCRATCH,
-    SUFFIX,
-    Candidate,
-    Proposal,
-    Search,
-    Stage,
-    Trial,
+    CandidateStage,
+    GrowthCandidate,
+    GrowthProposal,
     proposals,
-    read_search,
 )
+from instar.schedule.search.state import RUNGS, SUFFIX, ScheduleSearch, SearchTrial, read_search
 
 if TYPE_CHECKING:
     from instar.config.schema import RunConfig
@@ -70,7 +66,7 @@ _SUFFIX = ".schedule.yaml"
 class SearchResult:
     """A search, and the schedule that it found."""
 
-    search: Search
+    search: ScheduleSearch
     file: Path | None = None
     """The winner's schedule; None: the search is not complete, or no schedule is better than the final size
     from scratch."""
@@ -82,7 +78,7 @@ class SearchResult:
 class _Final:
     """The final shape of a config."""
 
-    asked: Question
+    asked: MeasuredConfig
     shape: Architecture
     begin: dict[str, Any]
     """Keys of the config that give it in place of the first one."""
@@ -173,7 +169,7 @@ def _file(path: str | None, config: RunConfig) -> Path:
     return given.with_suffix(_SUFFIX)
 
 
-def _final(asked: Question) -> _Final:
+def _final(asked: MeasuredConfig) -> _Final:
     """Find the final shape.
 
     Raises:
@@ -200,7 +196,7 @@ def _final(asked: Question) -> _Final:
     return _Final(asked, last, shape_settings(first, last))
 
 
-def _candidates(final: _Final) -> Iterator[Candidate]:
+def _candidates(final: _Final) -> Iterator[GrowthCandidate]:
     """Yield the final size from scratch, and all schedules that a run could carry out.
 
     Raises:
@@ -208,8 +204,8 @@ def _candidates(final: _Final) -> Iterator[Candidate]:
     """
     asked = final.asked
     (stage,) = asked.forecast_of(final.settings).stages
-    own = Stage(0.0, stage.flops_per_token)
-    yield Candidate(SCRATCH, f"L{final.shape.n_layer}", {}, stage.parameters.total, (own,))
+    own = CandidateStage(0.0, stage.flops_per_token)
+    yield GrowthCandidate(SCRATCH, f"L{final.shape.n_layer}", {}, stage.parameters.total, (own,))
     found = [
         candidate
         for proposal in proposals(final.shape, final.config.learning_rate.decay_fraction)
@@ -221,12 +217,15 @@ def _candidates(final: _Final) -> Iterator[Candidate]:
     yield from found
 
 
-def _checked(final: _Final, proposal: Proposal) -> Candidate | None:
+def _checked(final: _Final, proposal: GrowthProposal) -> GrowthCandidate | None:
     """Return the candidate of a proposal with its costs; None if no run could carry it out, if it ends with
     another shape, or if it costs no less."""
     begin = shape_settings(final.shape, proposal.shape)
-    stages = [Stage(0.0, 1.0), *(Stage(share, 1.0, each) for share, each in proposal.growth)]
-    drawn = Candidate(proposal.name, proposal.trunk, begin, 1, tuple(stages), proposal.rewarm)
+    stages = [
+        CandidateStage(0.0, 1.0),
+        *(CandidateStage(share, 1.0, each) for share, each in proposal.growth),
+    ]
+    drawn = GrowthCandidate(proposal.name, proposal.trunk, begin, 1, tuple(stages), proposal.rewarm)
     try:
         told = final.asked.forecast_of(_settings(final, drawn))
     except ConfigError:
@@ -251,7 +250,7 @@ def _checked(final: _Final, proposal: Proposal) -> Candidate | None:
     )
 
 
-def _settings(final: _Final, candidate: Candidate) -> list[str]:
+def _settings(final: _Final, candidate: GrowthCandidate) -> list[str]:
     """Return the settings of the config's run with a candidate's schedule."""
     entries = candidate.entries(final.asked.run_steps, shares=True)
     return [*final.settings, *options({**candidate.begin, "schedule": entries})]
@@ -259,12 +258,12 @@ def _settings(final: _Final, candidate: Candidate) -> list[str]:
 
 def _plan(
     final: _Final,
-    candidates: tuple[Candidate, ...],
+    candidates: tuple[GrowthCandidate, ...],
     budget_s: float,
     steps: int | None,
     seeds: Sequence[int],
     say: Say,
-) -> Search:
+) -> ScheduleSearch:
     """Choose the horizon that the budget allows, by the time of a few steps."""
     asked = final.asked
     (stage,) = asked.forecast_of(final.settings).stages
@@ -274,7 +273,7 @@ def _plan(
         for each in (smallest, candidates[0])
     ]
     costs = [each.stages[0].flops_per_token for each in (smallest, candidates[0])]
-    found = Search(
+    found = ScheduleSearch(
         name=final.config.name,
         settings=_compared(final.config),
         candidates=candidates,
@@ -307,7 +306,7 @@ def _compared(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_same(
-    file: Path, found: Search, candidates: tuple[Candidate, ...], config: RunConfig
+    file: Path, found: ScheduleSearch, candidates: tuple[GrowthCandidate, ...], config: RunConfig
 ) -> None:
     """Raise ConfigError if a search is about another config."""
     own = _compared(config)
@@ -323,9 +322,9 @@ class _Runs:
     """The runs of a search."""
 
     final: _Final
-    found: Search
+    found: ScheduleSearch
 
-    def trunk(self, candidate: Candidate, seed: int) -> Path:
+    def trunk(self, candidate: GrowthCandidate, seed: int) -> Path:
         """Return the folder of a trunk, whose name no search with other settings gives to one."""
         found = self.found
         parts = [found.settings, [each.name for each in found.candidates], found.rungs]
@@ -333,12 +332,12 @@ class _Runs:
         run = f"{self.final.config.name}-{_RUN}-{key}-{candidate.trunk}-s{seed}"
         return Path(self.final.config.record.out_dir) / run
 
-    def folder(self, candidate: Candidate, rung: int, seed: int) -> Path:
+    def folder(self, candidate: GrowthCandidate, rung: int, seed: int) -> Path:
         """Return the folder of a trial, which is a branch of its trunk."""
         trunk, name = self.trunk(candidate, seed), self.found.branch(candidate, rung)["value"]
         return trunk.with_name(folder_of(trunk, name).name)
 
-    def run(self, candidate: Candidate, rung: int, seed: int) -> Trial:
+    def run(self, candidate: GrowthCandidate, rung: int, seed: int) -> SearchTrial:
         """Train a trial, or go on with it, and its trunk as far as its rung needs it; read how it ended."""
         found, folder = self.found, self.folder(candidate, rung, seed)
         steps = candidate.steps(found.rungs[rung])
@@ -352,9 +351,9 @@ class _Runs:
         before = (each for each in losses_of(self.trunk(candidate, seed)) if each[0] <= at)
         after = (each for each in losses_of(folder) if each[0] > at)
         loss = loss_at_end(folder, steps)
-        return Trial(candidate.name, rung, seed, steps, loss, (*before, *after))
+        return SearchTrial(candidate.name, rung, seed, steps, loss, (*before, *after))
 
-    def _train_trunk(self, candidate: Candidate, rung: int, seed: int) -> None:
+    def _train_trunk(self, candidate: GrowthCandidate, rung: int, seed: int) -> None:
         """Train a trunk to the last branch that it has in a rung.
 
         Its schedule is always the beginning of one list, that of the branches of all rungs, also of candidates
@@ -394,7 +393,7 @@ class _Runs:
                         discard(folder)
 
 
-def _result(final: _Final, found: Search, file: Path) -> SearchResult:
+def _result(final: _Final, found: ScheduleSearch, file: Path) -> SearchResult:
     """Write the schedule of the winner, and its trials as a pilot."""
     from instar.schedule.saving import predicted, spending, summary
 
@@ -415,7 +414,9 @@ def _result(final: _Final, found: Search, file: Path) -> SearchResult:
     return SearchResult(found, file, saving)
 
 
-def _text(final: _Final, found: Search, winner: Candidate, saving: ExpectedSaving | None) -> str:
+def _text(
+    final: _Final, found: ScheduleSearch, winner: GrowthCandidate, saving: ExpectedSaving | None
+) -> str:
     """Return the schedule's file."""
     horizon, last = found.rungs[-1], len(found.rungs) - 1
     losses = [found.loss(each, last) or 0.0 for each in (winner, found.scratch)]

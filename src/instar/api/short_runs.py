@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Question:
+class MeasuredConfig:
     """A config that short runs are to say something of."""
 
     path: str | None
@@ -81,7 +81,7 @@ def ask(
     world_size: int | None,
     devices: Sequence[int] | None,
     say: Say,
-) -> Question:
+) -> MeasuredConfig:
     """Load a config and prepare its data.
 
     Raises:
@@ -99,7 +99,7 @@ def ask(
     if forecast.steps is None:
         raise refused(loaded, "train.until", "has no last step, of which a short run is a share")
     given = (*overrides, *_without_presets(loaded))
-    return Question(path, given, loaded, forecast, start.ranks, start.devices or None)
+    return MeasuredConfig(path, given, loaded, forecast, start.ranks, start.devices or None)
 
 
 def refused(loaded: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
@@ -112,7 +112,7 @@ def options(values: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def shape_of_stage(asked: Question, stage: int) -> Architecture:
+def shape_of_stage(asked: MeasuredConfig, stage: int) -> Architecture:
     """Return the shape of a stage as a new model has it.
 
     Raises:
@@ -173,7 +173,7 @@ def run_values(config: RunConfig, kind: str, folder: Path, steps: int, seed: int
     }
 
 
-def trained(asked: Question, path: str | None, given: Sequence[str], kind: str) -> Path:
+def trained(asked: MeasuredConfig, path: str | None, given: Sequence[str], kind: str) -> Path:
     """Train a run, or go on with it, and return its folder.
 
     Raises:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from instar.config.sections import Operation
     from instar.growth.offline import OfflineGrowth
     from instar.schedule.pilot import Pilot
-    from instar.schedule.search import Search
+    from instar.schedule.search.state import ScheduleSearch
 
 
 Command = Callable[..., Any]
@@ -371,7 +371,7 @@ def search(
         )
 
 
-def _print_search(found: Search) -> None:
+def _print_search(found: ScheduleSearch) -> None:
     """Print the candidates of a search with their losses, and what it costs in all."""
     from instar.cli.output import print_table
     from instar.record.format import scientific, si

@@ -1,0 +1,1 @@
+"""A search for a schedule of growth."""
