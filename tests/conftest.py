@@ -42,6 +42,11 @@ os.environ["HF_HOME"] = f"{CACHES}/huggingface"
 os.environ["INSTAR_CACHE_DIR"] = f"{CACHES}/instar"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") != "no":  # which it is in workers
+        forking.warm_workers(config)
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(CACHES, ignore_errors=True)
 
