@@ -46,14 +46,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Effort:
-    """Steps of a training, and rates of the grid."""
+    """Steps of a training, rates of the grid, and how much there is to train on."""
 
     steps: int
     rates: int
+    text_bytes: int
+    causal_sets: int
 
 
-FULL = Effort(400, 9)
-QUICK = Effort(8, 3)
+FULL = Effort(400, 9, text_bytes=1 << 20, causal_sets=1500)
+QUICK = Effort(8, 3, text_bytes=1 << 16, causal_sets=200)
 
 HEADS = (
     "[{name: manifold, kind: classification, classes: 2}, "
@@ -61,11 +63,11 @@ HEADS = (
 )
 
 
-def models(folder: Path) -> list[Model]:
+def models(folder: Path, effort: Effort) -> list[Model]:
     """The three runs; their data are put into `folder`."""
     text = folder / "library.py"
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text.write_bytes(b"".join(source.read_bytes() for source in sources[:60])[: 1 << 20])
+    text.write_bytes(b"".join(source.read_bytes() for source in sources[:60])[: effort.text_bytes])
     shared = ("learning_rate.warmup_iters=20", "record.log_interval=1", "precision=fp32")
     gpt = (
         "preset=llama",
@@ -76,7 +78,7 @@ def models(folder: Path) -> list[Model]:
     graph = (
         "task=graph",
         f"data={{path: {folder / 'sets'}, val: 0.3, test: 0.1}}",
-        "data.causal_sets={sets: 1500, min_points: 8, max_points: 16}",
+        f"data.causal_sets={{sets: {effort.causal_sets}, min_points: 8, max_points: 16}}",
         f"model={{layer: sage, n_layer: 2, width: 24, heads: {HEADS}}}",
         "train.batch_size=32",
     )
@@ -161,7 +163,7 @@ def main() -> None:
     effort = QUICK if chosen.quick else FULL
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        cases = [each for model in models(Path(folder)) for each in compared(model, effort)]
+        cases = [each for model in models(Path(folder), effort) for each in compared(model, effort)]
     publish("finders", cases, chosen, steps=effort.steps, rates=effort.rates)
 
 

@@ -46,7 +46,11 @@ def main() -> None:
     chosen = options(parser(__doc__).parse_args())
     quick = chosen.quick
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        cases = accuracy(Path(folder), (2,) if quick else LEARNT, 20 if quick else 2000)
+        cases = (
+            accuracy(Path(folder), (2,), 20, most=200)
+            if quick
+            else accuracy(Path(folder), LEARNT, 2000)
+        )
         for size in (
             [Size("tiny", gpt(1, 1, 16, 16, 4), 25, 1)]
             if quick
@@ -59,8 +63,10 @@ def main() -> None:
     publish("noise_scale", cases, chosen)
 
 
-def accuracy(folder: Path, learnt: Sequence[int], measurements: int) -> list[Case]:
-    """Measured against true noise scales of one run at several steps."""
+def accuracy(
+    folder: Path, learnt: Sequence[int], measurements: int, most: int = sys.maxsize
+) -> list[Case]:
+    """Measured against true noise scales, over `most` samples, of one run at several steps."""
     cases = []
     with ExitStack() as stack:
         trainer = trainer_of(Size("noise", MODEL, 0, 0), folder, quick=True)
@@ -68,7 +74,7 @@ def accuracy(folder: Path, learnt: Sequence[int], measurements: int) -> list[Cas
         for steps in learnt:
             while trainer.state.step < steps:
                 trainer.step()
-            true = true_noise_scale(trainer)
+            true = true_noise_scale(trainer, most)
             means, shown = measured(trainer, measurements)
             where = f"after {steps} steps"
             cases += [
@@ -91,13 +97,13 @@ def accuracy(folder: Path, learnt: Sequence[int], measurements: int) -> list[Cas
     return cases
 
 
-def true_noise_scale(trainer: Trainer) -> float:
-    """tr(Σ) / |G|² over all training samples."""
+def true_noise_scale(trainer: Trainer, most: int) -> float:
+    """tr(Σ) / |G|² over all training samples, or the first `most`."""
     stepper, task = trainer.parts.stepper, trainer.parts.task
     source, _ = task.train_samples()
     parameters = [*stepper.parameters.values()]
     total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
-    squares, number = 0.0, len(source) - 1  # the last sample may be shorter
+    squares, number = 0.0, min(most, len(source) - 1)  # the last sample may be shorter
     for index in range(number):
         batch = to_device(source.read(np.array([index])), torch.device("cpu"))
         loss = task.loss_sum(stepper.bare_model, batch) / source.weights(np.array([index]))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import durations
 import figures
 import forks as forking
 import pytest
@@ -32,14 +33,15 @@ os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ALONE = ("tests/docs/test_snippets.py", "tests/benchmarks/test_quick.py")
-"""files whose tests share nothing and take long"""
-FIRST = (*ALONE, "tests/fleet/", "tests/torture/", "tests/run/", "tests/distributed/", "tests/cli/")
-
 CACHES = tempfile.mkdtemp(prefix="instar-tests-")
 # read when `datasets` is imported, which may be while tests are collected
 os.environ["HF_HOME"] = f"{CACHES}/huggingface"
 os.environ["INSTAR_CACHE_DIR"] = f"{CACHES}/instar"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") != "no":  # which it is in workers
+        forking.warm_workers(config)
 
 
 def pytest_unconfigure() -> None:
@@ -48,24 +50,19 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, a test of `ALONE` counts as a file, and files begin in their order."""
+    """With `--dist loadfile`, a worker is given what `durations` says at a time, in its order."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith(ALONE) else str(super()._split_scope(nodeid))
+            return durations.unit_of(nodeid)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def _rank(item: pytest.Item) -> int:
-    """Where a test comes: those that take long come first, so that none is left at the end."""
-    return next((n for n, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_rank)
+    items.sort(key=lambda item: -durations.seconds_of(item.nodeid))
     for item in items:
         if not isinstance(item, pytest.Function) or hasattr(item.module, "figures"):
             continue  # the latter names both numbers itself

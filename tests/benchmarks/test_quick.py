@@ -11,8 +11,6 @@ import pytest
 from forks import Forks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FORK_THEMSELVES = ("experts", "growth", "moments", "moult", "pilot")
-"""each of its runs from one process that has imported torch"""
 
 
 def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
@@ -66,8 +64,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
 def test_a_smoke_run_leaves_whole_results(
     name: str, barred: str, tmp_path: Path, forks: Forks
 ) -> None:
-    python = Path(sys.executable) if name in FORK_THEMSELVES else forks.python
-    result = result_of(name, tmp_path, python)
+    result = result_of(name, tmp_path, forks.python)
     assert result.keys() == {"name", "machine", "versions", "cases"}
     assert result["name"] == name
     assert result["machine"]["cores"] >= 1

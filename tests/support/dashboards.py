@@ -2,7 +2,6 @@
 
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from threading import Thread
 import httpx
 import pytest
 import uvicorn
+from forks import forks
 
 from instar.fleet.view import site
 from instar.fleet.view.site import FleetCatalog
@@ -26,7 +26,7 @@ from instar.record.rundir import RunDir
 @contextmanager
 def dashboard(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Its address and its process, ended as Ctrl-C ends it if it still runs."""
-    command = [sys.executable, "-m", "instar.cli.main", "dashboard", str(folder), *options]
+    command = [str(forks().command), "dashboard", str(folder), *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -7,7 +7,9 @@ who it is as `torchrun` would, through the environment.
 In `Forks.bin` are executables for shells and for `subprocess`: the commands `instar` and `torchrun`,
 and `python` with a program, a module or a file, run by such a child with the streams, the environment
 and the folder of whoever calls it. A signal reaches the child through them, but for SIGSTOP. What it
-starts as `python -m MODULE`, as launchers do, is forked too (`spare`).
+starts as `python -m MODULE`, as launchers do, is forked too (`spare`), unless it is run by `warm-python`,
+whose own children are new interpreters. The workers of `pytest -n` are run by that (`warm_workers`), and
+so is the forking process of each: everything is imported once in all.
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ MODULES += ["matplotlib.pyplot", "failures", "savers", "delta_savers", "science"
 """What runs and tests of them import; some of it comes late in them, and takes seconds."""
 
 COMMANDS = {"instar": "instar.cli.main:entry", "torchrun": "torch.distributed.run:main"}
+PYTHON, WARM = "python", "warm-python"
+WARM_PYTHON = "TESTS_WARM_PYTHON"
+"""environment variable: the `warm-python` that runs this process's own forking process"""
 
 INSTAR = "instar.cli.main:main"
 """The body that is the command line itself; its argument is a list of words."""
@@ -120,23 +125,19 @@ class Forks:
         self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
         self.bin = self._folder / "bin"
         self.bin.mkdir()
-        self.command, self.python = self.bin / "instar", self.bin / "python"
+        self.command, self.python = self.bin / "instar", self.bin / PYTHON
         calls = self._folder / "calls"
         client = Path(__file__).with_name("forks_client.py").read_text(encoding="utf-8")
         shebang = f"#!{sys.executable} -IS\n"
-        for file in (self.python, *map(self.bin.joinpath, COMMANDS)):
+        for file in map(self.bin.joinpath, (PYTHON, WARM, *COMMANDS)):
             file.write_text(f"{shebang}SERVER = {str(calls)!r}\n{client}", encoding="utf-8")
             file.chmod(0o755)
-        with socket.socket(socket.AF_UNIX) as called:
-            called.bind(str(calls))
-            called.listen(64)
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(called.fileno()), *modules],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=_bare_environment(),
-                pass_fds=[called.fileno()],
-            )
+        self._process = subprocess.Popen(
+            [os.environ.get(WARM_PYTHON, sys.executable), __file__, str(calls), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_bare_environment(),
+        )
         assert self._process.stdout is not None
         self._answers = selectors.DefaultSelector()
         self._answers.register(self._process.stdout, selectors.EVENT_READ)
@@ -236,6 +237,13 @@ def forks() -> Forks:
     return server
 
 
+def warm_workers(config: Any) -> None:
+    """Let the workers of `pytest -n`, and what they start in turn, be forked as well."""
+    server = forks()
+    os.environ[WARM_PYTHON] = str(server.bin / WARM)
+    config.option.tx = [f"{spec}//python={server.bin / WARM}" for spec in config.option.tx]
+
+
 def children_as_ranks(
     forks: Forks, size: int, body: str, *arguments: Any, place: Path
 ) -> list[Child]:
@@ -270,7 +278,7 @@ def _bare_environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("INSTAR") or name == "INSTAR_CACHE_DIR"
+        if (not name.startswith("INSTAR") or name == "INSTAR_CACHE_DIR") and name != WARM_PYTHON
     }
     return {**kept, "OMP_NUM_THREADS": "1"}
 
@@ -403,7 +411,8 @@ def _become_called(caller: int, request: Mapping[str, Any], files: Sequence[int]
         except OSError:  # of another session
             os.setpgid(0, 0)
         _enter_namespaces(caller)
-        fork_interpreters()
+        if Path(request["words"][0]).name != WARM:
+            fork_interpreters()
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
@@ -426,7 +435,7 @@ def _enter_namespaces(pid: int) -> None:
 
 def _command(called: str, words: Sequence[str]) -> int:
     """`python`, or a command as it is installed beside it."""
-    if (name := Path(called).name) == "python":
+    if (name := Path(called).name) in (PYTHON, WARM):
         return interpret(words)
     module, _, function = COMMANDS[name].partition(":")
     sys.argv[:] = [called, *words]
@@ -462,5 +471,7 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as calls:
+    with socket.socket(socket.AF_UNIX) as calls:
+        calls.bind(sys.argv[1])
+        calls.listen(64)
         _serve(calls, sys.argv[2:])

@@ -1,4 +1,5 @@
-"""Processes that a forked one starts with `subprocess` as `python -m MODULE` or `python FILE` are forked as well.
+"""Processes that a forked one starts with `subprocess` as `python -m MODULE` or `python FILE`, or with
+`multiprocessing`, are forked as well.
 
 The forked process keeps a spare child aside, forked before it did anything, which forks them in turn. It is their
 parent all the same: it takes them over from the spare, and can wait for them, and dies as their parent would.
@@ -10,6 +11,7 @@ import array
 import ctypes
 import inspect
 import json
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -64,6 +66,29 @@ def fork_interpreters() -> None:
     execute, one = subprocess.Popen._execute_child, threading.Lock()  # type: ignore[attr-defined]
     named = inspect.signature(execute)
 
+    def fork(
+        words: Sequence[str],
+        files: Sequence[int],
+        kept: Sequence[int],
+        place: str | os.PathLike[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        session: bool = False,
+    ) -> int:
+        request = {
+            "words": words,
+            "place": os.fspath(place or Path.cwd()),
+            "environment": dict(os.environ if environment is None else environment),
+            "kept": kept,
+            "session": session,
+            "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+        }
+        with one:
+            _take_over_orphans(True)
+            send(line, request, [*files, *kept])
+            pid = int(line.recv(32))
+            _take_over_orphans(False)
+        return pid
+
     def forked(self: Any, *given: Any) -> None:
         asked = named.bind(self, *given).arguments
         if not (words := _words(asked)):
@@ -71,24 +96,27 @@ def fork_interpreters() -> None:
             return
         streams = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
         files = [number if file < 0 else file for number, file in enumerate(streams)]
-        kept = sorted(asked["pass_fds"])
-        request = {
-            "words": words,
-            "place": os.fspath(asked["cwd"] or Path.cwd()),
-            "environment": dict(os.environ if asked["env"] is None else asked["env"]),
-            "kept": kept,
-            "session": asked["start_new_session"],
-            "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
-        }
-        with one:
-            _take_over_orphans(True)
-            send(line, request, [*files, *kept])
-            self.pid = int(line.recv(32))
-            _take_over_orphans(False)
+        self.pid = fork(
+            words,
+            files,
+            sorted(asked["pass_fds"]),
+            asked["cwd"],
+            asked["env"],
+            asked["start_new_session"],
+        )
         self._child_created = True
         self._close_pipe_fds(*(asked[name] for name in PIPES))
 
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawned(path: bytes, given: Sequence[Any], kept: Sequence[int]) -> int:
+        words = given[given.index("-c") :]
+        if "resource_tracker" in words[1]:  # imports nothing
+            return spawn(path, given, kept)
+        return fork(words, [0, 1, 2], sorted(map(int, kept)))
+
     subprocess.Popen._execute_child = forked  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = spawned
 
 
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")

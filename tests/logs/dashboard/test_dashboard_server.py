@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from dashboards import asking, dashboard, make_run, served, started, train
+from figures import FULL
 from written_runs import written
 
 from instar.cli.pages import dashboard as command
@@ -399,10 +400,12 @@ def test_a_page_far_behind_is_told_to_read_anew(site: httpx.Client, folder: Path
 
 
 @contextmanager
-def connected(folder: Path) -> Iterator[tuple[str, Callable[..., socket.socket]]]:
+def connected(
+    serving: AbstractContextManager[str],
+) -> Iterator[tuple[str, Callable[..., socket.socket]]]:
     """The address of a dashboard, and what opens a bare connection to it."""
     with ExitStack() as stack:
-        address, _ = stack.enter_context(dashboard(folder, "--port", "0"))
+        address = stack.enter_context(serving)
         port = httpx.URL(address).port
 
         def connect(sent: bytes, receives: int = 0) -> socket.socket:
@@ -417,28 +420,27 @@ def connected(folder: Path) -> Iterator[tuple[str, Callable[..., socket.socket]]
         yield address, connect
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        b"GET / HT",
-        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n",
-        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HT",
-    ],
+NOT_WHOLE = (
+    b"",
+    b"GET / HT",
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n",
+    b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HT",
 )
-def test_a_request_that_does_not_come_whole_is_given_up(folder: Path, sent: bytes) -> None:
-    with connected(folder) as (_, connect):
+
+
+def test_a_request_that_does_not_come_whole_is_given_up(folder: Path) -> None:
+    with connected(served(folder)) as (_, connect):
         begun = time.monotonic()
-        made = connect(sent)
-        with suppress(ConnectionResetError):
-            while made.recv(1 << 16):
-                pass
+        for made in [connect(sent) for sent in NOT_WHOLE]:
+            with suppress(ConnectionResetError):
+                while made.recv(1 << 16):
+                    pass
         assert time.monotonic() - begun < 10
 
 
 def test_connections_are_limited_in_number(folder: Path) -> None:
-    with connected(folder) as (address, connect):
+    with connected(served(folder)) as (address, connect):
         held = [connect(b"GET / HT") for _ in range(connection.MAX_CONNECTIONS)]
         one_more = connect(b"")
         with suppress(ConnectionResetError):
@@ -449,9 +451,14 @@ def test_connections_are_limited_in_number(folder: Path) -> None:
             assert client.get("/api/runs").status_code == 200
 
 
-def test_a_stream_that_nobody_reads_is_closed(tmp_path: Path) -> None:
+@pytest.mark.repeated  # for as long as it says in `make torture`
+def test_a_stream_that_nobody_reads_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not FULL:
+        monkeypatch.setattr(connection, "STUCK_S", 3.0)
     run = make_run(tmp_path, "grow-aaaaa", steps=3)
-    with connected(tmp_path) as (address, connect):
+    with connected(served(tmp_path)) as (address, connect):
         path, _, token = address.partition("?token=")
         port = httpx.URL(path).port
         query = f"run=grow-aaaaa:{run.events.stat().st_size}&metric=loss"
