@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from fleets import FleetPlace, phase_of
+from forks import forks
 
 SERVICE = """
 services:
@@ -340,7 +340,7 @@ jobs: {{job: {{command: [sh, job.sh, "${{index}}"]}}}}
         "cp fleets/full/state.jsonl state.jsonl\n"
     )
     private = ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
-    up = [sys.executable, "-m", "instar.cli.main", "fleet", "up", "fleet.yaml"]
+    up = [forks().command, "fleet", "up", "fleet.yaml"]
     subprocess.run(
         [*private, "sh", "mount.sh", *up], cwd=place.path, env=place.env(), timeout=120, check=True
     )

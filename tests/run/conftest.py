@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from instar.config.load import Loaded, load
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
+from instar.record import system
 from instar.record.console import silent_console
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
@@ -50,18 +52,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def config(corpus: Path, tmp_path: Path) -> Callable[..., Loaded]:
-    """A tiny run's config under `key=value` texts; its data set is there."""
+@pytest.fixture(scope="session")
+def config_in(corpus: Path) -> Callable[..., Loaded]:
+    """config_in(folder, *overrides): a tiny run's config under `key=value` texts, for runs in a folder;
+    its data set is there."""
 
-    def loaded(*overrides: str) -> Loaded:
+    def loaded(folder: Path, *overrides: str) -> Loaded:
         found = load(
             None,
             [
                 *TINY,
                 f"data.source={corpus / 'squares.txt'}",
                 f"data.path={corpus / 'tokens'}",
-                f"record.out_dir={tmp_path / 'runs'}",
+                f"record.out_dir={folder / 'runs'}",
                 *overrides,
             ],
         )
@@ -72,13 +75,23 @@ def config(corpus: Path, tmp_path: Path) -> Callable[..., Loaded]:
 
 
 @pytest.fixture
+def config(config_in: Callable[..., Loaded], tmp_path: Path) -> Callable[..., Loaded]:
+    """A tiny run's config under `key=value` texts; its data set is there."""
+    return partial(config_in, tmp_path)
+
+
+@pytest.fixture
 def prepared(config: Callable[..., Loaded]) -> Callable[..., Prepared]:
     return lambda *overrides: preflight(config(*overrides), world_size=1)
 
 
 @pytest.fixture
-def trainer(prepared: Callable[..., Prepared], tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """Trainers on one thread, whose events go to `<tmp_path>/<name>.jsonl`."""
+def trainer(
+    prepared: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Trainer]]:
+    """Trainers on one thread, whose events go to `<tmp_path>/<name>.jsonl`. How fast the processor is,
+    they measure by small products."""
+    monkeypatch.setattr(system, "_CPU_SIDES", (64,))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with ExitStack() as stack:

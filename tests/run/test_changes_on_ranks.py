@@ -47,9 +47,11 @@ FIRED = [
 ]
 
 
-@pytest.fixture
-def cfg(config: Callable[..., Loaded], tmp_path: Path) -> Path:
-    loaded = config(
+@pytest.fixture(scope="module")
+def cfg(config_in: Callable[..., Loaded], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("changes")
+    loaded = config_in(
+        folder,
         f"schedule={json.dumps(SCHEDULE)}",
         "train.until=[32it]",
         "train.batch_size=7",
@@ -57,16 +59,24 @@ def cfg(config: Callable[..., Loaded], tmp_path: Path) -> Path:
         "eval.eval_interval=5",
         "learning_rate.lr_decay_iters=32",
     )
-    path = tmp_path / "run.yaml"
+    path = folder / "run.yaml"
     path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
     return path
 
 
-def test_any_number_of_ranks_changes_alike(cfg: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(cfg: Path) -> Path:
+    """The run on one rank."""
+    run_dir = cfg.parent / "whole"
+    run_ranks(1, cfg.parent, "train", cfg, "--set", f"record.run_dir={run_dir}")
+    return run_dir
+
+
+def test_any_number_of_ranks_changes_alike(cfg: Path, whole: Path, tmp_path: Path) -> None:
     curves = {}
-    for ranks in (1, 3):
-        run_dir = tmp_path / f"w{ranks}"
-        run_ranks(ranks, tmp_path, "train", cfg, "--set", f"record.run_dir={run_dir}")
+    several = tmp_path / "several"
+    run_ranks(3, tmp_path, "train", cfg, "--set", f"record.run_dir={several}")
+    for ranks, run_dir in ((1, whole), (3, several)):
         events = list(read_events(run_dir / "events.jsonl"))
         changes = [event for event in events if isinstance(event, OperationEvent)]
         assert [(change.name, change.step) for change in changes] == FIRED
@@ -85,10 +95,11 @@ def test_any_number_of_ranks_changes_alike(cfg: Path, tmp_path: Path) -> None:
     assert curves[3][1] == pytest.approx(validation, rel=1e-4)
 
 
-def test_a_run_goes_on_with_other_ranks_after_it_grew(cfg: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_ranks_after_it_grew(
+    cfg: Path, whole: Path, tmp_path: Path
+) -> None:
     """Saved at W = 2 in the middle of a mask, resumed at W = 1: the curve of an unbroken run."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_ranks(1, tmp_path, "train", cfg, "--set", f"record.run_dir={whole}")
+    parts = tmp_path / "parts"
     first = ("--until", "20it", "--set", f"record.run_dir={parts}")
     run_ranks(2, tmp_path, "train", cfg, *first)
     run_ranks(1, tmp_path, "resume", parts, "--until", "32it")

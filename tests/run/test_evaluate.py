@@ -201,9 +201,9 @@ def test_of_equal_weights_the_error_is_the_one_of_textbooks() -> None:
 
 CASES = [
     (samples, size, unit)
-    for samples in (1, 2, 3, 5, 8, 17, 100)
+    for samples in (1, 2, 3, 5, 17, 60)
     for size in (1, 3, 64)
-    for unit in (1, 4, 7)
+    for unit in (1, 4)
 ]
 """many with fewer samples, fewer micro-batches or fewer units than ranks"""
 

@@ -20,11 +20,12 @@ CONTEXT = [
 RAMP = ("data.context=4", "train.batch_size=16", "eval.context=16", "model.dropout=0")
 
 
-@pytest.fixture
-def place(tmp_path: Path, forks: Forks) -> Place:
-    (tmp_path / "squares.txt").write_text(TEXT, encoding="utf-8")
-    (tmp_path / "run.yaml").write_text(CONFIG, encoding="utf-8")
-    return Place(tmp_path, forks)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Place:
+    path = tmp_path_factory.mktemp("ramps")
+    (path / "squares.txt").write_text(TEXT, encoding="utf-8")
+    (path / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    return Place(path, forks)
 
 
 def scheduled(schedule: object) -> str:
@@ -96,12 +97,20 @@ BATCH = [
         "repeat": 3,
     }
 ]
-NOISE = ("train.batch_size=4", "record.noise_every=1", "eval.eval_interval=3", scheduled(BATCH))
+NOISE_STEPS = 17
+ELASTIC_NOISE = (
+    f"train.until={NOISE_STEPS}it",
+    "train.batch_size=4",
+    "record.noise_every=1",
+    "eval.eval_interval=3",
+    "reproducible=elastic",
+    scheduled(BATCH),
+)
 
 
 def tensors(run_dir: Path) -> dict[str, bytes]:
     """Weights and moments at the end of a run, however they are divided among files."""
-    checkpoint = load(run_dir / "checkpoints" / f"step-{STEPS}")
+    checkpoint = load(run_dir / "checkpoints" / f"step-{NOISE_STEPS}")
     return {
         f"{part}/{name}": tensor.numpy().tobytes()
         for part in ("model", "optimizer")
@@ -113,12 +122,17 @@ def noise(run_dir: Path) -> list[float | None]:
     return [event["extra"].get("noise_scale") for event in events(run_dir, "train")]
 
 
+@pytest.fixture(scope="module")
+def follows_the_noise(place: Place) -> Path:
+    """A run on one rank whose batch does."""
+    return ran(place, "follows", *ELASTIC_NOISE)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_batch_that_follows_the_noise_is_the_same_on_resume_and_on_ranks(
-    place: Place, strategy: str
+    place: Place, follows_the_noise: Path, strategy: str
 ) -> None:
-    elastic = (*NOISE, "reproducible=elastic")
-    whole = ran(place, "whole", *elastic)
+    whole = follows_the_noise
     changes = events(whole, "operation")
     # eight measurements come first, then one operation an evaluation
     assert [(event["step"], event["change"][:17]) for event in changes] == [
@@ -128,9 +142,9 @@ def test_a_batch_that_follows_the_noise_is_the_same_on_resume_and_on_ranks(
     ]
     assert all(value is not None for value in noise(whole)[8:])
 
-    sharded = (*elastic, f"parallel.strategy={strategy}")
-    part = ran(place, "part", *sharded, "train.until=12it", ranks=2)
-    children = place.resume(part, "--set", f"train.until={STEPS}it", ranks=2)
+    sharded = (*ELASTIC_NOISE, f"parallel.strategy={strategy}", "train.until=12it")
+    part = ran(place, strategy, *sharded, ranks=2)
+    children = place.resume(part, "--set", f"train.until={NOISE_STEPS}it", ranks=2)
     assert set(codes(children)) == {0}, said(children)
     assert tensors(part) == tensors(whole)
     assert noise(part) == noise(whole)
@@ -138,9 +152,11 @@ def test_a_batch_that_follows_the_noise_is_the_same_on_resume_and_on_ranks(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_measuring_the_noise_changes_no_bit_of_training(place: Place, ranks: int) -> None:
-    settings = ("train.batch_size=8", "train.gradient_accumulation_steps=2")
-    measured = ran(place, "measured", *settings, "record.noise_every=2", ranks=ranks)
-    plain = ran(place, "plain", *settings, "record.noise_every=0", ranks=ranks)
-    assert noise(plain) == [None] * STEPS
+    steps = 12
+    settings = (f"train.until={steps}it", "train.batch_size=8")
+    settings += ("train.gradient_accumulation_steps=2",)
+    measured = ran(place, f"measured-{ranks}", *settings, "record.noise_every=1", ranks=ranks)
+    plain = ran(place, f"plain-{ranks}", *settings, "record.noise_every=0", ranks=ranks)
+    assert noise(plain) == [None] * steps
     assert len(set(noise(measured))) > 3
-    assert weights(measured) == weights(plain)
+    assert weights(measured, steps) == weights(plain, steps)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import forks
 
 from instar.config.errors import ConfigError
 from instar.fleet.checks import make_plan
@@ -71,6 +72,8 @@ class FleetPlace:
     first_port: int
     python: Path | None = None
     """of Instar runs, e.g. `forks.python`, which spares them the seconds in which they import torch"""
+    installed: bool = False
+    """whether commands are new interpreters, and not forked"""
 
     def env(self) -> dict[str, str]:
         own = {"INSTAR_LOCK_DIR": str(self.path / "locks"), "OMP_NUM_THREADS": "1"}
@@ -86,7 +89,12 @@ class FleetPlace:
         """`instar fleet WORDS` in a process of its own."""
         instar = ["-c", OF_RUNS, str(self.python)] if self.python else ["-m", "instar.cli.main"]
         return subprocess.Popen(
-            [sys.executable, *instar, "fleet", *map(str, words)],
+            [
+                sys.executable if self.installed else forks().python,
+                *instar,
+                "fleet",
+                *map(str, words),
+            ],
             cwd=self.path,
             env=self.env(),
             stdout=subprocess.PIPE,

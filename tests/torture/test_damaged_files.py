@@ -17,7 +17,7 @@ from instar.checkpoint.listing import checkpoints, latest, latest_intact
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load
 
-SEEDS = figures.times(2, 50)
+SEEDS = figures.times(1, 50)
 RESUMED = figures.times(3, 1000)
 """damages after which `instar resume` is tried too; there are fewer than a thousand"""
 EVERY = 8

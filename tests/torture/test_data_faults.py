@@ -18,9 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from forks import INSTAR
-from tiny_run import STEPS, Place, codes, events, said, weights
+from tiny_run import Place, codes, events, said, weights
 
 REPEATS = figures.times(1, 10)
+STEPS = figures.times(12, 24)
 TIMEOUT_S, SILENCE_S = 3.0, 2.0
 SOON_S = 2.0
 PATIENCE_S = 15.0
@@ -242,7 +243,7 @@ def test_sigterm_while_a_source_blocks_saves_leaves_and_loses_nothing(place: Pla
             wrong.append(f"{name}, W={size}: {ended}\n{said(ranks)}")
         (place.path / faulty.ANSWERS).touch()
         again = place.resume(run_dir, ranks=size)
-        if set(codes(again)) != {0} or weights(run_dir) != wanted[size]:
+        if set(codes(again)) != {0} or weights(run_dir, STEPS) != wanted[size]:
             different.append(f"{name}, W={size}\n{said(again)}")
         (place.path / faulty.ANSWERS).unlink()
         shutil.rmtree(run_dir)
@@ -265,7 +266,7 @@ def undisturbed(place: Place, size: int) -> dict[str, bytes]:
     ranks = place.train(run_dir, *settings, ranks=size)
     assert set(codes(ranks)) == {0}, said(ranks)
     (place.path / faulty.ANSWERS).unlink()
-    return weights(run_dir)
+    return weights(run_dir, STEPS)
 
 
 @pytest.mark.timeout(3600)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_run import STEPS, Place, acknowledged, codes, events, said, weights
+from tiny_run import Place, acknowledged, codes, events, said, weights
 from ways import KINDS as EVERY_KIND
 from ways import Way, config, make_rows, rows_of, samples_of, taken, told
 
@@ -51,6 +51,8 @@ STRATEGIES = "dispatched", "sharded"
 """in this order: rank 0 then meets the ends of a stream that nobody has counted yet"""
 SIZES = (2, 3, 4)
 SAVES = ("checkpoint.every_steps=3",)
+STEPS = figures.times(12, 24)
+ENDS = f"train.until=[{STEPS}it]"
 
 
 @pytest.fixture
@@ -58,7 +60,10 @@ def data_place(place: Place) -> Place:
     """With documents of 0 to 60 characters in four Parquet files, and other text."""
     chance = random.Random(0)
     for shard in range(SHARDS):
-        texts = ["".join(chance.choices("abcdefgh é", k=chance.randrange(60))) for _ in range(70)]
+        texts = [
+            "".join(chance.choices("abcdefgh é", k=chance.randrange(60)))
+            for _ in range(figures.times(40, 70))
+        ]
         pq.write_table(pa.table({"text": texts}), place.path / f"documents-{shard}.parquet")
     others = "".join(f"{n} doubled is {2 * n}.\n" for n in range(300))
     (place.path / "others.txt").write_text(others)
@@ -113,6 +118,7 @@ def test_sent_samples_train_as_read_ones_bit_for_bit(data_place: Place) -> None:
                 size,
                 *KINDS[kind],
                 *path,
+                ENDS,
                 f"data.strategy={strategy}",
             )
             for strategy in STRATEGIES
@@ -129,19 +135,21 @@ def test_sent_samples_train_as_read_ones_bit_for_bit(data_place: Place) -> None:
 @pytest.mark.timeout(3600)
 def test_one_or_two_ranks_are_one_run(data_place: Place) -> None:
     for kind in KINDS if figures.FULL else ("tokens",):
-        wanted = losses(run(data_place, f"{kind}-1", 1, *KINDS[kind], "model.dropout=0.0"))
+        keys = *KINDS[kind], ENDS, "model.dropout=0.0"
+        wanted = losses(run(data_place, f"{kind}-1", 1, *keys))
         assert len(wanted) == STEPS
         for strategy in STRATEGIES[: figures.times(1, 2)]:
-            settings = *KINDS[kind], "model.dropout=0.0", f"data.strategy={strategy}"
-            found = losses(run(data_place, f"{kind}-2-{strategy}", 2, *settings))
+            found = losses(
+                run(data_place, f"{kind}-2-{strategy}", 2, *keys, f"data.strategy={strategy}")
+            )
             assert found == pytest.approx(wanted, rel=1e-4)
 
 
 SCHEDULE = [
-    {"name": "set_batch_size", "value": 7, "when": {"at_step": 4}},
-    {"name": "set_grad_accum", "value": 2, "when": {"at_step": 9}},
-    {"name": "set_context", "value": 8, "when": {"at_step": 13}},
-    {"name": "set_batch_size", "value": 12, "when": {"at_step": 18}},
+    {"name": "set_batch_size", "value": 7, "when": {"at_step": 3}},
+    {"name": "set_grad_accum", "value": 2, "when": {"at_step": 5}},
+    {"name": "set_context", "value": 8, "when": {"at_step": 7}},
+    {"name": "set_batch_size", "value": 12, "when": {"at_step": 9}},
 ]
 
 
@@ -152,7 +160,7 @@ def test_sizes_change_alike_where_samples_are_sent(data_place: Place) -> None:
     trials = [(kind, size) for kind in KINDS for size in SIZES]
     trials = trials if figures.FULL else [("tokens", 2)]
     for kind, size in trials:
-        changes = (*KINDS[kind], f"schedule={json.dumps(SCHEDULE)}")
+        changes = (*KINDS[kind], ENDS, f"schedule={json.dumps(SCHEDULE)}")
         found = [
             run(
                 data_place, f"{kind}-{size}-{strategy}", size, *changes, f"data.strategy={strategy}"
@@ -205,7 +213,7 @@ def test_a_killed_run_goes_on_in_the_other_way(data_place: Place) -> None:
     for number in range(CUTS):
         kind = kinds[number % len(kinds)]
         size, after = (2, 3) if number % 2 else (2, 2)
-        settings = *KINDS[kind], *SAVES, "model.dropout=0.0"
+        settings = *KINDS[kind], *SAVES, ENDS, "model.dropout=0.0"
         if (kind, size) not in wanted:
             wanted[kind, size] = run(data_place, f"whole-{kind}-{size}", size, *settings)
         undisturbed = wanted[kind, size]

@@ -34,8 +34,8 @@ LISTENER = (
 )
 
 
-def place_in(folder: Path) -> FleetPlace:
-    return FleetPlace(folder, 25000)
+def place_in(folder: Path, *, installed: bool = False) -> FleetPlace:
+    return FleetPlace(folder, 25000, installed=installed or figures.FULL)
 
 
 def pairs(name: str, count: int, command: list[str]) -> str:
@@ -80,8 +80,8 @@ def processor_share(process: psutil.Process, seconds: float) -> float:
 
 
 def test_the_launcher_of_eight_instances_needs_little(tmp_path: Path) -> None:
-    launcher, _ = start_pairs(place_in(tmp_path), 8)
-    share = processor_share(psutil.Process(launcher.pid), figures.times(5, 60))
+    launcher, _ = start_pairs(place_in(tmp_path, installed=True), 8)
+    share = processor_share(psutil.Process(launcher.pid), figures.times(3, 60))
     launcher.send_signal(signal.SIGINT)
     launcher.communicate()
     bar = figures.times(5, 1)  # short trials count ticks of 10 ms
@@ -91,7 +91,7 @@ def test_the_launcher_of_eight_instances_needs_little(tmp_path: Path) -> None:
 
 
 def test_many_pairs_are_ready_soon_and_end_with_their_launcher(tmp_path: Path) -> None:
-    place = place_in(tmp_path)
+    place = place_in(tmp_path, installed=True)
     launcher, ready_s = start_pairs(place, INSTANCES)
     process = psutil.Process(launcher.pid)
     memory = process.memory_info().rss

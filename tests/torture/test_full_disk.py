@@ -156,7 +156,7 @@ def test_a_record_that_cannot_be_written_for_long_stops_the_run_saved(
 
 def test_a_file_system_without_locks_is_warned_of(place: Place) -> None:
     run_dir = place.path / "run"
-    (child,) = place.train(run_dir, body="failures:without_flock")
+    (child,) = place.train(run_dir, "train.until=[2it]", body="failures:without_flock")
     assert child.finish() == 0, child.output()
     assert "has no locks" in child.output()
     assert events(run_dir)[-1]["kind"] == "run_finished"

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import figures
 import pytest
-from tiny_run import STEPS, Place, codes, events, said, weights
+from tiny_run import Place, codes, events, said, weights
 
 RUNS = figures.times(1, 25)
+STEPS = figures.times(14, 24)
+ENDS = f"train.until=[{STEPS}it]"
 
 
 @pytest.mark.timeout(3600)
@@ -24,13 +26,13 @@ def test_interrupted_runs_end_bit_for_bit_as_the_undisturbed_one(place: Place) -
         size = 2 - number % 2
         if size not in undisturbed:
             whole = place.path / f"whole-{size}"
-            assert set(codes(place.train(whole, ranks=size))) == {0}
-            undisturbed[size] = weights(whole)
+            assert set(codes(place.train(whole, ENDS, ranks=size))) == {0}
+            undisturbed[size] = weights(whole, STEPS)
             assert "model.safetensors" in undisturbed[size]
         run_dir = place.path / f"parts-{number}"
         times, problem = interrupt_to_the_end(place, run_dir, size, chance)
         interruptions += times
-        if problem or weights(run_dir) != undisturbed[size]:
+        if problem or weights(run_dir, STEPS) != undisturbed[size]:
             different.append(f"{run_dir.name}, W={size}: {problem}")
         shutil.rmtree(run_dir)
     assert interruptions >= RUNS
@@ -42,7 +44,7 @@ def interrupt_to_the_end(
     place: Place, run_dir: Path, size: int, chance: random.Random
 ) -> tuple[int, str]:
     """Stop a run and go on until it is at its end; how often, and what went wrong."""
-    ranks, reached, times = place.train(run_dir, ranks=size), 0, 0
+    ranks, reached, times = place.train(run_dir, ENDS, ranks=size), 0, 0
     while True:
         stop_at = reached + chance.randint(1, STEPS // 2)
         if stop_at >= STEPS - 2:

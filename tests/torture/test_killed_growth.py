@@ -22,7 +22,7 @@ from tiny_run import (
     weights_of_undisturbed,
 )
 
-RUNS = figures.times(2, 50)
+RUNS = figures.times(1, 50)
 WAIT_S = 10.0
 ALONE_S = WAIT_S + 5.0
 LONGEST_S = 0.08
@@ -55,7 +55,7 @@ def test_a_run_killed_while_it_changes_ends_bit_for_bit_as_the_undisturbed_one(
     undisturbed: dict[Way, dict[str, bytes]] = {}
     kills, different, not_once = 0, [], []
     for number in range(RUNS):
-        way = (2 if number % 2 else 1), SETTINGS
+        way = (1 if number % 2 else 2), SETTINGS
         if way not in undisturbed:
             undisturbed[way] = weights_of_undisturbed(place, way)
         run_dir = place.path / f"parts-{number}"
@@ -74,7 +74,7 @@ def test_a_run_killed_while_it_changes_ends_bit_for_bit_as_the_undisturbed_one(
         elif (made := changes_of(place, run_dir.name)) != [c["name"] for c in SCHEDULE]:
             not_once.append(f"{run_dir.name}: {made}")
         shutil.rmtree(run_dir)
-    assert kills >= RUNS // 2
+    assert kills >= (RUNS + 1) // 2
     figures.write(
         "killed-growth",
         [

@@ -6,6 +6,8 @@ import itertools
 import random
 import shutil
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +84,31 @@ def _weights(run_dir: Path, checkpoint: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 
-def undisturbed(place: Place, size: int) -> dict[str, Any]:
-    run_dir = place.path / f"whole-{size}"
-    ranks = begin(place, run_dir, size)
-    assert set(codes(ranks)) == {0}, said(ranks)
-    found = end(run_dir)
-    assert found["stop"][0] < 60
-    assert found["best"][0] < found["stop"][0]
-    return found
+@pytest.fixture(scope="module")
+def undisturbed(
+    forks: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, Any]]:
+    """The end of a run of so many ranks that nothing happens to."""
+    place = science.place(tmp_path_factory.mktemp("undisturbed"), forks)
+
+    @cache
+    def train(size: int) -> dict[str, Any]:
+        run_dir = place.path / f"whole-{size}"
+        ranks = begin(place, run_dir, size)
+        assert set(codes(ranks)) == {0}, said(ranks)
+        found = end(run_dir)
+        assert found["stop"][0] < 60
+        assert found["best"][0] < found["stop"][0]
+        return found
+
+    return train
 
 
 @pytest.mark.timeout(7200)
-def test_a_run_killed_around_its_end_comes_to_the_same_end(place: Place) -> None:
+def test_a_run_killed_around_its_end_comes_to_the_same_end(
+    place: Place, undisturbed: Callable[[int], dict[str, Any]]
+) -> None:
     chance = random.Random(0)
-    wanted = {size: undisturbed(place, size) for size in (1, 2)}
     tried = [way for _ in range(ROUNDS) for way in CHOSEN]
     different, spared = [], []
     for number, (moment, size, victims) in enumerate(tried):
@@ -118,7 +131,8 @@ def test_a_run_killed_around_its_end_comes_to_the_same_end(place: Place) -> None
             different.append(f"{what}: {said(ranks)}")
         else:
             found = end(run_dir)
-            other = [name for name, value in wanted[size].items() if found[name] != value]
+            wanted = undisturbed(size)
+            other = [name for name, value in wanted.items() if found[name] != value]
             different += [f"{what}: another {name}" for name in other]
         shutil.rmtree(run_dir)
     figures.write(
@@ -151,9 +165,11 @@ def test_a_run_that_ended_at_a_loss_and_died_in_its_test_is_still_at_its_end(
 
 @pytest.mark.parametrize(("size", "told"), [(1, (0,)), (2, (1,))])
 def test_sigterm_in_the_test_ends_it_and_it_is_made_again(
-    place: Place, size: int, told: tuple[int, ...]
+    place: Place,
+    undisturbed: Callable[[int], dict[str, Any]],
+    size: int,
+    told: tuple[int, ...],
 ) -> None:
-    wanted = undisturbed(place, size)
     run_dir = place.path / "parts"
     moment = "a micro-batch of the test"
     ranks = begin(place, run_dir, size, moment, 2, told, signal.SIGTERM)
@@ -163,4 +179,4 @@ def test_sigterm_in_the_test_ends_it_and_it_is_made_again(
     assert not (run_dir / "test" / "result.json").exists()
     again = place.resume(run_dir, ranks=size)
     assert set(codes(again)) == {0}, said(again)
-    assert end(run_dir) == wanted
+    assert end(run_dir) == undisturbed(size)

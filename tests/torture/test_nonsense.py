@@ -29,8 +29,8 @@ from instar.checkpoint.manifest import (
 )
 from instar.checkpoint.store import load
 
-EXAMPLES = figures.times(250, 10_000)
-RESUMES = figures.times(4, 200)
+EXAMPLES = figures.times(100, 10_000)
+RESUMES = figures.times(3, 200)
 SLOWEST_MS = 5000
 
 SCALARS = (

@@ -11,10 +11,11 @@ from pathlib import Path
 import figures
 import pytest
 from failures import FAILING_STEP
-from tiny_run import STEPS, Place, codes, events, said
+from tiny_run import Place, codes, events, said
 
 WORLDS = (2, 4)[: figures.times(1, 2)]
 REPEATS = figures.times(1, 5)
+STEPS = FAILING_STEP + 4
 ENDED_S = 10.0
 """from the failing step to the end of the last rank"""
 
@@ -89,7 +90,8 @@ def curve_with_a_skip(place: Place, size: int) -> list[float]:
     """The losses of a run whose last rank has NaN at step 8."""
     run_dir = place.path / f"run-{size}"
     body = "failures:last_rank_has_nan_once"
-    ranks = place.train(run_dir, "model.dropout=0.0", ranks=size, body=body)
+    keys = ("model.dropout=0.0", f"train.until=[{STEPS}it]")
+    ranks = place.train(run_dir, *keys, ranks=size, body=body)
     assert set(codes(ranks)) == {0}, said(ranks)
     assert [event["step"] for event in events(run_dir, "skip")] == [FAILING_STEP]
     return [float(event["loss"]) for event in events(run_dir, "train")]

@@ -109,7 +109,13 @@ def test_whatever_the_cuts_every_sample_is_taken_as_often_as_it_should() -> None
     )
 
 
-OVERRIDES = ("train.gradient_accumulation_steps=9", "eval.at_start=true", "eval.batch_size=1")
+OVERRIDES = (
+    "train.batch_size=39",
+    "eval.eval_interval=1000",
+    "eval.at_start=true",
+    "eval.batch_size=1",
+)
+"""117 samples a step; one can be stopped in the evaluation before the first"""
 LAST = 20
 SIZES = (1, 2, 4, 1)
 AT_ONCE = 0

@@ -15,8 +15,8 @@ from forks import Forks
 from tiny_run import TEXT, events
 
 RATES = figures.times(3, 16)
-STEPS = figures.times(100, 1000)
-EVERY = STEPS // 25
+STEPS = figures.times(50, 1000)
+EVERY = STEPS // figures.times(10, 25)
 WORST_LOSS = 1.10
 WORST_COMPUTE_PERCENT = 40
 

@@ -18,7 +18,7 @@ from instar.checkpoint.store import load
 
 BAR = 1e-5
 GROWN_AT = 3
-STEPS = 8
+STEPS = 6
 GROWTH = [
     ("insert_layers", 1, {"where": "even"}),
     ("widen_mlp", 192, {"how": "split"}),
@@ -29,7 +29,7 @@ GROWTH = [
     ("set_lora_rank", {"target": "attn", "rank": 3}, {}),
     ("change_lora_rank", {"target": "attn", "factor": 2}, {}),
     ("merge_lora", None, {}),
-    ("insert_layers", 2, {"from": "average", "where": [1, 1]}),
+    ("insert_layers", 1, {"from": "average", "where": [1]}),
     ("stack_layers", 2, {}),
     ("add_heads", 4, {"mask": 2}),
 ]
@@ -38,6 +38,7 @@ SCHEDULE = [
     for name, value, options in GROWTH
 ]
 SETTINGS = (
+    "model.n_layer=1",
     "optimizer.name=adamw",
     "optimizer.eps=1e-6",  # by default, gradients that are only rounding make steps of their own size
     "precision=fp32",

@@ -19,7 +19,8 @@ from tiny_run import STEPS, Place, codes, events, said, weights
 
 TIMES = figures.times(5, 50)
 TO_GROUP = (True, False)[: figures.times(1, 2)]
-SLOW_EVALUATION = ("eval.batch_size=1", "checkpoint.every_steps=3")
+SAVES = "checkpoint.every_steps=3"
+SLOW_EVALUATION = "eval.batch_size=1"
 GRACE_S = 1.0
 PATIENCE_S = 15.0
 
@@ -51,12 +52,13 @@ def data_that_block(run: Run) -> None:
 class Moment:
     wait: Callable[[Run], None]
     body: str = INSTAR
+    settings: tuple[str, ...] = (SAVES,)
 
 
 MOMENTS = (
     Moment(any_step),
     Moment(first_step),
-    Moment(evaluation),
+    Moment(evaluation, settings=(SAVES, SLOW_EVALUATION)),
     Moment(a_save),
     Moment(data_that_block, "failures:data_block_in_epoch_2"),
 )
@@ -87,7 +89,7 @@ def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
         what = f"{number}: {moment.wait.__name__}, {'group' if to_group else 'main'}, W={size}"
         run = Run(
             run_dir,
-            place.train(run_dir, *SLOW_EVALUATION, ranks=size, body=moment.body),
+            place.train(run_dir, *moment.settings, ranks=size, body=moment.body),
             chance,
         )
         moment.wait(run)
@@ -118,7 +120,7 @@ def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
 
 def weights_of_undisturbed(place: Place, size: int) -> dict[str, bytes]:
     run_dir = place.path / f"whole-{size}"
-    ranks = place.train(run_dir, *SLOW_EVALUATION, ranks=size)
+    ranks = place.train(run_dir, SAVES, ranks=size)
     assert set(codes(ranks)) == {0}, said(ranks)
     return weights(run_dir)
 
