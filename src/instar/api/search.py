@@ -41,6 +41,7 @@ from instar.api.short_runs import (
 from instar.config.errors import ConfigError
 from instar.config.origins import in_yaml
 from instar.distributed.failure import RunFailed
+from instar.models.architecture import Architecture
 from instar.record.atomic import discard, replace_file
 from instar.schedule.branches import folder_of
 from instar.schedule.pilot import beside, settings_of, write_json
@@ -55,7 +56,6 @@ from instar.schedule.search.state import RUNGS, SUFFIX, ScheduleSearch, SearchTr
 
 if TYPE_CHECKING:
     from instar.config.schema import RunConfig
-    from instar.models.architecture import Architecture
     from instar.schedule.saving import ExpectedSaving
 
 _RUN = "search"
@@ -149,7 +149,8 @@ def search(
     while (trial := found.missing) is not None:
         spent = time.monotonic() - begun
         if slowest and spent + slowest > budget_s:
-            say("the budget is used up; the same command goes on")
+            left = found.count - len(found.trials)
+            say(f"the budget is used up: {left} trials are left for the next call")
             return SearchResult(found)
         candidate, rung, seed = trial
         say(
@@ -178,20 +179,23 @@ def _final(asked: MeasuredConfig) -> _Final:
     from instar.growth.operators import is_growth
 
     rate = asked.config.learning_rate
+    found = []
     if rate.shape != "wsd":
-        raise refused(
-            asked.loaded,
-            "learning_rate.shape",
-            f"is {rate.shape}, which has no stable part that trials could share",
-            "write shape: wsd",
-        )
+        text = f"is {rate.shape}, which has no stable part that trials could share"
+        found.append(("learning_rate.shape", text, "write shape: wsd"))
     if rate.lr_decay_iters is not None:
         hint = "leave it out: the rate falls at the end of each trial"
-        raise refused(asked.loaded, "learning_rate.lr_decay_iters", "is given", hint)
+        found.append(("learning_rate.lr_decay_iters", "is given", hint))
+    if rate.plateau.factor is not None:
+        text = "is given: a rate that follows the losses of a run cannot be shared by trials"
+        found.append(("learning_rate.plateau.factor", text, "leave it out"))
     for number, entry in enumerate(asked.config.schedule):
         if not is_growth(entry.name) or "lora" in entry.name:
             hint = "leave it out: a search replaces the schedule, and proposes growth only"
-            raise refused(asked.loaded, f"schedule[{number}]", f"is {entry.name}", hint)
+            found.append((f"schedule[{number}]", f"is {entry.name}", hint))
+    if found:
+        loaded = asked.loaded
+        raise ConfigError(*(loaded.problem(k, f"{k} {text}", hint) for k, text, hint in found))
     first, last = (shape_of_stage(asked, each) for each in (0, len(asked.forecast.stages) - 1))
     return _Final(asked, last, shape_settings(first, last))
 
@@ -231,7 +235,8 @@ def _checked(final: _Final, proposal: GrowthProposal) -> GrowthCandidate | None:
     except ConfigError:
         return None
     last = told.stages[-1].architecture
-    shape = final.shape.changed(norm_eps=last.norm_eps, rope_base=last.rope_base)  # type: ignore[attr-defined]
+    assert isinstance(last, Architecture)
+    shape = final.shape.changed(norm_eps=last.norm_eps, rope_base=last.rope_base)
     if last != shape or any(stage.skipped for stage in told.stages):
         return None
     ends = [0]
@@ -410,7 +415,8 @@ def _result(final: _Final, found: ScheduleSearch, file: Path) -> SearchResult:
     except ValueError:  # the final size from scratch diverged
         saving = None
     write_json(beside(file), structs.replace(pilot, found=summary(pilot)))
-    replace_file(file, _text(final, found, winner, saving).encode())
+    if not file.exists():  # what was added to it stays
+        replace_file(file, _text(final, found, winner, saving).encode())
     return SearchResult(found, file, saving)
 
 

@@ -351,12 +351,15 @@ def search(
     )
     found, saving = result.search, result.saving
     if as_json:
+        flops, runs = found.work(lambda per_token: per_token * found.tokens_per_step)
         values = {
             "file": None if result.file is None else str(result.file),
             "saving": None if saving is None else saving.to_dict(),
             "complete": found.missing is None,
             "losses": {each.name: found.losses(each) for each in found.candidates},
             "rungs": found.rungs,
+            "runs": runs,
+            "flops": flops,
         }
         print_json(values)
         return

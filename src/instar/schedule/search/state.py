@@ -79,8 +79,6 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ]
     """FLOPs per token and seconds of a step of the smallest and of the final size."""
     trials: Annotated[tuple[SearchTrial, ...], msgspec.Meta(max_length=MOST)] = ()
-    found: dict[str, Any] = {}
-    """The results, for readers of the file."""
     version: Literal[1] = 1
 
     @property
