@@ -40,7 +40,7 @@ MODEL = (
         "learning_rate.warmup_iters=50",
     ),
     *("eval.at_start=false", "eval.batch_size=64", "eval.eval_iters=40"),
-    *("record.log_interval=50", "record.report=false", "checkpoint.on_best=false"),
+    *("record.log_interval=200", "record.report=false", "checkpoint.on_best=false"),
 )
 
 

@@ -323,6 +323,16 @@ def test_all_ranks_end_and_name_the_one_that_cannot_read(place: tiny_run.Place, 
     assert re.search(rf"rank 1 failed while in step {end}: OSError", log), log
 
 
+def test_all_ranks_end_and_name_the_one_that_cannot_evaluate(place: tiny_run.Place) -> None:
+    """They hear of it after the evaluation."""
+    run_dir = place.path / "run"
+    keys = (*KEYS, *DILOCO, "eval.batch_size=4")
+    ranks = place.train(run_dir, *keys, ranks=2, body="apart:rank_1_cannot_evaluate")
+    assert tiny_run.codes(ranks) == [4, 4], tiny_run.said(ranks)
+    log = (run_dir / "logs" / "rank_0.log").read_text("utf-8")
+    assert "rank 1 failed while in evaluation at step 10: OSError: the disk is gone" in log
+
+
 def test_a_rank_that_dies_or_freezes_in_a_round_is_named(place: tiny_run.Place) -> None:
     for body, silence, said in (
         ("apart:rank_1_dies_at_step_7", 60, "rank 1 is gone"),

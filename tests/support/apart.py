@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import failures
 import torch
@@ -51,6 +52,21 @@ def stopped_in_its_first_evaluation(argv: Sequence[str]) -> int:
 
 def rank_1_has_nan_in_step_1(argv: Sequence[str]) -> int:
     return failures._with_nan(argv, 1, lambda step: step == 1)
+
+
+def rank_1_cannot_evaluate(argv: Sequence[str]) -> int:
+    """On rank 1, the second micro-batch of an evaluation fails."""
+    measure, measured = LanguageTask.measure, [0]
+
+    def failing(self: LanguageTask, *arguments: Any, **named: Any) -> Any:
+        measured[0] += 1
+        if measured[0] == 2:
+            raise OSError("the disk is gone")
+        return measure(self, *arguments, **named)
+
+    if failures.is_rank(1):
+        LanguageTask.measure = failing  # type: ignore[method-assign]
+    return main(argv)
 
 
 class _Waiting:

@@ -126,6 +126,7 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[object]],
     safe: SyncPoint,
     together: bool = False,
+    apart: bool = False,
     on_predictions: Callable[[Int64Array, Columns], None] | None = None,
 ) -> Evaluation | None:
     """Evaluate `model` over `source`; the result does not depend on the world size. A collective.
@@ -139,6 +140,7 @@ def evaluate(
         limit: number of samples of a fixed random subset; None: the whole source.
         seed: of the subset and of the random generators.
         together: forward passes are collectives: a rank without samples in a round runs a stand-in.
+        apart: ranks, on a slow network, synchronize before the first round and after the last only.
         on_predictions: called with the numbers of this rank's samples and the task's predictions for them.
 
     Returns:
@@ -183,9 +185,10 @@ def evaluate(
             arrays = None
             if failure is None:
                 arrays, failure = safe.attempt(partial(_read, source, chosen))
-            safe.finish(safe.report(failure), failure)
-            if safe.stop_requested:
-                return None
+            if round_number == 0 or not apart:
+                safe.finish(safe.report(failure), failure)
+                if safe.stop_requested:
+                    return None
             if arrays is not None and chosen is not None:
                 run = partial(measure, chosen, arrays, first, counts=counts)
                 if together:  # the others wait in the forward pass, not for a report
