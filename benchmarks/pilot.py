@@ -105,8 +105,8 @@ FULL = Effort(
 QUICK = replace(
     FULL,
     shape=Shape(layers=4, heads=2, width=16, context=32, vocabulary=300, batch=2),
-    steps=24,
-    pilot_steps=20,
+    steps=48,
+    pilot_steps=40,
     data_bytes=60_000,
     trials=(("muon", 2),),
     measured=Schedule("1 to 4 at 0.6", 1, ((0.6, 4),)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -72,6 +73,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         asked = getattr(test, name, None)
         if asked is not None and asked.max_examples > MOST_EXAMPLES:
             setattr(test, name, settings(asked, max_examples=MOST_EXAMPLES))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections of garbage need not look at all that stays until the end
 
 
 @pytest.fixture(scope="session")

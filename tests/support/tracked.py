@@ -298,10 +298,12 @@ def read_mlflow(folder: Path) -> dict[str, Any]:
 
 def process(*arguments: object) -> subprocess.Popen[str]:
     """This file as a process; a network would be of no use to it."""
+    from forks import forks  # not in that process
+
     nowhere = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, __file__, *map(str, arguments)],
+        [str(forks().python), __file__, *map(str, arguments)],
         stdin=pipe,
         stdout=pipe,
         stderr=pipe,
