@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import sys
 import time
@@ -101,6 +102,34 @@ jobs:
     code, output = place.run("resume", "nodes")
     assert code == 0, output
     assert said("of 2 on") == [3, 3]
+    assert not place.marked()
+
+
+@pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
+def test_a_run_whose_worker_is_killed_completes_once(
+    place: FleetPlace, cluster: ray_cluster.Cluster
+) -> None:
+    """The actor that starts the processes of a host."""
+    job = "trap 'exit 1' TERM; sleep 1 & wait $$!; trap '' TERM; echo ${seed} >> done"
+    write(
+        place,
+        cluster,
+        f"""
+name: killed
+matrix: {{seed: [0]}}
+jobs:
+  job:
+    command: [sh, -c, "{job}"]
+    resources: {{gpus: 2}}
+    stop: {{grace: 2s}}
+""",
+    )
+    launcher = place.start("up", "fleet.yaml")
+    place.wait("killed", lambda status: phase_of(status, "job") == "running", 150)
+    assert cluster.kill_worker(random.Random(7))
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
+    assert (place.path / "done").read_text().split() == ["0"]
     assert not place.marked()
 
 

@@ -216,6 +216,7 @@ def trains_again_and_again(times: int, overrides: Sequence[str]) -> int:
     for number in range(times):
         api.train("run.yaml", [*overrides, f"record.run_dir=run-{number}"])
         gc.collect()
+        time.sleep(0.1)  # the system may count a thread a moment longer than it lives
         trainers = sum(type(thing) is Trainer for thing in gc.get_objects())
         left = {"trainers": trainers, "threads": me.num_threads(), "rss": me.memory_info().rss}
         same = flags == (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())

@@ -7,6 +7,7 @@ the second node, or starts it again.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import psutil
 
 GPUS = 4
 _QUIET = {
@@ -43,6 +46,17 @@ class Cluster:
             env={**os.environ, **_QUIET, **_DEAD_SOON, "RAY_TMPDIR": folder},
         )
         self.address = self._answer()
+
+    def kill_worker(self, rng: random.Random) -> bool:
+        """Kill the actor of a host; False: there is none yet."""
+        found = [
+            each
+            for each in psutil.Process(self.process.pid).children(recursive=True)
+            if each.name().startswith("ray::NodeProcess")
+        ]
+        if found:
+            rng.choice(found).kill()
+        return bool(found)
 
     def kill_second_node(self) -> None:
         """Return when its daemons are killed; its workers find that out."""

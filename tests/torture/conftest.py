@@ -28,5 +28,5 @@ def place(prepared: Path, forks: Forks, tmp_path: Path) -> Place:
     return Place(tmp_path, forks)
 
 
-# a real SLURM, which only `make torture` installs
-collect_ignore = [] if figures.FULL else ["test_slurm.py"]
+# a real SLURM, which only `make torture` installs, and a second Ray cluster
+collect_ignore = [] if figures.FULL else ["test_slurm.py", "test_ray.py"]
