@@ -262,6 +262,16 @@ def test_a_model_grows_with_its_outer_momentum(place: tiny_run.Place) -> None:
     assert tiny_run.weights(again, STEPS) == tiny_run.weights(run_dir, STEPS)
 
 
+def test_a_compiled_model_trains_alike(place: tiny_run.Place) -> None:
+    keys = (*KEYS, *DILOCO, "model.dropout=0.0")
+    plain = tensors(trained(place, "plain", *keys, ranks=2))
+    body = "failures:graphs_run_as_they_are"
+    compiled = tensors(trained(place, "compiled", *keys, "compile=true", ranks=2, body=body))
+    assert (place.path / "graphs").exists()
+    for name, tensor in plain.items():
+        torch.testing.assert_close(compiled[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_a_replica_skips_a_step_that_is_not_finite_and_the_others_do_not(
     place: tiny_run.Place,
 ) -> None:
