@@ -63,15 +63,15 @@ hosts:
 	  || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends iproute2; } || true
 	@$(HOSTS) || echo "the tests of several hosts need root and iproute2, and are left out" >&2
 
-# Ranks, servers and browsers with time limits: three files at a time, for many wait, and those that
-# take longest first (tests/conftest.py). Tests that fail are run once more, alone, and both outcomes
-# are printed. What fails twice fails. (1: all tests ran, some failed.) Modules are compiled
-# beforehand: hundreds of processes would each do it where PYTHONDONTWRITEBYTECODE is set.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm and not clients$(NO_HOSTS)"
+# Ranks, servers and browsers with time limits: four files at a time on two cores, for many wait, and
+# those that take longest first (tests/support/durations.py), in workers forked from one process that
+# has imported everything (tests/support/forks.py). Tests that fail are run once more, alone, and both
+# outcomes are printed. What fails twice fails. (1: all tests ran, some failed.) Compiled modules are
+# kept also where PYTHONDONTWRITEBYTECODE is set: hundreds of processes would each compile them.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm and not clients$(NO_HOSTS)"
 
 test: $(STAMP) browser hosts
-	$(BIN)/python -m compileall -q src tests benchmarks
-	$(PYTEST) -n 3 --dist loadfile tests \
+	$(PYTEST) -n 4 --dist loadfile tests \
 	  || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests; }
 
 # CI has no GPU: whoever has one sends back what these two leave.

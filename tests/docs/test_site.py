@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 import instar.api
 from instar.cli.main import COMMANDS
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     """Broken links and other warnings fail the build."""
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, str(ROOT / "docs/sphinx/build.py"), str(out)]
+    command = [forks.python, ROOT / "docs/sphinx/build.py", out]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return out
