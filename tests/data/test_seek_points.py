@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forks import forks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ways import Way, config, make_rows, rows_of, taken
@@ -314,7 +315,7 @@ def test_a_killed_process_has_left_its_points(folder: Path) -> None:
         "print('read', flush=True)\n"
         "input()\n"
     )
-    words = [sys.executable, "-c", code, data.model_dump_json(), str(folder)]
+    words = [forks().python, "-c", code, data.model_dump_json(), str(folder)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == b"read\n"
