@@ -146,7 +146,9 @@ def test_ctrl_c_in_an_evaluation_stops_all(
     assert curve(run_dir) == ([], [])
 
 
-@pytest.mark.parametrize(("ranks", "moment"), [(1, "^preparing"), (2, "^same as: torchrun")])
+@pytest.mark.parametrize(
+    ("ranks", "moment"), [(1, "^preparing"), (2, "^preparing"), (2, "^same as: torchrun")]
+)
 def test_ctrl_c_at_start_up_leaves_nothing_behind(
     cfg: Callable[..., Path], tmp_path: Path, ranks: int, moment: str
 ) -> None:
