@@ -91,7 +91,10 @@ jobs:
     command: [sh, -c, "until test -e finish; do sleep 0.1; done"]
 """)
     launcher = place.start("up", "fleet.yaml")
-    status = place.wait("dies", lambda each: phase_of(each, "trainer") == "running")
+    begun = place.path / "again"
+    status = place.wait(
+        "dies", lambda each: phase_of(each, "trainer") == "running" and begun.exists()
+    )
     server = status["instances"]["0"]["processes"]["server"]["pid"]
     killed_at = time.time()
     os.kill(server, signal.SIGKILL)

@@ -244,10 +244,10 @@ def test_a_second_launcher_in_one_folder_is_refused(place: FleetPlace) -> None:
         "name: twice\njobs: {job: {command: [sh, -c, 'until test -e go; do sleep 0.1; done']}}\n"
     )
     first = place.start("up", "fleet.yaml")
-    place.wait("twice", lambda each: each["launcher"] is not None and each["instances"])
+    status = place.wait("twice", lambda each: each["launcher"] is not None and each["instances"])
     code, output = place.run("resume", "twice")
     assert code == 2
-    assert f"this fleet is running (launcher {first.pid})" in output
+    assert f"this fleet is running (launcher {status['launcher']})" in output
     (place.path / "go").touch()
     assert first.wait(60) == 0
     first.communicate()

@@ -17,6 +17,7 @@ from instar.config.document import (
     read,
 )
 from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
+from instar.config.fields import choices
 from instar.config.suggestions import unknown_key, wrong_value
 from instar.fleet.spec import FleetSpec
 
@@ -107,7 +108,10 @@ def _explained(
     given: Any = data
     for step in path[:-1] if item["type"] == "missing" else path:
         given = given[step]
-    return reading.problem(path, *wrong_value(FleetSpec, path, given, item["type"], item["msg"]))
+    # of a word in place of a section, pydantic names the key that the word is the value of
+    field = tuple(item["loc"]) if item["type"] == "literal_error" else path
+    field = field if choices(FleetSpec, field) else path
+    return reading.problem(path, *wrong_value(FleetSpec, field, given, item["type"], item["msg"]))
 
 
 def _sorted(problems: Sequence[ConfigProblem]) -> list[ConfigProblem]:
