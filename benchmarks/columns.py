@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from study import Arm, Change, Run, Shape, flops_per_step
 
@@ -45,7 +44,8 @@ class Column:
     def flops(self) -> float:
         """Of the final size's whole run."""
         tokens = self.tokens_per_parameter * self.shape.parameters
-        return tokens / (self.shape.batch * self.shape.context) * flops_per_step(self.shape)
+        steps = round(tokens / (self.shape.batch * self.shape.context))
+        return steps * flops_per_step(self.shape)
 
     def trials(self) -> dict[str, list[Run]]:
         """With the trial seed."""
@@ -69,58 +69,64 @@ class Column:
         }
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a fraction of the final size's layers becomes all of them."""
+
+    divisor: int
+    """of the layers, for those to begin with"""
+    copied: tuple[tuple[float, int], ...] = ()
+    """shares of the steps, and by what factor copies multiply the layers there"""
+    inserted: float | None = None
+    """share of the steps at which all missing layers are inserted with zeros, as a control"""
+    options: str = ""
+    """of the operations"""
+    rate: float | None = None
+    """default: the final size's"""
+    decay: float | None = None
+
+    def arm(self, like: Arm) -> Arm:
+        """Into the final size that another arm trains from scratch."""
+        final = like.shape.layers
+        first = layers = final // self.divisor
+        changes = []
+        for share, factor in self.copied:
+            layers *= factor
+            changes.append(Change(share, f"stack_layers {factor}", self.options, layers=layers))
+        if self.inserted is not None:
+            operation = f"insert_layers {final - layers}"
+            changes.append(Change(self.inserted, operation, "where: even", layers=final))
+        return replace(
+            like,
+            shape=replace(like.shape, layers=first),
+            rate=self.rate or like.rate,
+            decay=self.decay or like.decay,
+            changes=tuple(changes),
+        )
+
+
 def column(
     name: str,
     optimizer: str,
     final: Shape,
     tokens_per_parameter: int,
-    rates: Sequence[float],
+    scratch: Sequence[tuple[float, float]],
+    ways: Sequence[Way],
     seeds: Sequence[int],
     bar: float,
-    *,
     clear: float | None = None,
-    fewer: bool = False,
 ) -> Column:
-    """One with the trials that all have.
+    """One of a final size.
 
     Args:
-        rates: of the final size from scratch; the second one is that of all growth.
-        fewer: try only growths that were among the best in the first column.
+        scratch: rates and decays to try for it; all other arms have the first ones unless they say otherwise.
     """
-    quarter, half = (replace(final, layers=final.layers // k) for k in (4, 2))
-
-    def grown(first: Shape, decay: float, *changes: Change) -> Arm:
-        return Arm(optimizer, first, rates[1], decay, changes, final.context)
-
-    def stack(share: float, factor: int, after: int, options: str = "") -> Change:
-        return Change(share, f"stack_layers {factor}", options, layers=after)
-
-    n = final.layers
-    best = (
-        grown(quarter, 0.3, stack(0.7, 4, n)),
-        grown(quarter, 0.2, stack(0.8, 4, n)),
-        grown(quarter, 0.3, stack(0.4, 2, n // 2), stack(0.7, 2, n)),
-    )
-    others = (
-        grown(quarter, 0.15, stack(0.8, 4, n)),
-        grown(quarter, 0.4, stack(0.6, 4, n)),
-        grown(quarter, 0.3, stack(0.7, 4, n, "lr: {rewarm_new: 50}")),
-        grown(quarter, 0.3, stack(0.7, 4, n, "how: interleave")),
-        grown(quarter, 0.2, stack(0.6, 2, n // 2), stack(0.8, 2, n)),
-        grown(half, 0.3, stack(0.7, 2, n)),
-        grown(
-            quarter,
-            0.3,
-            Change(0.7, f"insert_layers {n - quarter.layers}", "where: even", layers=n),
-        ),
-    )
+    arms = [Arm(optimizer, final, rate, decay, read=final.context) for rate, decay in scratch]
     return Column(
         name,
-        tuple(
-            Arm(optimizer, final, r, d, read=final.context) for r, d in product(rates, (0.15, 0.3))
-        ),
-        tuple(grown(size, 0.3) for size in (quarter, half)),
-        best if fewer else best + others,
+        tuple(arms),
+        tuple(Way(divisor).arm(arms[0]) for divisor in (2, 4)),
+        tuple(way.arm(arms[0]) for way in ways),
         tokens_per_parameter,
         tuple(seeds),
         bar,

@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from columns import Column, column
+from columns import Column, Way, column
 from instar.config.load import load
 from instar.data.text.prepare import prepare
 from instar.data.text.shards import open_dataset
-from report import Options, options, publish
+from report import Case, Options, case, options, publish
 from segments import Result, Workshop, place_of, study_parser
 from study import Arm, Run, Shape, segments
 from verdict import Found, cases, table
@@ -48,24 +50,57 @@ RECIPE = (
 )
 EIGHT = Shape(layers=8, heads=2, width=32, context=64, vocabulary=512, batch=16)
 TWELVE = replace(EIGHT, layers=12)
-MUON, ADAMW = (0.01, 0.02, 0.04), (0.004, 0.008, 0.016)
+TWICE = ((0.4, 2), (0.7, 2))
+WAYS = (
+    Way(4, TWICE),
+    Way(4, ((0.25, 2), (0.5, 2))),
+    Way(4, ((0.3, 2), (0.6, 2))),
+    Way(4, ((0.5, 2), (0.8, 2))),
+    Way(4, TWICE, options="how: interleave"),
+    Way(4, TWICE, rate=0.03),
+    Way(2, ((0.6, 2),)),
+    Way(2, ((0.7, 2),)),
+    Way(2, ((0.8, 2),)),
+    Way(2, ((0.7, 2),), options="how: interleave"),
+    Way(2, ((0.7, 2),), rate=0.03),
+    Way(2, inserted=0.7),
+    Way(4, ((0.5, 4),)),
+    Way(4, ((0.6, 4),)),
+    Way(4, ((0.7, 4),)),
+    Way(4, ((0.6, 4),), decay=0.4),
+    Way(4, ((0.5, 4),), decay=0.7),
+    Way(4, ((0.6, 4),), options="lr: {rewarm_new: 50}", decay=0.7),
+)
+"""Tried with Muon at 10 tokens per parameter."""
+MUON = (
+    (0.02, 0.5),
+    (0.02, 0.15),
+    (0.02, 0.3),
+    (0.02, 0.7),
+    (0.01, 0.15),
+    (0.01, 0.3),
+    (0.03, 0.5),
+    (0.04, 0.7),
+)
+ADAMW = ((0.008, 0.5), (0.008, 0.3), (0.016, 0.5), (0.004, 0.5))
+ADAMW_WAYS = (Way(4, TWICE), Way(4, ((0.5, 4),)), Way(2, ((0.6, 2),)), Way(4, TWICE, rate=0.016))
+FEW = (Way(4, TWICE), Way(2, ((0.7, 2),)))
+SEEDS = (1, 2, 3, 4)
+NEAR = 0.05
+"""What the share of seconds may be above that of FLOPs."""
 COLUMNS = (
-    column("Muon, 8 × 32, 10", "muon", EIGHT, 10, MUON, (1, 2, 3, 4, 5), 0.65, clear=0.8),
-    column("AdamW, 8 × 32, 10", "adamw", EIGHT, 10, ADAMW, (1, 2, 3, 4), 0.75, fewer=True),
-    column("Muon, 8 × 32, 20", "muon", EIGHT, 20, MUON, (1, 2, 3, 4), 0.75, fewer=True),
-    column(
-        "Muon, 12 × 32, 10", "muon", TWELVE, 10, MUON, (1, 2, 3, 4), 0.65, clear=0.8, fewer=True
-    ),
-    column("AdamW, 8 × 32, 20", "adamw", EIGHT, 20, ADAMW, (1, 2, 3, 4), 0.75, fewer=True),
-    column("Muon, 12 × 32, 20", "muon", TWELVE, 20, MUON, (1, 2, 3, 4), 0.75, fewer=True),
-    column("Muon, 8 × 32, 60", "muon", EIGHT, 60, MUON, (1, 2, 3, 4), 0.75, fewer=True),
+    column("Muon, 8 × 32, 10", "muon", EIGHT, 10, MUON, WAYS, SEEDS, 0.65, 0.8),
+    column("AdamW, 8 × 32, 10", "adamw", EIGHT, 10, ADAMW, ADAMW_WAYS, SEEDS, 0.75),
+    column("Muon, 8 × 32, 20", "muon", EIGHT, 20, MUON[:3], FEW, SEEDS, 0.75),
+    column("AdamW, 8 × 32, 20", "adamw", EIGHT, 20, ADAMW, ADAMW_WAYS, SEEDS, 0.75),
+    column("Muon, 12 × 32, 10", "muon", TWELVE, 10, MUON[:3], FEW, SEEDS, 0.65, 0.8),
+    column("Muon, 12 × 32, 20", "muon", TWELVE, 20, MUON[:3], FEW, SEEDS, 0.75),
+    column("Muon, 8 × 32, 60", "muon", EIGHT, 60, MUON[:3], FEW, SEEDS, 0.75),
 )
 TINY = Shape(layers=4, heads=2, width=16, context=32, vocabulary=300, batch=2)
 QUICK = (
     replace(
-        column("Muon, 4 × 16, 1", "muon", TINY, 1, MUON, (1,), 0.65, clear=0.8, fewer=True),
-        scratch=(Arm("muon", TINY, 0.02, 0.3, read=32),),
-        fixed=(),
+        column("Muon, 4 × 16, 1", "muon", TINY, 1, MUON[:1], FEW[1:], (1,), 0.65, 0.8), fixed=()
     ),
 )
 
@@ -74,6 +109,12 @@ def main() -> None:
     parser = study_parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="COLUMN", help="leave out all other columns")
     parser.add_argument("--known", action="store_true", help="publish what is known; train nothing")
+    parser.add_argument(
+        "--seconds",
+        type=int,
+        metavar="N",
+        help="only: time N runs of the first column, each from scratch and grown",
+    )
     parsed = parser.parse_args()
     chosen = options(parsed)
     asked = [
@@ -84,6 +125,9 @@ def main() -> None:
     with place_of(parsed) as work:
         base = settings(asked, work, chosen.quick)
         workshop = Workshop(work, base, parsed.workers, kept_of(chosen.results, work))
+        if parsed.seconds is not None:
+            publish("growth_seconds", seconds(asked[0], workshop, parsed.seconds), chosen)
+            return
         for each in () if parsed.known else asked:
             make([run for runs in each.trials().values() for run in runs], workshop)
             best = decided(each, workshop)
@@ -131,6 +175,31 @@ def publish_known(asked: Sequence[Column], workshop: Workshop, chosen: Options) 
     if made:
         publish("growth", made, chosen, runs_at_a_time=workshop.workers)
         print("\n\n".join(tables))
+
+
+def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
+    """Whole runs by the clock, from scratch and grown in turn, of what the trials of a column chose."""
+    best = decided(column, workshop)
+    took: dict[str, list[float]] = {"scratch": [], "grown": []}
+    spent: dict[str, float] = {}
+    share = sum(column.budgets) / len(column.budgets)
+    for pair in range(pairs):
+        for name, of in (("scratch", 1.0), ("grown", share)):
+            arm = best[name]
+            with tempfile.TemporaryDirectory(dir=workshop.folder) as folder:
+                begun = time.perf_counter()
+                (segment,) = segments([Run(arm, pair, arm.steps(of * column.flops))])
+                (result,) = Workshop(Path(folder), workshop.base, 1).results([segment]).values()
+                took[name].append(time.perf_counter() - begun)
+            spent[name] = result.flops
+    flops = spent["grown"] / spent["scratch"]
+    clock = [grown / scratch for grown, scratch in zip(took["grown"], took["scratch"], strict=True)]
+    return [
+        case(f"{column.name}: from scratch", took["scratch"], "s"),
+        case(f"{column.name}: grown", took["grown"], "s"),
+        case(f"{column.name}: FLOPs, grown / scratch", [flops], "ratio"),
+        case(f"{column.name}: seconds, grown / scratch", clock, "ratio", most=flops + NEAR),
+    ]
 
 
 def settings(asked: Sequence[Column], work: Path, quick: bool) -> tuple[str, ...]:

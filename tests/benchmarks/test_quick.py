@@ -49,7 +49,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
         ("finetune", "llama: losses of a step differ by, at most"),
-        ("growth", "compute of: grown, copies without first moments"),
+        ("growth", "Muon, 4 × 16, 1: grown, compute"),
         ("logs", "one log call"),
         ("delta_size", "applying a delta, 1 % changed"),
         ("moments", "loss moved by growing, the most"),
