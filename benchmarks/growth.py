@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from columns import Column, Way, column
+from instar.config.language import LanguageConfig
 from instar.config.load import load
 from instar.data.text.prepare import prepare
 from instar.data.text.shards import open_dataset
@@ -123,7 +124,8 @@ def main() -> None:
         if parsed.only is None or each.name in parsed.only
     ]
     with place_of(parsed) as work:
-        base = settings(asked, work, chosen.quick)
+        base = prepared(work, asked[0].shape.vocabulary, chosen.quick)
+        check_data(asked, work)
         workshop = Workshop(work, base, parsed.workers, kept_of(chosen.results, work))
         if parsed.seconds is not None:
             publish("growth_seconds", seconds(asked[0], workshop, parsed.seconds), chosen)
@@ -202,25 +204,30 @@ def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
     ]
 
 
-def settings(asked: Sequence[Column], work: Path, quick: bool) -> tuple[str, ...]:
-    """Of every run; makes the data set, and looks whether it is large enough."""
+def prepared(work: Path, vocabulary: int, quick: bool) -> tuple[str, ...]:
+    """Settings of every run; makes the data set."""
     size, held_out = (60_000, 0.1) if quick else (32_000_000, 0.01)
     data = (
         f"data.source={SOURCE}",
-        f"data.vocab_size={asked[0].shape.vocabulary}",
+        f"data.vocab_size={vocabulary}",
         f"data.max_bytes={size}",
         f"data.val_fraction={held_out}",
-        f"data.path={work / 'tokens'}",
+        f"data.path={work.absolute() / 'tokens'}",
     )
-    loaded = load(None, (*RECIPE, *data))
-    prepare(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    config = load(None, (*RECIPE, *data)).config
+    assert isinstance(config, LanguageConfig)
+    prepare(config.data, config.seed, say=lambda text: print(text, file=sys.stderr))
+    return (*RECIPE, *data)
+
+
+def check_data(asked: Sequence[Column], work: Path) -> None:
+    """No run may see a token twice."""
     there = len(open_dataset(work / "tokens").split("train"))
     for each in asked:
         for arm in (*each.scratch, *each.fixed, *each.grown):
             used = arm.steps(each.flops) * arm.shape.batch * arm.shape.context
             if used > there:
                 sys.exit(f"{each.name}: {there:,} tokens of text are fewer than {arm} trains on")
-    return (*RECIPE, *data)
 
 
 def kept_of(folder: Path | None, work: Path) -> Path | None:
