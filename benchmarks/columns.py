@@ -25,16 +25,21 @@ class Column:
     """most of the final size's FLOPs that growing may need"""
     clear: float | None = None
     """what the whole interval must be below"""
-    ramps: tuple[tuple[str, Arm], ...] = ()
-    """further ways for every seed, by name"""
-    barred: str = "grown"
-    """the arm that has the bar"""
+    ramped: tuple[Arm, ...] = ()
+    """growth with ramps of context and batch, tried at `share` of the FLOPs"""
+    together: float | None = None
+    """most that growth and ramps together may need"""
     share: float = 0.7
     shorter: float = 0.7
     """share of the FLOPs of a second budget of the final size"""
     budgets: tuple[float, ...] = (0.62, 0.8)
     """of grown runs, as shares of the FLOPs of the final size"""
     trial_seed: int = 100
+
+    @property
+    def bars(self) -> dict[str, tuple[float | None, float | None]]:
+        """Of arms: most, and what the whole interval must be below."""
+        return {"grown": (self.bar, self.clear), "ramped": (self.together, None)}
 
     @property
     def shape(self) -> Shape:
@@ -50,7 +55,7 @@ class Column:
     def trials(self) -> dict[str, list[Run]]:
         """With the trial seed."""
         tried = {"scratch": (self.scratch, 1.0), "fixed": (self.fixed, 1.0)}
-        tried |= {"grown": (self.grown, self.share)}
+        tried |= {"grown": (self.grown, self.share), "ramped": (self.ramped, self.share)}
         return {
             part: [Run(arm, self.trial_seed, arm.steps(share * self.flops)) for arm in arms]
             for part, (arms, share) in tried.items()
@@ -59,7 +64,7 @@ class Column:
 
     def runs(self, best: Mapping[str, Arm], seed: int) -> dict[str, list[Run]]:
         """Of a seed, by the name of their arm: two budgets each of what the trials chose."""
-        arms = {"scratch": best["scratch"], "grown": best["grown"], **dict(self.ramps)}
+        arms = {part: arm for part, arm in best.items() if part != "fixed"}
         return {
             name: [
                 Run(arm, seed, arm.steps(share * self.flops))
@@ -81,6 +86,10 @@ class Way:
     """share of the steps at which all missing layers are inserted with zeros, as a control"""
     options: str = ""
     """of the operations"""
+    context: float | None = None
+    """share of the steps at which the context doubles, in batches of half as many samples"""
+    batch: float | None = None
+    """share of the steps at which the batch doubles"""
     rate: float | None = None
     """default: the final size's"""
     decay: float | None = None
@@ -96,12 +105,21 @@ class Way:
         if self.inserted is not None:
             operation = f"insert_layers {final - layers}"
             changes.append(Change(self.inserted, operation, "where: even", layers=final))
+        shape = replace(like.shape, layers=first)
+        if self.context is not None:
+            doubled = {"context": shape.context, "batch": shape.batch}
+            change = Change(self.context, "change_context 2", "tokens: keep", **doubled)
+            shape = replace(shape, context=shape.context // 2, batch=shape.batch * 2)
+            changes.append(change)
+        if self.batch is not None:
+            changes.append(Change(self.batch, "change_batch_size 2", batch=shape.batch))
+            shape = replace(shape, batch=shape.batch // 2)
         return replace(
             like,
-            shape=replace(like.shape, layers=first),
+            shape=shape,
             rate=self.rate or like.rate,
             decay=self.decay or like.decay,
-            changes=tuple(changes),
+            changes=tuple(sorted(changes, key=lambda change: change.share)),
         )
 
 
@@ -115,6 +133,9 @@ def column(
     seeds: Sequence[int],
     bar: float,
     clear: float | None = None,
+    *,
+    ramped: Sequence[Way] = (),
+    together: float | None = None,
 ) -> Column:
     """One of a final size.
 
@@ -131,4 +152,6 @@ def column(
         tuple(seeds),
         bar,
         clear,
+        ramped=tuple(way.arm(arms[0]) for way in ramped),
+        together=together,
     )

@@ -54,49 +54,87 @@ TWELVE = replace(EIGHT, layers=12)
 TWICE = ((0.4, 2), (0.7, 2))
 WAYS = (
     Way(4, TWICE),
+    Way(4, TWICE, rate=0.03),
+    Way(4, TWICE, rate=0.04),
+    Way(4, TWICE, options="how: interleave"),
     Way(4, ((0.25, 2), (0.5, 2))),
     Way(4, ((0.3, 2), (0.6, 2))),
     Way(4, ((0.5, 2), (0.8, 2))),
-    Way(4, TWICE, options="how: interleave"),
-    Way(4, TWICE, rate=0.03),
+    Way(4, ((0.35, 2), (0.7, 2)), rate=0.03, decay=0.3),
+    Way(8, ((0.2, 2), (0.45, 2), (0.7, 2))),
     Way(2, ((0.6, 2),)),
     Way(2, ((0.7, 2),)),
-    Way(2, ((0.8, 2),)),
-    Way(2, ((0.7, 2),), options="how: interleave"),
     Way(2, ((0.7, 2),), rate=0.03),
+    Way(2, ((0.7, 2),), options="how: interleave"),
+    Way(2, ((0.8, 2),)),
     Way(2, inserted=0.7),
     Way(4, ((0.5, 4),)),
-    Way(4, ((0.6, 4),)),
-    Way(4, ((0.7, 4),)),
-    Way(4, ((0.6, 4),), decay=0.4),
     Way(4, ((0.5, 4),), decay=0.7),
+    Way(4, ((0.6, 4),)),
+    Way(4, ((0.6, 4),), decay=0.4),
     Way(4, ((0.6, 4),), options="lr: {rewarm_new: 50}", decay=0.7),
+    Way(4, ((0.7, 4),)),
+    Way(4, ((0.75, 4),), decay=0.15),
 )
 """Tried with Muon at 10 tokens per parameter."""
 MUON = (
     (0.02, 0.5),
+    (0.03, 0.5),
     (0.02, 0.15),
     (0.02, 0.3),
     (0.02, 0.7),
     (0.01, 0.15),
     (0.01, 0.3),
-    (0.03, 0.5),
     (0.04, 0.7),
 )
-ADAMW = ((0.008, 0.5), (0.008, 0.3), (0.016, 0.5), (0.004, 0.5))
-ADAMW_WAYS = (Way(4, TWICE), Way(4, ((0.5, 4),)), Way(2, ((0.6, 2),)), Way(4, TWICE, rate=0.016))
-FEW = (Way(4, TWICE), Way(2, ((0.7, 2),)))
+ADAMW = ((0.008, 0.3), (0.008, 0.15), (0.008, 0.5), (0.012, 0.3), (0.016, 0.5), (0.004, 0.5))
+ADAMW_WAYS = (
+    Way(4, TWICE),
+    Way(4, TWICE, decay=0.5),
+    Way(4, TWICE, rate=0.016, decay=0.5),
+    Way(4, ((0.5, 4),)),
+    Way(4, ((0.5, 4),), decay=0.5),
+    Way(2, ((0.6, 2),), decay=0.5),
+)
+RAMPED = (
+    Way(4, TWICE, context=0.4),
+    Way(4, TWICE, rate=0.03, context=0.4),
+    Way(4, TWICE, batch=0.4),
+)
+FEW = (Way(4, TWICE), Way(4, TWICE, rate=0.03))
 SEEDS = (1, 2, 3, 4)
 NEAR = 0.05
 """What the share of seconds may be above that of FLOPs."""
 COLUMNS = (
-    column("Muon, 8 × 32, 10", "muon", EIGHT, 10, MUON, WAYS, SEEDS, 0.65, 0.8),
+    column(
+        "Muon, 8 × 32, 10",
+        "muon",
+        EIGHT,
+        10,
+        MUON,
+        WAYS,
+        SEEDS,
+        0.65,
+        0.8,
+        ramped=RAMPED,
+    ),
     column("AdamW, 8 × 32, 10", "adamw", EIGHT, 10, ADAMW, ADAMW_WAYS, SEEDS, 0.75),
-    column("Muon, 8 × 32, 20", "muon", EIGHT, 20, MUON[:3], FEW, SEEDS, 0.75),
-    column("AdamW, 8 × 32, 20", "adamw", EIGHT, 20, ADAMW, ADAMW_WAYS, SEEDS, 0.75),
-    column("Muon, 12 × 32, 10", "muon", TWELVE, 10, MUON[:3], FEW, SEEDS, 0.65, 0.8),
-    column("Muon, 12 × 32, 20", "muon", TWELVE, 20, MUON[:3], FEW, SEEDS, 0.75),
-    column("Muon, 8 × 32, 60", "muon", EIGHT, 60, MUON[:3], FEW, SEEDS, 0.75),
+    column(
+        "Muon, 8 × 32, 20",
+        "muon",
+        EIGHT,
+        20,
+        MUON[:2],
+        FEW,
+        SEEDS,
+        0.75,
+        ramped=RAMPED[:2],
+        together=0.6,
+    ),
+    column("AdamW, 8 × 32, 20", "adamw", EIGHT, 20, ADAMW[:2], ADAMW_WAYS[:1], SEEDS, 0.75),
+    column("Muon, 12 × 32, 10", "muon", TWELVE, 10, MUON[:2], FEW, SEEDS, 0.65, 0.8),
+    column("Muon, 12 × 32, 20", "muon", TWELVE, 20, MUON[:2], FEW, SEEDS, 0.75),
+    column("Muon, 8 × 32, 60", "muon", EIGHT, 60, MUON[:2], FEW, SEEDS, 0.75),
 )
 TINY = Shape(layers=4, heads=2, width=16, context=32, vocabulary=300, batch=2)
 QUICK = (

@@ -63,7 +63,7 @@ def cases(found: Found) -> list[Case]:
         if arm == "scratch":
             continue
         between = interval(found.ratios(arm))
-        bar, clear = (column.bar, column.clear) if arm == column.barred else (None, None)
+        bar, clear = column.bars.get(arm, (None, None))
         made += [
             case(f"{name}: {arm}, compute", [between.mean], "ratio", most=bar),
             case(f"{name}: {arm}, at least", [between.low], "ratio"),

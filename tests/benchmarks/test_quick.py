@@ -11,7 +11,7 @@ import pytest
 from forks import Forks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-FORK_THEMSELVES = ("experts", "growth", "moments", "moult", "pilot")
+FORK_THEMSELVES = ("experts", "family", "growth", "moments", "moult", "pilot")
 """each of its runs from one process that has imported torch"""
 
 
@@ -50,6 +50,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
         ("finetune", "llama: losses of a step differ by, at most"),
         ("growth", "Muon, 4 × 16, 1: grown, compute"),
+        ("family", "family of three, all decayed: compute"),
         ("logs", "one log call"),
         ("delta_size", "applying a delta, 1 % changed"),
         ("moments", "loss moved by growing, the most"),
