@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from study import Arm, Change, Run, Shape, flops_per_step
 
+SMALLER = (2, 4)
+"""What the final size's layers are divided by for sizes that do not grow."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -146,7 +149,7 @@ def column(
     return Column(
         name,
         tuple(arms),
-        tuple(Way(divisor).arm(arms[0]) for divisor in (2, 4)),
+        tuple(Way(divisor).arm(arms[0]) for divisor in SMALLER),
         tuple(way.arm(arms[0]) for way in ways),
         tokens_per_parameter,
         tuple(seeds),

@@ -87,7 +87,7 @@ MUON = (
     (0.01, 0.3),
     (0.04, 0.7),
 )
-ADAMW = ((0.008, 0.3), (0.008, 0.15), (0.008, 0.5), (0.012, 0.3), (0.016, 0.5), (0.004, 0.5))
+ADAMW = ((0.008, 0.3), (0.008, 0.15), (0.008, 0.5), (0.016, 0.5), (0.004, 0.5))
 ADAMW_WAYS = (
     Way(4, TWICE),
     Way(4, TWICE, decay=0.5),
@@ -101,45 +101,35 @@ RAMPED = (
     Way(4, TWICE, rate=0.03, context=0.4),
     Way(4, TWICE, batch=0.4),
 )
-FEW = (Way(4, TWICE), Way(4, TWICE, rate=0.03))
+LONG, LONG_WAYS = MUON[:1] + MUON[3:4], (Way(4, TWICE), Way(4, TWICE, rate=0.03))
 SEEDS = (1, 2, 3, 4)
 NEAR = 0.05
 """What the share of seconds may be above that of FLOPs."""
 COLUMNS = (
-    column(
-        "Muon, 8 × 32, 10",
-        "muon",
-        EIGHT,
-        10,
-        MUON,
-        WAYS,
-        SEEDS,
-        0.65,
-        0.8,
-        ramped=RAMPED,
-    ),
+    column("Muon, 8 × 32, 10", "muon", EIGHT, 10, MUON, WAYS, SEEDS, 0.65, 0.8, ramped=RAMPED),
     column("AdamW, 8 × 32, 10", "adamw", EIGHT, 10, ADAMW, ADAMW_WAYS, SEEDS, 0.75),
     column(
         "Muon, 8 × 32, 20",
         "muon",
         EIGHT,
         20,
-        MUON[:2],
-        FEW,
+        LONG,
+        LONG_WAYS,
         SEEDS,
         0.75,
-        ramped=RAMPED[:2],
+        ramped=RAMPED[:1],
         together=0.6,
     ),
     column("AdamW, 8 × 32, 20", "adamw", EIGHT, 20, ADAMW[:2], ADAMW_WAYS[:1], SEEDS, 0.75),
-    column("Muon, 12 × 32, 10", "muon", TWELVE, 10, MUON[:2], FEW, SEEDS, 0.65, 0.8),
-    column("Muon, 12 × 32, 20", "muon", TWELVE, 20, MUON[:2], FEW, SEEDS, 0.75),
-    column("Muon, 8 × 32, 60", "muon", EIGHT, 60, MUON[:2], FEW, SEEDS, 0.75),
+    column("Muon, 12 × 32, 10", "muon", TWELVE, 10, LONG, LONG_WAYS, SEEDS, 0.65, 0.8),
+    column("Muon, 12 × 32, 20", "muon", TWELVE, 20, LONG, LONG_WAYS, SEEDS, 0.75),
+    column("Muon, 8 × 32, 60", "muon", EIGHT, 60, LONG, LONG_WAYS, SEEDS, 0.75),
 )
 TINY = Shape(layers=4, heads=2, width=16, context=32, vocabulary=300, batch=2)
 QUICK = (
     replace(
-        column("Muon, 4 × 16, 1", "muon", TINY, 1, MUON[:1], FEW[1:], (1,), 0.65, 0.8), fixed=()
+        column("Muon, 4 × 16, 1", "muon", TINY, 1, MUON[:1], LONG_WAYS[:1], (1,), 0.65, 0.8),
+        fixed=(),
     ),
 )
 
@@ -169,10 +159,9 @@ def main() -> None:
             publish("growth_seconds", seconds(asked[0], workshop, parsed.seconds), chosen)
             return
         for each in () if parsed.known else asked:
-            make([run for runs in each.trials().values() for run in runs], workshop)
-            best = decided(each, workshop)
-            for seed in each.seeds:
-                make([run for runs in each.runs(best, seed).values() for run in runs], workshop)
+            best = tried(each, workshop)
+            seeds = [each.runs(best, seed).values() for seed in each.seeds]
+            make([run for parts in seeds for runs in parts for run in runs], workshop)
             publish_known(asked, workshop, chosen)
         publish_known(asked, workshop, chosen)
 
@@ -182,10 +171,16 @@ def make(runs: Iterable[Run], workshop: Workshop) -> None:
     workshop.results(segments(run for run in runs if workshop.done(run.name) is None))
 
 
+def tried(column: Column, workshop: Workshop) -> dict[str, Arm]:
+    """Train what is missing of the trials of a column, and decide."""
+    make([run for runs in column.trials().values() for run in runs], workshop)
+    return decided(column, workshop)
+
+
 def decided(column: Column, workshop: Workshop) -> dict[str, Arm]:
     """The best arm of each part of the trials."""
-    tried = results_of(column.trials(), workshop)
-    return {part: min(runs, key=lambda run: runs[run].loss).arm for part, runs in tried.items()}
+    trials = results_of(column.trials(), workshop)
+    return {part: min(runs, key=lambda run: runs[run].loss).arm for part, runs in trials.items()}
 
 
 def results_of(
@@ -219,7 +214,7 @@ def publish_known(asked: Sequence[Column], workshop: Workshop, chosen: Options) 
 
 def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
     """Whole runs by the clock, from scratch and grown in turn, of what the trials of a column chose."""
-    best = decided(column, workshop)
+    best = tried(column, workshop)
     took: dict[str, list[float]] = {"scratch": [], "grown": []}
     spent: dict[str, float] = {}
     share = sum(column.budgets) / len(column.budgets)
@@ -238,7 +233,7 @@ def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
         case(f"{column.name}: from scratch", took["scratch"], "s"),
         case(f"{column.name}: grown", took["grown"], "s"),
         case(f"{column.name}: FLOPs, grown / scratch", [flops], "ratio"),
-        case(f"{column.name}: seconds, grown / scratch", clock, "ratio", most=flops + NEAR),
+        case(f"{column.name}: seconds, grown / scratch", clock, "ratio", most=round(flops + NEAR, 3)),
     ]
 
 
