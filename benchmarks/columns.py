@@ -35,7 +35,7 @@ class Column:
     share: float = 0.7
     shorter: float = 0.7
     """share of the FLOPs of a second budget of the final size"""
-    budgets: tuple[float, ...] = (0.62, 0.8)
+    budgets: tuple[float, float] = (0.62, 0.8)
     """of grown runs, as shares of the FLOPs of the final size"""
     trial_seed: int = 100
 
@@ -139,6 +139,7 @@ def column(
     *,
     ramped: Sequence[Way] = (),
     together: float | None = None,
+    budgets: tuple[float, float] = (0.62, 0.8),
 ) -> Column:
     """One of a final size.
 
@@ -157,4 +158,5 @@ def column(
         clear,
         ramped=tuple(way.arm(arms[0]) for way in ramped),
         together=together,
+        budgets=budgets,
     )
