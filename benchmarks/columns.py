@@ -20,6 +20,8 @@ class Column:
     """ways to train the final size, of which the trial seed's lowest loss decides"""
     fixed: tuple[Arm, ...]
     """smaller sizes that do not grow; tried at equal FLOPs"""
+    batches: tuple[Arm, ...]
+    """the final size with others, to see whether ramps have anything to save"""
     grown: tuple[Arm, ...]
     """tried at `share` of the FLOPs"""
     tokens_per_parameter: int
@@ -57,7 +59,11 @@ class Column:
 
     def trials(self) -> dict[str, list[Run]]:
         """With the trial seed."""
-        tried = {"scratch": (self.scratch, 1.0), "fixed": (self.fixed, 1.0)}
+        tried = {
+            "scratch": (self.scratch, 1.0),
+            "fixed": (self.fixed, 1.0),
+            "batch": (self.batches, 1.0),
+        }
         tried |= {"grown": (self.grown, self.share), "ramped": (self.ramped, self.share)}
         return {
             part: [Run(arm, self.trial_seed, arm.steps(share * self.flops)) for arm in arms]
@@ -67,7 +73,7 @@ class Column:
 
     def runs(self, best: Mapping[str, Arm], seed: int) -> dict[str, list[Run]]:
         """Of a seed, by the name of their arm: two budgets each of what the trials chose."""
-        arms = {part: arm for part, arm in best.items() if part != "fixed"}
+        arms = {part: arm for part, arm in best.items() if part not in ("fixed", "batch")}
         return {
             name: [
                 Run(arm, seed, arm.steps(share * self.flops))
@@ -137,6 +143,7 @@ def column(
     bar: float,
     clear: float | None = None,
     *,
+    batches: Sequence[int] = (),
     ramped: Sequence[Way] = (),
     together: float | None = None,
     budgets: tuple[float, float] = (0.62, 0.8),
@@ -151,6 +158,7 @@ def column(
         name,
         tuple(arms),
         tuple(Way(divisor).arm(arms[0]) for divisor in SMALLER),
+        tuple(replace(arms[0], shape=replace(final, batch=batch)) for batch in batches),
         tuple(way.arm(arms[0]) for way in ways),
         tokens_per_parameter,
         tuple(seeds),

@@ -108,7 +108,19 @@ LONGER = (0.7, 0.92)
 NEAR = 0.05
 """What the share of seconds may be above that of FLOPs."""
 COLUMNS = (
-    column("Muon, 8 × 32, 10", "muon", EIGHT, 10, MUON, WAYS, SEEDS, 0.65, 0.8, ramped=RAMPED),
+    column(
+        "Muon, 8 × 32, 10",
+        "muon",
+        EIGHT,
+        10,
+        MUON,
+        WAYS,
+        SEEDS,
+        0.65,
+        0.8,
+        batches=(8,),
+        ramped=RAMPED,
+    ),
     column("AdamW, 8 × 32, 10", "adamw", EIGHT, 10, ADAMW, ADAMW_WAYS, SEEDS, 0.75),
     column(
         "Muon, 8 × 32, 20",
