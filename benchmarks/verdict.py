@@ -69,6 +69,14 @@ def cases(found: Found) -> list[Case]:
             case(f"{name}: {arm}, at least", [between.low], "ratio"),
             case(f"{name}: {arm}, at most", [between.high], "ratio", most=clear),
         ]
+    if column.ramped:
+        pairs = zip(found.ratios("ramped"), found.ratios("grown"), strict=True)
+        worth = interval([both / alone for both, alone in pairs])
+        made += [
+            case(f"{name}: ramps on top of growth, compute", [worth.mean], "ratio"),
+            case(f"{name}: ramps on top of growth, at least", [worth.low], "ratio"),
+            case(f"{name}: ramps on top of growth, at most", [worth.high], "ratio"),
+        ]
     if chance := found.chance():
         made += [
             case(f"{name}: final size with other seeds, at least", [chance.low], "ratio"),
