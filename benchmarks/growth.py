@@ -157,7 +157,7 @@ def main() -> None:
         "--seconds",
         type=int,
         metavar="N",
-        help="only: time N runs of the first column, each from scratch and grown",
+        help="only: time runs of N seeds of the first column, each from scratch and grown",
     )
     parsed = parser.parse_args()
     chosen = options(parsed)
@@ -228,20 +228,25 @@ def publish_known(asked: Sequence[Column], workshop: Workshop, chosen: Options) 
 
 
 def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
-    """Whole runs by the clock, from scratch and grown in turn, of what the trials of a column chose."""
+    """Whole runs by the clock, from scratch and grown in turn, of what the trials of a column chose; those from scratch
+    are seeds' runs once more, and must come to the same loss."""
     best = tried(column, workshop)
     took: dict[str, list[float]] = {"scratch": [], "grown": []}
     spent: dict[str, float] = {}
+    apart = [0.0]
     share = sum(column.budgets) / len(column.budgets)
-    for pair in range(pairs):
+    for seed in column.seeds[:pairs]:
         for name, of in (("scratch", 1.0), ("grown", share)):
-            arm = best[name]
+            run = Run(best[name], seed, best[name].steps(of * column.flops))
             with tempfile.TemporaryDirectory(dir=workshop.folder) as folder:
                 begun = time.perf_counter()
-                (segment,) = segments([Run(arm, pair, arm.steps(of * column.flops))])
-                (result,) = Workshop(Path(folder), workshop.base, 1).results([segment]).values()
+                (result,) = (
+                    Workshop(Path(folder), workshop.base, 1).results(segments([run])).values()
+                )
                 took[name].append(time.perf_counter() - begun)
             spent[name] = result.flops
+            if (before := workshop.done(run.name)) is not None:
+                apart.append(abs(result.loss - before.loss))
     flops = spent["grown"] / spent["scratch"]
     clock = [grown / scratch for grown, scratch in zip(took["grown"], took["scratch"], strict=True)]
     return [
@@ -251,6 +256,7 @@ def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
         case(
             f"{column.name}: seconds, grown / scratch", clock, "ratio", most=round(flops + NEAR, 3)
         ),
+        case(f"{column.name}: runs made twice differ by, at most", [max(apart)], "nats"),
     ]
 
 
