@@ -1,9 +1,9 @@
 """Training as segments: each goes on from another, is done once, and remembers how it came out.
 
-A study is many runs that share their beginnings. A *segment* is a stretch of training at fixed
-settings, from the end of its parent (perhaps grown in between) to a step; its folder is a run of its
-own, begun by `instar train`, `instar grow` or a copy, and gone on with by `instar resume`. What a
-segment came to stands in a file; a study that is broken off goes on with what is missing.
+A study is many runs that share their beginnings. A *segment* is a stretch of training from the end of its parent to
+a step; its folder is a run of its own, begun by `instar train` or a copy, and gone on with by `instar resume`. What
+a segment and the branches of its schedule came to stands in files; a study that is broken off goes on with what
+is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -38,8 +38,13 @@ class Segment:
     settings: tuple[str, ...]
     """`key=value`, from here on"""
     parent: Segment | None = None
-    operations: tuple[str, ...] = ()
-    """as `instar grow --op` takes them, made of the parent's last checkpoint"""
+    branches: tuple[tuple[str, str, int], ...] = ()
+    """of its schedule: under which name the result is known, the branch's own, and its last step"""
+
+    @property
+    def names(self) -> set[str]:
+        """Of all its results."""
+        return {self.name, *(name for name, _, _ in self.branches)}
 
 
 @dataclass(frozen=True)
@@ -82,20 +87,21 @@ class Workshop:
         )
 
     def results(self, segments: Sequence[Segment]) -> dict[str, Result]:
-        """What every segment, and those that it goes on from, came to, by name.
+        """What every segment, its branches and those that it goes on from came to, by name.
 
         Those that are ready to begin are begun in the order in which they are given.
         """
-        found = {one.name: done for one in segments if (done := self._done(one.name)) is not None}
-        todo = self._missing([segment for segment in segments if segment.name not in found])
+        names = {name for one in segments for name in one.names}
+        found = {name: done for name in names if (done := self.done(name)) is not None}
+        todo = self._missing([one for one in segments if not one.names <= found.keys()])
         found |= {
             parent.name: done
             for segment in todo
             if (parent := segment.parent) is not None
             and parent not in todo
-            and (done := self._done(parent.name)) is not None
+            and (done := self.done(parent.name)) is not None
         }
-        under_way: dict[Future[Result], str] = {}
+        under_way: dict[Future[dict[str, Result]], str] = {}
         with ThreadPoolExecutor(self.workers) as threads:
             while todo or under_way:
                 for segment in list(todo):
@@ -105,11 +111,13 @@ class Workshop:
                         under_way[threads.submit(self._make, segment)] = segment.name
                 over, _ = wait(under_way, return_when=FIRST_COMPLETED)
                 for future in over:
-                    name = under_way.pop(future)
-                    found[name] = future.result()
-                    self._keep(name, found[name])
-                    told = f"{name}: {found[name].loss:.4f} at step {found[name].step:,}"
-                    print(f"{told}, {len(todo) + len(under_way)} to go", file=sys.stderr)
+                    del under_way[future]
+                    made = future.result()
+                    found |= made
+                    self._keep(made)
+                    for name, result in made.items():
+                        told = f"{name}: {result.loss:.4f} at step {result.step:,}"
+                        print(f"{told}, {len(todo) + len(under_way)} to go", file=sys.stderr)
         return found
 
     def _missing(self, segments: Sequence[Segment]) -> list[Segment]:
@@ -121,21 +129,23 @@ class Workshop:
         """Whether another can go on from it."""
         return (self.folder / f"{segment.name}.json").exists()
 
-    def _done(self, name: str) -> Result | None:
+    def done(self, name: str) -> Result | None:
+        """What a segment or a branch came to, if it has been made."""
         file = self.folder / f"{name}.json"
         return Result(**json.loads(file.read_text())) if file.exists() else self.known.get(name)
 
-    def _keep(self, name: str, result: Result) -> None:
-        self.known[name] = result
+    def _keep(self, made: Mapping[str, Result]) -> None:
+        self.known |= made
         if self.kept is not None:
             every = {name: asdict(self.known[name]) for name in sorted(self.known)}
             aside = self.kept.with_suffix(".new")
             aside.write_text(json.dumps(every, indent=1) + "\n")
             aside.rename(self.kept)
 
-    def _make(self, segment: Segment) -> Result:
+    def _make(self, segment: Segment) -> dict[str, Result]:
         run = self.folder / segment.name
-        shutil.rmtree(run, ignore_errors=True)  # of a segment that was broken off
+        for made in (run, *(branch_of(run, branch) for _, branch, _ in segment.branches)):
+            shutil.rmtree(made, ignore_errors=True)  # of a segment that was broken off
         log = self.folder / f"{segment.name}.log"
         log.unlink(missing_ok=True)
         until = ["--until", f"{segment.until}it"]
@@ -144,27 +154,30 @@ class Workshop:
             _instar(log, "train", *until, *_sets(settings))
         else:
             parent = self.folder / segment.parent.name
-            if segment.operations:
-                chosen = [word for text in segment.operations for word in ("--op", text)]
-                _instar(log, "grow", str(parent), str(run), *chosen)
-            else:
-                shutil.copytree(parent, run, ignore=shutil.ignore_patterns("events.jsonl"))
+            shutil.copytree(parent, run, ignore=shutil.ignore_patterns("events.jsonl"))
             _instar(log, "resume", str(run), *until, *_sets(segment.settings))
-        checkpoint, _ = latest_intact(run)
-        said, progress = checkpoint.manifest, checkpoint.manifest.progress
-        if said.loss is None or said.step != segment.until:
-            sys.exit(f"{segment.name}: ended at step {said.step:,} without an evaluation")
-        result = Result(
-            said.step,
-            said.loss,
-            round(progress["tokens"]),
-            progress["flops"],
-            progress["active_s"],
-        )
-        aside = self.folder / f".{segment.name}.json"
-        aside.write_text(json.dumps(asdict(result)) + "\n")
-        aside.rename(self.folder / f"{segment.name}.json")
-        return result
+        ends = {name: (branch_of(run, branch), step) for name, branch, step in segment.branches}
+        ends[segment.name] = run, segment.until
+        results = {name: _result(folder, step) for name, (folder, step) in ends.items()}
+        for name, result in results.items():  # the segment's own, which says that it is done, last
+            aside = self.folder / f".{name}.json"
+            aside.write_text(json.dumps(asdict(result)) + "\n")
+            aside.rename(self.folder / f"{name}.json")
+        return results
+
+
+def branch_of(run: Path, name: str) -> Path:
+    """The folder of a run's branch."""
+    return run.with_name(f"{run.name}.{name}")
+
+
+def _result(run: Path, until: int) -> Result:
+    checkpoint, _ = latest_intact(run)
+    said, progress = checkpoint.manifest, checkpoint.manifest.progress
+    if said.loss is None or said.step != until:
+        sys.exit(f"{run.name}: ended at step {said.step:,} without an evaluation")
+    tokens, active_s = round(progress["tokens"]), progress["active_s"]
+    return Result(said.step, said.loss, tokens, progress["flops"], active_s)
 
 
 def study_parser(about: str | None) -> argparse.ArgumentParser:

@@ -1,48 +1,33 @@
-"""The runs of `growth.py` as data: which arm trains which size for how long, and as which segments."""
+"""Runs of studies as data: which arm trains which shape for how long, and which of them share a trunk."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
 
+from instar.config.language import LanguageConfig
 from instar.config.load import load
 from instar.models.architecture import Architecture, resolve
 from instar.models.cost import flops_per_token
+from instar.models.shape import count_parameters
 from segments import Segment
 
-DECAY = 0.2
-"""share of all steps in which the rate falls to zero"""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Peak of the learning rate, and steps of warm-up."""
-
-    lr: float
-    warmup: int
-
-    def __str__(self) -> str:
-        return f"lr{self.lr:g}-w{self.warmup}"
-
-
-@dataclass(frozen=True)
-class Growth:
-    """A way to the final size: layers at first, and at each share of the final size's steps an
-    operation and the layers after it."""
-
-    layers: int
-    stages: tuple[tuple[float, str, int], ...]
-
-    def __str__(self) -> str:
-        return " ".join([str(self.layers), *(f"{op}@{share:g}" for share, op, _ in self.stages)])
+WARMUP = 50
+"""Steps, of every run."""
+OPTIMIZERS = {
+    "muon": (("optimizer.name=muon", "optimizer.lr=0.005"), "optimizer.muon_lr"),
+    "adamw": (("optimizer.name=adamw",), "optimizer.lr"),
+}
+"""Settings of each, and the key of the rate of its matrices. What Muon leaves to AdamW has a rate of its own."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All sizes of the study: they differ in their number of layers."""
+    """Of a model and its batches. All sizes of a study differ in their number of layers."""
 
     layers: int
-    """of the final one"""
     heads: int
     width: int
     context: int
@@ -52,11 +37,13 @@ class Shape:
     def architecture(self, layers: int) -> Architecture:
         """One of the sizes, as `settings` asks for it."""
         config = load(None, (*self.settings(), f"model.n_layer={layers}")).config
+        assert isinstance(config, LanguageConfig)
         return resolve(config.model, self.vocabulary)
 
-    def flops_per_step(self, layers: int) -> float:
-        """Forward and backward, of one of the sizes."""
-        return flops_per_token(self.architecture(layers)) * self.batch * self.context
+    @property
+    def parameters(self) -> int:
+        """Of the matrices and gains of all blocks: tables do not count."""
+        return count_parameters(self.architecture(self.layers)).non_embedding
 
     def settings(self) -> tuple[str, ...]:
         """What all sizes have in common."""
@@ -73,99 +60,155 @@ class Shape:
         )
 
 
+@cache
+def flops_per_step(shape: Shape) -> float:
+    """Forward and backward."""
+    return flops_per_token(shape.architecture(shape.layers)) * shape.batch * shape.context
+
+
 @dataclass(frozen=True)
 class Change:
-    """What happens to an arm between two steps."""
+    """An operation, and what it makes of the shape."""
 
-    step: int
-    operations: tuple[str, ...]
-    layers: int
-    settings: tuple[str, ...] = ()
-    resets_rate: bool = False
-    """the rate's course begins anew here"""
+    share: float
+    """of the run's own steps"""
+    operation: str
+    """its name and value, as in `stack_layers 4`"""
+    options: str = ""
+    """further keys of its entry in a schedule, as in `lr: {rewarm_new: 50}`"""
+    layers: int | None = None
+    context: int | None = None
+    batch: int | None = None
+
+    def __str__(self) -> str:
+        words = re.findall(r"[\w.]+", f"{self.operation} {self.options}")
+        return f"{'-'.join(words)}-at-{self.share:g}"
+
+    def after(self, shape: Shape) -> Shape:
+        return replace(
+            shape,
+            layers=self.layers or shape.layers,
+            context=self.context or shape.context,
+            batch=self.batch or shape.batch,
+        )
+
+    def entry(self, steps: int) -> str:
+        """In the schedule of a run of so many steps."""
+        name, value = self.operation.split()
+        given = f", {self.options}" if self.options else ""
+        return f"{{name: {name}, value: {value}{given}, when: {{at_step: {round(self.share * steps)}}}}}"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A trunk at a stable rate, and from it a decay to the end of each budget."""
+    """A way to train: a stable rate from a shape to begin with, changes, and a linear decay to zero."""
 
-    name: str
-    seed: int
-    rate: Rate
-    layers: int
+    optimizer: str
+    shape: Shape
     """at first"""
-    ends: tuple[int, ...]
-    """last steps"""
+    rate: float
+    """of matrices"""
+    decay: float
+    """share of the steps"""
     changes: tuple[Change, ...] = ()
+    read: int = 64
+    """context that the model can read and is evaluated with"""
+
+    def __str__(self) -> str:
+        shape = self.shape
+        return "-".join(
+            (
+                f"{self.optimizer}-{shape.layers}x{shape.width}",
+                *([f"c{shape.context}"] if shape.context != self.read else []),
+                f"b{shape.batch}-r{self.rate:g}-d{self.decay:g}",
+                *map(str, self.changes),
+            )
+        )
+
+    def flops(self, steps: float) -> float:
+        """What so many steps cost."""
+        shape, begun, mean = self.shape, 0.0, 0.0
+        for change in self.changes:
+            mean += (change.share - begun) * flops_per_step(shape)
+            shape, begun = change.after(shape), change.share
+        return steps * (mean + (1 - begun) * flops_per_step(shape))
+
+    def steps(self, flops: float) -> int:
+        """Of a run that costs so much."""
+        return round(flops / self.flops(1))
+
+
+@dataclass(frozen=True)
+class Run:
+    """An arm with a seed and an end."""
+
+    arm: Arm
+    seed: int
+    steps: int
 
     @property
-    def base(self) -> str:
-        """Name of the trunk up to the first change, which arms share."""
-        return f"s{self.seed}-{self.layers}L-{self.rate}"
+    def name(self) -> str:
+        return f"{self.arm}-s{self.seed}-{self.steps}".replace(".", "_")
 
-    def decays(self) -> dict[int, int]:
-        """First step of each end's decay.
+    @property
+    def decays_at(self) -> int:
+        return self.steps - round(self.arm.decay * self.steps)
 
-        Raises:
-            ValueError: a change comes after it.
-        """
-        starts = {end: end - round(DECAY * end) for end in self.ends}
-        if self.changes and min(starts.values()) <= self.changes[-1].step:
-            raise ValueError(f"{self.name}: {self.changes[-1].step} is within the shortest decay")
-        return starts
+    @property
+    def leaves_at(self) -> int:
+        """Steps after which it differs from others of the same beginning."""
+        first = (round(change.share * self.steps) for change in self.arm.changes[:1])
+        return min((self.decays_at, *first))
 
+    @property
+    def beginning(self) -> tuple[object, ...]:
+        """Runs with the same begin alike."""
+        arm = self.arm
+        return arm.optimizer, arm.shape, arm.read, arm.rate, self.seed
 
-def last_step(shape: Shape, layers: int, changes: Sequence[Change], flops: float) -> int:
-    """Steps after which an arm has used so many FLOPs."""
-    begun = 0
-    for change in changes:
-        flops -= (change.step - begun) * shape.flops_per_step(layers)
-        begun, layers = change.step, change.layers
-    return begun + round(flops / shape.flops_per_step(layers))
+    def schedule(self) -> list[str]:
+        return [change.entry(self.steps) for change in self.arm.changes]
 
 
-def ends_of(arms: Sequence[Arm]) -> dict[Arm, dict[int, Segment]]:
-    """The decayed segments of every arm, by their last step; trunks are cut so that arms share them."""
-    cuts: dict[str, set[int]] = {}
-    for arm in arms:
-        first = arm.changes[0].step if arm.changes else None
-        shared = {start for start in arm.decays().values() if first is None} | {first}
-        cuts.setdefault(arm.base, set()).update(cut for cut in shared if cut is not None)
-    return {arm: _ends(arm, cuts) for arm in arms}
+def segments(runs: Iterable[Run], most: int = 4) -> list[Segment]:
+    """One for up to `most` runs of the same beginning: the one that leaves it last, and the others as its branches."""
+    groups: dict[tuple[object, ...], list[Run]] = {}
+    for run in dict.fromkeys(runs):
+        groups.setdefault(run.beginning, []).append(run)
+    return [
+        _segment(*sorted(group[i : i + most], key=lambda run: (run.leaves_at, run.name)))
+        for group in groups.values()
+        for i in range(0, len(group), most)
+    ]
 
 
-def _ends(arm: Arm, cuts: Mapping[str, set[int]]) -> dict[int, Segment]:
-    reset = next((c.step for c in reversed(arm.changes) if c.resets_rate), 0)
-    return {
-        end: Segment(
-            f"{arm.base}-{arm.name}-until-{end}",
-            end,
-            (
-                "learning_rate.shape=wsd",
-                f"learning_rate.lr_decay_iters={end - reset}",
-                f"learning_rate.decay_fraction={(end - start) / (end - reset)}",
-            ),
-            _trunk(arm, start, cuts),
-        )
-        for end, start in arm.decays().items()
-    }
+def _segment(*runs: Run) -> Segment:
+    *branches, trunk = runs
+    arm = trunk.arm
+    chosen, rate_key = OPTIMIZERS[arm.optimizer]
+    schedule = [_branch(run, str(number)) for number, run in enumerate(branches)] + trunk.schedule()
+    settings = (
+        *arm.shape.settings(),
+        f"model.context={arm.read}",
+        f"data.context={arm.shape.context}",
+        f"eval.context={arm.read}",
+        f"model.n_layer={arm.shape.layers}",
+        f"seed={trunk.seed}",
+        *chosen,
+        f"{rate_key}={arm.rate}",
+        "learning_rate.shape=wsd",
+        f"learning_rate.warmup_iters={WARMUP}",
+        f"learning_rate.lr_decay_iters={trunk.steps}",
+        f"learning_rate.decay_fraction={arm.decay}",
+        f"schedule=[{', '.join(schedule)}]",
+    )
+    ends = tuple((run.name, str(number), run.steps) for number, run in enumerate(branches))
+    return Segment(trunk.name, trunk.steps, settings, branches=ends)
 
 
-def _trunk(arm: Arm, step: int, cuts: Mapping[str, set[int]]) -> Segment:
-    """The arm at its stable rate, up to a step."""
-    before = [change for change in arm.changes if change.step < step]
-    if not before:
-        earlier = max((cut for cut in cuts[arm.base] if cut < step), default=None)
-        if earlier is not None:
-            return Segment(f"{arm.base}-{step}", step, (), _trunk(arm, earlier, cuts))
-        begun = (f"model.n_layer={arm.layers}", f"seed={arm.seed}")
-        rate = (f"optimizer.lr={arm.rate.lr}", f"learning_rate.warmup_iters={arm.rate.warmup}")
-        return Segment(f"{arm.base}-{step}", step, (*begun, *rate))
-    change = before[-1]
-    own = {*arm.decays().values(), *(each.step for each in arm.changes)}
-    earlier = max((cut for cut in own if change.step < cut < step), default=None)
-    name = f"{arm.base}-{arm.name}-{step}"
-    if earlier is not None:
-        return Segment(name, step, (), _trunk(arm, earlier, cuts))
-    parent = _trunk(arm, change.step, cuts)
-    return Segment(name, step, change.settings, parent, change.operations)
+def _branch(run: Run, name: str) -> str:
+    at, decay = run.leaves_at, run.steps - run.decays_at
+    return (
+        f'{{name: branch, value: "{name}", when: {{at_step: {at}}}, iters: {run.steps - at}, '
+        f"decay: {decay}, schedule: [{', '.join(run.schedule())}]}}"
+    )

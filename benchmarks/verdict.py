@@ -1,97 +1,110 @@
-"""What the runs of `growth.py` say: cases against bars, and the table for a page."""
+"""What the runs of `growth.py` say: cases against bars, and tables for a page."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from columns import Column
 from curves import Interval, Point, fitted, interval, needed
 from report import Case, case
 from segments import Result
-from study import Arm
+from study import Run
 
-ARMS = {
-    "scratch": "final size from scratch",
-    "fixed": "best size that does not grow",
-    "rewarmed": "final size, rate warmed up again",
-    "fresh": "grown, new layers drawn, moments reset",
-    "reset": "grown, moments reset",
-    "mapped": "grown, moments mapped",
-    "asymmetric": "grown, copies without first moments",
-}
-AIM = 0.65
-"""of the final size's compute: 35 % saved"""
+Results = Mapping[str, Mapping[Run, Result]]
+"""By arm or part of the trials."""
 
-Found = Mapping[Arm, Sequence[Result]]
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a column."""
+
+    column: Column
+    trials: Results
+    seeds: Sequence[Results]
+
+    def points(self, arm: str) -> list[list[Point]]:
+        """Of each seed, the budgets."""
+        return [[Point(run.flops, run.loss) for run in seed[arm].values()] for seed in self.seeds]
+
+    def ratios(self, arm: str) -> list[float]:
+        """FLOPs to the loss of the final size, as a share of its own, of each seed."""
+        pairs = zip(self.points(arm), self.points("scratch"), strict=True)
+        return [needed(points, reference) for points, reference in pairs]
+
+    def chance(self) -> Interval | None:
+        """Each seed's final size against the next one's: how much another seed alone seems to save."""
+        reference = self.points("scratch")
+        if len(reference) < 2:
+            return None
+        others = [*reference[1:], reference[0]]
+        return interval([needed(one, other) for one, other in zip(reference, others, strict=True)])
+
+    def estimate(self, result: Result) -> float:
+        """The ratio of a trial, by one budget and the slope of the final size."""
+        slope = statistics.fmean(fitted(points).slope for points in self.points("scratch"))
+        best = min(self.trials["scratch"].values(), key=lambda each: each.loss)
+        return result.flops / best.flops * math.exp((best.loss - result.loss) / slope)
 
 
 def cases(found: Found) -> list[Case]:
     """Compute to the target for each arm, as a multiple of the final size's, and how sure it is."""
-    reference = _curves(found, "scratch")
-    targets = [fitted(seed).loss(max(point.flops for point in seed)) for seed in reference]
-    made = [case("target", targets, "nats")]
-    for name, words in ARMS.items():
-        ratios = _ratios(found, name)
-        if name == "scratch" or not ratios:
+    column, name = found.column, found.column.name
+    targets = [
+        max(points, key=lambda point: point.flops).loss for points in found.points("scratch")
+    ]
+    made = [case(f"{name}: target", targets, "nats")]
+    if column.fixed:
+        best = min(found.estimate(tried) for tried in found.trials["fixed"].values())
+        made.append(case(f"{name}: best size that does not grow, trial seed", [best], "ratio"))
+    for arm in found.seeds[0]:
+        if arm == "scratch":
             continue
-        between = interval(ratios)
-        aimed = name == "asymmetric"
+        between = interval(found.ratios(arm))
+        bar, clear = column.bars.get(arm, (None, None))
         made += [
-            case(f"compute of: {words}", ratios, "ratio", most=AIM if aimed else None),
-            case(f"compute of: {words}, at least", [between.low], "ratio"),
-            case(
-                f"compute of: {words}, at most",
-                [between.high],
-                "ratio",
-                most=1.0 if aimed else None,
-            ),
+            case(f"{name}: {arm}, compute", [between.mean], "ratio", most=bar),
+            case(f"{name}: {arm}, at least", [between.low], "ratio"),
+            case(f"{name}: {arm}, at most", [between.high], "ratio", most=clear),
         ]
-    if chance := _by_chance(reference):
+    if column.ramped:
+        pairs = zip(found.ratios("ramped"), found.ratios("grown"), strict=True)
+        worth = interval([both / alone for both, alone in pairs])
         made += [
-            case("compute of: the final size with other seeds, at least", [chance.low], "ratio"),
-            case("compute of: the final size with other seeds, at most", [chance.high], "ratio"),
+            case(f"{name}: ramps on top of growth, compute", [worth.mean], "ratio"),
+            case(f"{name}: ramps on top of growth, at least", [worth.low], "ratio"),
+            case(f"{name}: ramps on top of growth, at most", [worth.high], "ratio"),
+        ]
+    if chance := found.chance():
+        made += [
+            case(f"{name}: final size with other seeds, at least", [chance.low], "ratio"),
+            case(f"{name}: final size with other seeds, at most", [chance.high], "ratio"),
         ]
     return made
 
 
 def table(found: Found) -> str:
-    """One row for each arm, in Markdown: compute to the target, and what its longest runs were."""
+    """The trials of a column and its arms, in Markdown."""
     rows = [
-        "| arm | compute to the target | 95 % | loss of the longest | its tokens | its FLOPs | its seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"**{found.column.name}**, {len(found.seeds)} seeds",
+        "",
+        "| arm | compute to the target | 95 % | each seed |",
+        "| --- | --- | --- | --- |",
     ]
-    for name, words in ARMS.items():
-        if ratios := _ratios(found, name):
-            between = interval(ratios)
-            longest = [max(runs, key=lambda run: run.flops) for runs in _runs(found, name)]
-            loss, tokens, flops, seconds = (
-                statistics.fmean(getattr(run, field) for run in longest)
-                for field in ("loss", "tokens", "flops", "active_s")
-            )
+    for arm in found.seeds[0]:
+        ratios = found.ratios(arm)
+        between = interval(ratios)
+        each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+        rows.append(
+            f"| {arm} | {between.mean:.3f} | {between.low:.3f} to {between.high:.3f} | {each} |"
+        )
+    rows += ["", "| trial | FLOPs | loss | compute, estimated |", "| --- | --- | --- | --- |"]
+    for tried in found.trials.values():
+        for run, result in sorted(tried.items(), key=lambda item: item[1].loss):
+            share = result.flops / found.column.flops
             rows.append(
-                f"| {words} | {between.mean:.3f} | {between.low:.3f} – {between.high:.3f} | {loss:.4f} "
-                f"| {tokens / 1e6:.2f} M | {flops:.2e} | {seconds:,.0f} |"
+                f"| `{run.arm}` | {share:.2f} | {result.loss:.4f} | {found.estimate(result):.2f} |"
             )
     return "\n".join(rows)
-
-
-def _runs(found: Found, name: str) -> list[Sequence[Result]]:
-    """Of one arm, the decayed runs of each seed, in the order of the seeds."""
-    return [found[arm] for arm in sorted(found, key=lambda arm: arm.seed) if arm.name == name]
-
-
-def _curves(found: Found, name: str) -> list[list[Point]]:
-    return [[Point(run.flops, run.loss) for run in runs] for runs in _runs(found, name)]
-
-
-def _ratios(found: Found, name: str) -> list[float]:
-    pairs = zip(_curves(found, name), _curves(found, "scratch"), strict=False)
-    return [needed(arm, reference) for arm, reference in pairs]
-
-
-def _by_chance(reference: Sequence[Sequence[Point]]) -> Interval | None:
-    """Each seed's final size against the next one's: how much another seed alone seems to save."""
-    if len(reference) < 2:
-        return None
-    others = [*reference[1:], reference[0]]
-    return interval([needed(one, other) for one, other in zip(reference, others, strict=True)])

@@ -1,12 +1,14 @@
-"""What the growth study computes from its runs, and how it cuts arms into runs."""
+"""What the growth study computes from its runs, and which of them share a trunk."""
 
 from __future__ import annotations
 
 import importlib
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,12 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def curves(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module("curves")
+
+
+@pytest.fixture
+def columns(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("columns")
 
 
 @pytest.fixture
@@ -56,58 +64,73 @@ def test_one_seed_has_no_spread(curves: ModuleType) -> None:
     assert curves.interval([0.7]) == curves.Interval(*[pytest.approx(0.7)] * 3)
 
 
-def test_arms_share_their_trunks_and_end_with_a_decay(study: ModuleType) -> None:
-    rate = study.Rate(1e-3, 10)
-    plain = study.Arm("scratch", 1, rate, 6, (100, 200))
-    grown = [
-        study.Arm(
-            name,
-            1,
-            rate,
-            3,
-            (150, 200),
-            (study.Change(50, (f"stack_layers=2 moments={name}",), 6),),
-        )
-        for name in ("mapped", "reset")
-    ]
+def test_runs_of_one_beginning_are_branches_of_the_last_to_leave_it(study: ModuleType) -> None:
+    shape = tiny(study)
+    grown = study.Change(0.6, "stack_layers 4", "lr: {rewarm_new: 5}", layers=4)
+    arm = study.Arm("muon", replace(shape, layers=1), 0.02, 0.3, (grown,), 32)
+    early, late = study.Run(arm, 1, 50), study.Run(arm, 1, 100)
+    plain = study.Run(replace(arm, changes=()), 1, 60)
+    other = study.Run(arm, 2, 50)
 
-    ends = study.ends_of([plain, *grown])
+    family, alone = study.segments([late, early, plain, other])
 
-    long = ends[plain][200]
-    assert long.until == 200
-    assert long.parent.until == 160
-    assert long.parent.parent == ends[plain][100].parent
-    assert "learning_rate.decay_fraction=0.2" in long.settings
-    mapped, reset = (ends[arm][150].parent for arm in grown)
-    assert mapped.operations == ("stack_layers=2 moments=mapped",)
-    assert mapped.parent == reset.parent
-    assert mapped.parent.until == 50
-    assert ends[grown[0]][200].parent.parent == mapped
+    assert (family.name, family.until) == (late.name, 100)
+    assert family.branches == ((early.name, "0", 50), (plain.name, "1", 60))
+    assert alone.branches == ()
+    *_, schedule = family.settings
+    assert '{name: branch, value: "0", when: {at_step: 30}, iters: 20, decay: 15, ' in schedule
+    assert '{name: branch, value: "1", when: {at_step: 42}, iters: 18, decay: 18, ' in schedule
+    operation = "{name: stack_layers, value: 4, lr: {rewarm_new: 5}, when: {at_step: 60}}"
+    assert schedule.endswith(f", {operation}]")
+    assert "learning_rate.decay_fraction=0.3" in family.settings
 
 
-def test_a_rate_that_begins_anew_decays_by_its_own_count(study: ModuleType) -> None:
-    change = study.Change(40, ("reset_lr_schedule",), 6, resets_rate=True)
-    arm = study.Arm("rewarmed", 1, study.Rate(1e-3, 10), 6, (100,), (change,))
-
-    settings = study.ends_of([arm])[arm][100].settings
-
-    assert "learning_rate.lr_decay_iters=60" in settings
-    assert f"learning_rate.decay_fraction={20 / 60}" in settings
+def test_many_runs_of_one_beginning_are_shared_out(study: ModuleType) -> None:
+    arm = study.Arm("adamw", tiny(study), 0.01, 0.5, read=32)
+    runs = [study.Run(arm, 1, steps) for steps in (40, 50, 60)]
+    made = study.segments(runs, most=2)
+    assert [segment.until for segment in made] == [50, 60]
+    assert set().union(*(segment.names for segment in made)) == {run.name for run in runs}
 
 
-def test_no_change_comes_within_a_decay(study: ModuleType) -> None:
-    late = study.Change(90, ("stack_layers=2",), 6)
-    arm = study.Arm("late", 1, study.Rate(1e-3, 10), 3, (100,), (late,))
-    with pytest.raises(ValueError, match="within the shortest decay"):
-        study.ends_of([arm])
+def test_a_run_leaves_the_others_where_its_rate_falls_or_it_changes(study: ModuleType) -> None:
+    changes = (study.Change(0.6, "stack_layers 4", layers=4),)
+    arm = study.Arm("muon", replace(tiny(study), layers=1), 0.02, 0.3, changes, 32)
+    assert study.Run(arm, 1, 100).leaves_at == 60
+    assert study.Run(replace(arm, decay=0.5), 1, 100).leaves_at == 50
+    assert study.Run(replace(arm, changes=()), 1, 100).leaves_at == 70
 
 
 def test_equal_compute_is_more_steps_of_a_smaller_size(study: ModuleType) -> None:
-    shape = study.Shape(layers=6, heads=2, width=16, context=32, vocabulary=300, batch=2)
-    full = 1000 * shape.flops_per_step(6)
-    small = shape.flops_per_step(3) / shape.flops_per_step(6)
+    shape = tiny(study)
+    half = replace(shape, layers=2)
+    full = 1000 * study.flops_per_step(shape)
+    small = study.flops_per_step(half) / study.flops_per_step(shape)
 
-    assert study.last_step(shape, 6, (), full) == 1000
-    assert study.last_step(shape, 3, (), full) == round(1000 / small)
-    grown = study.last_step(shape, 3, (study.Change(500, (), 6),), full)
-    assert grown == 500 + round(1000 - 500 * small)
+    def steps(first: Any, *changes: Any) -> int:
+        steps: int = study.Arm("muon", first, 0.02, 0.3, changes, 32).steps(full)
+        return steps
+
+    assert steps(shape) == 1000
+    assert steps(half) == round(1000 / small)
+    assert steps(half, study.Change(0.5, "stack_layers 2", layers=4)) == round(2000 / (1 + small))
+    shorter = study.Change(0.5, "change_batch_size 2", batch=4)
+    assert steps(shape, shorter) == round(2000 / 3)
+
+
+def test_a_column_tries_the_whole_budget(columns: ModuleType, study: ModuleType) -> None:
+    shape = tiny(study)
+    ways = (columns.Way(4, ((0.4, 2), (0.7, 2))), columns.Way(2, inserted=0.6, decay=0.2))
+    tuned = ((0.02, 0.5), (0.01, 0.3))
+    column = columns.column("here", "muon", shape, 10, tuned, ways, (1, 2), 0.65)
+    trials = column.trials()
+    steps = round(10 * shape.parameters / (shape.batch * shape.context))
+    assert {run.steps for run in trials["scratch"]} == {steps}
+    for run in trials["grown"]:
+        assert run.arm.flops(run.steps) == pytest.approx(column.share * column.flops, rel=0.01)
+        assert run.arm.changes[-1].layers == shape.layers
+    assert {run.seed for runs in trials.values() for run in runs}.isdisjoint(column.seeds)
+
+
+def tiny(study: ModuleType) -> Any:
+    return study.Shape(layers=4, heads=2, width=16, context=32, vocabulary=300, batch=2)

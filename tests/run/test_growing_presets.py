@@ -16,8 +16,8 @@ from instar.run.lifecycle.preflight import prepare_data
 from instar.schedule.checks import load_checked
 
 STEPS = 24
-ENDS = {"trunk": 24, "trunk.1L": 11, "trunk.2L": 21}
-"""The last step of each run of a family: branches at 9 and 18 decay over 15 % of their steps."""
+ENDS = {"trunk": 24, "trunk.1L": 13, "trunk.2L": 24}
+"""The last step of each run of a family: branches at 9 and 17 decay over 30 % of their steps."""
 
 CONFIG = """\
 name: tiny
@@ -77,11 +77,11 @@ def layers(run: Path) -> int:
     return layers
 
 
-def test_a_run_moults_once_late_at_the_stable_rate(moulted: Path) -> None:
-    assert operations(moulted) == [("stack_layers", 4, 18)]
+def test_a_run_moults_twice_at_the_stable_rate(moulted: Path) -> None:
+    assert operations(moulted) == [("stack_layers", 2, 9), ("stack_layers", 2, 17)]
     assert (latest(moulted).name, layers(moulted)) == ("step-24", 4)
     config = load_checked(str(moulted / "run.yaml")).config
-    assert (config.preset, len(config.schedule)) == ((), 1)
+    assert (config.preset, len(config.schedule)) == ((), 2)
     assert "n_layer: 1" in (moulted / "run.yaml").read_text("utf-8")
     assert "# preset moult" in (moulted / "run.yaml").read_text("utf-8")
 
@@ -92,7 +92,7 @@ def test_a_family_has_a_decayed_model_of_each_size(family: Path) -> None:
         run = family.with_name(name)
         assert (latest(run).name, layers(run)) == (f"step-{step}", size)
     grown = [each for each in operations(family) if each[0] == "stack_layers"]
-    assert grown == [("stack_layers", 2, 9), ("stack_layers", 2, 18)]
+    assert grown == [("stack_layers", 2, 9), ("stack_layers", 2, 17)]
 
 
 def test_a_run_of_its_own_config_is_the_same_run(
@@ -121,7 +121,7 @@ def test_a_killed_family_ends_as_one_that_was_not(
     run_ranks(1, tmp_path, *words(cfg, trunk, "resume=auto"))
     for name in ENDS:
         assert weights(tmp_path / name) == weights(family.with_name(name))
-    assert operations(trunk)[-1] == ("stack_layers", 2, 18)
+    assert operations(trunk)[-1] == ("stack_layers", 2, 17)
 
 
 def test_a_resume_may_move_the_end_and_not_the_shape(moulted: Path, tmp_path: Path) -> None:
@@ -140,4 +140,4 @@ def test_a_resume_may_move_the_end_and_not_the_shape(moulted: Path, tmp_path: Pa
     (rank,) = children_as_ranks(forks(), 1, INSTAR, argv, place=tmp_path)
     assert rank.finish() == 0, rank.output()
     assert (latest(short).name, layers(short)) == ("step-12", 4)
-    assert [each[0] for each in operations(short)] == ["stack_layers", "override"]
+    assert [each[0] for each in operations(short)] == ["stack_layers", "stack_layers", "override"]

@@ -20,14 +20,15 @@ from instar.config.schema import RunConfig
 MOULT, FAMILY = "moult", "family"
 
 DIVISORS: Mapping[str, tuple[tuple[int, ...], ...]] = {
-    MOULT: ((4,), (3,), (2,)),
+    MOULT: ((4, 2), (2,), (3,)),
     FAMILY: ((4, 2), (2,), (3,)),
 }
 """What the layers of the final shape are divided by for the sizes before it: the first row in which
-all come out whole. A factor of 4 is near the limit of what copies make up for, 8 beyond it."""
-GROWN_AT = 0.75
+all come out whole. Doubling twice needs less compute than a factor of 4 at once; from an eighth of the layers
+on copies do not make up for the start (docs/growth-study.md)."""
+GROWN_AT = 0.7
 """Share of the budget at which the final size begins; growths before it are spread evenly. The decay of
-the rate, whose share is in the presets' files, must begin later."""
+the rate, whose share is in the presets' files, must not begin earlier."""
 
 _COUNTED = ("steps", "tokens", "samples")
 
