@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import figures
 import pytest
 from forks import Forks
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 SEARCH = ("schedule", "search", "deep.yaml", "--steps", "80")
+KILLS = ((20, 9), (20, 25), (40, 45), (80, 90), (80, 110))[:: figures.times(2, 1)]
+"""in which rung, and after which step's line"""
 CONFIG = """\
 name: deep
 model: {n_layer: 2, n_head: 3, n_embd: 36, context: 16}
@@ -144,11 +147,12 @@ def test_the_winner_is_trained_by_its_file_bit_for_bit(
     instar("resume", "again", "--set", "schedule=deep.schedule.yaml", "--until", "200it")
 
 
+@pytest.mark.repeated
 def test_a_search_that_is_killed_goes_on_to_the_same_result(
     made: Path, place: Path, forks: Forks
 ) -> None:
     lines = ""
-    for rung, step in ((20, 9), (20, 25), (40, 45), (80, 90), (80, 110)):
+    for rung, step in KILLS:
         started, begun = search(place, forks), False
         with started:
             assert started.stdout is not None
