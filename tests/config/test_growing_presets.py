@@ -169,7 +169,7 @@ def test_a_schedule_that_names_its_first_shape_replaces_the_presets(
     assert [each.name for each in made.config.schedule] == ["stack_layers"]
     # the recipe is the preset's, whose name is gone: n_layer is no longer the final shape
     assert made.config.preset == (("llama",) if "llama" in preset else ())
-    assert made.config.learning_rate.decay_fraction == 0.15
+    assert made.config.learning_rate.decay_fraction == 0.3
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(made.to_yaml(), encoding="utf-8")
     assert load_checked(str(resolved)).config == made.config
