@@ -7,7 +7,8 @@ each smaller size that decays beside it. Each size from scratch has the decay th
 end of each of two budgets; the line through them gives the FLOPs after which it has the member's loss. What the
 family costs is every step that it makes, those that members have in common once.
 
-All runs are kept in `family-runs.json`; with --work a benchmark that was broken off goes on.
+What is known is published after each seed. All runs are kept in `family-runs.json`; with --work a benchmark that was broken off
+goes on.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ def main() -> None:
         kept = chosen.results / "family-runs.json" if chosen.results else None
         workshop = Workshop(work, base, parsed.workers, kept)
         sizes = members(effort, base)
-        pairs = [compared(effort, sizes, seed, workshop) for seed in effort.seeds]
-    publish("family", cases(sizes, pairs), chosen, runs_at_a_time=parsed.workers)
+        pairs = []
+        for seed in effort.seeds:
+            pairs.append(compared(effort, sizes, seed, workshop))
+            publish("family", cases(sizes, pairs), chosen, runs_at_a_time=parsed.workers)
 
 
 def settings(effort: Effort, seed: int) -> tuple[str, ...]:
