@@ -85,7 +85,7 @@ def test_a_schedule_that_a_preset_made_is_measured(instar: Instar, place: Path) 
     done = instar(*PILOT, "--steps", "40")
     assert "with its branches" in done.stdout
     runs = {run["name"] for run in json.loads(instar("logs", "list", "--json").stdout)}
-    assert "tiny-pilot-grown-40-at-30-s1337" in runs
+    assert "tiny-pilot-grown-40-at-28-s1337" in runs
     found = json.loads((place / "tiny.pilot.json").read_text())
     assert found["final"]["parameters"] > found["small"]["parameters"]
     after = json.loads(instar(*dry).stdout)
