@@ -217,6 +217,10 @@ def test_a_dry_run_prints_the_candidates_and_trains_none(instar: Instar, place: 
         (("--budget", "2s"), "give at least"),
         (("--set", "model.n_layer=1"), "leaves nothing to grow"),
         (("--set", "learning_rate.shape=cosine"), "has no stable part"),
+        (
+            ("--set", "learning_rate.decay_fraction=1.0"),
+            "decay_fraction is 1, which leaves no stable",
+        ),
         (("--set", "learning_rate.lr_decay_iters=90"), "lr_decay_iters is given"),
         (("--set", "learning_rate.plateau.factor=0.5"), "plateau.factor is given"),
         (("--set", "schedule=[{name: change_lr, value: 2, when: {at_step: 3}}]"), "is change_lr"),

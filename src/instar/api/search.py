@@ -183,6 +183,9 @@ def _final(asked: MeasuredConfig) -> _Final:
     if rate.shape != "wsd":
         text = f"is {rate.shape}, which has no stable part that trials could share"
         found.append(("learning_rate.shape", text, "write shape: wsd"))
+    elif rate.decay_fraction == 1:
+        text = "is 1, which leaves no stable part that trials could share"
+        found.append(("learning_rate.decay_fraction", text, "write less, e.g. 0.3"))
     if rate.lr_decay_iters is not None:
         hint = "leave it out: the rate falls at the end of each trial"
         found.append(("learning_rate.lr_decay_iters", "is given", hint))

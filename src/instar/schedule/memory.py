@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from instar.config.schema import RunConfig
 from instar.models.cost import FrozenParameters, state_bytes
@@ -13,7 +13,6 @@ from instar.models.shape import Growable, Parameter, layer_of
 from instar.schedule.settings import Settings
 
 Strategy = Literal["ddp", "fsdp", "hsdp", "diloco"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 PROBE_SAMPLES = 8
 """The largest number of held-out samples on which a grown model is compared with the old one."""
 KEPT = ("weights", "gradients", "optimizer", "ema", "outer")
