@@ -290,6 +290,7 @@ def kept_of(folder: Path | None, work: Path) -> Path | None:
     """Where the results of all runs on these very data are kept."""
     if folder is None:
         return None
+    folder.mkdir(parents=True, exist_ok=True)
     data = open_dataset(work / "tokens").fingerprint
     return folder / f"growth-runs-{data[:12]}.json"
 

@@ -10,10 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -350,7 +349,8 @@ class WaitCancelled(Exception):  # noqa: N818
 @dataclass(frozen=True, eq=False)
 class _Job:
     request: ReadRequest
-    block: Future[Block] = field(default_factory=Future)
+    answer: SimpleQueue[Block | BaseException] = field(default_factory=SimpleQueue)
+    """the block, once; a queue wakes its reader several times faster than a Future"""
 
 
 class Prefetcher:
@@ -439,16 +439,26 @@ class Prefetcher:
         if job is None or job.request.first != key:
             self._ready = {}
             job = self._ask(key, ahead=False)
-        while not wait([job.block], _GLANCE_S).done:
-            if give_up():
-                raise WaitCancelled
-        self._ready = job.block.result()
+        self._ready = self._wait_for(job, give_up)
         last = self._ready[next(reversed(self._ready))]
         step = self._ready.pop(key)
         self._coming = None
         if self._prefetch and isinstance(last, StepBatch):
             self._ask(key._replace(cursor=last.plan.cursor + last.plan.count), ahead=True)
         return step
+
+    def _wait_for(self, job: _Job, give_up: Callable[[], bool]) -> Block:
+        while True:
+            try:
+                answer = job.answer.get(timeout=_GLANCE_S)
+                break
+            except Empty:
+                if give_up():
+                    raise WaitCancelled from None
+        if isinstance(answer, BaseException):
+            job.answer.put(answer)  # to ask for the same step again raises the same
+            raise answer
+        return answer
 
     def _ask(self, first: StepKey, *, ahead: bool) -> _Job:
         if self._thread is None:
@@ -475,7 +485,7 @@ class Prefetcher:
             if self._closed or job is not self._coming:
                 continue
             try:
-                job.block.set_result(self._staged(self._reader.read(job.request)))
+                job.answer.put(self._staged(self._reader.read(job.request)))
             except BaseException as error:  # otherwise take() would wait forever
-                job.block.set_exception(error)
+                job.answer.put(error)
         self._reader.close()

@@ -272,7 +272,8 @@ class TokenSplit:
         """
         if not starts.size:
             return np.empty((0, length), dtype=self.dtype)
-        if starts.min() < 0 or starts.max() + length > len(self):
+        # as unsigned numbers, negative starts exceed every length
+        if length > len(self) or starts.view(np.uint64).max() > len(self) - length:
             raise IndexError(f"a window of {length} tokens leaves {self.name} ({len(self)} tokens)")
         tokens: TokenArray = np.empty((starts.size, length), dtype=self.dtype)
         shards = np.searchsorted(self.offsets, starts, side="right") - 1
