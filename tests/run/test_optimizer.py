@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -96,3 +99,47 @@ def test_state_travels_by_name(name: str, state: str) -> None:
     assert state in kept
     for name in one:
         assert torch.equal(one[name], other[name])
+
+
+STEPS = """
+import sys
+import torch
+from instar.config.schema import OptimizerConfig
+from instar.run.loop.optimizer import build_optimizers
+
+def trained(make):
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(4, 16))
+    for optimizer in make({"blocks.0.weight": weight}):
+        for _ in range(3):
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            optimizer.param_groups[0]["lr"] = 0.1
+            optimizer.step()
+    return weight
+
+configs = {name: OptimizerConfig(name=name, weight_decay=0.0) for name in ("adamw", "sgd", "muon")}
+ours = {name: trained(lambda p: build_optimizers(p, config)) for name, config in configs.items()}
+assert "torch._dynamo" not in sys.modules
+adamw, sgd = configs["adamw"], configs["sgd"]
+theirs = {
+    "adamw": lambda p: [
+        torch.optim.AdamW(
+            [*p.values()], betas=(adamw.beta1, adamw.beta2), eps=adamw.eps, weight_decay=0.0, fused=True
+        )
+    ],
+    "sgd": lambda p: [
+        torch.optim.SGD([*p.values()], momentum=sgd.momentum, nesterov=sgd.nesterov, foreach=True)
+    ],
+}
+for name, make in theirs.items():
+    assert torch.equal(ours[name], trained(make)), name
+"""
+
+
+def test_optimizers_are_torchs_without_the_import_of_its_compiler() -> None:
+    """The import takes a third of the time to the first step."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", STEPS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

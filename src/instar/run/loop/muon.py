@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.optim import Optimizer
 
 from instar.distributed.shards import is_sharded, on_owners, own
 
@@ -37,7 +38,18 @@ LANES = 16
 Iteration = Literal["quintic", "polar_express"]
 
 
-class BatchedMuon(torch.optim.Muon):
+class EagerMethods:
+    """Mixin for optimizers of torch: methods that do not import `torch._dynamo` when they are first called.
+
+    torch decorates them to keep the compiler from tracing them. Instar compiles models, never optimizers, and that import takes
+    a third of the time from a command to its first step.
+    """
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+
+
+class BatchedMuon(EagerMethods, torch.optim.Muon):
     """`torch.optim.Muon` with the same state and update, orthogonalising equal shapes in one batch.
 
     For single small matrices the kernel launches cost more than the arithmetic: for the 24 matrices
@@ -66,7 +78,7 @@ class BatchedMuon(torch.optim.Muon):
         defaults = inspect.signature(torch.optim.Muon).parameters
         values = {name: each.default for name, each in defaults.items() if name != "params"}
         given = {"lr": 0.0, "momentum": momentum, "ns_steps": ns_steps}
-        torch.optim.Optimizer.__init__(self, params, {**values, **given})
+        Optimizer.__init__(self, params, {**values, **given})
         self.dtype = dtype
         self.coefficients = step_coefficients(iteration, ns_steps)
         self.safety = _SAFETY if iteration == "polar_express" else 1.0

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -19,10 +20,22 @@ from instar.distributed.shards import own, own_rows, part
 from instar.growth.plan import GrowthError
 from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
-from instar.run.loop.muon import LANES, BatchedMuon
+from instar.run.loop.muon import LANES, BatchedMuon, EagerMethods
 from instar.schedule.lr_scaling import Update
 from instar.schedule.settings import Birth
 from instar.tasks.task import Task
+
+
+class AdamW(EagerMethods, torch.optim.AdamW):
+    """`torch.optim.AdamW` without the compiler."""
+
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
+class SGD(EagerMethods, torch.optim.SGD):
+    """`torch.optim.SGD` without the compiler."""
+
+    step = torch.no_grad()(unwrap(torch.optim.SGD.step))
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,7 @@ def _optimizer(
             iteration=config.ns_iteration,
         )
     if update == "sgd":
-        return torch.optim.SGD(
+        return SGD(
             groups,
             lr=0.0,
             momentum=config.momentum,
@@ -134,7 +147,7 @@ def _optimizer(
             weight_decay=config.weight_decay,
             foreach=True,  # the fused kernel fails where new parameters have no momentum yet
         )
-    return torch.optim.AdamW(
+    return AdamW(
         groups,
         lr=0.0,
         betas=(config.beta1, config.beta2),
