@@ -151,7 +151,9 @@ def remember(result: Mapping[str, Any], folder: Path) -> None:
     """
     path = folder / f"{result['name']}.jsonl"
     line = history_line(result)
-    lines = [json.loads(text) for text in path.read_text("utf-8").splitlines()] if path.exists() else []
+    lines = (
+        [json.loads(text) for text in path.read_text("utf-8").splitlines()] if path.exists() else []
+    )
     if lines and _occasion(lines[-1]) == _occasion(line):
         lines.pop()
     texts = [json.dumps(each, ensure_ascii=False) for each in [*lines, line]]
