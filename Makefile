@@ -12,7 +12,7 @@ CLIENTS := .venv-clients
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser hosts slurm test test-gpu bench-gpu test-lowest test-vllm test-clients lint format bench torture docs clean
+.PHONY: help demo browser hosts slurm test test-gpu bench-gpu bench-quick test-lowest test-vllm test-clients lint format bench torture docs clean
 
 help:
 	@echo "make demo      install the core, train a small GPT that grows, then sample from it"
@@ -23,7 +23,9 @@ help:
 	@echo "make test-vllm  a real vLLM on this CPU: servers of fleets, exported models (3 GB download)"
 	@echo "make test-clients  exported models in lm-evaluation-harness and transformers serve"
 	@echo "make lint      format, lint, types, import rules"
-	@echo "make bench     benchmarks; results in benchmarks/results"
+	@echo "make bench     benchmarks, half an hour; results in benchmarks/results, all bars in docs/benchmarks-summary.md"
+	@echo "               (studies, and each benchmark alone: .venv/bin/python benchmarks/run.py --list)"
+	@echo "make bench-quick  three minutes: figures that are stable on a busy machine, each held against a bound"
 	@echo "make torture   long fault trials, random trials with all examples; results in benchmarks/results"
 	@echo "make docs      the documentation as a site in build/site; every snippet of it is run"
 
@@ -127,9 +129,13 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# A table of what came of it at the end. Studies, which take from minutes to days, and options of the
+# scripts: benchmarks/README.md.
 bench: $(BENCH_STAMP)
-	@for name in communication order loading graphs startup logs dashboard pauses sharded_saves deltas operations throughput scaling time_to_loss delta_size grown_optimizer; do \
-	  $(BIN)/python benchmarks/$$name.py || exit 1; done
+	$(BIN)/python benchmarks/run.py
+
+bench-quick: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/guards.py
 
 # The SLURM of tests/torture/test_slurm.py, which starts and ends its daemons.
 slurm:

@@ -32,6 +32,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "barred"),
     [
+        ("guards", "a step of two ranks: all-reduces"),
         ("finders", "MLP: rate found / best of the grid"),
         ("order", "shuffled: build and seek to 90 % of 10⁹"),
         ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
