@@ -85,6 +85,7 @@ test-gpu: $(STAMP)
 
 bench-gpu: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/summary.py
 
 # That version has no CPU build on PyPI, hence the size, and no place in `make test`.
 $(LOWEST)/.installed: pyproject.toml constraints.txt
@@ -149,6 +150,7 @@ torture: $(STAMP) hosts slurm
 	INSTAR_TORTURE=full $(PYTEST) -n 3 --dist loadfile tests/torture --timeout 7200
 	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest -m "(hypothesis or repeated) and not gpu" -n 2 \
 	  tests --ignore tests/torture --timeout 7200
+	$(BIN)/python benchmarks/summary.py
 
 docs: $(STAMP) browser
 	$(BIN)/python docs/sphinx/build.py build/site

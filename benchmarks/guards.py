@@ -31,6 +31,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.profiler import ProfilerActivity, profile
 
 import history
+import summary
 from instar.data.order import Shuffled
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
@@ -100,6 +101,8 @@ def main() -> None:
         ]
     before = history.read((chosen.results or RESULTS) / HISTORY, "guards")
     publish("guards", cases, chosen)
+    if chosen.results == RESULTS:
+        summary.main()
     if not quick:
         sys.exit(worse(cases, before))
 
