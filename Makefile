@@ -12,7 +12,7 @@ CLIENTS := .venv-clients
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser hosts slurm test test-gpu bench-gpu test-lowest test-vllm test-clients lint format bench torture docs clean
+.PHONY: help demo browser hosts slurm test test-gpu bench-gpu bench-quick test-lowest test-vllm test-clients lint format bench torture docs clean
 
 help:
 	@echo "make demo      install the core, train a small GPT that grows, then sample from it"
@@ -23,7 +23,9 @@ help:
 	@echo "make test-vllm  a real vLLM on this CPU: servers of fleets, exported models (3 GB download)"
 	@echo "make test-clients  exported models in lm-evaluation-harness and transformers serve"
 	@echo "make lint      format, lint, types, import rules"
-	@echo "make bench     benchmarks; results in benchmarks/results"
+	@echo "make bench     benchmarks, half an hour; results in benchmarks/results, all bars in docs/benchmarks-summary.md"
+	@echo "               (studies, and each benchmark alone: .venv/bin/python benchmarks/run.py --list)"
+	@echo "make bench-quick  three minutes: figures that are stable on a busy machine, each held against a bound"
 	@echo "make torture   long fault trials, random trials with all examples; results in benchmarks/results"
 	@echo "make docs      the documentation as a site in build/site; every snippet of it is run"
 
@@ -83,6 +85,7 @@ test-gpu: $(STAMP)
 
 bench-gpu: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/summary.py
 
 # That version has no CPU build on PyPI, hence the size, and no place in `make test`.
 $(LOWEST)/.installed: pyproject.toml constraints.txt
@@ -127,9 +130,13 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# A table of what came of it at the end. Studies, which take from minutes to days, and options of the
+# scripts: benchmarks/README.md.
 bench: $(BENCH_STAMP)
-	@for name in communication order loading graphs startup logs dashboard pauses sharded_saves deltas operations throughput scaling time_to_loss delta_size grown_optimizer; do \
-	  $(BIN)/python benchmarks/$$name.py || exit 1; done
+	$(BIN)/python benchmarks/run.py
+
+bench-quick: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/guards.py
 
 # The SLURM of tests/torture/test_slurm.py, which starts and ends its daemons.
 slurm:
@@ -143,6 +150,7 @@ torture: $(STAMP) hosts slurm
 	INSTAR_TORTURE=full $(PYTEST) -n 3 --dist loadfile tests/torture --timeout 7200
 	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest -m "(hypothesis or repeated) and not gpu" -n 2 \
 	  tests --ignore tests/torture --timeout 7200
+	$(BIN)/python benchmarks/summary.py
 
 docs: $(STAMP) browser
 	$(BIN)/python docs/sphinx/build.py build/site

@@ -1,6 +1,6 @@
 """Is our loop over graphs as fast as a bare PyTorch Geometric loop, and how much do two ranks keep?
 
-    python benchmarks/graphs.py [--quick]
+    python benchmarks/graphs.py [--quick] [--repeats N]
 
 One network, the same graphs in the same order: Instar's trainer in this process, and a bare loop over
 PyTorch Geometric's `DataLoader` of graphs in memory, with the same fused AdamW and clipping. They take
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,12 @@ QUICK = Trial(40, (8, 16), batch=4, turn=2, turns=2, scaled=(4,), warmup=2, step
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
+    words = parser(__doc__)
+    words.add_argument("--repeats", type=int, metavar="N", help="of what ranks keep")
+    parsed = words.parse_args()
+    chosen = options(parsed)
     trial = QUICK if chosen.quick else FULL
+    trial = replace(trial, repeats=parsed.repeats or trial.repeats)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         base = overrides(trial, Path(folder))

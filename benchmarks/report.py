@@ -1,4 +1,4 @@
-"""What benchmarks share: cases against bars, the table a person reads, the JSON that is kept."""
+"""What benchmarks share: cases against bars, the table a person reads, the JSON and the history that are kept."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from instar.record.system import cpu_model, versions
+from instar.record.system import cpu_model, has_bf16_units, versions
 
 RESULTS = Path(__file__).parent / "results"
+HISTORY = "history"
+"""folder beside the results, with a file of JSON lines for each benchmark"""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Options:
     """folder of the JSON; None: print only"""
     load: float
     """the machine's load average over the last minute, before anything was started"""
+    started: float | None = None
+    """Unix time at which the benchmark began; None: it is a part of something else"""
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
@@ -66,7 +73,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 def options(parsed: argparse.Namespace) -> Options:
     """What the shared arguments say."""
     kept = parsed.results or (None if parsed.quick else RESULTS)
-    return Options(parsed.quick, kept, os.getloadavg()[0])
+    return Options(parsed.quick, kept, os.getloadavg()[0], psutil.Process().create_time())
 
 
 def case(
@@ -99,12 +106,14 @@ def publish(
     chosen: Options,
     *,
     libraries: Sequence[str] = (),
+    history: bool = True,
     **facts: str | int | float,
 ) -> None:
-    """Print the table; write <results>/<name>.json.
+    """Print the table; write <results>/<name>.json, and a line of its history.
 
     Args:
         libraries: distributions whose versions matter beside Instar's own.
+        history: whether the figures are kept by commit.
         facts: what else to say of the machine, such as the number of threads.
     """
     print(table(cases))
@@ -113,10 +122,13 @@ def publish(
     found = {library: importlib.metadata.version(library) for library in libraries}
     result = {
         "name": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.time() - chosen.started, 1) if chosen.started else None,
         "machine": {
             "system": sys.platform,
             "cpu": cpu_model(),
             "cores": psutil.cpu_count(),
+            "bf16_units": has_bf16_units(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "load_before": round(chosen.load, 2),
             **facts,
@@ -127,6 +139,53 @@ def publish(
     chosen.results.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=2, ensure_ascii=False)
     (chosen.results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    if history:
+        remember(result, chosen.results / HISTORY)
+
+
+def remember(result: Mapping[str, Any], folder: Path) -> None:
+    """Append the figures of a result to <folder>/<name>.jsonl.
+
+    The line replaces the last one if that is of the same commit, machine and day: of a benchmark that
+    publishes what it knows so far, or was repeated, the last figures are kept.
+    """
+    path = folder / f"{result['name']}.jsonl"
+    line = history_line(result)
+    lines = (
+        [json.loads(text) for text in path.read_text("utf-8").splitlines()] if path.exists() else []
+    )
+    if lines and _occasion(lines[-1]) == _occasion(line):
+        lines.pop()
+    texts = [json.dumps(each, ensure_ascii=False) for each in [*lines, line]]
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+
+
+def history_line(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What the history keeps of a result; `cases`: figure, spread, unit and bar of each, by name."""
+    machine = result["machine"]
+    return {
+        "date": result["date"],
+        "commit": result["versions"].get("commit"),
+        "cpu": machine["cpu"],
+        "cores": machine["cores"],
+        "bf16_units": machine["bf16_units"],
+        "load": machine["load_before"],
+        "seconds": result["seconds"],
+        "cases": {
+            entry["case"]: [
+                float(f"{entry['figure']:.6g}"),
+                float(f"{entry['spread']:.3g}"),
+                entry["unit"],
+                entry["bar"],
+            ]
+            for entry in result["cases"]
+        },
+    }
+
+
+def _occasion(line: Mapping[str, Any]) -> tuple[object, ...]:
+    return (line["date"][:10], *(line[key] for key in ("commit", "cpu", "cores", "bf16_units")))
 
 
 def table(cases: Sequence[Case]) -> str:

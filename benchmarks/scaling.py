@@ -1,6 +1,6 @@
 """How much of W processes' speed W ranks keep: `instar train --nproc W`, one thread per rank.
 
-    python benchmarks/scaling.py [--quick] [--ranks W] [--way NAME …] [--set KEY=VALUE …]
+    python benchmarks/scaling.py [--quick] [--ranks W] [--repeats N] [--way NAME …] [--set KEY=VALUE …]
 
 Efficiency is T(W) / (W · T(1)), T in tokens per second of training steps, with the same batch per
 rank. T(1) is measured with W − 1 independent copies beside it, so that sharing the machine's caches
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
@@ -109,6 +109,7 @@ class Pace:
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--ranks", type=int, default=2, metavar="W", help="default: 2")
+    words.add_argument("--repeats", type=int, metavar="N", help="of every arrangement")
     words.add_argument(
         "--way",
         action="append",
@@ -124,7 +125,8 @@ def main() -> None:
     ways = [s for s in WAYS if s is SHARDED or s.name in others]
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
-        for size in (QUICK,) if chosen.quick else SIZES:
+        for each in (QUICK,) if chosen.quick else SIZES:
+            size = replace(each, repeats=parsed.repeats or each.repeats)
             cases += measure(size, parsed.ranks, ways, parsed.set, Path(folder))
     publish("scaling", cases, chosen, threads_per_rank=1)
 
@@ -195,7 +197,7 @@ def ratios(rates: Sequence[float], others: Sequence[float], times: int = 1) -> l
 
 def overrides(size: Size, way: Way, extra: Sequence[str], folder: Path) -> list[str]:
     """The config of every run of a size; its data set is made."""
-    max_bytes = 200_000 if size is QUICK else 16_000_000
+    max_bytes = 200_000 if size.name == QUICK.name else 16_000_000
     base = [
         *size.model,
         f"model.context={size.context}",

@@ -1,6 +1,6 @@
 """Tokens per second of a training step: Instar's loop against a bare one, HF and Fabric.
 
-    python benchmarks/throughput.py [--quick] [--threads N]
+    python benchmarks/throughput.py [--quick] [--threads N] [--heats N]
 
 The contenders (`contenders.py`) are processes that run in turns, a round of steps each, in
 random order, while the others wait. Ratios are taken within a round, so that what else the
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -114,6 +114,7 @@ SAME = (
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--threads", type=int, help="of every contender; default: torch's own")
+    words.add_argument("--heats", type=int, metavar="N", help="of every size; default: its own")
     parsed = words.parse_args()
     chosen = options(parsed)
     if parsed.threads:
@@ -123,7 +124,8 @@ def main() -> None:
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         data = text_for(Path(folder), 200_000 if chosen.quick else 8_000_000)
-        for size in sizes:
+        for each in sizes:
+            size = replace(each, heats=parsed.heats or each.heats)
             cases += measure(size, (*size.overrides, *SAME, *data), names, parsed.threads)
     libraries = ["transformers", "accelerate", "lightning"]
     installed = [name for name in libraries if importlib.util.find_spec(name)]

@@ -42,6 +42,7 @@ NAVIGATION = {
         "docs/architecture",
         "docs/decisions/README",
         "docs/benchmarks",
+        "docs/benchmarks-summary",
         "benchmarks/README",
         "docs/journal",
         "CHANGELOG",

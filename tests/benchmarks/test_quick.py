@@ -32,6 +32,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "barred"),
     [
+        ("guards", "a step of two ranks: all-reduces"),
         ("finders", "MLP: rate found / best of the grid"),
         ("order", "shuffled: build and seek to 90 % of 10⁹"),
         ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
@@ -66,8 +67,10 @@ def test_a_smoke_run_leaves_whole_results(
     name: str, barred: str, tmp_path: Path, forks: Forks
 ) -> None:
     result = result_of(name, tmp_path, forks.python)
-    assert result.keys() == {"name", "machine", "versions", "cases"}
+    assert result.keys() == {"name", "date", "seconds", "machine", "versions", "cases"}
     assert result["name"] == name
+    assert result["seconds"] > 0
+    assert result["machine"]["bf16_units"] in (True, False)
     assert result["machine"]["cores"] >= 1
     assert result["machine"]["load_before"] >= 0
     assert {"instar", "python", "torch"} <= result["versions"].keys()

@@ -1,0 +1,87 @@
+"""The runner: what fails keeps nothing else from running, and nothing is left out of both lists."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        return importlib.import_module("run")
+
+
+def test_every_benchmark_has_its_place(runner: ModuleType) -> None:
+    scripts = {
+        path.stem for path in BENCHMARKS.glob("*.py") if "publish(" in path.read_text("utf-8")
+    }
+    scripts |= {"sharded_saves"}  # which imports it under another name
+    scripts -= {"report"}
+    names = [*(each.name for each in runner.SUITE), *runner.STUDIES, *runner.ELSEWHERE]
+    assert sorted(names) == sorted(scripts)
+
+
+def test_the_suite_fits_into_half_an_hour(runner: ModuleType) -> None:
+    assert sum(each.budget_s for each in runner.SUITE) <= 30 * 60
+
+
+def test_the_list_of_benchmarks_names_all_scripts(runner: ModuleType) -> None:
+    names = [*(each.name for each in runner.SUITE), *runner.STUDIES, *runner.ELSEWHERE]
+    listed = (BENCHMARKS / "README.md").read_text("utf-8")
+    assert [name for name in names if f"| `{name}.py` |" not in listed] == []
+
+
+@pytest.mark.parametrize("name", ["throughput", "scaling", "graphs", "time_to_loss", "dashboard"])
+def test_the_options_of_the_suite_exist(runner: ModuleType, name: str) -> None:
+    (benchmark,) = runner.asked([name])
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / f"{name}.py", *benchmark.options, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="the benchmark of GPUs would run")
+def test_a_benchmark_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "run.py", "gpu", "communication", "--results", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "failed: gpu (exit code 1)"
+    assert json.loads((tmp_path / "communication.json").read_text())["seconds"] > 0
+    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
+    assert lines["gpu"][2:] == ["failed:", "exit", "code", "1"]
+    assert lines["communication"][2:] == ["5", "1", "of", "1"]
+
+
+def test_one_that_takes_too_long_is_ended(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "SLACK_S", 0)
+    monkeypatch.setattr(runner, "LIMIT", 0.01)
+    outcome = runner.run(runner.Benchmark("order", 10), [])
+    assert outcome.failure == "ended after 0.1 s"
+    assert outcome.seconds < 60
+    assert "case" not in capfd.readouterr().out
+
+
+def test_an_unknown_benchmark_is_refused(runner: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="no such benchmark: nope; there are communication"):
+        runner.asked(["order", "nope"])
