@@ -31,6 +31,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -58,6 +59,8 @@ MODULES += [
 ]
 MODULES += ["matplotlib.pyplot", "failures", "savers", "delta_savers", "science", "states"]
 """What runs and tests of them import; some of it comes late in them, and takes seconds."""
+COLLECTED = ["transformers.models.gpt2.modeling_gpt2", "torch._dynamo.testing", "lightning", "peft"]
+"""What test files import in addition."""
 
 COMMANDS = {"instar": "instar.cli.main:entry", "torchrun": "torch.distributed.run:main"}
 PYTHON, WARM = "python", "warm-python"
@@ -239,7 +242,13 @@ def forks() -> Forks:
 
 def warm_workers(config: Any) -> None:
     """Let the workers of `pytest -n`, and what they start in turn, be forked as well."""
-    server = forks()
+    from rewritten import compile_tests  # not in the process that forks: pytest is to rewrite more
+
+    with ThreadPoolExecutor(1) as beside:
+        starting = beside.submit(forks)
+        compile_tests(config)
+    server = starting.result()
+    server.import_now(*COLLECTED)
     os.environ[WARM_PYTHON] = str(server.bin / WARM)
     config.option.tx = [f"{spec}//python={server.bin / WARM}" for spec in config.option.tx]
 
