@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,13 @@ def test_a_smoke_run_leaves_whole_results(
         assert all(case["ok"] for case in result["cases"] if case["unit"] == "nats")
 
 
-def test_a_smoke_run_keeps_published_figures() -> None:
+def test_a_smoke_run_keeps_published_figures(forks: Forks) -> None:
     before = {path: path.read_bytes() for path in (BENCHMARKS / "results").glob("*.json")}
-    subprocess.run([sys.executable, BENCHMARKS / "order.py", "--quick"], check=True)
+    subprocess.run([forks.python, BENCHMARKS / "order.py", "--quick"], check=True)
     assert {p: p.read_bytes() for p in (BENCHMARKS / "results").glob("*.json")} == before
 
 
-def test_a_missing_contender_is_named(tmp_path: Path) -> None:
+def test_a_missing_contender_is_named(tmp_path: Path, forks: Forks) -> None:
     code = (
         "import sys, runpy\n"
         "sys.modules['lightning'] = None\n"
@@ -101,7 +100,7 @@ def test_a_missing_contender_is_named(tmp_path: Path) -> None:
         "runpy.run_path(sys.path[0] + '/throughput.py', run_name='__main__')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+        [forks.python, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 1
     assert "lightning" in done.stderr

@@ -5,7 +5,6 @@ import resource
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -15,9 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from forks import Forks
 from safetensors.torch import load_file
 
-import instar
 from instar.checkpoint.inspect import check
 from instar.checkpoint.listing import latest, resolve
 from instar.checkpoint.manifest import CheckpointError, encode_manifest, read_manifest
@@ -310,11 +309,10 @@ for step in itertools.count(int(sys.argv[2])):
 """
 
 
-def test_sigkill_takes_no_acknowledged_checkpoint(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(instar.__file__).parents[1])}
+def test_sigkill_takes_no_acknowledged_checkpoint(tmp_path: Path, forks: Forks) -> None:
     for kill_after in (1, 4):
-        command = [sys.executable, "-c", SAVER, str(tmp_path), str(kill_after * 1000)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as saver:
+        command = [forks.python, "-c", SAVER, str(tmp_path), str(kill_after * 1000)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as saver:
             assert saver.stdout is not None
             acknowledged = [saver.stdout.readline() for _ in range(kill_after)]
             saver.kill()

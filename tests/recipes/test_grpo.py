@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import forks_for_grpo
 from safetensors.torch import load_file
 
 from instar.checkpoint.delta.chain import load
@@ -130,7 +131,7 @@ def test_a_stop_signal_saves_and_the_resumed_run_equals_one_without_it(
     )
     words += f" --max-steps {STEPS} --save-every 100 --delta-every 0 --wandb"
     process = subprocess.Popen(
-        [sys.executable, "-m", "instar.recipes.grpo", *words.split()],
+        [forks_for_grpo().python, "-m", "instar.recipes.grpo", *words.split()],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"},
         stdout=subprocess.PIPE,

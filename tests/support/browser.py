@@ -2,15 +2,28 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Error, Page, Request, sync_playwright
 
 TIMEOUT_MS = 15_000
+ARGUMENTS = (
+    "--disable-background-networking",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--disable-software-rasterizer",
+    "--disable-site-isolation-trials",
+    "--process-per-site",
+    "--renderer-process-limit=1",
+)
+
+_idle = WeakKeyDictionary[Browser, dict[tuple[Any, ...], list[Page]]]()
+"""blank pages, by what they were opened with: a new one starts a window and a process"""
 
 
 @dataclass
@@ -21,6 +34,29 @@ class Watched:
     errors: list[str] = field(default_factory=list)
     """Exceptions that nobody caught, and what was written with `console.error`."""
     requests: list[Request] = field(default_factory=list)
+
+    def listen(self) -> Callable[[], None]:
+        """Begin to keep what the page does; returns how to stop."""
+
+        def raised(error: Error) -> None:
+            self.errors.append(str(error))
+
+        def written(message: ConsoleMessage) -> None:
+            if message.type == "error":
+                self.errors.append(message.text)
+
+        def asked(request: Request) -> None:
+            self.requests.append(request)
+
+        listeners: dict[Any, Any] = {"pageerror": raised, "console": written, "request": asked}
+        for event, listener in listeners.items():
+            self.page.on(event, listener)
+
+        def stop() -> None:
+            for event, listener in listeners.items():
+                self.page.remove_listener(event, listener)
+
+        return stop
 
     def urls(self) -> list[str]:
         return [request.url for request in self.requests]
@@ -34,9 +70,7 @@ class Watched:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """The machine's Chromium; as root it runs without its sandbox."""
-    arguments = ["--disable-background-networking", "--disable-dev-shm-usage"]
-    if os.getuid() == 0:
-        arguments.append("--no-sandbox")
+    arguments = [*ARGUMENTS, *(["--no-sandbox"] if os.getuid() == 0 else [])]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=arguments
@@ -55,28 +89,35 @@ def watched(
     width: int = 1280,
     height: int = 800,
     scale: float = 1,
+    fresh: bool = False,
 ) -> Iterator[Watched]:
-    """A fresh page (no cookies) in a viewport of CSS pixels, `scale` device pixels to each."""
-    context = browser.new_context(
-        color_scheme=scheme,
-        viewport={"width": width, "height": height},
-        device_scale_factor=scale,
-        reduced_motion="reduce",
-    )
-    context.set_default_timeout(TIMEOUT_MS)
+    """A page (no cookies) in a viewport of CSS pixels, `scale` device pixels to each; a `fresh` one
+    has no history either."""
+    idle = _idle.setdefault(browser, {}).setdefault((scheme, scale), [])
+    if idle and not fresh:
+        page = idle.pop()
+    else:
+        context = browser.new_context(
+            color_scheme=scheme,
+            viewport={"width": width, "height": height},
+            device_scale_factor=scale,
+            reduced_motion="reduce",
+        )
+        context.set_default_timeout(TIMEOUT_MS)
+        page = context.new_page()
+    seen = Watched(page)
     try:
-        seen = Watched(context.new_page())
-
-        def noted(message: ConsoleMessage) -> None:
-            if message.type == "error":
-                seen.errors.append(message.text)
-
-        seen.page.on("pageerror", lambda error: seen.errors.append(str(error)))
-        seen.page.on("console", noted)
-        seen.page.on("request", lambda request: seen.requests.append(request))
+        page.set_viewport_size({"width": width, "height": height})
+        stop = seen.listen()
         yield seen
-    finally:
-        context.close()
+        stop()
+        page.evaluate("localStorage.clear()")
+        page.goto("about:blank")
+        page.context.clear_cookies()
+    except BaseException:
+        page.context.close()
+        raise
+    idle.append(page)
 
 
 @contextmanager

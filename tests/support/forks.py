@@ -58,6 +58,8 @@ MODULES += [
 ]
 MODULES += ["matplotlib.pyplot", "failures", "savers", "delta_savers", "science", "states"]
 """What runs and tests of them import; some of it comes late in them, and takes seconds."""
+COLLECTED = ["transformers.models.gpt2.modeling_gpt2", "torch._dynamo.testing", "lightning", "peft"]
+"""What test files import in addition."""
 
 COMMANDS = {"instar": "instar.cli.main:entry", "torchrun": "torch.distributed.run:main"}
 PYTHON, WARM = "python", "warm-python"
@@ -240,6 +242,7 @@ def forks() -> Forks:
 def warm_workers(config: Any) -> None:
     """Let the workers of `pytest -n`, and what they start in turn, be forked as well."""
     server = forks()
+    server.import_now(*COLLECTED)
     os.environ[WARM_PYTHON] = str(server.bin / WARM)
     config.option.tx = [f"{spec}//python={server.bin / WARM}" for spec in config.option.tx]
 

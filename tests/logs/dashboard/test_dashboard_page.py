@@ -481,7 +481,7 @@ def test_the_page_loads_every_script_and_style_sheet_that_there_is() -> None:
 def test_a_token_becomes_a_cookie_and_leaves_the_address(browser: Browser, folder: Path) -> None:
     with (
         dashboard(folder, "--port", "0", "--token", "abc") as (address, _),
-        watched(browser) as seen,
+        watched(browser, fresh=True) as seen,
     ):
         seen.page.goto(f"{address}#tab=logs")
         expect(seen.page.locator("#link")).to_have_text("live")
