@@ -91,7 +91,7 @@ def _differences(old: Tensor, new: Tensor) -> tuple[float, float]:
     """Returns the largest difference and the largest magnitude of `old`, in float64; a few rows at a time,
     because those of a large vocabulary take much memory."""
     rows = max(1, _COMPARED // old.shape[-1])
-    pairs = [each.reshape(-1, old.shape[-1]).split(rows) for each in (old, new)]
+    pairs = [torch.split(each.reshape(-1, old.shape[-1]), rows) for each in (old, new)]
     found = [
         torch.stack(((after.double() - before.double()).abs().max(), before.abs().max().double()))
         for before, after in zip(*pairs, strict=True)
@@ -157,7 +157,8 @@ def _kept_slices(how: TensorPlan) -> dict[int, Tensor]:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm
 
 
 def _kept(edit: Edit) -> Tensor:
