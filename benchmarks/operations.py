@@ -28,7 +28,7 @@ from instar.config.sections import Operation
 from instar.run.changes import scheduled
 from instar.run.lifecycle.compile_stages import compile_stages
 from instar.run.loop.trainer import Trainer
-from pauses import Size, timed, trainer_of
+from pauses import SIZES, Size, timed, trainer_of
 from report import Case, case, options, parser, publish
 from throughput import gpt
 
@@ -55,7 +55,9 @@ class Plan:
     """of a turn"""
 
 
-PLANS = (Plan(Size("10 M", gpt(6, 6, 384, 256, 4), steps=4, repeats=3), rounds=12, steps=4),)
+PLANS = (Plan(replace(SIZES[0], repeats=3), rounds=12, steps=4),)
+LARGE = (replace(SIZES[1], repeats=1),)
+"""of which only the pauses are measured"""
 QUICK = (Plan(Size("tiny", gpt(1, 2, 16, 16, 2), steps=2, repeats=1), rounds=2, steps=2),)
 
 
@@ -66,6 +68,8 @@ def main() -> None:
         cases += pauses(plan.size, chosen.quick)
         cases += folded(plan, chosen.quick)
         cases += compiled(plan.size, chosen.quick)
+    for size in () if chosen.quick else LARGE:
+        cases += pauses(size, chosen.quick)
     publish("operations", cases, chosen)
 
 
@@ -81,7 +85,7 @@ def pauses(size: Size, quick: bool) -> list[Case]:
                     ratios[operation.name].append(pause(trainer, operation, size.steps))
         print(f"{size.name}: {repeat + 1} of {size.repeats}", file=sys.stderr)
     return [
-        case(f"{size.name}: pause of {name} / step", found, "steps", most=5.0)
+        case(f"{size.name}: pause of {name} / step", found, "steps", most=2.0)
         for name, found in ratios.items()
     ]
 

@@ -63,6 +63,18 @@ def test_what_is_not_finite_never_holds(label: Label, bad: float) -> None:
     assert not compare(planned(label, 9.0), BEFORE, Probe(LOGITS, bad)).holds
 
 
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize(("value", "holds"), [(1.0, True), (1.1, False), (math.nan, False)])
+def test_every_row_of_many_logits_is_compared(row: int, value: float, holds: bool) -> None:
+    ones = torch.ones(1, 2, 1 << 20)  # more than are compared at once
+    after = ones.clone()
+    after[0, row, -1] = value
+    proof = compare(planned("exact"), Probe(ones, 1.0), Probe(after, 1.0))
+    assert proof.holds is holds
+    if math.isfinite(value):
+        assert proof.max_logit_diff == pytest.approx(value - 1.0, abs=1e-7)
+
+
 def test_a_lossy_one_may_do_anything_else() -> None:
     proof = compare(planned("lossy"), BEFORE, Probe(-LOGITS, 7.0))
     assert proof.holds

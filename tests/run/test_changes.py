@@ -26,6 +26,7 @@ from instar.record.events import (
     Warn,
     read_events,
 )
+from instar.run.changes.live_growth import PROBE_WEIGHT, probe, probe_samples
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.optimizer import group_parameters, optimizer_tensors
 from instar.run.loop.trainer import Trainer
@@ -59,6 +60,23 @@ GROWN = [
     at(8, "widen_hidden", 48, reevaluate=True),
     at(10, "add_heads", 2),
 ]
+
+
+@pytest.mark.parametrize("more", [[], ["model.num_experts=2"]])
+def test_a_probe_is_one_pass_over_a_few_samples(make_grown: Make, more: Sequence[str]) -> None:
+    run = make_grown(*more)
+    held_out, task, device = run.parts.validation, run.parts.task, run.parts.world.device
+    context = run.state.settings.context
+    samples = probe_samples(held_out, device)
+    assert samples.weight == min(8, -(-PROBE_WEIGHT // context)) * context
+    model, calls = run.parts.stepper.bare_model, list[Any]()
+    with model.register_forward_hook(lambda *each: calls.append(each)):
+        found = probe(task, model, samples)
+    assert len(calls) == 1
+    with torch.no_grad():
+        loss = task.loss_sum(model, samples.batch).item() / samples.weight
+        assert torch.equal(found.logits, task.outputs(model, samples.batch))
+    assert found.loss == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("style", STYLES)

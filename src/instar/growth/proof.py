@@ -35,6 +35,10 @@ TOLERANCE = {
 rounding explains in a model of this dtype."""
 
 
+_COMPARED = 1 << 20
+"""elements that are compared at once"""
+
+
 @dataclass(frozen=True)
 class Probe:
     """A model's output for a batch: logits (…, V), and the mean loss in nats."""
@@ -70,9 +74,9 @@ def compare(
         dtype: in which the models computed.
     """
     columns = min(before.logits.shape[-1], after.logits.shape[-1])
-    old, new = (probe.logits[..., :columns].double() for probe in (before, after))
-    difference = (new - old).abs().max().item()
-    relative = difference / max(old.abs().max().item(), torch.finfo(torch.float64).tiny)
+    old, new = (probe.logits[..., :columns] for probe in (before, after))
+    difference, largest = _differences(old, new)
+    relative = difference / max(largest, torch.finfo(torch.float64).tiny)
     delta, rounding = after.loss - before.loss, TOLERANCE[dtype]
     rounded_nats = rounding * max(1.0, abs(before.loss))
     holds = math.isfinite(difference) and math.isfinite(delta)
@@ -83,18 +87,33 @@ def compare(
     return Proof(plan.label, difference, relative, delta, holds)
 
 
+def _differences(old: Tensor, new: Tensor) -> tuple[float, float]:
+    """Returns the largest difference and the largest magnitude of `old`, in float64; a few rows at a time,
+    because those of a large vocabulary take much memory."""
+    rows = max(1, _COMPARED // old.shape[-1])
+    pairs = [torch.split(each.reshape(-1, old.shape[-1]), rows) for each in (old, new)]
+    found = [
+        torch.stack(((after.double() - before.double()).abs().max(), before.abs().max().double()))
+        for before, after in zip(*pairs, strict=True)
+    ]
+    difference, largest = torch.stack(found).amax(0).tolist()
+    return difference, largest
+
+
 def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
     """Returns the gradient norms of kept elements and of new ones.
 
     Copies count as new, and so does every element of a new slice along any dimension. A norm of 0
     over the new elements means that they cannot learn.
     """
-    kept = made = 0.0
-    for name, gradient in gradients.items():
-        of_kept, of_all = _squared_norms(plan, name, gradient)
-        kept += of_kept
-        made += of_all
-    return math.sqrt(kept), math.sqrt(made)
+    if not gradients:
+        return 0.0, 0.0
+    # one by one: a difference of sums would not be exactly 0
+    norms = torch.stack(
+        [_split_norm(plan.tensors[name], gradient) for name, gradient in gradients.items()]
+    )
+    kept, new = torch.linalg.vector_norm(norms, dim=0).tolist()
+    return kept, new
 
 
 def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]]:
@@ -112,6 +131,36 @@ def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]
     return [(dim, new) for dim, new in found if new.any()]
 
 
+def _split_norm(how: TensorPlan, gradient: Tensor) -> Tensor:
+    """Returns the norms over the kept elements and over the new ones: (2,), in float64."""
+    zero = gradient.new_zeros((), dtype=torch.float64)
+    if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
+        return torch.stack((zero, _norm(gradient)))
+    kept, new = gradient, [zero]
+    for dim, is_kept in _kept_slices(how).items():
+        if not is_kept.all():
+            index = is_kept.to(gradient.device)
+            new.append(_norm(kept.index_select(dim, (~index).nonzero().flatten())))
+            kept = kept.index_select(dim, index.nonzero().flatten())
+    return torch.stack((_norm(kept), _norm(torch.stack(new))))
+
+
+def _kept_slices(how: TensorPlan) -> dict[int, Tensor]:
+    """Returns the mask of the kept slices along each dimension that may have others."""
+    if isinstance(how, Reindexed):
+        return {0: _kept_rows(how)}
+    found: dict[int, Tensor] = {}
+    for edit in how.edits if isinstance(how, Grown) else ():
+        kept = _kept(edit)
+        found[edit.dim] = found[edit.dim] & kept if edit.dim in found else kept
+    return found
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm
+
+
 def _kept(edit: Edit) -> Tensor:
     """Returns the mask of kept slices along an edited dimension."""
     return torch.cat(
@@ -124,22 +173,3 @@ def _kept(edit: Edit) -> Tensor:
 
 def _kept_rows(how: Reindexed) -> Tensor:
     return torch.tensor([row in how.kept for row in range(len(how.rows))])
-
-
-def _squared_norms(plan: GrowthPlan, name: str, gradient: Tensor) -> tuple[float, float]:
-    """Returns the sums of squares over the kept elements and over the new ones."""
-    how = plan.tensors[name]
-    kept = torch.ones((1,) * gradient.ndim, dtype=torch.bool)
-    if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
-        kept = ~kept
-    elif isinstance(how, Reindexed):
-        kept = _kept_rows(how).view(-1, *[1] * (gradient.ndim - 1))
-    elif isinstance(how, Grown):
-        for edit in how.edits:
-            along = [1] * gradient.ndim
-            along[edit.dim] = -1
-            kept = kept & _kept(edit).view(along)
-    kept = kept.to(gradient.device)
-    squares = gradient.double().square()
-    # summed separately: a difference of sums would not be exactly 0
-    return (squares * kept).sum().item(), (squares * ~kept).sum().item()

@@ -25,7 +25,12 @@ def head_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Te
     rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0], x_ND.device.type)
     if rows is not None:
         return chunked_cross_entropy(x_ND, weight_VD, targets_N, rows)
-    logits_NV = at_least_float32(F.linear(x_ND, weight_VD))
+    return cross_entropy_sum(F.linear(x_ND, weight_VD), targets_N)
+
+
+def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Returns the sum of −log softmax(logits)[target] over targets that are not −1."""
+    logits_NV = at_least_float32(logits_NV)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
 
 

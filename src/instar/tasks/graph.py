@@ -47,12 +47,16 @@ class GraphTask(Task):
         return InitialValues(self.architecture.parameters(), self.config.seed)
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        return self.loss_and_outputs(model, batch)[0]
+
+    def loss_and_outputs(self, model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Task`; a single forward pass."""
         said = self.outputs(model, batch)
         losses = [
             head.weight * _loss(head, of_head, target).sum()
             for head, of_head, target in self._heads(said, batch)
         ]
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum(), said
 
     def set_metrics(self) -> dict[str, object]:
         return {

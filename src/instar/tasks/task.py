@@ -400,6 +400,15 @@ class Task(ABC):
     def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return the model's outputs before the loss: the function that growth preserves."""
 
+    def loss_and_outputs(
+        self, model: torch.nn.Module, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `loss_sum` and `outputs`. Called without gradients.
+
+        Default: two forward passes.
+        """
+        return self.loss_sum(model, batch), self.outputs(model, batch)
+
     def flops(self, weight: float) -> float:
         """Forward and backward FLOPs for samples of this total weight."""
         return weight * self.spec.flops(self.architecture, self.context)

@@ -238,6 +238,15 @@ class TextTask(Task):
         logits: torch.Tensor = model(batch["inputs"])
         return logits
 
+    def loss_and_outputs(
+        self, model: torch.nn.Module, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Task`; a single forward pass."""
+        from instar.models.loss import cross_entropy_sum
+
+        logits_BTV = self.outputs(model, batch)
+        return cross_entropy_sum(logits_BTV.flatten(0, 1), batch["targets"].flatten()), logits_BTV
+
     def sample_text(
         self, model: torch.nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int
     ) -> str:

@@ -57,8 +57,8 @@ from instar.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 
-PROBE_OUTPUTS = 1 << 22
-"""Maximum number of output elements on the probe, which has at least one held-out sample."""
+PROBE_WEIGHT = 256
+"""Loss weight, such as tokens, that the samples of a probe have together, if `PROBE_SAMPLES` have it."""
 
 
 class LabelBroken(ValueError):  # noqa: N818
@@ -205,8 +205,7 @@ def _prove(
     """Compare the new model with the old one on held-out samples."""
     old_task, device = parts.task, parts.world.device
     old: Evaluable = parts.stepper.strategy
-    with old.evaluating(None):
-        samples = probe_samples(parts.validation, old_task, old.bare, device)
+    samples = probe_samples(parts.validation, device)
 
     def probed(old: Evaluable, model: Evaluable, samples: ProbeSamples) -> tuple[Probe, Probe]:
         for one in (old, model):
@@ -259,14 +258,11 @@ def build_candidate_stepper(parts: Components, candidate: Candidate, after: Stat
     return made
 
 
-def probe_samples(
-    held_out: Source, task: Task, model: Module, device: torch.device
-) -> ProbeSamples:
+def probe_samples(held_out: Source, device: torch.device) -> ProbeSamples:
     """Return a few held-out samples, the same on every rank."""
-    one = to_device(held_out.read(np.arange(1)), device)
-    with evaluating(model), torch.no_grad(), generators_kept(device):
-        most = PROBE_OUTPUTS // task.outputs(model, one).numel()
-    indices = np.arange(max(1, min(PROBE_SAMPLES, most, len(held_out))))
+    most = min(PROBE_SAMPLES, len(held_out))
+    fewer = (n for n in range(1, most) if held_out.weights(np.arange(n)) >= PROBE_WEIGHT)
+    indices = np.arange(next(fewer, most))
     return ProbeSamples(to_device(held_out.read(indices), device), held_out.weights(indices))
 
 
@@ -278,5 +274,5 @@ def probe(task: Task, model: Module, samples: ProbeSamples) -> Probe:
     device = next(model.parameters()).device
     with evaluating(model), torch.no_grad(), generators_kept(device):
         seed_generators(0, EVALUATION, 0, device)
-        loss = task.loss_sum(model, samples.batch).item() / samples.weight
-        return Probe(task.outputs(model, samples.batch), loss)
+        loss_sum, outputs = task.loss_and_outputs(model, samples.batch)
+        return Probe(outputs, loss_sum.item() / samples.weight)

@@ -339,7 +339,7 @@ def _prove_on_samples(
     models = [
         _restored(task, build, each) for task, each in zip(tasks, (before, after), strict=True)
     ]
-    samples = probe_samples(tasks[0].held_out("val"), tasks[0], models[0], torch.device("cpu"))
+    samples = probe_samples(tasks[0].held_out("val"), torch.device("cpu"))
     pairs = [*zip(tasks, models, strict=True)]
     single = [copy.deepcopy(model) for model in models]
     try:
