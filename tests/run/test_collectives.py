@@ -28,7 +28,8 @@ KEYS = (
     "record.log_interval=1000",
 )
 FLAGS = 4
-"""float64 numbers: how many ranks stop, how many failed, a save request, a cancelled wait"""
+"""float64 numbers of a rank: how many ranks stop, how many failed, a save request, a cancelled wait"""
+KINDS = ("all_gather", "all_reduce")
 _SIZES = {"float": 4, "double": 8, "unsigned char": 1, "c10::BFloat16": 2}
 
 
@@ -87,12 +88,10 @@ def test_ddp_sends_the_flags_and_the_gradients_once(
     for trace in profiled(place, *keys):
         # rank 0 may send samples of several steps at once, whenever it has read them
         sent = [each for each in sent_in(trace) if each.kind not in ("send", "recv")]
-        assert Counter(each.kind for each in sent) == {"all_reduce": 2 * STEPS}
-        flags = [each for each in sent if each.numel == FLAGS]
-        gradients = [each for each in sent if each.numel != FLAGS]
-        assert len(flags) == len(gradients) == STEPS
-        assert {each.size for each in flags} == {8 * FLAGS}
-        assert len({each.size for each in gradients}) == 1
+        assert Counter(each.kind for each in sent) == {"all_gather": STEPS, "all_reduce": STEPS}
+        sizes = {kind: {each.size for each in sent if each.kind == kind} for kind in KINDS}
+        assert sizes["all_gather"] == {8 * FLAGS}
+        assert len(sizes["all_reduce"]) == 1
 
 
 def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
@@ -100,13 +99,16 @@ def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
     backward pass, so that only the exchange of the gradients takes time of its own."""
     keys = ("train.gradient_accumulation_steps=6",)
     for trace in profiled(place, *keys):
-        launched = sorted(e["ts"] for e in trace if e.get("name") == "c10d::allreduce_")
-        assert len(launched) == 2 * STEPS
+        sent, added = (
+            sorted(e["ts"] for e in trace if e.get("name") == name)
+            for name in ("c10d::allgather_", "c10d::allreduce_")
+        )
+        assert len(sent) == len(added) == STEPS
         waited = sorted(e["ts"] for e in trace if e.get("name") == WAIT)
         forward = [e["ts"] for e in trace if e.get("name") == "aten::embedding"]
         backward = [e["ts"] for e in trace if "EmbeddingBackward" in e.get("name", "")]
         assert len(waited) == STEPS
-        for flags, gradients, wait in zip(launched[::2], launched[1::2], waited, strict=True):
+        for flags, gradients, wait in zip(sent, added, waited, strict=True):
             passes = [at for at in forward if flags < at < gradients]
             assert len(passes) == 3
             assert max(passes) < wait < gradients
@@ -119,12 +121,12 @@ def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
     ("keys", "wanted"),
     [
         # the tree of four slices: a half of the gradients to either side, and the sums back
-        (("reproducible=elastic",), {"all_reduce": 1, "send": 2, "recv": 2}),
+        (("reproducible=elastic",), {"all_gather": 1, "send": 2, "recv": 2}),
         # weights of the root and of two blocks, the blocks' again backward; norms; gradients of three
-        (("parallel.strategy=fsdp",), {"all_reduce": 1, "all_gather": 6, "all_to_all": 3}),
+        (("parallel.strategy=fsdp",), {"all_gather": 7, "all_to_all": 3}),
         (
             ("parallel.strategy=fsdp", "parallel.fsdp.reshard_after_forward=false"),
-            {"all_reduce": 1, "all_gather": 4, "all_to_all": 3},
+            {"all_gather": 5, "all_to_all": 3},
         ),
     ],
     ids=["elastic", "fsdp", "kept whole"],
@@ -142,4 +144,4 @@ def test_local_steps_send_nothing_before_their_round_ends(place: tiny_run.Place)
     keys = ("parallel.strategy=diloco", "parallel.diloco.sync_every=3")
     for trace in profiled(place, *keys):
         found = Counter(each.kind for each in sent_in(trace))
-        assert found == {"all_reduce": 1, "all_gather": 2, "all_to_all": 1}
+        assert found == {"all_gather": 3, "all_to_all": 1}
