@@ -25,7 +25,7 @@ KEYS = (
     "train.gradient_accumulation_steps=2",
     *("eval.eval_interval=1000", "record.sample_tokens=0", "checkpoint.on_best=false"),
     # a line of the log adds the losses of all ranks, which is one message more
-    "record.log_interval=1000",
+    "record.log_interval=16",
 )
 FLAGS = 4
 """float64 numbers of a rank: how many ranks stop, how many failed, a save request, a cancelled wait"""
@@ -69,9 +69,9 @@ def sent_in(trace: list[dict[str, Any]]) -> list[Sent]:
     return sorted(found, key=lambda sent: sent.begin)
 
 
-def profiled(place: tiny_run.Place, *keys: str) -> list[list[dict[str, Any]]]:
+def profiled(place: tiny_run.Place, *keys: str, name: str = "run") -> list[list[dict[str, Any]]]:
     """The traces of both ranks."""
-    run_dir = place.path / "run"
+    run_dir = place.path / name
     sets = [word for text in (*KEYS, *keys) for word in ("--set", text)]
     words = ("train", "run.yaml", "--profile", f"{STEPS}it", "--set", f"record.run_dir={run_dir}")
     children = place.instar(*words, *sets, ranks=2, body="traced:with_shapes")
@@ -92,6 +92,22 @@ def test_ddp_sends_the_flags_and_the_gradients_once(
         sizes = {kind: {each.size for each in sent if each.kind == kind} for kind in KINDS}
         assert sizes["all_gather"] == {8 * FLAGS}
         assert len(sizes["all_reduce"]) == 1
+
+
+def test_gradients_travel_in_half_as_many_bytes(place: tiny_run.Place) -> None:
+    sizes = []
+    for exchange in ("float32", "bfloat16"):
+        traces = profiled(place, f"parallel.ddp.exchange={exchange}", name=exchange)
+        of_ranks = [{s.size for s in sent_in(t) if s.kind == "all_reduce"} for t in traces]
+        assert of_ranks[0] == of_ranks[1]
+        sizes.append(*of_ranks[0])
+    assert sizes[0] == 2 * sizes[1]
+    losses = [
+        [event["loss"] for event in tiny_run.events(place.path / name, "train")]
+        for name in ("float32", "bfloat16")
+    ]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
 def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
