@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,20 +61,20 @@ def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
     return wrapped
 
 
-def _mean_in_bfloat16(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _mean_in_bfloat16(world: World, bucket: Any) -> torch.futures.Future[Tensor]:
     """Communication hook of DDP: sets a bucket to its mean over all ranks, sent as bfloat16."""
-    gradients = bucket.buffer()
+    gradients: Tensor = bucket.buffer()
     rounded = (gradients / world.size).to(torch.bfloat16)
     future = dist.all_reduce(rounded, async_op=True).get_future()
 
     def widened(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
         return gradients.copy_(reduced.value()[0])
 
-    return future.then(widened)
+    return cast(torch.futures.Future[Tensor], future.then(widened))
 
 
-# DDP compares them with types, not with their names
-_mean_in_bfloat16.__annotations__ = get_type_hints(_mean_in_bfloat16)
+# DDP refuses annotations that are texts, as those of this file are
+_mean_in_bfloat16.__annotations__ = {}
 
 
 def copy_from_rank_0(world: World, model: nn.Module) -> None:
