@@ -161,3 +161,20 @@ def test_local_steps_send_nothing_before_their_round_ends(place: tiny_run.Place)
     for trace in profiled(place, *keys):
         found = Counter(each.kind for each in sent_in(trace))
         assert found == {"all_gather": 3, "all_to_all": 1}
+
+
+def test_rounded_gradients_that_are_not_finite_are_skipped_by_all_and_a_resumed_run_is_the_same(
+    place: tiny_run.Place,
+) -> None:
+    keys = ("parallel.ddp.exchange=bfloat16",)
+    whole, parts = place.path / "whole", place.path / "parts"
+    body = "failures:last_rank_has_nan_once"
+    children = place.train(whole, *keys, ranks=2, body=body)
+    assert codes(children) == [0, 0], said(children)
+    assert [event["step"] for event in tiny_run.events(whole, "skip")] == [8]
+    children = place.train(parts, *keys, "train.until=[12it]", ranks=2, body=body)
+    assert codes(children) == [0, 0], said(children)
+    until = ("--set", f"train.until=[{tiny_run.STEPS}it]")
+    children = place.resume(parts, *until, ranks=2)
+    assert codes(children) == [0, 0], said(children)
+    assert tiny_run.weights(parts) == tiny_run.weights(whole)
