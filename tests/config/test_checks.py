@@ -52,6 +52,11 @@ def test_the_defaults_fit_each_other() -> None:
             "parallel.elastic.virtual_ranks",
             "must be a power of two, got 6",
         ),
+        (
+            {"reproducible": "elastic", "parallel": {"ddp": {"exchange": "bfloat16"}}},
+            "parallel.ddp.exchange",
+            "cannot be combined with reproducible: elastic",
+        ),
         ({"reproducible": "elastic", "compile": True}, "compile", "cannot be combined with reproducible"),
         (
             {"parallel": {"fsdp": {"gather": "bfloat16"}}, "precision": "fp16"},

@@ -273,6 +273,15 @@ def _elastic(config: RunConfig) -> list[ConfigProblem]:
                 "remove one of them",
             )
         )
+    if config.parallel.ddp.exchange == "bfloat16":
+        found.append(
+            ConfigProblem(
+                ("parallel.ddp.exchange", "reproducible"),
+                "parallel.ddp.exchange: bfloat16 cannot be combined with reproducible: elastic: what is "
+                "rounded depends on how many ranks send it",
+                "remove one of them",
+            )
+        )
     return found
 
 

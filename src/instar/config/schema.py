@@ -315,6 +315,11 @@ class DDPConfig(Section):
     static_graph: bool = Field(False, description="the graph never changes between steps")
     gradient_as_bucket_view: bool = Field(True, description="gradients live inside the buckets")
     broadcast_buffers: bool = Field(False, description="send rank 0's buffers at every forward")
+    exchange: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="how gradients travel, and in what they are added; bfloat16, for slow networks: half as "
+        "much is sent",
+    )
 
 
 class ElasticConfig(Section):

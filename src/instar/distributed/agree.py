@@ -176,9 +176,13 @@ class ReducedFlags:
 class PendingFlags:
     """The handle of an asynchronous flag reduce."""
 
-    def __init__(self, world: World, vector: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, world: World, rows: Tensor, work: dist.Work | None) -> None:
+        """
+        Args:
+            rows: flags and sums of each rank, float64 [ranks, n], once `work` is done.
+        """
         self._world = world
-        self._vector = vector
+        self._rows = rows
         self._work = work
         self._number = world.position.arrived
 
@@ -188,12 +192,12 @@ class PendingFlags:
             with collective(self._world, "waiting for the other ranks' flags", self._number):
                 self._work.wait()
             self._work = None
-        stop, errors, *sums = self._vector.tolist()
+        stop, errors, *sums = self._rows.sum(0).tolist()
         return ReducedFlags(int(stop), int(errors), tuple(sums))
 
 
 class FlagReducer:
-    """Asynchronous all-reduce of stop and error flags and of sums, once per step of a run."""
+    """Asynchronous reduction of stop and error flags and of sums, once per step of a run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -210,12 +214,14 @@ class FlagReducer:
         if len(sums) != self._width:
             raise ValueError(f"expected {self._width} sums as in the first call, got {len(sums)}")
         flag = Flag(request)
-        vector = torch.tensor([flag is Flag.STOP, flag is Flag.ERROR, *sums], dtype=torch.float64)
+        own = torch.tensor([flag is Flag.STOP, flag is Flag.ERROR, *sums], dtype=torch.float64)
         if self._world.size == 1:
-            return PendingFlags(self._world, vector, None)
+            return PendingFlags(self._world, own[None], None)
+        rows = own.new_empty(self._world.size, len(own))
         with collective(self._world, "sending its flags"):
-            work = dist.all_reduce(vector, group=self._world.group, async_op=True)
-        return PendingFlags(self._world, vector, work)
+            # not an all-reduce, whose ring takes twice as many messages, one after the other
+            work = dist.all_gather(list(rows.unbind()), own, group=self._world.group, async_op=True)
+        return PendingFlags(self._world, rows, work)
 
 
 def _fault(error: BaseException) -> dict[str, Json]:

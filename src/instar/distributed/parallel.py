@@ -44,7 +44,7 @@ def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
     if world.size == 1:
         return model
     forward_sync: dict[str, Any] = {_FORWARD_SYNC: ddp.broadcast_buffers}
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=ddp.bucket_cap_mb,
@@ -55,6 +55,26 @@ def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
         init_sync=False,
         **forward_sync,
     )
+    if ddp.exchange == "bfloat16":
+        # torch's own bf16_compress_hook refuses gloo
+        wrapped.register_comm_hook(world, _mean_in_bfloat16)
+    return wrapped
+
+
+def _mean_in_bfloat16(world: World, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Communication hook of DDP: sets a bucket to its mean over all ranks, sent as bfloat16."""
+    gradients: Tensor = bucket.buffer()
+    rounded = (gradients / world.size).to(torch.bfloat16)
+    future = dist.all_reduce(rounded, async_op=True).get_future()
+
+    def widened(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return gradients.copy_(reduced.value()[0])
+
+    return cast(torch.futures.Future[Tensor], future.then(widened))
+
+
+# DDP refuses annotations that are texts, as those of this file are
+_mean_in_bfloat16.__annotations__ = {}
 
 
 def copy_from_rank_0(world: World, model: nn.Module) -> None:

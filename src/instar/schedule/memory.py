@@ -174,7 +174,8 @@ def _sent(
         each = 1 if options.exchange == "float32" else 2
         return round(2 * others * (gradients + state["optimizer"]) / each / options.sync_every)
     if strategy == "ddp":
-        return round(2 * others * gradients)
+        each = 1 if config.parallel.ddp.exchange == "float32" else 2
+        return round(2 * others * gradients / each)
     fsdp, replicas = config.parallel.fsdp, world_size // shards
     gathers = (2 if fsdp.reshard_after_forward else 1) * share.passes
     reductions = share.passes if fsdp.reduce_each_micro_batch else 1
