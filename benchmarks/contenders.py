@@ -4,8 +4,8 @@
 
 All take the same samples in the same order through the same module into the same optimizer. Told
 to by a line on stdin, a contender warms up and says on stdout which losses it saw; for every
-further line it makes `round` steps and says how many seconds they took. At the end of stdin it
-leaves. So no two of them ever compute at the same time.
+further line it makes `round` steps and says how many seconds they took, and the most memory that
+it had so far. At the end of stdin it leaves. So no two of them ever compute at the same time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import numpy as np
 import torch
@@ -45,15 +46,21 @@ from instar.tasks.language import LanguageSpec, LanguageTask
 
 
 class Pace:
-    """Holds a contender after its warm-up and after every round, and takes the time between."""
+    """Holds a contender after its warm-up and after every round, and takes the time between.
+
+    That is the processor's time of all threads of a process that computes with one thread, which
+    other work on the machine hardly changes; else wall-clock time.
+    """
 
     def __init__(self, told: TextIO, heard: TextIO, warmup: int, length: int, cuda: bool) -> None:
         self._told, self._heard = told, heard
         self._warmup, self._length, self._cuda = warmup, length, cuda
+        alone = not cuda and torch.get_num_threads() == 1
+        self._now = time.process_time if alone else time.perf_counter
         self._losses: list[Tensor] = []
         self._begun = 0.0
 
-    def watch(self, model: GPT) -> GPT:
+    def watch(self, model: nn.Module) -> nn.Module:
         """Note the loss of every forward pass until the warm-up is over."""
 
         def note(_: nn.Module, __: object, loss: Tensor) -> None:
@@ -69,19 +76,25 @@ class Pace:
             return
         if self._cuda:
             torch.cuda.synchronize()
-        now = time.perf_counter()
+        now = self._now()
         if beyond == 0:
             self._hook.remove()
             self._say([loss.item() for loss in self._losses])
         else:
-            self._say(now - self._begun)
+            self._say([now - self._begun, self._peak_bytes()])
         self.wait()
 
     def wait(self) -> None:
         """Until the next line. Raises SystemExit when there is none."""
         if not self._heard.readline():
             raise SystemExit(0)
-        self._begun = time.perf_counter()
+        self._begun = self._now()
+
+    def _peak_bytes(self) -> int:
+        if self._cuda:
+            return torch.cuda.max_memory_allocated()
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return kilobytes if sys.platform == "darwin" else 1024 * kilobytes
 
     def _say(self, value: object) -> None:
         self._told.write(json.dumps(value) + "\n")
@@ -126,6 +139,10 @@ class Work:
         ]
         betas = config.beta1, config.beta2
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+    def prepared_model(self, model: GPT) -> nn.Module:
+        """The model as the config wants it called."""
+        return cast(nn.Module, torch.compile(model)) if self.prepared.config.compile else model
 
     def autocast(self) -> AbstractContextManager[object]:
         if not self.bf16:
@@ -193,9 +210,7 @@ def instar(work: Work, pace: Pace) -> None:
         with Paced(Path(folder) / "events.jsonl") as sink:
             run_dir = RunDir(Path(folder))
             trainer = build(work.prepared, world, signal, sink, console, log, run_dir)
-            model = trainer.parts.stepper.bare_model
-            assert isinstance(model, GPT)
-            pace.watch(model)
+            pace.watch(trainer.parts.stepper.strategy.model)
             with closing(trainer):
                 trainer.train()
 
@@ -204,8 +219,9 @@ def bare(work: Work, pace: Pace) -> None:
     """PyTorch and nothing else: batches lie ready as tensors, nobody looks at the loss."""
     loader = DataLoader(work.windows(), work.batch_size)
     batches = [(b["inputs"].to(work.device), b["targets"].to(work.device)) for b in loader]
-    model = pace.watch(work.model())
-    optimizer = work.optimizer(model)
+    gpt = work.model()
+    model = pace.watch(work.prepared_model(gpt))
+    optimizer = work.optimizer(gpt)
     for step, (inputs, targets) in enumerate(batches, 1):
         with work.autocast():
             loss = model(inputs, targets) / targets.numel()
@@ -239,7 +255,8 @@ def hf(work: Work, pace: Pace) -> None:
         ) -> None:
             pace.stepped(state.global_step)
 
-    model = pace.watch(work.model())
+    model = work.model()
+    pace.watch(model)
     on_gpu = work.device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
@@ -277,7 +294,8 @@ def fabric(work: Work, pace: Pace) -> None:
         devices=1,
         precision="bf16-mixed" if work.bf16 else "32-true",
     )
-    gpt = pace.watch(work.model())
+    gpt = work.model()
+    pace.watch(gpt)
     model, optimizer = runtime.setup(gpt, work.optimizer(gpt))
     loader = runtime.setup_dataloaders(
         DataLoader(

@@ -3,9 +3,11 @@
     python benchmarks/throughput.py [--quick] [--threads N] [--heats N]
 
 The contenders (`contenders.py`) are processes that run in turns, a round of steps each, in
-random order, while the others wait. Ratios are taken within a round, so that what else the
-machine does meets both sides; the figure is their median. Every heat starts them anew: where a
-process's memory happens to lie makes it up to 3 % faster or slower for as long as it lives.
+random order, while the others wait. With one thread on a CPU, seconds are those of the processor,
+those of our thread that reads ahead included. Ratios are taken within a round, so that what else
+the machine does meets both sides. Every heat starts the processes anew: where a process's memory
+happens to lie makes it faster or slower for as long as it lives. The figure is the median of the
+heats' medians. The most memory of a process, with its libraries, is compared as well.
 """
 
 from __future__ import annotations
@@ -58,6 +60,44 @@ class Size:
     rounds: int
     """of each contender in a heat"""
     heats: int
+    best: tuple[str, ...] = ()
+    """the best settings, which are compared with a bare loop in float32 and with one of the same settings"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A process that takes part."""
+
+    contender: str
+    """its name in `contenders.py`"""
+    overrides: tuple[str, ...] = ()
+    """beside those of all"""
+
+
+@dataclass
+class Measured:
+    """What the rounds of the entries took, by name, in the order of heats."""
+
+    seconds: dict[str, list[list[float]]]
+    """[heat][round]"""
+    peak_bytes: dict[str, list[float]]
+    """[heat]"""
+
+    def ratios(self, name: str) -> list[float]:
+        """Instar's speed as a multiple of another's: each heat's median over its rounds."""
+        return [
+            statistics.median(them / us for them, us in zip(theirs, ours, strict=True))
+            for theirs, ours in zip(self.seconds[name], self.seconds["instar"], strict=True)
+        ]
+
+    def speeds(self, name: str, amount: float) -> list[float]:
+        """`amount` per second, of each heat."""
+        return [amount / statistics.median(rounds) for rounds in self.seconds[name]]
+
+    def memory(self, name: str) -> list[float]:
+        """Instar's most memory as a multiple of another's, by heat."""
+        pairs = zip(self.peak_bytes["instar"], self.peak_bytes[name], strict=True)
+        return [us / them for us, them in pairs]
 
 
 def gpt(layers: int, heads: int, width: int, context: int, batch: int) -> tuple[str, ...]:
@@ -73,19 +113,20 @@ def gpt(layers: int, heads: int, width: int, context: int, batch: int) -> tuple[
 CPU = (
     Size(
         "1 M",
-        ("device=cpu", "precision=fp32", *gpt(5, 4, 128, 128, 16)),
-        warmup=10,
-        round=10,
-        rounds=3,
+        ("device=cpu", "precision=fp32", "record.log_interval=5", *gpt(5, 4, 128, 128, 16)),
+        warmup=15,
+        round=5,
+        rounds=4,
         heats=5,
     ),
     Size(
         "10 M",
-        ("device=cpu", "precision=fp32", *gpt(6, 6, 384, 256, 8)),
-        warmup=10,
-        round=10,
-        rounds=2,
+        ("device=cpu", "precision=fp32", "record.log_interval=2", *gpt(6, 6, 384, 256, 8)),
+        warmup=4,
+        round=2,
+        rounds=3,
         heats=3,
+        best=("precision=auto", "compile=true"),
     ),
 )
 GPU = Size(
@@ -103,6 +144,7 @@ QUICK = Size(
     round=2,
     rounds=2,
     heats=1,
+    best=("precision=bf16",),
 )
 SAME = (
     "learning_rate.shape=constant",
@@ -113,20 +155,29 @@ SAME = (
 
 def main() -> None:
     words = parser(__doc__)
-    words.add_argument("--threads", type=int, help="of every contender; default: torch's own")
+    words.add_argument(
+        "--threads",
+        type=int,
+        help="of every contender; default: 1 on a CPU alone, so that processor time can be taken",
+    )
     words.add_argument("--heats", type=int, metavar="N", help="of every size; default: its own")
     parsed = words.parse_args()
     chosen = options(parsed)
-    if parsed.threads:
-        torch.set_num_threads(parsed.threads)
+    on_gpu = torch.cuda.is_available()
+    threads: int | None = parsed.threads or (None if on_gpu else 1)
+    if threads:
+        torch.set_num_threads(threads)
     names = present(chosen.quick)
-    sizes = (QUICK,) if chosen.quick else (*CPU, *([GPU] if torch.cuda.is_available() else []))
+    sizes = (QUICK,) if chosen.quick else (*CPU, *([GPU] if on_gpu else []))
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         data = text_for(Path(folder), 200_000 if chosen.quick else 8_000_000)
         for each in sizes:
             size = replace(each, heats=parsed.heats or each.heats)
-            cases += measure(size, (*size.overrides, *SAME, *data), names, parsed.threads)
+            overrides = (*size.overrides, *SAME, *data)
+            cases += measure(size, overrides, names, threads)
+            if size.best:
+                cases += measure_best(size, overrides, threads)
     libraries = ["transformers", "accelerate", "lightning"]
     installed = [name for name in libraries if importlib.util.find_spec(name)]
     publish("throughput", cases, chosen, libraries=installed, threads=torch.get_num_threads())
@@ -157,33 +208,29 @@ def text_for(folder: Path, size: int) -> tuple[str, ...]:
 def measure(
     size: Size, overrides: Sequence[str], names: Sequence[str], threads: int | None
 ) -> list[Case]:
-    """Speeds, Instar's ratio to each of the others, and its share of the peak."""
+    """Speeds, Instar's ratios to the others, and its share of the peak."""
     prepared = preflight(load(None, overrides), 1)
     arch, config = prepared.spec.architecture, prepared.config
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    peak = 0.0
-    for heat in range(size.heats):
-        peak = max(peak, measure_peak_flops(config.device, precision))
-        turns = random.Random(heat)
-        for name, taken in compete(size, overrides, names, threads, turns).items():
-            seconds[name] += taken
-        ratio = statistics.median(ratios(seconds, "bare"))
-        said = f"{size.name}: heat {heat + 1} of {size.heats}, Instar / bare loop {ratio:.3f}"
-        print(said, file=sys.stderr)
+    peak = measure_peak_flops(config.device, precision)
+    found = compete(size, overrides, {name: Entry(name) for name in names}, threads)
+    peak = max(peak, measure_peak_flops(config.device, precision))
     tokens = size.round * config.train.batch_size * arch.context
-    speeds = {name: [tokens / s for s in taken] for name, taken in seconds.items()}
-    used = [speed * flops_per_token(arch) / peak for speed in speeds["instar"]]
+    used = found.speeds("instar", tokens * flops_per_token(arch) / peak)
     title = f"{size.name} ({count_parameters(arch).total / 1e6:.3g} M)"
     batch = f"{config.train.batch_size}×{arch.context}"
     return [
-        *(case(f"{title}, {batch} tokens: {NAMES[n]}", speeds[n], "tokens/s") for n in names),
-        case(f"{title}: Instar / {NAMES['bare']}", ratios(seconds, "bare"), "ratio", least=0.98),
         *(
-            case(f"{title}: Instar / {NAMES[n]}", ratios(seconds, n), "ratio", above=1.0)
+            case(f"{title}, {batch} tokens: {NAMES[n]}", found.speeds(n, tokens), "tokens/s")
+            for n in names
+        ),
+        case(f"{title}: Instar / {NAMES['bare']}", found.ratios("bare"), "ratio", least=0.99),
+        *(
+            case(f"{title}: Instar / {NAMES[n]}", found.ratios(n), "ratio", above=1.0)
             for n in names
             if n in NEEDS
         ),
+        case(f"{title}: memory, Instar / {NAMES['bare']}", found.memory("bare"), "ratio", most=1.0),
         case(
             f"{title}: Instar's share of the measured peak FLOP/s",
             used,
@@ -193,39 +240,74 @@ def measure(
     ]
 
 
-def ratios(seconds: Mapping[str, Sequence[float]], name: str) -> list[float]:
-    """Instar's speed as a multiple of another's, round by round."""
-    return [them / us for them, us in zip(seconds[name], seconds["instar"], strict=True)]
+def measure_best(size: Size, overrides: Sequence[str], threads: int | None) -> list[Case]:
+    """Instar's speed with the best settings, against bare loops in float32 and with the same settings."""
+    entries = {
+        "instar": Entry("instar", size.best),
+        "same": Entry("bare", size.best),
+        "float32": Entry("bare"),
+    }
+    found = compete(size, overrides, entries, threads, differ=0.02)
+    title = f"{size.name}, {', '.join(size.best)}"
+    return [
+        case(
+            f"{title}: Instar / bare loop in float32", found.ratios("float32"), "ratio", least=1.4
+        ),
+        case(f"{title}: Instar / bare loop, the same", found.ratios("same"), "ratio", least=1.0),
+        case(f"{title}: memory, Instar / bare loop", found.memory("same"), "ratio", most=1.0),
+    ]
 
 
 def compete(
     size: Size,
     overrides: Sequence[str],
-    names: Sequence[str],
+    entries: Mapping[str, Entry],
     threads: int | None,
-    turns: random.Random,
-) -> dict[str, list[float]]:
-    """Seconds of each contender's rounds in one heat.
+    *,
+    differ: float = 1e-3,
+) -> Measured:
+    """Run all heats.
+
+    Args:
+        differ: how much losses may differ from Instar's, relatively.
 
     Raises:
         SystemExit: a contender failed, or did other work than Instar, as its first losses show.
     """
     steps = size.warmup + size.round * size.rounds
     asked = {
-        "overrides": [*overrides, f"train.until=[{steps + 1}it]"],
-        "warmup": size.warmup,
-        "round": size.round,
-        "steps": steps,
+        name: {
+            "overrides": [*overrides, *entry.overrides, f"train.until=[{steps + 1}it]"],
+            "warmup": size.warmup,
+            "round": size.round,
+            "steps": steps,
+        }
+        for name, entry in entries.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with ExitStack() as stack:
-        there = {name: stack.enter_context(started(name, asked, threads)) for name in names}
-        check_same_work({name: one.warm_up() for name, one in there.items()})
-        for _ in range(size.rounds):
-            # at random: turns that only rotate would leave everybody the same predecessor
-            for name in turns.sample(names, len(names)):
-                seconds[name].append(there[name].make_round())
-    return seconds
+    found = Measured({name: [] for name in entries}, {name: [] for name in entries})
+    for heat in range(size.heats):
+        turns = random.Random(heat)
+        seconds: dict[str, list[float]] = {name: [] for name in entries}
+        with ExitStack() as stack:
+            there = {
+                name: stack.enter_context(started(entry.contender, asked[name], threads))
+                for name, entry in entries.items()
+            }
+            losses = {name: one.warm_up() for name, one in there.items()}
+            check_same_work(losses, differ)
+            for _ in range(size.rounds):
+                # at random: turns that only rotate would leave everybody the same predecessor
+                for name in turns.sample(list(entries), len(entries)):
+                    taken, peak_bytes = there[name].make_round()
+                    seconds[name].append(taken)
+                    if len(seconds[name]) == size.rounds:
+                        found.peak_bytes[name].append(peak_bytes)
+        for name, each in seconds.items():
+            found.seconds[name].append(each)
+        ratios = {name: f"{found.ratios(name)[-1]:.3f}" for name in entries if name != "instar"}
+        said = f"{size.name}: heat {heat + 1} of {size.heats}, Instar / others {ratios}"
+        print(said, file=sys.stderr)
+    return found
 
 
 class Contender:
@@ -239,10 +321,10 @@ class Contender:
         losses: list[float] = self._go()
         return losses
 
-    def make_round(self) -> float:
-        """Seconds that the next round took."""
-        taken: float = self._go()
-        return taken
+    def make_round(self) -> tuple[float, int]:
+        """Seconds that the next round took, and the most bytes of memory so far."""
+        taken, peak_bytes = self._go()
+        return taken, peak_bytes
 
     def _go(self) -> Any:
         assert self.process.stdin is not None
@@ -277,14 +359,14 @@ def started(name: str, asked: Mapping[str, object], threads: int | None) -> Iter
         yield Contender(name, process, said)
 
 
-def check_same_work(losses: Mapping[str, Sequence[float]]) -> None:
+def check_same_work(losses: Mapping[str, Sequence[float]], differ: float) -> None:
     ours = losses["instar"]
     for name, theirs in losses.items():
         same = len(ours) == len(theirs) and all(
-            abs(a - b) <= 1e-3 * abs(a) for a, b in zip(ours, theirs, strict=True)
+            abs(a - b) <= differ * abs(a) for a, b in zip(ours, theirs, strict=True)
         )
         if not same:
-            sys.exit(f"{NAMES[name]} did other work than Instar: losses {theirs}, not {ours}")
+            sys.exit(f"{name} did other work than Instar: losses {theirs}, not {ours}")
 
 
 if __name__ == "__main__":

@@ -224,18 +224,21 @@ def test_what_is_due_in_a_round_comes_at_its_end(place: tiny_run.Place) -> None:
     assert all(frozen)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "due"), [(DILOCO, [10, 20]), (("parallel.strategy=ddp",), [8, 16, 20])]
+)
 def test_an_evaluation_that_a_stop_cut_short_is_made_by_the_resumed_run(
-    place: tiny_run.Place,
+    place: tiny_run.Place, strategy: tuple[str, ...], due: list[int]
 ) -> None:
-    """It was due in the middle of the round that the stop came after."""
-    keys = (*KEYS, *DILOCO, "eval.eval_interval=8")
+    """In a round it was due in the middle."""
+    keys = (*KEYS, *strategy, "eval.eval_interval=8")
     run_dir = place.path / "run"
     children = place.train(run_dir, *keys, ranks=2, body="apart:stopped_in_its_first_evaluation")
     assert tiny_run.codes(children) == [75, 75], tiny_run.said(children)
     assert steps_of(run_dir, "eval") == []
     children = place.resume(run_dir, ranks=2)
     assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
-    assert steps_of(run_dir, "eval") == [10, 20]
+    assert steps_of(run_dir, "eval") == due
 
 
 def test_a_model_grows_with_its_outer_momentum(place: tiny_run.Place) -> None:
@@ -333,14 +336,17 @@ def test_all_ranks_end_and_name_the_one_that_cannot_read(place: tiny_run.Place, 
     assert re.search(rf"rank 1 failed while in step {end}: OSError", log), log
 
 
-def test_all_ranks_end_and_name_the_one_that_cannot_evaluate(place: tiny_run.Place) -> None:
-    """They hear of it after the evaluation."""
+@pytest.mark.parametrize(("strategy", "step"), [(DILOCO, 10), (("parallel.strategy=ddp",), 7)])
+def test_all_ranks_end_and_name_the_one_that_cannot_evaluate(
+    place: tiny_run.Place, strategy: tuple[str, ...], step: int
+) -> None:
+    """They hear of it where they synchronize, after some micro-batches or at the end."""
     run_dir = place.path / "run"
-    keys = (*KEYS, *DILOCO, "eval.batch_size=4")
+    keys = (*KEYS, *strategy, "eval.batch_size=4")
     ranks = place.train(run_dir, *keys, ranks=2, body="apart:rank_1_cannot_evaluate")
     assert tiny_run.codes(ranks) == [4, 4], tiny_run.said(ranks)
     log = (run_dir / "logs" / "rank_0.log").read_text("utf-8")
-    assert "rank 1 failed while in evaluation at step 10: OSError: the disk is gone" in log
+    assert f"rank 1 failed while in evaluation at step {step}: OSError: the disk is gone" in log
 
 
 def test_a_rank_that_dies_or_freezes_in_a_round_is_named(place: tiny_run.Place) -> None:

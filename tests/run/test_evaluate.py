@@ -21,6 +21,7 @@ from tiny_run import codes, said
 from instar.distributed.world import World
 from instar.run.loop import validation
 from instar.run.loop.evaluate import (
+    ROUNDS_PER_REPORT,
     Evaluation,
     Metric,
     evaluate,
@@ -29,6 +30,7 @@ from instar.run.loop.evaluate import (
 )
 from instar.run.loop.trainer import Trainer
 from instar.tasks import text
+from instar.tasks.language import LanguageTask
 
 Make = Callable[..., Trainer]
 
@@ -115,6 +117,40 @@ def test_the_subset_is_the_same_whatever_the_batch_size_becomes(
     # batches of the 4 samples that the run began with; only eval_iters changes how many
     assert sizes == [8, 8, 8, 8, 8, 24]
     assert run.state.settings.batch_size == 8
+
+
+def test_ranks_synchronize_after_many_micro_batches(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow network each time costs its latency."""
+    run = trainer()
+    times = []
+    report = run.parts.sync.report
+    monkeypatch.setattr(
+        run.parts.sync, "report", lambda *a, **n: times.append(1) or report(*a, **n)
+    )
+    measure(run, batch_size=1, limit=40)
+    assert len(times) == 1 + 40 // ROUNDS_PER_REPORT == 3
+
+
+def test_a_rank_that_has_to_stop_skips_the_rest(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer()
+    measured = []
+
+    def stops(*arguments: Any, **named: Any) -> Any:
+        measured.append(1)
+        if len(measured) == 3:
+            run.parts.sync.request_stop("enough")
+        return LanguageTask.measure(run.parts.task, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(vars(run.parts.task), "measure", stops)
+    with pytest.raises(AssertionError):
+        measure(run, batch_size=1, limit=40)
+    assert len(measured) == 3
+    assert run.parts.sync.stop_requested
+    assert run.parts.sync.decision().reason == "enough"
 
 
 def test_the_subset_is_spread_and_without_repeats() -> None:

@@ -67,13 +67,7 @@ def persistent_buffers(model: Module) -> dict[str, Tensor]:
 
     Do not cache the result: a forward pass may replace a buffer, or fill one that was None.
     """
-    found: dict[str, Tensor] = {}
-    seen: set[Tensor] = set()
-    for name, buffer in _registered(model):
-        if buffer is not None and buffer not in seen:
-            seen.add(buffer)
-            found[name] = buffer
-    return found
+    return {name: buffer for name, buffer in _registered(model) if buffer is not None}
 
 
 def empty_buffers(model: Module) -> list[str]:
@@ -87,10 +81,15 @@ def has_buffers(model: Module) -> bool:
 
 
 def _registered(model: Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Yields persistent buffers by name, each tensor once."""
+    seen: set[Tensor] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+            if name in module._non_persistent_buffers_set or buffer in seen:
+                continue
+            if buffer is not None:
+                seen.add(buffer)
+            yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def model_tensors(model: Module) -> dict[str, Tensor]:
@@ -101,8 +100,10 @@ def model_tensors(model: Module) -> dict[str, Tensor]:
 
 def held_buffers(model: Module) -> dict[str, Tensor | None]:
     """Returns copies of all persistent buffers, including None, for `load_buffers`."""
-    filled = {name: buffer.detach().clone() for name, buffer in persistent_buffers(model).items()}
-    return {**filled, **dict.fromkeys(empty_buffers(model))}
+    return {
+        name: None if buffer is None else buffer.detach().clone()
+        for name, buffer in _registered(model)
+    }
 
 
 @torch.no_grad()

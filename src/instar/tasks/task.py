@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -411,7 +412,12 @@ class Task(ABC):
 
     def flops(self, weight: float) -> float:
         """Forward and backward FLOPs for samples of this total weight."""
-        return weight * self.spec.flops(self.architecture, self.context)
+        return weight * self._flops_per_weight
+
+    @cached_property
+    def _flops_per_weight(self) -> int:
+        # counting a table of parameters takes as long as a small model's update
+        return self.spec.flops(self.architecture, self.context)
 
 
 @runtime_checkable

@@ -71,7 +71,6 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
             autocast=parts.stepper.autocast,
             safe=parts.sync,
             together=together,
-            apart=parts.stepper.strategy.rounds is not None,
             on_predictions=written.add if written else None,
         )
     if result is None:

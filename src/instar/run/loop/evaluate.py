@@ -28,13 +28,17 @@ from instar.models.module import evaluating
 from instar.record.progress import tracked
 from instar.run.loop.generators import EVALUATION, generators_kept, seed_generators
 from instar.run.loop.step import to_device
-from instar.run.loop.sync_point import SyncPoint
+from instar.run.loop.sync_point import Stopped, SyncPoint
 from instar.tasks.logged import Logged, Pixels, TableData, recording, weighted
 from instar.tasks.metrics import compute, set_metrics, update
 from instar.tasks.task import Tally, Task
 
 EVEN_SHARES = 8
 """The number of micro-batches is a multiple of this, so that 2, 4 or 8 ranks get equal shares."""
+
+ROUNDS_PER_REPORT = 16
+"""Micro-batches of a rank between two synchronizations of all ranks, each of which takes as long as the
+network's latency."""
 
 
 @dataclass(frozen=True)
@@ -126,21 +130,20 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[object]],
     safe: SyncPoint,
     together: bool = False,
-    apart: bool = False,
     on_predictions: Callable[[Int64Array, Columns], None] | None = None,
 ) -> Evaluation | None:
     """Evaluate `model` over `source`; the result does not depend on the world size. A collective.
 
-    Each rank evaluates a contiguous part of the micro-batches. All ranks run the same number of
-    rounds and synchronize before each, so that a stop request or a failed read ends all ranks.
-    Random generators are seeded per micro-batch and restored at the end.
+    Each rank evaluates a contiguous part of the micro-batches. A rank that has to stop, or fails, skips
+    the rest of its part until the ranks synchronize: after `ROUNDS_PER_REPORT` micro-batches and at the
+    end. Random generators are seeded per micro-batch and restored at the end.
 
     Args:
         batch_size: maximum number of samples per micro-batch.
         limit: number of samples of a fixed random subset; None: the whole source.
         seed: of the subset and of the random generators.
-        together: forward passes are collectives: a rank without samples in a round runs a stand-in.
-        apart: ranks, on a slow network, synchronize before the first round and after the last only.
+        together: forward passes are collectives: ranks synchronize before each, and one without samples
+            in a round runs a stand-in.
         on_predictions: called with the numbers of this rank's samples and the task's predictions for them.
 
     Returns:
@@ -149,6 +152,8 @@ def evaluate(
     Raises:
         RunFailed, PeerError: a rank could not read or measure its samples.
     """
+    if safe.stop_requested:
+        return None
     started = time.perf_counter()
     indices = held_out_indices(len(source), limit, seed)
     batches = held_out_batches(indices, batch_size)
@@ -171,33 +176,42 @@ def evaluate(
             on_predictions(chosen, measured.predictions)
 
     failure: Exception | None = None
+    gives_up = False
+
+    def synchronize() -> None:
+        safe.finish(safe.report(failure, giving_up=gives_up), failure)
+
     kept = generators_kept(world.device) if task.random else nullcontext()
-    with evaluating(model), torch.no_grad(), kept, recording(logged):
-        rounds = range(math.ceil(len(batches) / world.size))
-        for round_number in tracked(rounds, "evaluating", "micro-batches", len(rounds)):
-            chosen = own_batches[round_number] if round_number < len(own_batches) else None
-            counts = chosen is not None
-            if together and not counts:
-                chosen = batches[0][:1]
-            if chosen is not None and task.random:
-                # random numbers must depend neither on the number of ranks nor on training
-                seed_generators(seed, EVALUATION, int(chosen[0]), world.device)
-            arrays = None
-            if failure is None:
-                arrays, failure = safe.attempt(partial(_read, source, chosen))
-            if round_number == 0 or not apart:
-                safe.finish(safe.report(failure), failure)
-                if safe.stop_requested:
-                    return None
-            if arrays is not None and chosen is not None:
-                run = partial(measure, chosen, arrays, first, counts=counts)
-                if together:  # the others wait in the forward pass, not for a report
-                    run()
-                else:
-                    # an error is raised on all ranks at the next report
-                    _, failure = safe.attempt(run)
-                first += len(chosen) if counts else 0
-    safe.finish(safe.report(failure), failure)
+    rounds = range(math.ceil(len(batches) / world.size))
+    try:
+        with evaluating(model), torch.no_grad(), kept, recording(logged):
+            for number in tracked(rounds, "evaluating", "micro-batches", len(rounds)):
+                world.moved()
+                chosen = own_batches[number] if number < len(own_batches) else None
+                counts = chosen is not None
+                if together and not counts:
+                    chosen = batches[0][:1]
+                if chosen is not None and task.random:
+                    # random numbers must depend neither on the number of ranks nor on training
+                    seed_generators(seed, EVALUATION, int(chosen[0]), world.device)
+                arrays = None
+                gives_up = gives_up or safe.wants_to_stop()
+                if failure is None and not gives_up:
+                    arrays, failure = safe.attempt(partial(_read, source, chosen))
+                if together:  # later the others would wait in the forward pass, not for a report
+                    synchronize()
+                if arrays is not None and chosen is not None:
+                    run = partial(measure, chosen, arrays, first, counts=counts)
+                    if together:
+                        run()
+                    else:
+                        _, failure = safe.attempt(run)
+                    first += len(chosen) if counts else 0
+                if not together and (number + 1) % ROUNDS_PER_REPORT == 0:
+                    synchronize()
+        synchronize()
+    except Stopped:
+        return None
     names = [name for name in task.metrics if name not in wholes]
     cut = {
         name: [_to_units(tally[name], place, task.cluster) for tally, place in tallies]

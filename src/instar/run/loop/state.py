@@ -34,7 +34,7 @@ class Progress:
     """seconds spent in training steps"""
 
     def __post_init__(self) -> None:
-        if min(dataclasses.astuple(self)) < 0:
+        if min(vars(self).values()) < 0:
             raise ValueError(f"totals are never negative: {self}")
 
     def after_step(self, samples: int, tokens: int, flops: float, seconds: float) -> Progress:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -59,23 +58,15 @@ class StepResult:
         return not math.isfinite(self.grad_norm)
 
 
-@runtime_checkable
-class KnowsSteps(Protocol):
-    """A model whose forward pass depends on the step, e.g. new parts that fade in gradually."""
-
-    def set_step(self, step: int) -> None:
-        """Set the step of the next forward pass."""
-        ...
-
-
 def enter(model: Module, step: int) -> None:
-    """Set the step of a model that `KnowsSteps`; no effect on others.
+    """Call `set_step(step)` of a model whose next forward pass depends on the step, e.g. new parts that
+    fade in gradually; no effect on others.
 
     Args:
         model: without wrappers.
     """
-    if isinstance(model, KnowsSteps):
-        model.set_step(step)
+    if (set_step := getattr(model, "set_step", None)) is not None:
+        set_step(step)
 
 
 def to_device(arrays: Columns, device: torch.device) -> Batch:

@@ -58,7 +58,6 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
             autocast=stepper.autocast,
             safe=parts.sync,
             together=stepper.strategy.together,
-            apart=stepper.strategy.rounds is not None,
         )
     if result is None:
         return state
