@@ -286,6 +286,13 @@ def _write_rate(folder: Path, limit_s: float) -> float:
     return written / (time.perf_counter() - begun)
 
 
+def _precision(devices: list[torch.device]) -> str:
+    """Return what `precision: auto` would be."""
+    if not all(map(has_bf16, devices)):
+        return "fp32"
+    return "bf16" if devices[0].type == "cuda" else "bf16, of small models fp32"
+
+
 def _settings(devices: list[torch.device]) -> dict[str, str | int]:
     """Return what the settings `auto`, and those left out, would be here, of a language model."""
     config = RunConfig()
@@ -297,7 +304,7 @@ def _settings(devices: list[torch.device]) -> dict[str, str | int]:
     return {
         "device": devices[0].type,
         "ranks": ranks,
-        "precision": "bf16" if all(map(has_bf16, devices)) else "fp32",
+        "precision": _precision(devices),
         "parallel.strategy": config.parallel.strategy,
         "parallel.backend": "none"
         if ranks == 1
