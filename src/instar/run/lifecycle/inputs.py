@@ -159,7 +159,7 @@ def resolve_precision(prepared: Prepared, world: World) -> tuple[Prepared, str]:
     reason, gain = prepared.spec.fp32_reason(world.device.type), 0.0
     if not reason:
         gain = bf16_gain(world.device)
-        reason = "" if gain >= _BF16_GAIN else f"{_gain_text(world.device, gain)} here"
+        reason = "" if is_bf16_faster(gain) else f"{_gain_text(world.device, gain)} here"
     refused = [
         f"{text}{f' (rank {rank})' if world.size > 1 else ''}"
         for rank, text in enumerate(cast(list[str], gather(world, reason)))
@@ -180,9 +180,9 @@ def bf16_gain(device: torch.device) -> float:
     return measure_bf16_gain() if has_bf16_units() else 0.0
 
 
-def has_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies bf16 matrices in hardware, and faster than those of float32."""
-    return bf16_gain(device) >= _BF16_GAIN
+def is_bf16_faster(gain: float) -> bool:
+    """Whether products in bf16 gain enough for a step in bf16 to be faster, unless its products are small."""
+    return gain >= _BF16_GAIN
 
 
 def _gain_text(device: torch.device, gain: float) -> str:

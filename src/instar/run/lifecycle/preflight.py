@@ -167,10 +167,11 @@ def foreseen_precision(prepared: Prepared) -> str:
     config = prepared.config
     if config.precision != "auto":
         return config.precision
-    on_gpu = config.device.startswith("cuda")
-    reason = prepared.spec.fp32_reason("cuda" if on_gpu else "cpu")
+    on_gpu = prepared.spec.fp32_reason("cuda")
+    reason = on_gpu if config.device.startswith("cuda") else prepared.spec.fp32_reason("cpu")
     if reason:
-        return f"fp32{'' if config.device != 'auto' else ' on a CPU'}: {reason}"
+        only_here = config.device == "auto" and not on_gpu
+        return f"fp32{' on a CPU' if only_here else ''}: {reason}"
     return "bf16, if the run measures at its start that the device is faster in it"
 
 
