@@ -7,7 +7,7 @@ same 4 × 128 GPT of context 64 (parameters within 2 %), and the same evaluation
 validation set, every token once. The plain contenders make 2,000 steps of 768 tokens under the same
 AdamW recipe. The target of a seed is the loss that the bare loop reaches at its end, and 0.015 on top:
 what one plain recipe differs from another by chance. Contenders are processes, one after the other,
-in an order that turns with every seed.
+in an order that turns with every seed. One grows from 2 layers to 4, also within 2 % in the end.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 
 from instar.config.load import load
 from instar.data.text.prepare import prepare
-from instar.models.shape import count_parameters
 from instar.record.events import Eval, read_events
 from instar.run.lifecycle.preflight import preflight
+from instar.schedule.checks import load_checked
 from report import Case, case, options, parser, publish
 from throughput import NEEDS, present
 
@@ -34,8 +34,14 @@ CHANCE = 0.015
 """nats: the finals of one plain recipe with three seeds lie within 0.02 of each other"""
 
 SHAPE = ("model.n_layer=4", "model.n_head=4", "model.n_embd=128", "model.context=64")
+GROWN = (
+    "model.n_layer=2",
+    'schedule=[{"name": "stack_layers", "value": 2, "when": {"at_fraction": 0.35}}]',
+)
+"""Two layers become the four of the others."""
 NAMES = {
     "instar-fast": "Instar, preset fast",
+    "instar-fast-grown": "Instar, preset fast, grown from 2 layers",
     "instar-plain": "Instar, preset plain",
     "bare": "bare PyTorch loop",
     "bare-bf16": "bare PyTorch loop, bf16 autocast",
@@ -125,16 +131,22 @@ def text_for(folder: Path, size: int) -> tuple[str, ...]:
 
 
 def parameters(name: str, data: Sequence[str]) -> int:
-    preset = name.removeprefix("instar-")
-    loaded = load(None, (f"preset={preset}", *SHAPE, *data))
-    return count_parameters(preflight(loaded, 1).spec.architecture).total
+    """Of the final model."""
+    loaded = load_checked(None, (*of(name), *data, "train.until=[100it]"))
+    return preflight(loaded, 1).forecast.stages[-1].parameters.total
+
+
+def of(name: str) -> tuple[str, ...]:
+    """Overrides that make one of our contenders."""
+    preset = name.removeprefix("instar-").removesuffix("-grown")
+    return (f"preset={preset}", *SHAPE, *(GROWN if name.endswith("-grown") else ()))
 
 
 def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path) -> Reached:
     """One contender's process, from its start to its end."""
-    steps = effort.fast_steps if name == "instar-fast" else effort.plain_steps
+    steps = effort.fast_steps if name.startswith("instar-fast") else effort.plain_steps
     if name.startswith("instar"):
-        return run_instar(name.removeprefix("instar-"), seed, steps, data, folder)
+        return run_instar(name, seed, steps, data, folder)
     script = Path(__file__).with_name("plain_recipes.py")
     asked = {"data": str(folder / "tokens"), "seed": seed, "steps": steps}
     begun = time.time()
@@ -150,11 +162,10 @@ def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path)
     return Reached(tuple((one["time"] - begun, one["loss"]) for one in said))
 
 
-def run_instar(preset: str, seed: int, steps: int, data: Sequence[str], folder: Path) -> Reached:
-    run_dir = folder / f"{preset}-{seed}"
+def run_instar(name: str, seed: int, steps: int, data: Sequence[str], folder: Path) -> Reached:
+    run_dir = folder / f"{name}-{seed}"
     settings = (
-        f"preset={preset}",
-        *SHAPE,
+        *of(name),
         *data,
         "train.batch_size=12",
         f"seed={seed}",
@@ -171,7 +182,7 @@ def run_instar(preset: str, seed: int, steps: int, data: Sequence[str], folder: 
         check=False,
     )
     if done.returncode:
-        sys.exit(f"Instar, preset {preset}, failed:\n{done.stderr}")
+        sys.exit(f"{NAMES[name]} failed:\n{done.stderr}")
     events = read_events(run_dir / "events.jsonl")
     return Reached(tuple((e.time - begun, e.loss) for e in events if isinstance(e, Eval)))
 
@@ -195,7 +206,7 @@ def cases(found: Mapping[str, Sequence[Reached]], sizes: Mapping[str, int]) -> l
         name: [ours / bare for ours, bare in zip(taken, seconds["bare"], strict=False)]
         for name, taken in seconds.items()
     }
-    bars = {"instar-fast": 0.25, "instar-plain": 1.0}
+    bars = {"instar-fast": 0.25, "instar-fast-grown": 0.15, "instar-plain": 1.0}
     return [
         *(case(f"parameters: {NAMES[name]}", [float(n)], "count") for name, n in sizes.items()),
         *(

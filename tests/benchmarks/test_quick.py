@@ -47,6 +47,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("gpu", "tiny: stall of a save / step"),
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
+        ("ablation", "with no QK-norm: time to its loss / its time"),
         ("finetune", "llama: losses of a step differ by, at most"),
         ("growth", "Muon, 4 × 16, 1: grown, compute"),
         ("family", "family of three, all decayed: compute"),
@@ -75,8 +76,8 @@ def test_a_smoke_run_leaves_whole_results(
     assert {"instar", "python", "torch"} <= result["versions"].keys()
     for case in result["cases"]:
         assert case.keys() == {"case", "figure", "unit", "spread", "bar", "ok"}
-        # what a delta adds to steps is a difference, which noise may turn around
-        assert case["figure"] >= 0 or case["unit"] == "%"
+        # differences, which noise may turn around
+        assert case["figure"] >= 0 or case["unit"] in ("%", "Δ nats")
         assert case["spread"] >= 0
         assert (case["bar"] is None) == (case["ok"] is None)
     cases = {case["case"]: case for case in result["cases"]}

@@ -57,6 +57,9 @@ def test_the_doctor_says_what_a_machine_has_and_what_to_change(instar: Instar, p
     checks = {check["what"]: check for check in found["checks"]}
     assert {"devices", "host's name", "CPU cores", "open files", "disk of runs"} <= set(checks)
     assert found["settings"]["parallel.backend"] == "none"
+    # the tests' processor has no bf16 units, see conftest.py
+    assert found["settings"]["precision"] == "fp32"
+    assert checks["fast matrix units for"]["found"] == "float32 only"
     assert not (place / "runs").exists()
     text = instar("doctor", "--quick").stdout
     assert all(what in text for what in checks)

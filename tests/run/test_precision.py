@@ -16,14 +16,17 @@ from forks import children_as_ranks, forks
 
 from instar.config.load import Loaded, load
 from instar.distributed.world import World
+from instar.models.cost import bf16_pays
 from instar.record import system
 from instar.record.events import Train, Warn, read_events
 from instar.record.rundir import RunDir
 from instar.record.system import PeakFlops
+from instar.run.lifecycle import inputs
 from instar.run.lifecycle.inputs import resolve_precision
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.lifecycle.resume import Resume, continuation
 from instar.run.loop.trainer import Trainer
+from instar.tasks.task import TaskSpec
 
 HERE = World(0, 0, 1, torch.device("cpu"), "none")
 CPU = torch.device("cpu")
@@ -70,24 +73,63 @@ def test_bf16_units_are_those_that_the_kernel_lists(
     assert not system.has_bf16_units()
 
 
-def test_auto_takes_bf16_where_there_are_units(
-    cpuinfo: Callable[[str], None], prepared: Callable[..., Prepared]
+LARGE = ("model.n_embd=256", "train.batch_size=16", "model.context=64")
+
+
+def test_auto_takes_bf16_where_it_is_faster(
+    cpuinfo: Callable[[str], None],
+    prepared: Callable[..., Prepared],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def resolved(*overrides: str) -> tuple[str, str]:
+        found, reason = resolve_precision(prepared(*overrides), HERE)
+        return found.config.precision, reason
+
+    monkeypatch.setattr(inputs, "measure_bf16_gain", lambda: 4.0)
     cpuinfo("flags\t: avx512_bf16")
     for preset in ("fast", "plain"):
-        asked = prepared(f"preset={preset}")
-        assert asked.config.precision == "auto"
-        assert resolve_precision(asked, HERE).config.precision == "bf16"
-    assert resolve_precision(prepared("precision=fp32"), HERE).config.precision == "fp32"
+        assert prepared(f"preset={preset}", *LARGE).config.precision == "auto"
+        precision, reason = resolved(f"preset={preset}", *LARGE)
+        assert precision == "bf16"
+        assert "4.0 times" in reason
+    precision, reason = resolved("preset=fast", *LARGE, "model.n_embd=32")
+    assert precision == "fp32"
+    assert "32 × 32" in reason
+    assert resolved("precision=fp32", *LARGE) == ("fp32", "")
+    # units that are slower than those for float32
+    monkeypatch.setattr(inputs, "measure_bf16_gain", lambda: 0.6)
+    precision, reason = resolved("preset=fast", *LARGE)
+    assert precision == "fp32"
+    assert "0.6 times" in reason
     cpuinfo("flags\t: avx512_vnni")
-    assert resolve_precision(prepared("preset=fast"), HERE).config.precision == "fp32"
-    assert resolve_precision(prepared("precision=bf16"), HERE).config.precision == "bf16"
+    precision, reason = resolved("preset=fast", *LARGE)
+    assert precision == "fp32"
+    assert "no bf16 units" in reason
+    assert resolved("precision=bf16", *LARGE) == ("bf16", "")
 
 
-def test_other_tasks_keep_fp32_unless_told(cpuinfo: Callable[[str], None]) -> None:
-    cpuinfo("flags\t: avx512_bf16")
+@pytest.mark.parametrize(
+    ("width", "tokens", "pays"),
+    [(32, 4096, False), (64, 1024, False), (64, 2048, True), (128, 256, False), (128, 768, True)],
+)
+def test_small_products_do_not_pay(width: int, tokens: int, pays: bool) -> None:
+    assert bf16_pays(width, tokens) == pays
+
+
+def test_the_gain_is_measured_with_one_thread_and_leaves_them_as_they_were() -> None:
+    torch.set_num_threads(2)
+    try:
+        assert 0 < system.measure_bf16_gain() < 100
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_other_tasks_keep_fp32_unless_told(prepared: Callable[..., Prepared]) -> None:
     assert load(None, ["task=graph"]).config.precision == "auto"
-    assert not load(None, ["task=graph"]).config.prefers_bf16
+    spec = prepared().spec
+    assert "task language" in TaskSpec.fp32_reason(spec, "cuda")
+    assert not spec.fp32_reason("cuda")
 
 
 def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
@@ -105,12 +147,23 @@ def test_all_ranks_must_have_units(tmp_path: Path, older: int, expected: str) ->
     (tmp_path / "squares.txt").write_text(tiny_run.TEXT, encoding="utf-8")
     (tmp_path / "run.yaml").write_text(tiny_run.CONFIG, encoding="utf-8")
     body = "failures:bf16_units_except_on_rank"
-    words = ["train", "run.yaml", "--set", "record.run_dir=run", "--set", "train.until=[2it]"]
+    sets = ("record.run_dir=run", "train.until=[2it]", "model.n_embd=256")
+    words = ["train", "run.yaml", *(word for text in sets for word in ("--set", text))]
     ranks = children_as_ranks(place.forks, 2, body, words, older, place=place.path)
     assert tiny_run.codes(ranks) == [0, 0], tiny_run.said(ranks)
     text = (place.path / "run" / "run.yaml").read_text(encoding="utf-8")
-    assert re.search(rf"^precision: {expected} +# auto$", text, re.MULTILINE)
+    reason = (
+        "bf16 matrix products are 4.0 times"
+        if expected == "bf16"
+        else ".* no bf16 units.* .rank 1.$"
+    )
+    assert re.search(rf"^precision: {expected} +# auto: {reason}", text, re.MULTILINE)
     assert load(str(place.path / "run" / "run.yaml")).config.precision == expected
+    # resumed by one rank without units, it keeps its precision, and warns where that is slow
+    assert tiny_run.codes(place.resume(Path("run"), "--until", "4it")) == [0]
+    assert load(str(place.path / "run" / "run.yaml")).config.precision == expected
+    told = warnings(place.path / "run" / "events.jsonl")
+    assert any("bf16 on a processor without" in text for text in told) == (expected == "bf16")
 
 
 def warnings(path: Path) -> list[str]:

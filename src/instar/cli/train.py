@@ -202,7 +202,7 @@ def _forecast(
 ) -> int:
     from instar.distributed.launch import torchrun_line
     from instar.record.system import host_bytes
-    from instar.run.lifecycle.preflight import preflight, suggestion
+    from instar.run.lifecycle.preflight import foreseen_precision, preflight, suggestion
     from instar.run.lifecycle.resume import automatic
     from instar.run.lifecycle.start import starting_weights
     from instar.schedule.expected import expected, saving_values
@@ -214,14 +214,17 @@ def _forecast(
     weights = starting_weights(loaded, prepared.spec) if new else None
     line = torchrun_line(argv, ranks, devices, port=loaded.config.parallel.master_port)
     saving = expected(prepared.forecast, loaded, cfg)
+    precision = foreseen_precision(prepared)
     if as_json:
         more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
         more |= saving_values(saving)
+        more["precision"] = precision
         print_json({**prepared.forecast.to_dict(), **more, "torchrun": line})
         return 0
     if weights:
         click.echo(f"weights   {weights.about}")
     click.echo(render(prepared.forecast, saving))
+    click.echo(f"precision   {precision}")
     if loaded.config.device == "cpu" and (
         better := suggestion(loaded, prepared.forecast, host_bytes() // ranks)
     ):

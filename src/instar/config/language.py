@@ -184,10 +184,6 @@ class TextConfig(RunConfig):
     def rank_conflicts(self, world_size: int) -> list[ConfigProblem]:
         return data_rank_checks(self.data, world_size)
 
-    @property
-    def prefers_bf16(self) -> bool:
-        return True
-
 
 class LanguageConfig(TextConfig):
     """A whole run of a GPT on text."""

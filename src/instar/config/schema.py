@@ -459,7 +459,7 @@ class RunConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
         description="of the forward pass; weights stay fp32; auto: bf16 for a language model where "
-        "every rank's device has units for it, else fp32",
+        "it is faster on every rank's device, else fp32",
     )
     tf32: bool = Field(
         True,
@@ -529,11 +529,6 @@ class RunConfig(Section):
     def rank_conflicts(self, world_size: int) -> list[ConfigProblem]:  # noqa: ARG002
         """Return conflicts of this task's own keys with a number of ranks."""
         return []
-
-    @property
-    def prefers_bf16(self) -> bool:
-        """Whether `precision: auto` may choose bf16: the task trains equally well in it."""
-        return False
 
     @property
     def measures_noise(self) -> bool:

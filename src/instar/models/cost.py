@@ -20,6 +20,10 @@ MATERIALIZED_UP_TO = 512
 of torch's fused kernel is slower there (8.0 against 1.1 ms at 12 × 4 heads × 64 tokens, 94 against
 80 ms at 512)."""
 
+_BF16_FROM = 2**23
+"""Multiplications of the activations with a width × width matrix. Steps in both precisions took the same time at
+3 to 4 million on a CPU with AMX, for widths of 32, 64 and 128 (docs/benchmarks.md)."""
+
 _CHUNKED_FROM_LOGITS = {"cpu": 2**20, "cuda": 2**28}
 _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
 _CHUNK_ROWS = {"cpu": (128, 512), "cuda": (1024, 8192)}
@@ -54,6 +58,12 @@ def chunk_rows(tokens: int, vocab_size: int, device: str = "cpu") -> int | None:
 def materializes_scores(context: int, low_precision: bool, device: str) -> bool:
     """Whether attention materializes a context × context matrix of scores per head."""
     return low_precision and device == "cpu" and context <= MATERIALIZED_UP_TO
+
+
+def bf16_pays(width: int, tokens: int) -> bool:
+    """Whether a step of `tokens` tokens is large enough for bf16 to be faster than float32 on a CPU whose
+    bf16 matrix products are: small ones take no longer than casting their operands."""
+    return tokens * width**2 >= _BF16_FROM
 
 
 def repeats_keys(low_precision: bool, device: str) -> bool:

@@ -17,7 +17,6 @@ from instar.data.source import IGNORED
 from instar.models.architecture import Architecture, resolve, section_of
 from instar.models.cost import NONE_FROZEN, FrozenParameters, memory_estimate
 from instar.models.shape import ArchitectureError
-from instar.record.system import has_bf16_units
 from instar.tasks.task import Batch, SavedModel
 from instar.tasks.text import TextSpec, TextTask
 
@@ -81,12 +80,18 @@ class LanguageSpec(TextSpec):
             still,
             batch_size=batch_size,
             context=context,
-            precision=_likely(config.precision, device),
+            precision=self._likely_precision(device),
             optimizer=config.optimizer.name,
             ema=config.train.ema is not None,
             gradient_checkpointing=config.train.gradient_checkpointing,
             device=device,
         )
+
+    def _likely_precision(self, device: str) -> Literal["fp32", "bf16", "fp16"]:
+        """Return the precision; for `auto`, the likely one of a device that is not initialised yet."""
+        if self.config.precision != "auto":
+            return self.config.precision
+        return "fp32" if self.fp32_reason(device) else "bf16"
 
     def style(self, architecture: Architecture) -> list[tuple[str, list[str]]]:
         arch = architecture
@@ -129,15 +134,6 @@ def resolved(loaded: Loaded, vocab_size: int) -> Architecture:
         raise ConfigError(
             *(loaded.problem(m.keys[0], m.message, hint or m.hint) for m in error.problems)
         ) from None
-
-
-def _likely(
-    precision: Literal["auto", "fp32", "bf16", "fp16"], device: str
-) -> Literal["fp32", "bf16", "fp16"]:
-    """Return the precision; for `auto`, the likely one of a device that is not initialised yet."""
-    if precision != "auto":
-        return precision
-    return "bf16" if device != "cpu" or has_bf16_units() else "fp32"
 
 
 class LanguageTask(TextTask):

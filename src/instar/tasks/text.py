@@ -28,8 +28,9 @@ from instar.data.text.tokenizer import (
     named_tokenizer,
     token_bytes,
 )
-from instar.models.cost import flops_per_token
+from instar.models.cost import bf16_pays, flops_per_token
 from instar.models.shape import TransformerShape
+from instar.record.system import has_bf16_units
 from instar.tasks.task import Batch, Measured, Say, Tally, Task, TaskSpec
 
 if TYPE_CHECKING:
@@ -114,6 +115,20 @@ class TextSpec(TaskSpec):
             f"of {vocabulary:,} is assumed"
         )
         return cls(config, cls.resolved(loaded, vocabulary), lambda _: None)
+
+    def fp32_reason(self, device: str) -> str:
+        if device != "cpu":
+            return ""
+        if not has_bf16_units():
+            return "this processor has no bf16 units, or ONEDNN_MAX_CPU_ISA hides them"
+        # of the config, so that all numbers of ranks train in the same precision
+        width, tokens = (
+            self.architecture.sizes()["embed"],
+            self.config.train.batch_size * self.config.context,
+        )
+        if not bf16_pays(width, tokens):
+            return f"products of {tokens:,} tokens with {width} × {width} weights are too small for bf16"
+        return ""
 
     @cached_property
     def token_bytes(self) -> NDArray[np.int64] | None:

@@ -24,7 +24,7 @@ from instar.distributed.launch import threads_per_rank
 from instar.distributed.placement import is_loopback, usable_cores
 from instar.record.format import bytes_text
 from instar.record.system import cpu_model, measure_peak_flops, torch_dtype
-from instar.run.lifecycle.inputs import has_bf16
+from instar.run.lifecycle.inputs import bf16_gain, is_bf16_faster
 
 _BLOCK_BYTES = 8 << 20
 _DISK_BYTES = 256 << 20
@@ -104,14 +104,18 @@ def _devices(devices: list[torch.device]) -> MachineCheck:
 
 
 def _precisions(device: torch.device) -> MachineCheck:
-    wide = has_bf16(device)
+    gain = bf16_gain(device)
+    wide = is_bf16_faster(gain)
     units = ["bf16"] if wide else []
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         units += ["fp16"] if (major, minor) >= (7, 0) else []
         units += ["TF32"] if major >= 8 else []
     advice = "" if wide or device.type == "cpu" else "use precision: fp16"
-    return MachineCheck("fast matrix units for", ", ".join(units) or "float32 only", advice)
+    text = ", ".join(units) or "float32 only"
+    if device.type == "cpu" and gain:
+        text += f"; bf16 products {gain:.1f} times as fast as float32"
+    return MachineCheck("fast matrix units for", text, advice)
 
 
 def _products(device: torch.device) -> MachineCheck:
@@ -286,6 +290,13 @@ def _write_rate(folder: Path, limit_s: float) -> float:
     return written / (time.perf_counter() - begun)
 
 
+def _precision(devices: list[torch.device]) -> str:
+    """Return what `precision: auto` would be."""
+    if not all(is_bf16_faster(bf16_gain(device)) for device in devices):
+        return "fp32"
+    return "bf16" if devices[0].type == "cuda" else "bf16, of small models fp32"
+
+
 def _settings(devices: list[torch.device]) -> dict[str, str | int]:
     """Return what the settings `auto`, and those left out, would be here, of a language model."""
     config = RunConfig()
@@ -297,7 +308,7 @@ def _settings(devices: list[torch.device]) -> dict[str, str | int]:
     return {
         "device": devices[0].type,
         "ranks": ranks,
-        "precision": "bf16" if all(map(has_bf16, devices)) else "fp32",
+        "precision": _precision(devices),
         "parallel.strategy": config.parallel.strategy,
         "parallel.backend": "none"
         if ranks == 1

@@ -60,7 +60,7 @@ def build(
         weights: on rank 0, those that the run starts from; None: initial values.
         hooks: see `instar.run.loop.hooks`; those of the task are called first.
     """
-    config = resolve_precision(prepared, world).config
+    config = resolve_precision(prepared, world)[0].config
     elastic = config.parallel.elastic if config.reproducible == "elastic" else None
     if elastic:
         _round_alike(elastic.threads, world.device)

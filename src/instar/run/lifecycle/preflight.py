@@ -162,6 +162,19 @@ def preflight(
     return _resolved(config, spec, checked)
 
 
+def foreseen_precision(prepared: Prepared) -> str:
+    """Return the precision of a run on this machine, and why, as far as it is known without torch."""
+    config = prepared.config
+    if config.precision != "auto":
+        return config.precision
+    on_gpu = prepared.spec.fp32_reason("cuda")
+    reason = on_gpu if config.device.startswith("cuda") else prepared.spec.fp32_reason("cpu")
+    if reason:
+        only_here = config.device == "auto" and not on_gpu
+        return f"fp32{' on a CPU' if only_here else ''}: {reason}"
+    return "bf16, if the run measures at its start that the device is faster in it"
+
+
 FORECAST_SHARE = 0.9
 """Share of a device's memory that a forecast may take: it leaves out the allocator's."""
 MAX_ERROR_FACTOR = 10

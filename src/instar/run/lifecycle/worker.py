@@ -239,8 +239,9 @@ def _run_rank(
             check_memory(loaded, prepared.forecast, world.device.type, of_gpu, here)
         derived = set(prepared.derived)
         if prepared.config.precision == "auto":
-            prepared = resolve_precision(prepared, world)
-            loaded = replace(loaded, origins={**loaded.origins, "precision": "auto"})
+            prepared, reason = resolve_precision(prepared, world)
+            logger.info("precision: auto is %s: %s", prepared.config.precision, reason)
+            loaded = replace(loaded, origins={**loaded.origins, "precision": f"auto: {reason}"})
             derived.add("precision")
         with raise_on_all_ranks(world, "checking the config"):
             if resumed is not None:
