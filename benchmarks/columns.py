@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from study import Arm, Change, Run, Shape, flops_per_step
 
 SMALLER = (2, 4)
-"""What the final size's layers are divided by for sizes that do not grow."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +146,19 @@ def column(
     ramped: Sequence[Way] = (),
     together: float | None = None,
     budgets: tuple[float, float] = (0.62, 0.8),
+    smaller: Sequence[int] = SMALLER,
 ) -> Column:
     """One of a final size.
 
     Args:
+        smaller: what its layers are divided by for sizes that do not grow.
         scratch: rates and decays to try for it; all other arms have the first ones unless they say otherwise.
     """
     arms = [Arm(optimizer, final, rate, decay, read=final.context) for rate, decay in scratch]
     return Column(
         name,
         tuple(arms),
-        tuple(Way(divisor).arm(arms[0]) for divisor in SMALLER),
+        tuple(Way(divisor).arm(arms[0]) for divisor in smaller),
         tuple(replace(arms[0], shape=replace(final, batch=batch)) for batch in batches),
         tuple(way.arm(arms[0]) for way in ways),
         tokens_per_parameter,

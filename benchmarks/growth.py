@@ -138,7 +138,19 @@ COLUMNS = (
     column("AdamW, 8 × 32, 20", "adamw", EIGHT, 20, ADAMW[:2], ADAMW_WAYS[:1], SEEDS, 0.75),
     column("Muon, 12 × 32, 10", "muon", TWELVE, 10, LONG, LONG_WAYS, SEEDS, 0.65, 0.8),
     column("Muon, 12 × 32, 20", "muon", TWELVE, 20, LONG, LONG_WAYS, SEEDS, 0.75, budgets=LONGER),
-    column("Muon, 8 × 32, 60", "muon", EIGHT, 60, LONG, LONG_WAYS, SEEDS, 0.75, budgets=LONGER),
+    # 2 layers that do not grow would need more text than there is
+    column(
+        "Muon, 8 × 32, 60",
+        "muon",
+        EIGHT,
+        60,
+        LONG,
+        LONG_WAYS,
+        SEEDS,
+        0.75,
+        budgets=LONGER,
+        smaller=(2,),
+    ),
 )
 TINY = Shape(layers=4, heads=2, width=16, context=32, vocabulary=300, batch=2)
 QUICK = (
