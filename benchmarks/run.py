@@ -67,6 +67,7 @@ SUITE = (
     ),
 )
 STUDIES = (
+    "ablation",
     "delta_size",
     "experts",
     "family",
