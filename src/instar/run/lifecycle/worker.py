@@ -237,10 +237,9 @@ def _run_rank(
                 loaded, prepared = chosen, preflight(chosen, world.size, new=resume is None)
             of_gpu, here = gpu_bytes(world.device), world.local_size
             check_memory(loaded, prepared.forecast, world.device.type, of_gpu, here)
-        derived = set(prepared.derived)
+        derived, reason = set(prepared.derived), ""
         if prepared.config.precision == "auto":
             prepared, reason = resolve_precision(prepared, world)
-            logger.info("precision: auto is %s: %s", prepared.config.precision, reason)
             loaded = replace(loaded, origins={**loaded.origins, "precision": f"auto: {reason}"})
             derived.add("precision")
         with raise_on_all_ranks(world, "checking the config"):
@@ -277,6 +276,8 @@ def _run_rank(
                     sweep(folder)
         log.open(run_dir.path)
         logger.info("rank %d of %d on %s", world.rank, world.size, world.device)
+        if reason:
+            logger.info("precision: auto is %s: %s", prepared.config.precision, reason)
         sink: Sink = Silent()
         recorder: Recorder | None = None
         with raise_on_all_ranks(world, "opening the record"):
