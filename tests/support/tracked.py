@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -297,22 +296,14 @@ def read_mlflow(folder: Path) -> dict[str, Any]:
     }
 
 
-@cache
-def _warm_python() -> Path:
-    """An interpreter that has imported the tools, but for those that look up their folder then."""
-    from forks import forks  # not in processes of this file
-
-    forks().import_now("wandb", "mlflow.tracking")
-    return forks().python
-
-
 def process(*arguments: object) -> subprocess.Popen[str]:
     """This file as a process; a network would be of no use to it."""
-    python = _warm_python()
+    from forks import forks  # not in that process
+
     nowhere = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [python, __file__, *map(str, arguments)],
+        [str(forks().python), __file__, *map(str, arguments)],
         stdin=pipe,
         stdout=pipe,
         stderr=pipe,
