@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import mmap
 from pathlib import Path
 from types import ModuleType
@@ -15,15 +14,7 @@ import torch
 from instar.data.order import Shuffled
 from instar.data.text.shards import open_dataset
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TOKENS, CONTEXT, BATCH = 5_000, 16, 4
-
-
-@pytest.fixture(scope="module")
-def module() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")
