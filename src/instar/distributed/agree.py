@@ -176,10 +176,10 @@ class ReducedFlags:
 class PendingFlags:
     """The handle of an asynchronous flag reduce."""
 
-    def __init__(self, world: World, rows: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, world: World, rows: Sequence[Tensor], work: dist.Work | None) -> None:
         """
         Args:
-            rows: flags and sums of each rank, float64 [ranks, n], once `work` is done.
+            rows: flags and sums of each rank, float64 [n], once `work` is done.
         """
         self._world = world
         self._rows = rows
@@ -192,7 +192,7 @@ class PendingFlags:
             with collective(self._world, "waiting for the other ranks' flags", self._number):
                 self._work.wait()
             self._work = None
-        stop, errors, *sums = self._rows.sum(0).tolist()
+        stop, errors, *sums = map(_sum, zip(*(row.tolist() for row in self._rows), strict=True))
         return ReducedFlags(int(stop), int(errors), tuple(sums))
 
 
@@ -216,11 +216,12 @@ class FlagReducer:
         flag = Flag(request)
         own = torch.tensor([flag is Flag.STOP, flag is Flag.ERROR, *sums], dtype=torch.float64)
         if self._world.size == 1:
-            return PendingFlags(self._world, own[None], None)
-        rows = own.new_empty(self._world.size, len(own))
+            return PendingFlags(self._world, [own], None)
+        # one tensor each: rows of a matrix take four times as many operators
+        rows = [torch.empty(len(own), dtype=own.dtype) for _ in range(self._world.size)]
         with collective(self._world, "sending its flags"):
             # not an all-reduce, whose ring takes twice as many messages, one after the other
-            work = dist.all_gather(list(rows.unbind()), own, group=self._world.group, async_op=True)
+            work = dist.all_gather(rows, own, group=self._world.group, async_op=True)
         return PendingFlags(self._world, rows, work)
 
 
