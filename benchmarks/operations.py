@@ -1,13 +1,13 @@
 """How long a run stands still to grow, against one step; and what a mask costs once it is folded.
 
-    python benchmarks/operations.py [--quick]
+    python benchmarks/operations.py [--quick] [--compiled]
 
 A trainer makes steps in this process and grows in between, through the same function as in a run:
 planning, applying the plan to parameters and moments, proving the label, and whatever must be made
 anew around the model. A first step after growth may be slower than the next ones; that counts too.
 Then a model that grew under a mask, now folded away, takes turns with one that was born that size.
-Last, compiled models grow, each time from an empty cache: with nothing compiled beforehand, and with
-`compile_stages`.
+With --compiled, instead: compiled models grow, each time from an empty cache, with nothing compiled beforehand and
+with `compile_stages`. That takes minutes, of which the C++ compiler has most.
 """
 
 from __future__ import annotations
@@ -56,21 +56,31 @@ class Plan:
 
 
 PLANS = (Plan(replace(SIZES[0], repeats=3), rounds=12, steps=4),)
-LARGE = (replace(SIZES[1], repeats=1),)
+LARGE = (replace(SIZES[1], repeats=2),)
 """of which only the pauses are measured"""
 QUICK = (Plan(Size("tiny", gpt(1, 2, 16, 16, 2), steps=2, repeats=1), rounds=2, steps=2),)
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    cases: list[Case] = []
-    for plan in QUICK if chosen.quick else PLANS:
-        cases += pauses(plan.size, chosen.quick)
-        cases += folded(plan, chosen.quick)
-        cases += compiled(plan.size, chosen.quick)
-    for size in () if chosen.quick else LARGE:
-        cases += pauses(size, chosen.quick)
-    publish("operations", cases, chosen)
+    words = parser(__doc__)
+    words.add_argument("--compiled", action="store_true", help="only: models that are compiled")
+    parsed = words.parse_args()
+    chosen = options(parsed)
+    plans = QUICK if chosen.quick else PLANS
+    if chosen.quick or not parsed.compiled:
+        cases: list[Case] = []
+        for plan in plans:
+            cases += pauses(plan.size, chosen.quick)
+            cases += folded(plan, chosen.quick)
+        for size in () if chosen.quick else LARGE:
+            cases += pauses(size, chosen.quick)
+        publish("operations", cases, chosen)
+    if chosen.quick or parsed.compiled:
+        publish(
+            "operations_compiled",
+            [case for plan in plans for case in compiled(plan.size, chosen.quick)],
+            chosen,
+        )
 
 
 def pauses(size: Size, quick: bool) -> list[Case]:

@@ -24,7 +24,14 @@ GROUPS = {
     "Training": ("time_to_loss", "throughput", "finetune", "startup", "gpu"),
     "Data": ("loading", "order"),
     "Several ranks": ("scaling", "slow_link", "communication", "graphs", "sharded_saves"),
-    "Checkpoints and growth": ("pauses", "operations", "folders", "deltas", "delta_size"),
+    "Checkpoints and growth": (
+        "pauses",
+        "operations",
+        "operations_compiled",
+        "folders",
+        "deltas",
+        "delta_size",
+    ),
     "Records and pages": ("logs", "dashboard"),
     "Guards of `make bench-quick`": ("guards",),
 }
