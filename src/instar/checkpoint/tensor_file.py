@@ -21,6 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from instar.checkpoint.direct_io import open_direct
 from instar.checkpoint.inspect import TensorEntry, encode_header
 from instar.checkpoint.layout import Layout
 from instar.checkpoint.manifest import CheckpointError
@@ -51,8 +52,9 @@ DTYPES = {
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _CHUNK_BYTES = 1 << 20
-"""hashed, and then written while it is in the processor's cache"""
+"""copied, and then hashed while it is in the processor's cache"""
 _FLUSHED_BYTES = 128 << 20
+"""A file of this size is written past the page cache, or else leaves it as it is written."""
 _FLUSHES = 2
 """that may wait"""
 
@@ -110,14 +112,13 @@ def write_tensors(
             )
     order = file_order(outlines)
     digest = xxhash.xxh3_128()
-    with path.open("wb") as file, _flushing(file.fileno()) as flush:
+    with _opened(path, sum(outline.size_bytes for outline in outlines.values())) as append:
 
         def write(content: memoryview) -> None:
             for first in range(0, len(content), _CHUNK_BYTES):
                 chunk = content[first : first + _CHUNK_BYTES]
+                append(chunk)
                 digest.update(chunk)
-                file.write(chunk)
-                flush(file.tell())
 
         write(memoryview(encode_header({n: _entry(outlines[n]) for n in order}, metadata)))
         for name in order:
@@ -130,11 +131,31 @@ def write_tensors(
 
 
 @contextmanager
+def _opened(path: Path, size: int) -> Iterator[Callable[[memoryview], object]]:
+    """Context manager: a function that appends bytes to a new file of about `size`.
+
+    When the page cache is full of what nobody reads again, writing is three times as slow, and what is
+    read is no longer in it.
+    """
+    direct = open_direct(path) if size >= _FLUSHED_BYTES else None
+    if direct is not None:
+        with direct:
+            yield direct.write
+        return
+    with path.open("wb") as file, _flushing(file.fileno()) as flush:
+
+        def append(chunk: memoryview) -> None:
+            file.write(chunk)
+            flush(file.tell())
+
+        yield append
+
+
+@contextmanager
 def _flushing(descriptor: int) -> Iterator[Callable[[int], None]]:
     """Context manager: a function to be called with the size of a file that is being written.
 
-    A thread brings what was written to the disk and takes it out of the page cache. When a cache is full
-    of what nobody reads again, writing is three times as slow, and what is read is no longer in it.
+    A thread brings what was written to the disk and takes it out of the page cache.
     """
     flushed, waiting = 0, deque[Future[None]]()
     with ThreadPoolExecutor(1) as pool:
