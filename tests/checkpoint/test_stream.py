@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import resource
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from instar.checkpoint import tensor_file
+from instar.checkpoint import direct_io, tensor_file
+from instar.checkpoint.direct_io import DirectFile, open_direct
 from instar.checkpoint.layout import file_layout, reading
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import publish
-from instar.checkpoint.tensor_file import DTYPES, Outline, outlines, write_tensors
+from instar.checkpoint.tensor_file import DTYPES, Outline, allocate, outlines, write_tensors
 
 TENSORS = {
     "weight/exp_avg": torch.arange(6.0).view(2, 3),
@@ -54,6 +58,8 @@ def test_large_files_are_flushed_while_they_are_written(
         real(descriptor)
 
     real = tensor_file._flush
+    monkeypatch.setattr(direct_io, "O_DIRECT", 0)
+    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(tensor_file, "_flush", flush)
     monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 4 << 20)
     large = {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
@@ -62,6 +68,76 @@ def test_large_files_are_flushed_while_they_are_written(
     assert len(flushed) == 16
     assert flushed[0] <= 4 * (4 << 20), "more waited than may"
     assert digest == xxhash.xxh3_128_hexdigest((tmp_path / "file").read_bytes())
+
+
+LARGE = {
+    **{f"w{i}": torch.arange(100_003.0 + 400_000 * (i % 4)) + i for i in range(12)},
+    **{f"w{i}/step": torch.tensor(float(i)) for i in range(12)},
+    **TENSORS,
+}
+"""most of them are larger than a buffer, none ends with a block"""
+
+
+@pytest.fixture
+def directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files are written past the page cache too, where the file system allows it."""
+    monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 0)
+    monkeypatch.setattr(direct_io, "_BUFFER_BYTES", 64 << 10)
+    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 1 << 20)
+
+
+@pytest.mark.usefixtures("directly")
+@pytest.mark.parametrize("block", [4096, 8])
+def test_past_the_page_cache_every_byte_is_the_same(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 8 bytes are refused by a disk, so that its file system's pages must take them."""
+    monkeypatch.setattr(direct_io, "BLOCK_BYTES", block)
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", block)
+    save_file(LARGE, tmp_path / "whole")
+    as_in_file = allocate(LARGE)
+    for name, tensor in LARGE.items():
+        as_in_file[name].copy_(tensor)
+    shapes = {name: Outline.of(tensor) for name, tensor in LARGE.items()}
+    for tensors in (LARGE, as_in_file):
+        digest = write_tensors(tmp_path / "file", shapes, tensors.__getitem__)
+        assert (tmp_path / "file").read_bytes() == (tmp_path / "whole").read_bytes()
+        assert digest == xxhash.xxh3_128_hexdigest((tmp_path / "file").read_bytes())
+
+
+@pytest.mark.usefixtures("directly")
+def test_memory_laid_out_as_the_file_is_written_from_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[int] = []
+
+    def collect(self: DirectFile, content: np.ndarray, most: int) -> np.ndarray:
+        collected.append(min(len(content), most))
+        return real(self, content, most)
+
+    real = DirectFile._collect
+    monkeypatch.setattr(DirectFile, "_collect", collect)
+    if open_direct(tmp_path / "tried") is None:
+        pytest.skip("this file system has no direct writes")
+    tensors = allocate(LARGE)
+    shapes = {name: Outline.of(tensor) for name, tensor in LARGE.items()}
+    write_tensors(tmp_path / "file", shapes, tensors.__getitem__)
+    assert 0 < sum(collected) < sum(tensor.nbytes for tensor in LARGE.values()) / 50
+
+
+@pytest.mark.usefixtures("directly")
+@pytest.mark.parametrize("odd", [0, 1000])
+def test_a_disk_that_is_full_in_the_middle_of_a_file_is_an_error(odd: int, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    shapes = {name: Outline.of(tensor) for name, tensor in LARGE.items()}
+    for tensors in (LARGE, allocate(LARGE)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + odd, hard))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                write_tensors(tmp_path / "file", shapes, tensors.__getitem__)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [each for each in threading.enumerate() if "direct-io" in each.name]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,45 @@ with join(ParallelConfig(timeout_s=30), "cpu") as world:
     answer(path=str(told[0].path), error=str(told[0].error))
 """
 
+AGAIN = """
+from instar.checkpoint import tensor_file
+from instar.checkpoint.store import load
+from instar.distributed.shards import SavedRows
+tensor_file._FLUSHED_BYTES = 0  # all files are written past the page cache
+with join(ParallelConfig(timeout_s=30), "cpu") as world:
+    made, told = saver(world, ROOT, True)
+    whole = torch.arange(30_000.0).view(100, 300)
+    rows = whole[50 * world.rank : 50 * world.rank + 50].clone()
+    count = torch.tensor(0.0)
+    places = []
+    for step in (1, 2, 3):
+        saved = {
+            "rows": SavedRows(rows, 50 * world.rank, (100, 300), world.rank, 2, saved=True),
+            "count": count,
+        }
+        parts = {"model": saved, "rng": {"own": torch.full((3,), 10 * step + world.rank)}}
+        made.save(Snapshot(Progress(step=step), parts, {}, {}, [], Facts()))
+        rows += 1  # the next step must not reach what is being saved
+        count += 1
+        made.finish()
+        places.append(made.spare.components["model"]["rows"].tensor.data_ptr())
+    right = []
+    for step in (1, 2, 3):
+        found = load(Path(ROOT) / "checkpoints" / f"step-{step}")
+        read, own = found.tensors("model"), found.tensors("rng", rank=world.rank)["own"]
+        right += [torch.equal(read["rows"], whole + step - 1), read["count"].item() == step - 1]
+        right.append(own.tolist() == [10 * step + world.rank] * 3)
+    answer(reused=len(set(places)) == 1, right=right, errors=[str(each.error) for each in told])
+"""
+
+UNCOPIED = """
+with join(ParallelConfig(timeout_s=30), "cpu") as world:
+    made, told = saver(world, ROOT, True)
+    own = torch.zeros(2, dtype=torch.complex128 if world.rank else torch.float32)
+    error = error_of(lambda: made.save(snapshot(1, torch.arange(4.0), own)))
+    answer(error=error, told=len(told))
+"""
+
 UNSEEN = """
 glob = Path.rglob
 Path.rglob = lambda self, *a: (path for path in glob(self, *a) if path.name != "rank-1.safetensors")
@@ -89,6 +128,19 @@ def test_each_rank_saves_its_own_and_rank_0_the_rest(
     }
     assert saved.tensors("model")["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert [saved.tensors("rng", rank=rank)["own"].item() for rank in (0, 1)] == [0, 1]
+
+
+def test_every_rank_overwrites_its_last_copy_and_each_checkpoint_is_of_one_step(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for answer in ranks(program(AGAIN, tmp_path / "run"), 2):
+        assert answer == {"reused": True, "right": [True] * 9, "errors": ["None"] * 3}
+
+
+def test_what_one_rank_cannot_copy_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    answers = ranks(program(UNCOPIED, tmp_path / "run"), 2)
+    assert all("own has dtype torch.complex128" in answer["error"] for answer in answers)
+    assert [answer["told"] for answer in answers] == [0, 0]
 
 
 def test_replicas_that_differ_are_refused_on_all_ranks_before_anything_is_written(

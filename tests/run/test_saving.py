@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import science
 import torch
-from live import restore, save_when_due
+from live import carry_out, restore, save_when_due
 
+from instar.checkpoint import tensor_file
 from instar.checkpoint.listing import BEST, checkpoints, pointed_at
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load
 from instar.config.schema import CheckpointConfig
+from instar.config.sections import Operation
 from instar.distributed.world import RunFailed
 from instar.record.control import ask
 from instar.record.events import Saved, Warn, read_events
@@ -76,6 +80,143 @@ def test_what_is_saved_in_the_background_is_the_moment_it_was_asked_for(trainer:
     saved = load(run.parts.saver.root / "checkpoints" / "step-1").tensors("model")
     assert all(torch.equal(saved[name], at_save[name]) for name in at_save)
     assert not all(torch.equal(saved[n], p) for n, p in run.parts.stepper.parameters.items())
+
+
+Bits = dict[str, torch.Tensor]
+
+
+def weights(run: Trainer) -> Bits:
+    return {name: p.detach().clone() for name, p in run.parts.stepper.parameters.items()}
+
+
+def saved_bits(run: Trainer, step: int) -> Bits:
+    return load(run.parts.saver.root / "checkpoints" / f"step-{step}").tensors("model")
+
+
+def same(saved: Mapping[str, Any], at_save: Bits) -> bool:
+    return all(torch.equal(saved[name], tensor) for name, tensor in at_save.items())
+
+
+def addresses(run: Trainer) -> set[int]:
+    """Where the copy is that the next background save overwrites."""
+    spare = run.parts.saver.spare
+    parts = spare.components.values() if spare is not None else ()
+    tensors = [each for part in parts for each in part.values() if torch.is_tensor(each)]
+    return {each.data_ptr() for each in tensors if each.numel()}
+
+
+def saved_at_next_step(run: Trainer) -> Bits:
+    run.step()
+    run.save("now")
+    return weights(run)
+
+
+class BlockedDisk:
+    """Writing a file of tensors begins only when `release` is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._released = threading.Event()
+        self._write = tensor_file.write_tensors
+        monkeypatch.setattr(tensor_file, "write_tensors", self._wait)
+        self.release = self._released.set
+
+    def _wait(self, *arguments: Any) -> str:
+        assert self._released.wait(60)
+        return self._write(*arguments)
+
+
+def test_the_memory_of_a_copy_is_that_of_the_next(trainer: Make) -> None:
+    run = trainer("optimizer.lr=1e-1")
+    at_save, places = list[Bits](), list[set[int]]()
+    for _ in range(3):
+        at_save.append(saved_at_next_step(run))
+        run.parts.saver.finish()
+        places.append(addresses(run))
+    assert places[0]
+    assert places[0] == places[1] == places[2]
+    assert all(same(saved_bits(run, step), at_save[step - 1]) for step in (1, 2, 3))
+    assert not same(saved_bits(run, 1), at_save[1])
+
+
+def test_a_copy_is_not_overwritten_while_it_is_being_saved(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer("optimizer.lr=1e-1")
+    saved_at_next_step(run)
+    run.parts.saver.finish()
+    kept, disk = addresses(run), BlockedDisk(monkeypatch)
+    second = saved_at_next_step(run)
+    assert run.parts.saver.spare is None
+    threading.Timer(0.3, disk.release).start()
+    third = saved_at_next_step(run)  # waits for the second save
+    run.parts.saver.finish()
+    assert addresses(run) == kept
+    assert same(saved_bits(run, 2), second)
+    assert same(saved_bits(run, 3), third)
+
+
+def test_a_save_that_is_overdue_keeps_its_copy(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer("optimizer.lr=1e-1")
+    saved_at_next_step(run)
+    run.parts.saver.finish()
+    kept, disk = addresses(run), BlockedDisk(monkeypatch)
+    second = saved_at_next_step(run)
+    overdue = run.parts.saver.pending
+    assert overdue is not None
+    run.parts.saver.limit_s = 0.1
+    with pytest.raises(RunFailed, match="has not ended within"):
+        saved_at_next_step(run)
+    third = saved_at_next_step(run)
+    disk.release()
+    run.parts.saver.limit_s = 60.0
+    run.parts.saver.finish()
+    assert not addresses(run) & kept
+    # the third save has removed its folder, but what it read is of its step
+    assert same(overdue.result(60).snapshot.components["model"], second)
+    assert same(saved_bits(run, 4), third)
+
+
+def test_after_a_save_that_failed_a_new_copy_is_made(trainer: Make) -> None:
+    run = trainer("optimizer.lr=1e-1")
+    saved_at_next_step(run)
+    run.parts.saver.finish()
+    assert addresses(run)
+    folder = forbid(run)
+    saved_at_next_step(run)
+    run.parts.saver.finish()
+    assert not addresses(run)
+    folder.unlink()
+    third = saved_at_next_step(run)
+    run.parts.saver.finish()
+    assert same(saved_bits(run, 3), third)
+    assert addresses(run)
+
+
+def test_a_growth_frees_the_copy(trainer: Make) -> None:
+    run = trainer("optimizer.lr=1e-1")
+    saved_at_next_step(run)
+    run.parts.saver.finish()
+    assert addresses(run)
+    carry_out(run, Operation("widen_mlp", 256))
+    assert not addresses(run)
+    grown = saved_at_next_step(run)
+    run.parts.saver.finish()
+    assert same(saved_bits(run, 2), grown)
+    again = saved_at_next_step(run)
+    run.parts.saver.finish()
+    assert same(saved_bits(run, 3), again)
+
+
+def test_a_copy_of_another_layout_is_not_used(trainer: Make) -> None:
+    run, other = trainer("optimizer.lr=1e-1"), trainer("model.n_embd=16", name="other")
+    saved_at_next_step(other)
+    other.parts.saver.finish()
+    run.parts.saver.spare = other.parts.saver.spare
+    first = saved_at_next_step(run)
+    run.parts.saver.finish()
+    assert same(saved_bits(run, 1), first)
 
 
 def test_the_best_is_saved_and_pointed_at(trainer: Make) -> None:

@@ -1,8 +1,9 @@
 """Files written past the page cache, with `O_DIRECT`.
 
 Copying what nobody reads again into the page cache takes more processor time than the transfer to the
-disk, and displaces what is read. Direct writes need aligned memory, positions and sizes, so content is
-collected in buffers, which a thread writes.
+disk, and displaces what is read. Direct writes need aligned memory, positions and sizes. What is in memory
+as it is in the file, up to whole blocks, is written from there; all else is collected in buffers. A thread
+writes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _BUFFER_BYTES = 4 << 20
 """of each write: smaller ones take more processor time, larger ones leave the processor's cache"""
 _BUFFERS = 3
-_ALIGNMENT = 4096
-"""of the size of a direct write; memory is aligned to pages, positions to buffers"""
+BLOCK_BYTES = 4096
+"""of which memory, position and size of a direct write are multiples"""
 
 
 def open_direct(path: Path) -> DirectFile | None:
@@ -52,31 +53,53 @@ class DirectFile:
             np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8) for _ in range(_BUFFERS)
         ]
         self._writes = deque[tuple[Future[None], Any]]()
+        """of buffers"""
+        self._in_place = deque[Future[None]]()
+        """writes of the memory that the last call was given"""
         self._used = 0
         """bytes in the last free buffer"""
         self._pool = ThreadPoolExecutor(1, "instar-direct-io")
 
     def write(self, content: memoryview) -> None:
-        """Append bytes. The memory may change afterwards."""
+        """Append bytes. They may change after the next call, or the end of the block."""
+        while self._in_place:
+            self._in_place.popleft().result()
         rest = np.frombuffer(content, np.uint8)
         while len(rest):
-            taken = min(len(rest), _BUFFER_BYTES - self._used)
-            # unlike an assignment to a memoryview, this releases the GIL
-            np.copyto(self._free[-1][self._used : self._used + taken], rest[:taken])
-            self._used += taken
-            rest = rest[taken:]
-            if self._used == _BUFFER_BYTES:
+            # bytes up to the end of a block in the file, and in memory
+            room, ahead = -self._used % BLOCK_BYTES, -rest.ctypes.data % BLOCK_BYTES
+            blocks = (len(rest) - room) // BLOCK_BYTES * BLOCK_BYTES
+            if room != ahead or blocks <= 0:
+                rest = self._collect(rest, _BUFFER_BYTES - self._used)
+            elif room:
+                rest = self._collect(rest, room)
+            else:
                 self._submit()
+                self._in_place.append(self._pool.submit(self._put, rest[:blocks].data))
+                rest = rest[blocks:]
+
+    def _collect(self, content: Any, most: int) -> Any:
+        """Copy at most so many bytes into a buffer; return the others."""
+        taken = min(len(content), most)
+        # unlike an assignment to a memoryview, this releases the GIL
+        np.copyto(self._free[-1][self._used : self._used + taken], content[:taken])
+        self._used += taken
+        if self._used == _BUFFER_BYTES:
+            self._submit()
+        return content[taken:]
 
     def _submit(self) -> None:
+        """Write the buffer, if there is anything in it."""
+        if not self._used:
+            return
         buffer = self._free.pop()
-        content, self._used = memoryview(buffer)[: self._used], 0
-        self._writes.append((self._pool.submit(_write_all, self._descriptor, content), buffer))
+        content, self._used = buffer[: self._used].data, 0
+        self._writes.append((self._pool.submit(self._put, content), buffer))
         if not self._free:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for the oldest write."""
+        """Wait for the oldest write of a buffer."""
         write, buffer = self._writes.popleft()
         write.result()
         self._free.append(buffer)
@@ -85,32 +108,35 @@ class DirectFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         try:
             if error is None:
                 self._submit()
                 while self._writes:
                     self._wait()
+                while self._in_place:
+                    self._in_place.popleft().result()
         finally:
             self._pool.shutdown(cancel_futures=True)
             os.close(self._descriptor)
 
+    def _put(self, content: memoryview) -> None:
+        if len(content) % BLOCK_BYTES:
+            self._through_page_cache()
+        while content:
+            try:
+                content = content[os.write(self._descriptor, content) :]
+            except OSError as error:
+                # the file system's blocks are larger, or the rest of an incomplete write is none
+                if error.errno != errno.EINVAL or not self._through_page_cache():
+                    raise
 
-def _write_all(descriptor: int, content: memoryview) -> None:
-    if len(content) % _ALIGNMENT:
-        _through_page_cache(descriptor)
-    while content:
-        try:
-            content = content[os.write(descriptor, content) :]
-        except OSError as error:
-            # the file system wants another alignment, or the rest of an incomplete write has none
-            if error.errno != errno.EINVAL or not _through_page_cache(descriptor):
-                raise
-
-
-def _through_page_cache(descriptor: int) -> bool:
-    """Make the writes that follow ordinary ones; return whether they were direct."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
-    return bool(flags & O_DIRECT)
+    def _through_page_cache(self) -> bool:
+        """Make the writes that follow ordinary ones; return whether they were direct."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
+        return bool(flags & O_DIRECT)

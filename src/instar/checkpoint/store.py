@@ -361,6 +361,13 @@ def _rows_of(tensors: Tensors, shard: int) -> tuple[dict[str, torch.Tensor], dic
     return files, parts
 
 
+def written(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Returns what a rank that has these tensors of a component writes of them, if it writes them."""
+    if (rows := _first_rows(tensors)) is None:
+        return _rows_of(tensors, 0)[0]
+    return _rows_of(tensors, rows.shard)[0] if rows.saved else {}
+
+
 @dataclass(frozen=True)
 class _File:
     """A file of tensors that this rank writes."""

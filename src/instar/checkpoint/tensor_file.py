@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from instar.checkpoint.direct_io import open_direct
+from instar.checkpoint.direct_io import BLOCK_BYTES, open_direct
 from instar.checkpoint.inspect import TensorEntry, encode_header
 from instar.checkpoint.layout import Layout
 from instar.checkpoint.manifest import CheckpointError
@@ -51,8 +51,8 @@ DTYPES = {
 """Safetensors dtypes that runs save, in the order in which the format sorts tensors."""
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
-_CHUNK_BYTES = 1 << 20
-"""copied, and then hashed while it is in the processor's cache"""
+_CHUNK_BYTES = 16 << 20
+"""hashed while it is written"""
 _FLUSHED_BYTES = 128 << 20
 """A file of this size is written past the page cache, or else leaves it as it is written."""
 _FLUSHES = 2
@@ -105,12 +105,7 @@ def write_tensors(
     Raises:
         ValueError: a tensor does not match its outline, or the format has no such dtype.
     """
-    for name, outline in outlines.items():
-        if outline.dtype not in _WORDS:
-            raise ValueError(
-                f"{name} has dtype {outline.dtype}, which the file format does not have"
-            )
-    order = file_order(outlines)
+    header, order = _header(outlines, metadata), file_order(outlines)
     digest = xxhash.xxh3_128()
     with _opened(path, sum(outline.size_bytes for outline in outlines.values())) as append:
 
@@ -120,7 +115,7 @@ def write_tensors(
                 append(chunk)
                 digest.update(chunk)
 
-        write(memoryview(encode_header({n: _entry(outlines[n]) for n in order}, metadata)))
+        write(memoryview(header))
         for name in order:
             tensor = read(name)
             if (found := Outline.of(tensor)) != outlines[name]:
@@ -128,6 +123,39 @@ def write_tensors(
             write(_content(tensor))
     atomic.sync_file(path)
     return digest.hexdigest()
+
+
+def allocate(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of these names, shapes and dtypes in host memory, not filled.
+
+    They lie in memory as in the file of them, one after the other and, up to whole blocks, at the same
+    positions, so that a large file is written without copying them. Pinned if one of `like` is on a GPU.
+
+    Raises:
+        ValueError: they cannot be saved.
+    """
+    check_dense(like)
+    outlines = {name: Outline.of(tensor) for name, tensor in like.items()}
+    position, size = len(_header(outlines)), sum(each.size_bytes for each in outlines.values())
+    pin = any(tensor.is_cuda for tensor in like.values())
+    memory = torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin)
+    first = (position - memory.data_ptr()) % BLOCK_BYTES
+    tensors = {}
+    for name in file_order(outlines):
+        outline = outlines[name]
+        last = first + outline.size_bytes
+        tensors[name] = memory[first:last].view(outline.dtype).view(outline.shape)
+        first = last
+    return tensors
+
+
+def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None = None) -> bytes:
+    for name, outline in outlines.items():
+        if outline.dtype not in _WORDS:
+            raise ValueError(
+                f"{name} has dtype {outline.dtype}, which the file format does not have"
+            )
+    return encode_header({name: _entry(outlines[name]) for name in file_order(outlines)}, metadata)
 
 
 @contextmanager

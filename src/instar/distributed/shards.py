@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
@@ -42,15 +42,6 @@ def whole(tensor: Tensor) -> Tensor:
         sent = cast("DTensor", tensor.to(tensor.device_mesh.device_type))
         return sent.full_tensor().detach()
     return tensor.detach()
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU. That of a tensor on a GPU is complete when an event is that is recorded
-    afterwards; a step that follows may change the tensor."""
-    tensor = tensor.detach()
-    if not tensor.is_cuda:
-        return tensor.to("cpu", copy=True)
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def part(tensor: Tensor, like: Tensor) -> Tensor:
@@ -218,11 +209,6 @@ class SavedRows:
     def last(self) -> int:
         """The row after the last."""
         return self.first + self.tensor.shape[0]
-
-    def staged(self) -> SavedRows:
-        """Return a copy on the CPU, without the rows if another rank saves them."""
-        tensor = self.tensor if self.saved else self.tensor[:0]
-        return replace(self, tensor=on_host(tensor))
 
 
 def held(tensor: Tensor) -> Tensor | SavedRows:

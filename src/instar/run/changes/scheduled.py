@@ -171,6 +171,7 @@ def carry_out(
         if entry is not None and (why := too_large(entry, after.architecture)):
             raise ValueError(why)
         if plan is not None:
+            parts.saver.free()  # two models need memory now, and the next copy has another layout
             allow_inexact = entry is not None and entry.allow_inexact
             candidate = make_candidate(
                 state, parts, operation, after, plan, allow_inexact=allow_inexact

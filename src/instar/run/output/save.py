@@ -16,12 +16,13 @@ import torch
 
 from instar.checkpoint.listing import RetentionPolicy, point, prune
 from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Facts, Pattern
-from instar.checkpoint.store import publish
+from instar.checkpoint.store import Tensors, publish, written
+from instar.checkpoint.tensor_file import Outline, allocate
 from instar.config.errors import InstarError
 from instar.config.schema import CheckpointConfig, Direction
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
-from instar.distributed.shards import SavedRows, on_host
+from instar.distributed.shards import SavedRows
 from instar.distributed.world import RunFailed, World, with_own_group
 from instar.run.loop.state import Progress
 
@@ -37,7 +38,7 @@ class Snapshot:
     """Everything that this rank saves at one step."""
 
     progress: Progress
-    components: Mapping[str, Mapping[str, torch.Tensor | SavedRows]]
+    components: Mapping[str, Tensors]
     state: Mapping[str, Any]
     architecture: Mapping[str, Any]
     history: list[Any]
@@ -64,10 +65,19 @@ class Snapshot:
             (shard,) = {each.shard for each in rows.values()}
             check_replicas_equal(world, {name: each.tensor for name, each in rows.items()}, shard)
 
-    def held(self, rank: int) -> Snapshot:
-        """Return a CPU copy of what this rank writes, so that the next step may change it."""
+    def held(self, rank: int, spare: Snapshot | None = None) -> Snapshot:
+        """Return a CPU copy of what this rank writes, so that the next step may change it.
+
+        That of tensors on a GPU is complete when an event is that is recorded afterwards.
+
+        Args:
+            spare: an earlier copy that nobody reads any more. Its components are overwritten if their names,
+                shapes and dtypes match: most of the time of a new copy goes into the page faults of
+                fresh memory.
+        """
+        earlier = spare.components if spare is not None else {}
         copies = {
-            component: {name: _staged(tensor) for name, tensor in part.items()}
+            component: _copied(part, earlier.get(component, {}))
             for component, part in self.components.items()
             if rank == 0
             or COMPONENTS[component].pattern is Pattern.PER_RANK
@@ -76,8 +86,28 @@ class Snapshot:
         return replace(self, components=copies)
 
 
-def _staged(tensor: torch.Tensor | SavedRows) -> torch.Tensor | SavedRows:
-    return tensor.staged() if isinstance(tensor, SavedRows) else on_host(tensor)
+def _copied(part: Tensors, spare: Tensors) -> dict[str, torch.Tensor | SavedRows]:
+    """Return a copy of what a rank writes of a component, in the memory of `spare` if that matches.
+
+    Rows that another rank saves are left out.
+    """
+    tensors, into = written(part), written(spare)
+    if _outlines(into) != _outlines(tensors):
+        into = allocate(tensors)
+    for name, tensor in tensors.items():
+        into[name].copy_(tensor, non_blocking=True)
+    copies: dict[str, torch.Tensor | SavedRows] = {}
+    for name, each in part.items():
+        if isinstance(each, SavedRows):
+            rows = into[name] if name in into else torch.empty_like(each.tensor[:0], device="cpu")
+            copies[name] = replace(each, tensor=rows)
+        elif name in into:
+            copies[name] = into[name]
+    return copies
+
+
+def _outlines(tensors: Mapping[str, torch.Tensor]) -> dict[str, Outline]:
+    return {name: Outline.of(tensor) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -85,6 +115,7 @@ class SaveResult:
     """Result of a save."""
 
     snapshot: Snapshot
+    """the next background save overwrites the tensors of a background save's"""
     path: Path | None
     """None: the save failed"""
     seconds: float
@@ -104,6 +135,9 @@ class Saver:
     All ranks call `save` at the same steps. A failed save is a warning, and the next one is tried
     as usual; `MAX_FAILURES` in a row end the run. If replicas differ, the run ends before anything
     is written.
+
+    The copy that a background save wrote is kept, and the next one overwrites it. That does not raise
+    the most memory that saves need, since each needs a copy; what else needs memory calls `free`.
     """
 
     def __init__(
@@ -131,6 +165,8 @@ class Saver:
         self.last_save = time.monotonic()
         self.failures = 0
         self.pending: Future[SaveResult] | None = None
+        self.spare: Snapshot | None = None
+        """the copy of the last background save, after it has ended without an error"""
 
     def overdue(self) -> bool:
         """Whether `every_minutes` have passed since the last save, by this rank's clock."""
@@ -153,7 +189,10 @@ class Saver:
         self.finish()
         snapshot.check_replicas(self.world)
         if self.config.asynchronous and not (wait or must):
-            held = snapshot.held(self.world.rank)
+            spare, self.spare = self.spare, None
+            with raise_on_all_ranks(self.world, "copying what is saved"):
+                held = snapshot.held(self.world.rank, spare)
+            del spare  # what the new copy has not taken over is freed
             copied = recorded_event(self.world.device)
             stall_s = time.monotonic() - begun
 
@@ -175,6 +214,7 @@ class Saver:
             saved = self.pending.result()
             if saved.error is None:
                 self.pending = None
+                self.spare = saved.snapshot
                 self._over(saved)
 
     def finish(self) -> None:
@@ -192,7 +232,13 @@ class Saver:
                     f"the last save has not ended within {self.limit_s:g} s; check that the disk of "
                     f"{self.root} responds"
                 ) from error
+            if saved.error is None:
+                self.spare = saved.snapshot
             self._over(saved)
+
+    def free(self) -> None:
+        """Free the copy that is kept for the next background save."""
+        self.spare = None
 
     def abandon(self) -> None:
         """Wait at most a second for a background save; ignore its result (failed run)."""
