@@ -95,7 +95,7 @@ def measure(size: Size, folder: Path, quick: bool) -> list[Case]:
             f"{size.name}: stall of a background save / step",
             [stall / median for stall in stall_s],
             "ratio",
-            most=1.0,
+            most=0.5,
         ),
         case(f"{size.name}: save waited for", sync_s, "s"),
         case(f"{size.name}: raw synced write", raw_s, "s"),

@@ -242,7 +242,7 @@ class CheckpointWriter:
                 files.append(_File(file, known[name].pattern, *_rows_of(tensors, 0)))
         for folder in {(self.temporary / file.name).parent for file in files} - {self.temporary}:
             atomic.make_folder(folder)
-        # one file is copied to the page cache while another is synced
+        # one file is hashed while another is synced
         with ThreadPoolExecutor(self.files_at_once) as writers:
             entries = writers.map(lambda file: file.write(self.temporary), files)
             self.files |= {file.name: entry for file, entry in zip(files, entries, strict=True)}
