@@ -59,7 +59,6 @@ def test_large_files_are_flushed_while_they_are_written(
 
     real = tensor_file._flush
     monkeypatch.setattr(direct_io, "O_DIRECT", 0)
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(tensor_file, "_flush", flush)
     monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 4 << 20)
     large = {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
@@ -83,7 +82,7 @@ def directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files are written past the page cache too, where the file system allows it."""
     monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 0)
     monkeypatch.setattr(direct_io, "_BUFFER_BYTES", 64 << 10)
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(tensor_file, "_DIRECT_CHUNK_BYTES", 1 << 20)
 
 
 @pytest.mark.usefixtures("directly")

@@ -51,8 +51,10 @@ DTYPES = {
 """Safetensors dtypes that runs save, in the order in which the format sorts tensors."""
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
-_CHUNK_BYTES = 16 << 20
-"""hashed while it is written"""
+_CHUNK_BYTES = 1 << 20
+"""copied to the page cache, and then hashed while it is in the processor's"""
+_DIRECT_CHUNK_BYTES = 16 << 20
+"""hashed while it is written past the page cache, where each chunk has a small write of its own"""
 _FLUSHED_BYTES = 128 << 20
 """A file of this size is written past the page cache, or else leaves it as it is written."""
 _FLUSHES = 2
@@ -107,11 +109,12 @@ def write_tensors(
     """
     header, order = _header(outlines, metadata), file_order(outlines)
     digest = xxhash.xxh3_128()
-    with _opened(path, sum(outline.size_bytes for outline in outlines.values())) as append:
+    with _opened(path, sum(outline.size_bytes for outline in outlines.values())) as opened:
+        append, chunk_bytes = opened
 
         def write(content: memoryview) -> None:
-            for first in range(0, len(content), _CHUNK_BYTES):
-                chunk = content[first : first + _CHUNK_BYTES]
+            for first in range(0, len(content), chunk_bytes):
+                chunk = content[first : first + chunk_bytes]
                 append(chunk)
                 digest.update(chunk)
 
@@ -159,8 +162,8 @@ def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None 
 
 
 @contextmanager
-def _opened(path: Path, size: int) -> Iterator[Callable[[memoryview], object]]:
-    """Context manager: a function that appends bytes to a new file of about `size`.
+def _opened(path: Path, size: int) -> Iterator[tuple[Callable[[memoryview], None], int]]:
+    """Context manager: a function that appends bytes to a new file of about `size`, and how many at once.
 
     When the page cache is full of what nobody reads again, writing is three times as slow, and what is
     read is no longer in it.
@@ -168,7 +171,7 @@ def _opened(path: Path, size: int) -> Iterator[Callable[[memoryview], object]]:
     direct = open_direct(path) if size >= _FLUSHED_BYTES else None
     if direct is not None:
         with direct:
-            yield direct.write
+            yield direct.write, _DIRECT_CHUNK_BYTES
         return
     with path.open("wb") as file, _flushing(file.fileno()) as flush:
 
@@ -176,7 +179,7 @@ def _opened(path: Path, size: int) -> Iterator[Callable[[memoryview], object]]:
             file.write(chunk)
             flush(file.tell())
 
-        yield append
+        yield append, _CHUNK_BYTES
 
 
 @contextmanager
