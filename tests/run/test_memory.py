@@ -134,4 +134,5 @@ def test_growth_stays_below_its_forecast(measured: Measure, way: tuple[Strategy,
 def test_a_sharded_model_is_never_built_whole(measured: Measure, ranks: int) -> None:
     found = measured(("fsdp", ranks))
     weights = found.forecast.step["weights"]
-    assert weights <= found.highest["start"] <= 1.02 * weights + found.largest / 2
+    messages = 16 << 10  # of ranks that agree; how many are in memory at once depends on the moment
+    assert weights <= found.highest["start"] <= 1.02 * weights + found.largest / 2 + messages
