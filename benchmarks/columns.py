@@ -31,8 +31,10 @@ class Column:
     """what the whole interval must be below"""
     ramped: tuple[Arm, ...] = ()
     """growth with ramps of context and batch, tried at `share` of the FLOPs"""
-    together: float | None = None
-    """most that growth and ramps together may need"""
+    together: tuple[Arm, ...] = ()
+    """growth with both ramps at once"""
+    most_together: float | None = None
+    """that growth and both ramps may need"""
     share: float = 0.7
     shorter: float = 0.7
     """share of the FLOPs of a second budget of the final size"""
@@ -43,7 +45,7 @@ class Column:
     @property
     def bars(self) -> dict[str, tuple[float | None, float | None]]:
         """Of arms: most, and what the whole interval must be below."""
-        return {"grown": (self.bar, self.clear), "ramped": (self.together, None)}
+        return {"grown": (self.bar, self.clear), "together": (self.most_together, None)}
 
     @property
     def shape(self) -> Shape:
@@ -63,7 +65,8 @@ class Column:
             "fixed": (self.fixed, 1.0),
             "batch": (self.batches, 1.0),
         }
-        tried |= {"grown": (self.grown, self.share), "ramped": (self.ramped, self.share)}
+        growing = {"grown": self.grown, "ramped": self.ramped, "together": self.together}
+        tried |= {part: (arms, self.share) for part, arms in growing.items()}
         return {
             part: [Run(arm, self.trial_seed, arm.steps(share * self.flops)) for arm in arms]
             for part, (arms, share) in tried.items()
@@ -115,13 +118,19 @@ class Way:
             changes.append(Change(self.inserted, operation, "where: even", layers=final))
         shape = replace(like.shape, layers=first)
         if self.context is not None:
-            doubled = {"context": shape.context, "batch": shape.batch}
-            change = Change(self.context, "change_context 2", "tokens: keep", **doubled)
             shape = replace(shape, context=shape.context // 2, batch=shape.batch * 2)
-            changes.append(change)
         if self.batch is not None:
-            changes.append(Change(self.batch, "change_batch_size 2", batch=shape.batch))
             shape = replace(shape, batch=shape.batch // 2)
+        ramps = [(self.batch, "batch"), (self.context, "context")]
+        context, batch = shape.context, shape.batch
+        for share, what in sorted((share, what) for share, what in ramps if share is not None):
+            if what == "batch":
+                batch *= 2
+                changes.append(Change(share, "change_batch_size 2", batch=batch))
+            else:
+                context, batch = context * 2, batch // 2
+                doubled = {"context": context, "batch": batch}
+                changes.append(Change(share, "change_context 2", "tokens: keep", **doubled))
         return replace(
             like,
             shape=shape,
@@ -144,7 +153,8 @@ def column(
     *,
     batches: Sequence[int] = (),
     ramped: Sequence[Way] = (),
-    together: float | None = None,
+    together: Sequence[Way] = (),
+    most_together: float | None = None,
     budgets: tuple[float, float] = (0.62, 0.8),
     smaller: Sequence[int] = SMALLER,
 ) -> Column:
@@ -166,6 +176,7 @@ def column(
         bar,
         clear,
         ramped=tuple(way.arm(arms[0]) for way in ramped),
-        together=together,
+        together=tuple(way.arm(arms[0]) for way in together),
+        most_together=most_together,
         budgets=budgets,
     )

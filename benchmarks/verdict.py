@@ -69,14 +69,18 @@ def cases(found: Found) -> list[Case]:
             case(f"{name}: {arm}, at least", [between.low], "ratio"),
             case(f"{name}: {arm}, at most", [between.high], "ratio", most=clear),
         ]
-    if column.ramped:
-        pairs = zip(found.ratios("ramped"), found.ratios("grown"), strict=True)
-        worth = interval([both / alone for both, alone in pairs])
-        made += [
-            case(f"{name}: ramps on top of growth, compute", [worth.mean], "ratio"),
-            case(f"{name}: ramps on top of growth, at least", [worth.low], "ratio"),
-            case(f"{name}: ramps on top of growth, at most", [worth.high], "ratio"),
-        ]
+    for more, less, what in (
+        ("ramped", "grown", "ramps on top of growth"),
+        ("together", "ramped", "a ramp of the batch on top of one of the context"),
+    ):
+        if more in found.seeds[0]:
+            pairs = zip(found.ratios(more), found.ratios(less), strict=True)
+            worth = interval([both / alone for both, alone in pairs])
+            made += [
+                case(f"{name}: {what}, compute", [worth.mean], "ratio"),
+                case(f"{name}: {what}, at least", [worth.low], "ratio"),
+                case(f"{name}: {what}, at most", [worth.high], "ratio"),
+            ]
     if chance := found.chance():
         made += [
             case(f"{name}: final size with other seeds, at least", [chance.low], "ratio"),
