@@ -131,7 +131,7 @@ COLUMNS = (
         LONG_WAYS,
         SEEDS,
         0.75,
-        batches=(8,),
+        batches=(8, 32),
         ramped=RAMPED[:1],
         together=(Way(4, TWICE, context=0.4, batch=0.4),),
         most_together=0.6,
