@@ -25,20 +25,20 @@ def history(guards: Any) -> Any:
 
 
 def test_a_figure_within_its_bound_is_not_mentioned(guards: Any) -> None:
-    assert guards.worse([guards.guarded(MEETINGS, [2])], []) is None
+    assert guards.worse([guards.guarded(MEETINGS, [1])], []) is None
 
 
 def test_a_worse_figure_is_told_with_its_bound_and_its_history(guards: Any, history: Any) -> None:
     machine = history.Machine("CPU", 2, bf16_units=True)
-    cases = {MEETINGS: history.Figure(2.0, 0.0, "all-reduces", "≤ 2")}
+    cases = {MEETINGS: history.Figure(1.0, 0.0, "all-reduces", "≤ 1")}
     entries = [
         history.Entry("2026-01-01T00:00:00+00:00", "aaaaaaa", machine, 0.5, cases),
         history.Entry("2026-01-02T00:00:00+00:00", "bbbbbbb", machine, 0.5, {}),
     ]
-    better, worse = guards.guarded(MEETINGS, [2]), guards.guarded(MEETINGS, [3])
+    better, worse = guards.guarded(MEETINGS, [1]), guards.guarded(MEETINGS, [3])
     assert guards.worse([better, worse], entries).splitlines() == [
-        f"worse: {MEETINGS}: 3, the bound is ≤ 2",
-        "  2026-01-01  aaaaaaa  2",
+        f"worse: {MEETINGS}: 3, the bound is ≤ 1",
+        "  2026-01-01  aaaaaaa  1",
     ]
 
 

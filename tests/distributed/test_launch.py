@@ -242,7 +242,8 @@ def test_ranks_stop_when_their_launcher_is_killed(launcher: Launcher) -> None:
 from instar.distributed.failure import Interrupted
 def work(log):
     exit_with_parent(os.environ)
-    with StopSignal() as stop:
+    # as in a run: the signal comes once for each thread of the launcher that ends
+    with StopSignal(last=True) as stop:
         training_started()
         meet()
         if rank == 0:
@@ -270,7 +271,7 @@ def wait_at(moment):
         for_ever()
 
 def work(log):
-    with StopSignal():
+    with StopSignal(last=True):
         wait_at("the store")
         from instar.config.schema import ParallelConfig
         from instar.distributed import world as meeting

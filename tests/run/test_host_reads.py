@@ -40,9 +40,11 @@ class Reads(TorchFunctionMode):
             if "/torch/optim/" in frame.f_code.co_filename:
                 # counts of steps, which kernels that are not fused keep in host memory
                 return func(*args, **(kwargs or {}))
-            while "/instar/" not in frame.f_code.co_filename and frame.f_back is not None:
+            code = frame.f_code  # below: not a comprehension's
+            while "/instar/" not in code.co_filename or code.co_name.startswith("<"):
+                assert frame.f_back is not None
                 frame = frame.f_back
-            code = frame.f_code
+                code = frame.f_code
             self.found[f"{Path(code.co_filename).name}: {code.co_name}"] += 1
         return func(*args, **(kwargs or {}))
 
