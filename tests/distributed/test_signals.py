@@ -101,6 +101,30 @@ def test_what_somebody_else_has_set_stays() -> None:
     assert heard == [signal.SIGUSR1]
 
 
+MANY = """
+import os, signal, sys, threading
+from instar.distributed.signals import StopSignal
+
+sys.setswitchinterval(1e-6)
+
+def send():
+    while True:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+with StopSignal() as stop:
+    threading.Thread(target=send, daemon=True).start()
+    for _ in range(10_000):
+        stop.wait(0)
+    print(stop.wait(10), flush=True)
+    os._exit(0)
+"""
+
+
+def test_signals_that_interrupt_the_waiting_main_thread_do_not_block_it(python: Python) -> None:
+    said, errors = python(MANY).communicate(timeout=60)
+    assert said == "True\n", errors
+
+
 LAST = """
 import os, signal
 from instar.distributed.signals import StopSignal
@@ -116,6 +140,25 @@ def test_a_signal_to_a_process_that_is_leaving_changes_nothing(python: Python) -
     process = python(LAST)
     process.communicate(timeout=30)
     assert process.returncode == 75
+
+
+def test_a_signal_to_a_process_that_leaves_with_an_exception_changes_nothing(
+    python: Python,
+) -> None:
+    """Ranks lose the store of a killed launcher before the kernel signals its death."""
+    program = """
+import os, signal, sys
+from instar.distributed.signals import StopSignal
+try:
+    with StopSignal(last=True):
+        raise RuntimeError
+except RuntimeError:
+    os.kill(os.getpid(), signal.SIGTERM)
+    sys.exit(4)
+"""
+    process = python(program)
+    process.communicate(timeout=30)
+    assert process.returncode == 4
 
 
 def test_one_ctrl_c_delivered_twice_counts_once() -> None:

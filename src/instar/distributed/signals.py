@@ -38,6 +38,7 @@ STOP_SIGNALS = (
     signal.SIGXCPU,
 )
 _INTERACTIVE = (signal.SIGINT, signal.SIGQUIT)
+_leaving = threading.RLock()
 _training = threading.Event()
 _stopped = threading.Event()
 """whether a stop signal has come, perhaps because the launcher has died"""
@@ -71,7 +72,7 @@ class StopSignal:
     ) -> None:
         """
         Args:
-            last: the process exits afterwards; after a stop, ignore further signals at the end.
+            last: the process exits afterwards; after a stop or an exception, ignore further signals.
             before_start: unless None, a process that has not ended `PROMPT_S` seconds after the first
                 signal, and has not set `started`, calls this from another thread and exits.
         """
@@ -116,9 +117,11 @@ class StopSignal:
         trace: TracebackType | None,
     ) -> None:
         self._open = False
+        # The exception may be the loss of a launcher that is killed, whose signal comes a moment later.
+        ends = self._last and (self.requested is not None or error is not None)
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self._last and self.requested else handler)
+            signal.signal(number, signal.SIG_IGN if ends else handler)
         # close() is not enough: a forked child may hold this end of the socket too.
         self._sender.shutdown(socket.SHUT_RDWR)
         self._counter.join()
@@ -126,12 +129,8 @@ class StopSignal:
         self._receiver.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._request(number)
-
-    def _request(self, number: int) -> None:
+        # The thread sets the event: the main thread, in which handlers run, may hold its lock, in `wait`.
         self.requested = self.requested or signal.Signals(number).name
-        self._requested.set()
-        _stopped.set()
 
     def _count(self) -> None:
         first = last = -math.inf
@@ -145,7 +144,9 @@ class StopSignal:
                 now = time.monotonic()
                 if first == -math.inf:
                     first = last = now
-                    self._request(number)
+                    self.requested = self.requested or signal.Signals(number).name
+                    self._requested.set()
+                    _stopped.set()
                     if self._before_start is not None:
                         threading.Thread(target=self._give_up, daemon=True, name="give-up").start()
                 elif now - last > self._moment_s:
@@ -223,8 +224,10 @@ def ignore_stop_signals() -> None:
 def exit_now(code: int) -> NoReturn:
     """Flush logs and streams and exit with `code`, without running finalizers.
 
-    Those of a process group may wait for a lost rank.
+    Those of a process group may wait for a lost rank. The first call ends the process; others wait.
     """
+    # never released: another thread's exit would interrupt the removal of files
+    _leaving.acquire()
     # The stuck thread may hold the lock of a log handler: flush in another thread, with a limit.
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
