@@ -161,8 +161,7 @@ def test_a_model_in_parts_is_exported_a_tensor_at_a_time(forks: Forks, tmp_path:
     child = forks.start("in_parts:export", str(path), str(tmp_path / "hf"), place=tmp_path)
     assert child.finish() == 0, child.output()
     total = sum(weight.nbytes for weight in weights.values())
-    # the tensors being made and written, 4 MiB of buffers, and what a busy machine's allocator keeps
-    assert float(child.output().splitlines()[-1]) * in_parts.MIB < total / 3
+    assert float(child.output().splitlines()[-1]) * in_parts.MIB < total / 4
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     wanted = to_tensors(arch, weights)
     assert loaded.keys() == wanted.keys()

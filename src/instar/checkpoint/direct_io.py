@@ -22,7 +22,7 @@ import numpy as np
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """0 where the system has no such flag"""
-_BUFFER_BYTES = 2 << 20
+_BUFFER_BYTES = 1 << 20
 """of each write: smaller ones take more processor time, larger ones leave the processor's cache"""
 _BUFFERS = 2
 BLOCK_BYTES = 4096

@@ -340,7 +340,7 @@ class Watchdog:
 
     def _last_seen(self, ranks: Sequence[int], beats: Mapping[int, Heartbeat]) -> str:
         return "; ".join(
-            f"{self._name_of(rank)} was last seen {beats[rank].place}" for rank in ranks
+            f"{self._name_of(rank)} was last seen {beats[rank].place}" for rank in sorted(ranks)
         )
 
     def _lose_store(self, error: RuntimeError) -> None:
