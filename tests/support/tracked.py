@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def write(tool: str, folder: Path, first: int, last: int, *, wait: bool = False)
     sink.write(Saved(step=last, path=f"checkpoints/step-{last}"))
     sink.write(Alert(step=last, name="divergence", message="it rises"))
     if wait:
-        sys.stdin.read()
+        signal.pause()  # not for its stdin: who kills it closes that too, perhaps first
     sink.write(Stop(step=last, reason="9it"))
     sink.write(RunFinished(step=last, loss=loss(last), best_loss=0.5))
     sink.close()
@@ -119,11 +120,7 @@ def read_media(tool: str, folder: Path) -> list[str]:
             for each in record.history.item
             if [*each.nested_key][1:] == ["_type"]
         ]
-    from mlflow.tracking import MlflowClient
-
-    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
-    client = MlflowClient(tracking_uri=(folder.parent / "mlruns").as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("instar").experiment_id])
+    client, (run,) = mlflow_runs(folder)
     names = ("val/a/__", "val/worst", "val/other")
     return [f.path for name in names for f in client.list_artifacts(run.info.run_id, name)]
 
@@ -267,13 +264,18 @@ def read_trackio(folder: Path) -> dict[str, Any]:
     }
 
 
-def read_mlflow(folder: Path) -> dict[str, Any]:
+def mlflow_runs(folder: Path) -> tuple[Any, list[Any]]:
+    """A client, and all runs of the folder beside."""
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=(folder.parent / "mlruns").as_uri())
-    experiment = client.get_experiment_by_name("instar")
-    runs = client.search_runs([experiment.experiment_id])
+    experiments = client.search_experiments(filter_string="name = 'instar'")
+    return client, client.search_runs([each.experiment_id for each in experiments])
+
+
+def read_mlflow(folder: Path) -> dict[str, Any]:
+    client, runs = mlflow_runs(folder)
     (run,) = runs
     history = {
         name: [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
@@ -345,6 +347,8 @@ if __name__ == "__main__":
         write(tool, Path(folder), int(rest[0]), int(rest[1]), wait="wait" in rest)
     elif command == "write-media":
         write_media(tool, Path(folder))
+    elif command == "count":
+        print(len(mlflow_runs(Path(folder))[1]))
     elif command == "read-media":
         print(json.dumps(read_media(tool, Path(folder))))
     else:

@@ -63,6 +63,16 @@ def test_what_a_killed_run_had_written_is_there_and_it_goes_on_as_the_same_run(
         assert steps == [*range(1, 201), *range(151, 251)]
 
 
+def test_runs_that_start_together_share_a_new_folder_of_mlflow(tmp_path: Path) -> None:
+    """As the runs of a fleet do; MLflow itself creates its folder and experiments unlocked."""
+    folders = [tmp_path / f"demo-{number}" for number in range(4)]
+    for each in folders:
+        each.mkdir()
+    writers = [process("write", "mlflow", each, 0, 5) for each in folders]
+    assert [each.communicate(timeout=120) for each in writers] == [("", "")] * len(writers)
+    assert read_back("mlflow", folders[0], "count") == len(folders)
+
+
 MEDIA = {
     "tensorboard": ["val/a/__", "| a | b |", "| --- | --- |", "| x\\|y | 1.5 |", "| None | 2 |"],
     "wandb": ["val/a/__ image-file", "val/worst table-file"],

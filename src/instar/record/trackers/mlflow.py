@@ -9,10 +9,16 @@ setting becomes a tag.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from instar.config.sections import MlflowConfig
 from instar.record.events import (
@@ -31,6 +37,7 @@ URI = "MLFLOW_TRACKING_URI"
 METRICS_PER_BATCH, PARAMETERS_PER_BATCH = 1000, 100
 MAX_NAME, MAX_PARAMETER, MAX_TAG = 250, 6000, 8000
 """Limits of MLflow."""
+RETRY_AFTER_S = 0.5
 
 _STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "crashed": "FAILED"}
 
@@ -52,6 +59,18 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         if is_folder(uri):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        with _alone(uri):
+            try:
+                self._open(run, uri)
+            except Exception:
+                if not is_folder(uri):
+                    raise
+                # `mlflow ui` or a notebook, which take no lock, were creating the same folder
+                time.sleep(RETRY_AFTER_S)
+                self._open(run, uri)
+        self._set(run)
+
+    def _open(self, run: TrackedRun, uri: str) -> None:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
@@ -64,7 +83,6 @@ class Mlflow:
             self._client.update_run(run_id, status="RUNNING")
         self._run_id = run_id
         self.where = f"{uri} run {run_id}"
-        self._set(run)
 
     def _experiment(self) -> str:
         from mlflow.exceptions import MlflowException
@@ -142,6 +160,26 @@ def store_uri(chosen: str | None, folder: Path) -> str:
 
 def is_folder(uri: str) -> bool:
     return uri.startswith("file:")
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Keeps other runs from creating the same folder and experiment, which MLflow does unlocked.
+
+    The folder's parent is locked: MLflow creates its default experiment only with a new folder.
+    """
+    if not is_folder(uri):
+        yield
+        return
+    parent = Path(url2pathname(urlsplit(uri).path)).parent
+    parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _name(text: str) -> str:
