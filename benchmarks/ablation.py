@@ -100,13 +100,20 @@ def main() -> None:
             print(f"{told} after {once.seconds:.1f} and {twice.seconds:.1f} s", file=sys.stderr)
             return once, twice
 
-        # a seed after the other, so that what changes on the machine changes for all
-        jobs = [(seed, *each) for seed in seeds for each in variants(parsed.base, chosen.quick)]
+        # a seed after the other: what changes on the machine changes for all, and each seed is published
         with ThreadPoolExecutor(parsed.workers or usable_cores()) as pool:
-            for (_, name, _), runs in zip(jobs, pool.map(both, jobs), strict=True):
-                found.setdefault(name, []).append(runs)
-    name = "ablation" if parsed.base == "fast" else f"ablation-{parsed.base}"
-    publish(name, cases(parsed.base, found), chosen, threads=1)
+            for seed in seeds:
+                jobs = [(seed, *each) for each in variants(parsed.base, chosen.quick)]
+                for (_, name, _), runs in zip(jobs, pool.map(both, jobs), strict=True):
+                    found.setdefault(name, []).append(runs)
+                publish(
+                    "ablation" if parsed.base == "fast" else f"ablation-{parsed.base}",
+                    cases(parsed.base, found),
+                    chosen,
+                    history=seed == seeds[-1],
+                    threads=1,
+                    seeds=seed,
+                )
 
 
 def variants(base: str, quick: bool) -> list[tuple[str, Mapping[str, object]]]:
