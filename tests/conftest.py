@@ -19,6 +19,8 @@ import forks as forking
 import pytest
 from hypothesis import settings
 
+from instar.distributed.signals import STOP_SIGNALS
+
 MOST_EXAMPLES = figures.times(30, sys.maxsize)
 """of a property in `make test`; `make torture` tries as many as each property names"""
 
@@ -91,7 +93,11 @@ def _leave_the_process_as_it_was() -> Iterator[None]:
     the whole of its own process is set back."""
     environment, folder, restore_torch = dict(os.environ), Path.cwd(), _torch_as_it_is()
     levels = {name: (found.level, found.handlers[:]) for name, found in _loggers()}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
+    for number, handler in before.items():  # a command that fails ignores further ones
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
     if dict(os.environ) != environment:
         os.environ.clear()
         os.environ.update(environment)
