@@ -278,10 +278,11 @@ def _free_port() -> int:
 
 
 def _bare_environment() -> dict[str, str]:
+    ours = ("INSTAR_CACHE_DIR", "INSTAR_TORTURE")
     kept = {
         name: value
         for name, value in os.environ.items()
-        if (not name.startswith("INSTAR") or name == "INSTAR_CACHE_DIR") and name != WARM_PYTHON
+        if (not name.startswith("INSTAR") or name in ours) and name != WARM_PYTHON
     }
     return {**kept, "OMP_NUM_THREADS": "1"}
 

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forks import INSTAR, children_as_ranks, forks
+from forks import INSTAR, LIMIT_S, children_as_ranks, forks
 
-LIMIT_S = 120
 INSTALLED = [sys.executable, "-m", "instar.cli.main", "train"]
 
 
