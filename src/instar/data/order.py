@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from instar.config.schema import FeedConfig
+if TYPE_CHECKING:
+    from instar.config.schema import FeedConfig
 
 Int64Array = NDArray[np.int64]
 UInt32Array = NDArray[np.uint32]

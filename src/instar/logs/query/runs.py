@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -106,7 +108,7 @@ def _latest_hint(out_dir: Path) -> str:
 
 
 FEW = 32
-"""number of runs from which threads are used"""
+"""number of runs that tell whether threads would help"""
 AT_ONCE = 4
 _INNER = ("run", "kind", "events", "last", "operations")
 """fields of `CachedSummary` that are not part of a list"""
@@ -211,14 +213,22 @@ def faults(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
-    """Reads many runs in threads, which overlaps waiting for the disk."""
-    if len(runs) < FEW:
-        return [_row(run, labels) for run, labels in runs]
-    from concurrent.futures import ThreadPoolExecutor
+    """Reads many runs in threads if they wait for the disk; others would only take turns."""
+    first, rest = runs[:FEW], runs[FEW:]
+    begun, computed = time.perf_counter(), time.thread_time()
+    rows = [_row(*each) for each in first]
+    computed = time.thread_time() - computed
+    waited = time.perf_counter() - begun - computed
+    if not rest:
+        return rows
+    with ExitStack() as stack:
+        more: Iterator[Row] = (_row(*each) for each in rest)
+        if waited > computed:
+            from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        rows = pool.map(lambda each: _row(*each), runs)
-        return list(tracked(rows, "reading records", "runs", len(runs)))
+            pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
+            more = pool.map(lambda each: _row(*each), rest)
+        return rows + list(tracked(more, "reading records", "runs", len(rest)))
 
 
 def _row(run: RunDir, labels: RunLabels) -> Row:

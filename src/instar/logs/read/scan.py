@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 
 from instar.config.files import open_regular
-from instar.data.workers import WorkerLost, Workers
 from instar.distributed.placement import usable_cores
 from instar.logs.read.columns import (
     CELLS,
@@ -297,7 +296,7 @@ def pieces(
                 yield more
                 advance(more.end - last.end)
                 last = more
-        except (WorkerLost, OSError):
+        except OSError:
             pass  # the rest is read here
         while True:
             more = scan(path, last, AT_ONCE_BYTES, until, advance)
@@ -308,25 +307,30 @@ def pieces(
 
 
 def _spread(path: Path, after: Content, most: int, until: int | None) -> Iterator[Content]:
-    """Yields what worker processes read; nothing for a short record."""
+    """Yields what worker processes read; nothing for a short record, and less if one is lost."""
     size = path.stat().st_size if until is None else until
     count = min(most, MOST_WORKERS, (size - after.end) // PIECE_BYTES)
     if count < 2 or size - after.end < WORTH_BYTES:
         return
+    from instar.data.workers import WorkerLost, Workers
+
     lines, begin = after.lines, after.end
     pending: deque[tuple[int, Future[Content]]] = deque()
-    with Workers(partial(LineRange, path), count) as workers:
-        for number, end in enumerate(_borders(path, begin, size)):
-            pending.append((end, workers.call(number % count, "read", begin, end)))
-            begin = end
-            while len(pending) == _AHEAD * count or (pending and end == size):
-                expected, answer = pending.popleft()
-                more = answer.result()
-                faults = tuple((lines + line, reason) for line, reason in more.faults)
-                lines += more.lines
-                yield replace(more, lines=lines, faults=faults)
-                if more.end != expected:  # a torn last line, or the file was cut
-                    return
+    try:
+        with Workers(partial(LineRange, path), count) as workers:
+            for number, end in enumerate(_borders(path, begin, size)):
+                pending.append((end, workers.call(number % count, "read", begin, end)))
+                begin = end
+                while len(pending) == _AHEAD * count or (pending and end == size):
+                    expected, answer = pending.popleft()
+                    more = answer.result()
+                    faults = tuple((lines + line, reason) for line, reason in more.faults)
+                    lines += more.lines
+                    yield replace(more, lines=lines, faults=faults)
+                    if more.end != expected:  # a torn last line, or the file was cut
+                        return
+    except WorkerLost:
+        return
 
 
 def _borders(path: Path, begin: int, size: int) -> Iterator[int]:
