@@ -7,7 +7,8 @@ same 4 × 128 GPT of context 64 (parameters within 2 %), and the same evaluation
 validation set, every token once. The plain contenders make 2,000 steps of 768 tokens under the same
 AdamW recipe. The target of a seed is the loss that the bare loop reaches at its end, and 0.015 on top:
 what one plain recipe differs from another by chance. Contenders are processes, one after the other,
-in an order that turns with every seed. One grows from 2 layers to 4, also within 2 % in the end.
+in an order that turns with every seed. One grows from 2 layers to 4 and from a context of 32 to 64, also within 2 % in
+the end.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ CHANCE = 0.015
 SHAPE = ("model.n_layer=4", "model.n_head=4", "model.n_embd=128", "model.context=64")
 GROWN = (
     "model.n_layer=2",
-    'schedule=[{"name": "stack_layers", "value": 2, "when": {"at_fraction": 0.35}}]',
+    "data.context=32",
+    "eval.context=64",
+    "train.batch_size=24",
+    "schedule="
+    '[{"name": "stack_layers", "value": 2, "when": {"at_fraction": 0.45}},'
+    ' {"name": "change_context", "value": 2, "tokens": "keep", "when": {"at_fraction": 0.7}}]',
 )
-"""Two layers become the four of the others."""
+"""Two layers and a context of 32 become the four and the 64 of the others, at equal tokens per step."""
 NAMES = {
     "instar-fast": "Instar, preset fast",
-    "instar-fast-grown": "Instar, preset fast, grown from 2 layers",
+    "instar-fast-grown": "Instar, preset fast, grown in layers and context",
     "instar-plain": "Instar, preset plain",
     "bare": "bare PyTorch loop",
     "bare-bf16": "bare PyTorch loop, bf16 autocast",
@@ -62,7 +68,7 @@ class Effort:
     fast_steps: int
 
 
-FULL = Effort(seeds=3, data_bytes=1_000_000, plain_steps=2000, fast_steps=480)
+FULL = Effort(seeds=3, data_bytes=1_000_000, plain_steps=2000, fast_steps=450)
 QUICK = Effort(seeds=1, data_bytes=60_000, plain_steps=4, fast_steps=4)
 
 
@@ -139,7 +145,8 @@ def parameters(name: str, data: Sequence[str]) -> int:
 def of(name: str) -> tuple[str, ...]:
     """Overrides that make one of our contenders."""
     preset = name.removeprefix("instar-").removesuffix("-grown")
-    return (f"preset={preset}", *SHAPE, *(GROWN if name.endswith("-grown") else ()))
+    shape = (f"preset={preset}", *SHAPE, "train.batch_size=12")
+    return (*shape, *(GROWN if name.endswith("-grown") else ()))
 
 
 def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path) -> Reached:
@@ -167,7 +174,6 @@ def run_instar(name: str, seed: int, steps: int, data: Sequence[str], folder: Pa
     settings = (
         *of(name),
         *data,
-        "train.batch_size=12",
         f"seed={seed}",
         f"eval.eval_interval={steps}",
         "record.log_interval=100",
