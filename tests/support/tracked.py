@@ -317,7 +317,7 @@ def process(*arguments: object) -> subprocess.Popen[str]:
 def written(*arguments: object, command: str = "write") -> None:
     """Write in a process that ends; it says nothing at all."""
     said = process(command, *arguments).communicate(timeout=120)
-    assert said == ("", "")
+    assert said == ("", ""), said
 
 
 def read_back(tool: str, folder: Path, command: str = "read") -> Any:
