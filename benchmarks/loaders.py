@@ -149,7 +149,8 @@ def in_blocks(n: int) -> Order:
 def lone_feed(windows: TokenWindows, order: Order, *, prefetch: bool) -> Prefetcher:
     """As of a run on one rank."""
     keep_freed_memory()
-    return Prefetcher(LocalReader(windows, order, 1, range(1), "rank 0"), prefetch)
+    reader = LocalReader(windows, order, 1, range(1), "rank 0")
+    return Prefetcher(reader, prefetch, in_caller=not prefetch)
 
 
 def epochs_of(loader: Any, take: Callable[[Any], Pair]) -> Pairs:

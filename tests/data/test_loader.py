@@ -181,6 +181,15 @@ def test_steps_are_read_ahead_in_blocks_by_another_thread() -> None:
     assert max(size for _, size in source.reads) == 64 * 8
 
 
+def test_without_prefetch_steps_are_read_where_they_are_taken() -> None:
+    source = Numbers(100)
+    with local_feed(source, Shuffled(100, seed=1), prefetch=False) as feed:
+        for plan in steps(0, 100, 100, 8):
+            feed.take(plan.cursor, 8, 4)
+    assert {thread for thread, _ in source.reads} == {threading.current_thread().name}
+    assert max(size for _, size in source.reads) == 8
+
+
 def test_of_a_slow_source_few_steps_are_read_ahead() -> None:
     class Slow(Numbers):
         def read(self, indices: Int64Array, epoch: int = 0) -> dict[str, np.ndarray]:

@@ -89,6 +89,22 @@ def test_reading_and_gathering_cross_shards(
     assert windows.tolist() == [list(range(at, at + length)) for at in starts]
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    shards=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    runs=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=3),
+    length=st.integers(2, 5),
+)
+def test_runs_of_consecutive_windows_are_what_single_ones_are(
+    make_split: Any, shards: list[int], runs: list[tuple[int, int]], length: int
+) -> None:
+    split = make_split(*shards, 160)
+    starts = [at + number * (length - 1) for at, count in runs for number in range(count)]
+    starts = [at for at in starts if at + length <= len(split)]
+    windows = split.windows(np.array(starts, dtype=np.int64), length)
+    assert windows.tolist() == [list(range(at, at + length)) for at in starts]
+
+
 def test_a_window_outside_the_split_is_refused(make_split: Any) -> None:
     with pytest.raises(IndexError):
         make_split(5, 5).windows(np.array([0, 7]), 4)

@@ -160,7 +160,7 @@ def test_every_slurm_task_knows_how_many_share_its_host(repeat: int, counts: lis
 def test_waiting_threads_leave_the_cores_to_others_unless_told() -> None:
     environ: dict[str, str] = {}
     share_cores(environ)
-    assert environ == {"GOMP_SPINCOUNT": "1000"}
+    assert environ == {"GOMP_SPINCOUNT": "4000"}
     for chosen in ({"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "ACTIVE"}):
         told = dict(chosen)
         share_cores(told)

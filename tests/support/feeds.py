@@ -50,7 +50,8 @@ def local_feed(
     slices = virtual_ranks or world_size
     each = slices // world_size
     own = range(rank * each, (rank + 1) * each)
-    return Prefetcher(LocalReader(source, order, slices, own, f"rank {rank}"), prefetch)
+    reader = LocalReader(source, order, slices, own, f"rank {rank}")
+    return Prefetcher(reader, prefetch, in_caller=not prefetch)
 
 
 class Queues:

@@ -80,7 +80,11 @@ class FeedConfig(Section):
         description="module:function(sample, generator) → sample, applied to every training sample; "
         "the generator comes from (seed, epoch, sample)",
     )
-    prefetch: bool = Field(True, description="prepare the next steps' batches in the background")
+    prefetch: bool = Field(
+        True,
+        description="prepare the next steps' batches in a thread; without, samples are read when a step "
+        "needs them, and a signal to stop waits for that",
+    )
 
     @property
     def read_from_start(self) -> bool:

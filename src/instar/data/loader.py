@@ -294,6 +294,7 @@ class LocalReader:
         block: Block = {}
         row = 0
         for key, plan, one, places_of in zip(keys, plans, steps, places, strict=True):
+            weight = self._source.weights(one)
             micro_batches = []
             for rank in self._own:
                 mine = places_of[rank]
@@ -302,7 +303,9 @@ class LocalReader:
                     micro_batches.append(
                         MicroBatch(
                             arrays=cut(arrays, row, row + rows),
-                            weight=self._source.weights(at(one, mine[first:stop])),
+                            weight=weight
+                            if stop - first == one.size
+                            else self._source.weights(at(one, mine[first:stop])),
                             samples=stop - first,
                             rank=rank,
                             first=int(mine[first]) if len(mine) else 0,
@@ -310,7 +313,6 @@ class LocalReader:
                     )
                     row += rows
             passes = tuple(max(1, -(-len(each) // key.batch_size)) for each in places_of)
-            weight = self._source.weights(one)
             block[key] = StepBatch(plan, tuple(micro_batches), weight, passes, epoch_samples)
         return block
 
@@ -367,12 +369,17 @@ class Prefetcher:
         reader: Reader,
         prefetch: bool = True,
         stage: Callable[[Columns], Columns] | None = None,
+        *,
+        in_caller: bool = False,
     ) -> None:
         """
         Args:
-            stage: applied to the arrays of every micro-batch, in the thread.
+            stage: applied to the arrays of every micro-batch, where they are read.
+            in_caller: without prefetch, read in the thread that calls `take`, which then cannot give
+                up. Waking another thread takes longer than reading some windows of tokens.
         """
         self._reader, self._prefetch, self._stage = reader, prefetch, stage
+        self._in_caller = in_caller and not prefetch
         self._ready: Block = {}
         self._coming: _Job | None = None
         self._serial = 0
@@ -394,7 +401,7 @@ class Prefetcher:
         are raised here, with a note of the positions.
 
         Raises:
-            WaitCancelled: `give_up`, polled while waiting, returned True.
+            WaitCancelled: `give_up`, polled while waiting for the thread, returned True.
         """
         if self._closed:
             raise RuntimeError("the prefetcher is closed")
@@ -435,6 +442,10 @@ class Prefetcher:
     def _take_from_next_block(
         self, key: StepKey, give_up: Callable[[], bool]
     ) -> StepBatch | Exception:
+        if self._in_caller:
+            self._serial += 1
+            block = self._staged(self._reader.read(ReadRequest(self._serial, key, ahead=False)))
+            return block[key]
         job = self._coming
         if job is None or job.request.first != key:
             self._ready = {}

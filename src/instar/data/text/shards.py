@@ -30,6 +30,8 @@ from instar.record.atomic import replace_file, write_synced
 
 SHARD_FORMAT = "instar-tokens/1"
 SHARD_TOKENS = 1 << 25
+_LEAST_RUN = 8
+"""consecutive windows, on average, from which on runs are read at once"""
 _LARGEST_HEADER_BYTES = 1 << 20
 
 
@@ -275,6 +277,9 @@ class TokenSplit:
         # as unsigned numbers, negative starts exceed every length
         if length > len(self) or starts.view(np.uint64).max() > len(self) - length:
             raise IndexError(f"a window of {length} tokens leaves {self.name} ({len(self)} tokens)")
+        runs = np.flatnonzero(np.diff(starts) != length - 1) + 1
+        if length > 1 and runs.size <= starts.size // _LEAST_RUN:
+            return self._consecutive(starts, length, runs)
         tokens: TokenArray = np.empty((starts.size, length), dtype=self.dtype)
         shards = np.searchsorted(self.offsets, starts, side="right") - 1
         if np.all(starts + length <= self.offsets[shards + 1]):
@@ -284,6 +289,19 @@ class TokenSplit:
             for row, start in zip(tokens, starts.tolist(), strict=True):
                 row[...] = self.read(start, start + length)
         return tokens
+
+    def _consecutive(self, starts: Int64Array, length: int, breaks: Int64Array) -> TokenArray:
+        """Return windows of which each begins with the last token of the one before, except at `breaks`;
+        one read for each run of them."""
+        firsts, lasts = starts[[0, *breaks]].tolist(), starts[[*(breaks - 1), -1]].tolist()
+        parts: list[TokenArray] = []
+        for first, last in zip(firsts, lasts, strict=True):
+            read = self.read(first, last + length)
+            shape = (last - first) // (length - 1) + 1, length
+            # sliding_window_view takes as long as reading 16 windows
+            strides = (length - 1) * read.itemsize, read.itemsize
+            parts.append(np.ndarray(shape, read.dtype, read.data, strides=strides))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @dataclass(frozen=True, eq=False)
