@@ -301,7 +301,7 @@ class TokenSplit:
             # sliding_window_view takes as long as reading 16 windows
             strides = (length - 1) * read.itemsize, read.itemsize
             parts.append(np.ndarray(shape, read.dtype, read.data, strides=strides))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, dtype=self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
