@@ -25,7 +25,7 @@ from pathlib import Path
 from instar.distributed.placement import usable_cores
 from instar.record.events import Eval, read_events
 from report import Case, case, options, parser, publish
-from time_to_loss import FULL, QUICK, SHAPE, text_for
+from time_to_loss import FULL, QUICK, text_for
 
 BASES = ("fast", "plain")
 PRESET = "the preset"
@@ -182,7 +182,7 @@ def train(
         "record.sample_tokens": 0,
         "record.run_dir": str(run_dir),
     }
-    pairs = dict(text.split("=", 1) for text in SHAPE)
+    pairs = dict(text.split("=", 1) for text in FULL.shape)
     settings = pairs | given | dict(values)
     texts = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()]
     sets = [word for text in (*texts, *data) for word in ("--set", text)]

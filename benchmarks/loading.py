@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +113,10 @@ def main() -> None:
     words.add_argument(
         "--work", type=Path, help="where the data is made; default: a temporary folder"
     )
+    words.add_argument("--rounds", type=int, metavar="N", help=f"default: {FULL.rounds}")
     parsed = words.parse_args()
     chosen = options(parsed)
-    size = QUICK if chosen.quick else FULL
+    size = QUICK if chosen.quick else replace(FULL, rounds=parsed.rounds or FULL.rounds)
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(

@@ -1,10 +1,10 @@
 """The plain contenders of `time_to_loss.py`: one recipe, as each framework's users write it.
 
-    python benchmarks/plain_recipes.py bare|bare-bf16|fabric|hf '{"data": …, "seed": …, "steps": …}'
+    python benchmarks/plain_recipes.py bare|bare-bf16|fabric|hf '{"data": …, "seed": …, "steps": …, "recipe": {…}}'
 
-GPT-2 blocks, AdamW with a peak rate of 4e-3 (the best of 1e-3, 2e-3, 4e-3 and 6e-3), 100 steps of
-warm-up, cosine to a tenth, weight decay 0.1 on matrices, gradients clipped at 1, batches of 12
-windows at random places. Prints a JSON line with the time and the validation loss at the end.
+GPT-2 blocks, AdamW with a tuned peak rate, 100 steps of warm-up, cosine to a tenth, weight decay 0.1
+on matrices, gradients clipped at 1, batches of windows at random places. Prints a JSON line with the time
+and the validation loss at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,20 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
-PEAK, LOWEST, WARMUP, BETAS, DECAY, CLIP = 4e-3, 4e-4, 100, (0.9, 0.99), 0.1, 1.0
+WARMUP, BETAS, DECAY, CLIP, LOWEST_SHARE = 100, (0.9, 0.99), 0.1, 1.0, 0.1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A shape, and what a recipe has of its own at that size."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    batch: int
+    peak: float
+    """of the learning rate"""
 
 
 def tokens(folder: str, split: str) -> torch.Tensor:
@@ -41,46 +54,53 @@ def vocabulary(folder: str) -> int:
     return size
 
 
-def batch(data: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = torch.randint(len(data) - CONTEXT, (BATCH,), generator=generator)
-    x = torch.stack([data[i : i + CONTEXT] for i in starts])
-    y = torch.stack([data[i + 1 : i + 1 + CONTEXT] for i in starts])
+def batch(
+    recipe: Recipe, data: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    context = recipe.context
+    starts = torch.randint(len(data) - context, (recipe.batch,), generator=generator)
+    x = torch.stack([data[i : i + context] for i in starts])
+    y = torch.stack([data[i + 1 : i + 1 + context] for i in starts])
     return x, y
 
 
-def rate(step: int, steps: int) -> float:
+def rate(recipe: Recipe, step: int, steps: int) -> float:
     if step < WARMUP:
-        return PEAK * (step + 1) / WARMUP
+        return recipe.peak * (step + 1) / WARMUP
     progress = min(1.0, (step - WARMUP) / max(1, steps - WARMUP))
-    return LOWEST + 0.5 * (1 + math.cos(math.pi * progress)) * (PEAK - LOWEST)
+    lowest = recipe.peak * LOWEST_SHARE
+    return lowest + 0.5 * (1 + math.cos(math.pi * progress)) * (recipe.peak - lowest)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, D = x.shape
         q, k, v = self.qkv(self.norm_1(x)).split(D, dim=2)
-        q, k, v = (one.view(B, T, HEADS, D // HEADS).transpose(1, 2) for one in (q, k, v))
+        q, k, v = (one.view(B, T, self.heads, -1).transpose(1, 2) for one in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(B, T, D))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class PlainGPT(nn.Module):
-    def __init__(self, vocab: int) -> None:
+    def __init__(self, recipe: Recipe, vocab: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
+        layers, width = recipe.layers, recipe.width
+        self.tokens = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(recipe.context, width)
+        self.blocks = nn.ModuleList(Block(width, recipe.heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if residual else 0.02)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
@@ -98,31 +118,34 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def report(logits: Callable[[torch.Tensor], torch.Tensor], data: torch.Tensor) -> None:
+def report(
+    recipe: Recipe, logits: Callable[[torch.Tensor], torch.Tensor], data: torch.Tensor
+) -> None:
     """Print the mean loss over every token of the validation set but the first."""
-    full = (len(data) - 1) // CONTEXT
-    windows = torch.arange(full)[:, None] * CONTEXT + torch.arange(CONTEXT)
+    context = recipe.context
+    full = (len(data) - 1) // context
+    windows = torch.arange(full)[:, None] * context + torch.arange(context)
     total = 0.0
-    for part in windows.split(128):
+    for part in windows.split(8192 // context):
         total += F.cross_entropy(
             logits(data[part]).flatten(0, 1), data[part + 1].flatten(), reduction="sum"
         ).item()
-    rest = data[full * CONTEXT :]
+    rest = data[full * context :]
     if len(rest) > 1:
         total += F.cross_entropy(logits(rest[None, :-1])[0], rest[1:], reduction="sum").item()
     print(json.dumps({"time": time.time(), "loss": total / (len(data) - 1)}), flush=True)
 
 
-def bare(folder: str, seed: int, steps: int, *, low: bool = False) -> None:
+def bare(recipe: Recipe, folder: str, seed: int, steps: int, *, low: bool = False) -> None:
     """`low`: forward passes under bf16 autocast."""
     torch.manual_seed(seed)
-    model = PlainGPT(vocabulary(folder))
-    optimizer = torch.optim.AdamW(groups(model), lr=PEAK, betas=BETAS, fused=True)
+    model = PlainGPT(recipe, vocabulary(folder))
+    optimizer = torch.optim.AdamW(groups(model), lr=recipe.peak, betas=BETAS, fused=True)
     data, generator = tokens(folder, "train"), torch.Generator().manual_seed(seed)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate(step, steps)
-        x, y = batch(data, generator)
+            group["lr"] = rate(recipe, step, steps)
+        x, y = batch(recipe, data, generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
@@ -131,34 +154,34 @@ def bare(folder: str, seed: int, steps: int, *, low: bool = False) -> None:
         optimizer.zero_grad(set_to_none=True)
     model.eval()
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        report(model, tokens(folder, "val"))
+        report(recipe, model, tokens(folder, "val"))
 
 
-def fabric(folder: str, seed: int, steps: int) -> None:
+def fabric(recipe: Recipe, folder: str, seed: int, steps: int) -> None:
     from lightning.fabric import Fabric
 
     torch.manual_seed(seed)
     run = Fabric(accelerator="cpu", devices=1)
     run.launch()
-    plain = PlainGPT(vocabulary(folder))
+    plain = PlainGPT(recipe, vocabulary(folder))
     model, optimizer = run.setup(
-        plain, torch.optim.AdamW(groups(plain), lr=PEAK, betas=BETAS, fused=True)
+        plain, torch.optim.AdamW(groups(plain), lr=recipe.peak, betas=BETAS, fused=True)
     )
     data, generator = tokens(folder, "train"), torch.Generator().manual_seed(seed)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate(step, steps)
-        x, y = batch(data, generator)
+            group["lr"] = rate(recipe, step, steps)
+        x, y = batch(recipe, data, generator)
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
         run.backward(loss)
         run.clip_gradients(model, optimizer, max_norm=CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     model.eval()
-    report(model, tokens(folder, "val"))
+    report(recipe, model, tokens(folder, "val"))
 
 
-def hf(folder: str, seed: int, steps: int) -> None:
+def hf(recipe: Recipe, folder: str, seed: int, steps: int) -> None:
     import tempfile
 
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
@@ -168,10 +191,10 @@ def hf(folder: str, seed: int, steps: int) -> None:
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=vocab,
-            n_positions=CONTEXT,
-            n_embd=WIDTH,
-            n_layer=LAYERS,
-            n_head=HEADS,
+            n_positions=recipe.context,
+            n_embd=recipe.width,
+            n_layer=recipe.layers,
+            n_head=recipe.heads,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -184,21 +207,21 @@ def hf(folder: str, seed: int, steps: int) -> None:
 
     class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         def __len__(self) -> int:
-            return (len(data) - 1) // CONTEXT
+            return (len(data) - 1) // recipe.context
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             # the model shifts labels itself
-            window = data[index * CONTEXT : (index + 1) * CONTEXT]
+            window = data[index * recipe.context : (index + 1) * recipe.context]
             return {"input_ids": window, "labels": window}
 
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
             output_dir=scratch,
             max_steps=steps,
-            per_device_train_batch_size=BATCH,
-            learning_rate=PEAK,
+            per_device_train_batch_size=recipe.batch,
+            learning_rate=recipe.peak,
             lr_scheduler_type="cosine_with_min_lr",
-            lr_scheduler_kwargs={"min_lr_rate": LOWEST / PEAK},
+            lr_scheduler_kwargs={"min_lr_rate": LOWEST_SHARE},
             warmup_steps=min(WARMUP, max(1, steps // 2)),
             weight_decay=DECAY,
             adam_beta1=BETAS[0],
@@ -214,11 +237,11 @@ def hf(folder: str, seed: int, steps: int) -> None:
         )
         Trainer(model=model, args=arguments, train_dataset=Windows()).train()
     model.eval()
-    report(lambda x: model(input_ids=x).logits, tokens(folder, "val"))
+    report(recipe, lambda x: model(input_ids=x).logits, tokens(folder, "val"))
 
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[2])
     {"bare": bare, "bare-bf16": partial(bare, low=True), "fabric": fabric, "hf": hf}[sys.argv[1]](
-        asked["data"], asked["seed"], asked["steps"]
+        Recipe(**asked["recipe"]), asked["data"], asked["seed"], asked["steps"]
     )

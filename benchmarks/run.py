@@ -44,25 +44,26 @@ class Benchmark:
 
 SUITE = (
     Benchmark("communication", 5),
-    Benchmark("order", 10),
-    Benchmark("startup", 80),
-    Benchmark("loading", 120),
-    Benchmark("graphs", 100, ("--repeats", "4")),
-    Benchmark("sharded_saves", 40),
-    Benchmark("deltas", 60),
-    Benchmark("pauses", 90),
+    Benchmark("order", 5),
+    Benchmark("startup", 85, ("--repeats", "5")),
+    Benchmark("loading", 160, ("--rounds", "1")),
+    Benchmark("graphs", 100, ("--repeats", "3")),
+    Benchmark("sharded_saves", 45),
+    Benchmark("deltas", 65),
+    Benchmark("pauses", 65),
     Benchmark("operations", 110),
     Benchmark("logs", 150),
-    Benchmark("dashboard", 100, ("--points", "100", "--minutes", "0.5")),
-    Benchmark("throughput", 240, ("--heats", "2")),
-    Benchmark("scaling", 230, ("--repeats", "3")),
+    Benchmark("dashboard", 110, ("--points", "100", "--minutes", "0.5")),
+    Benchmark("throughput", 180, ("--heats", "1")),
+    Benchmark("scaling", 230, ("--repeats", "2")),
     Benchmark("slow_link", 190, ("--seeds", "1")),
     Benchmark(
         "time_to_loss",
-        275,
-        (
-            *("--without", "fabric", "--without", "hf"),
-            *("--once", "instar-plain", "--once", "bare-bf16"),
+        300,
+        tuple(
+            word
+            for name in ("fabric", "hf", "bare-bf16", "instar-plain")
+            for word in ("--without", name)
         ),
     ),
 )
@@ -80,6 +81,7 @@ STUDIES = (
     "moult",
     "noise_scale",
     "pilot",
+    "precision",
     "width_rates",
 )
 """questions about training rather than about speed, and what needs a large disk"""

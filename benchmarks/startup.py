@@ -69,8 +69,11 @@ class Ended:
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
-    quick = chosen.quick
+    words = parser(__doc__)
+    words.add_argument("--repeats", type=int, default=10, help="of runs; commands three times")
+    parsed = words.parse_args()
+    chosen = options(parsed)
+    quick, repeats = chosen.quick, parsed.repeats
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         data = [
@@ -82,8 +85,8 @@ def main() -> None:
         prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
         (folder / "run.yaml").write_text("name: timed\n", encoding="utf-8")
         cases = [
-            *commands(folder, data, 1 if quick else 30),
-            *first_step([*TINY, *data], folder, 1 if quick else 10),
+            *commands(folder, data, 1 if quick else 3 * repeats),
+            *first_step([*TINY, *data], folder, 1 if quick else repeats),
             *(
                 memory("tiny run", [*TINY, *data], folder, repeats=1, steps=2)
                 if quick

@@ -21,7 +21,15 @@ from report import HISTORY, RESULTS
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks-summary.md"
 TORTURE = "torture-"
 GROUPS = {
-    "Training": ("time_to_loss", "throughput", "finetune", "startup", "gpu"),
+    "Training": (
+        "time_to_loss",
+        "time_to_loss_large",
+        "throughput",
+        "precision",
+        "finetune",
+        "startup",
+        "gpu",
+    ),
     "Data": ("loading", "order"),
     "Several ranks": ("scaling", "slow_link", "communication", "graphs", "sharded_saves"),
     "Checkpoints and growth": (

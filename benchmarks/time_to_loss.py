@@ -1,14 +1,17 @@
 """Seconds from process start to a validation loss: Instar's presets against tuned plain recipes.
 
-    python benchmarks/time_to_loss.py [--quick] [--seeds 3] [--threads N]
+    python benchmarks/time_to_loss.py [--quick] [--large] [--seeds 3] [--threads N]
 
 Everybody has the same characters (1 MB of the Python standard library's source, split by file), the
 same 4 × 128 GPT of context 64 (parameters within 2 %), and the same evaluation: the whole
 validation set, every token once. The plain contenders make 2,000 steps of 768 tokens under the same
-AdamW recipe. The target of a seed is the loss that the bare loop reaches at its end, and 0.015 on top:
+AdamW recipe, whose peak rate is the best of 1e-3, 2e-3, 4e-3 and 6e-3. The target of a seed is the loss that the bare loop reaches at its end, and 0.015 on top:
 what one plain recipe differs from another by chance. Contenders are processes, one after the other,
 in an order that turns with every seed. One grows from 2 layers to 4 and from a context of 32 to 64, also within 2 % in
 the end.
+
+With --large, a 6 × 384 GPT of context 256, 10 M parameters, on 3 MB of characters. The bare loop makes @STEPS@ steps of 1,024 tokens,
+at the best rate of @RATES@; one contender grows from 3 layers.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from instar.config.load import load
@@ -28,48 +31,78 @@ from instar.data.text.prepare import prepare
 from instar.record.events import Eval, read_events
 from instar.run.lifecycle.preflight import preflight
 from instar.schedule.checks import load_checked
+from plain_recipes import Recipe
 from report import Case, case, options, parser, publish
 from throughput import NEEDS, present
 
 CHANCE = 0.015
 """nats: the finals of one plain recipe with three seeds lie within 0.02 of each other"""
 
-SHAPE = ("model.n_layer=4", "model.n_head=4", "model.n_embd=128", "model.context=64")
-GROWN = (
-    "model.n_layer=2",
-    "data.context=32",
-    "eval.context=64",
-    "train.batch_size=24",
-    "schedule="
-    '[{"name": "stack_layers", "value": 2, "when": {"at_fraction": 0.45}},'
-    ' {"name": "change_context", "value": 2, "tokens": "keep", "when": {"at_fraction": 0.7}}]',
+
+@dataclass(frozen=True)
+class Effort:
+    """A model, and how long everybody trains it."""
+
+    recipe: Recipe
+    fast_batch: int
+    grown: tuple[str, ...]
+    """what makes the contender that grows into this model, with as many tokens per step"""
+    seeds: int
+    data_bytes: int
+    plain_steps: int
+    fast_steps: int
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        made = self.recipe
+        shape = {"n_layer": made.layers, "n_head": made.heads, "n_embd": made.width}
+        shape["context"] = made.context
+        return tuple(f"model.{key}={value}" for key, value in shape.items())
+
+
+FULL = Effort(
+    Recipe(layers=4, heads=4, width=128, context=64, batch=12, peak=4e-3),
+    fast_batch=12,
+    grown=(
+        "model.n_layer=2",
+        "data.context=32",
+        "eval.context=64",
+        "train.batch_size=24",
+        "schedule="
+        '[{"name": "stack_layers", "value": 2, "when": {"at_fraction": 0.45}},'
+        ' {"name": "change_context", "value": 2, "tokens": "keep", "when": {"at_fraction": 0.7}}]',
+    ),
+    seeds=3,
+    data_bytes=1_000_000,
+    plain_steps=2000,
+    fast_steps=480,
 )
-"""Two layers and a context of 32 become the four and the 64 of the others, at equal tokens per step."""
+LARGE = Effort(
+    Recipe(layers=6, heads=6, width=384, context=256, batch=4, peak=1e-3),
+    fast_batch=8,
+    grown=(
+        "model.n_layer=3",
+        'schedule=[{"name": "stack_layers", "value": 2, "when": {"at_fraction": 0.4}}]',
+    ),
+    seeds=3,
+    data_bytes=3_000_000,
+    plain_steps=800,
+    fast_steps=120,
+)
+QUICK = replace(FULL, seeds=1, data_bytes=60_000, plain_steps=4, fast_steps=4)
 NAMES = {
     "instar-fast": "Instar, preset fast",
-    "instar-fast-grown": "Instar, preset fast, grown in layers and context",
+    "instar-fast-grown": "Instar, preset fast, grown",
     "instar-plain": "Instar, preset plain",
     "bare": "bare PyTorch loop",
     "bare-bf16": "bare PyTorch loop, bf16 autocast",
     "fabric": "Lightning Fabric",
     "hf": "HF Trainer",
 }
+BARS = {"instar-fast": 0.25, "instar-fast-grown": 0.15, "instar-plain": 1.0}
+LARGE_BARS = {"instar-fast": 0.4}
 OTHERS = [name for name in NAMES if name != "bare"]
 """than the loop that sets the target"""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long everybody trains."""
-
-    seeds: int
-    data_bytes: int
-    plain_steps: int
-    fast_steps: int
-
-
-FULL = Effort(seeds=3, data_bytes=1_000_000, plain_steps=2000, fast_steps=450)
-QUICK = Effort(seeds=1, data_bytes=60_000, plain_steps=4, fast_steps=4)
 
 
 @dataclass(frozen=True)
@@ -89,6 +122,7 @@ class Reached:
 
 def main() -> None:
     words = parser(__doc__)
+    words.add_argument("--large", action="store_true", help="10 M parameters instead of 0.8 M")
     words.add_argument("--seeds", type=int, help=f"default: {FULL.seeds}")
     words.add_argument("--threads", type=int, help="of every contender; default: torch's own")
     for flag, told in (
@@ -98,7 +132,7 @@ def main() -> None:
         words.add_argument(flag, action="append", default=[], choices=OTHERS, help=told)
     parsed = words.parse_args()
     chosen = options(parsed)
-    effort = QUICK if chosen.quick else FULL
+    effort = QUICK if chosen.quick else LARGE if parsed.large else FULL
     there = present(chosen.quick)
     names = [
         name
@@ -119,10 +153,11 @@ def main() -> None:
                 found[name].append(reached)
                 told = f"seed {seed}: {NAMES[name]}: {reached.final:.4f}"
                 print(f"{told} after {reached.evaluations[-1][0]:.1f} s", file=sys.stderr)
-        sizes = {name: parameters(name, data) for name in names if name.startswith("instar")}
+        ours = [name for name in names if name.startswith("instar")]
+        sizes = {name: parameters(name, effort, data) for name in ours}
     publish(
-        "time_to_loss",
-        cases(found, sizes),
+        "time_to_loss_large" if parsed.large else "time_to_loss",
+        cases(found, sizes, LARGE_BARS if parsed.large else BARS),
         chosen,
         threads=os.environ.get("OMP_NUM_THREADS", "default"),
     )
@@ -136,26 +171,34 @@ def text_for(folder: Path, size: int) -> tuple[str, ...]:
     return overrides
 
 
-def parameters(name: str, data: Sequence[str]) -> int:
+def parameters(name: str, effort: Effort, data: Sequence[str]) -> int:
     """Of the final model."""
-    loaded = load_checked(None, (*of(name), *data, "train.until=[100it]"))
+    loaded = load_checked(None, (*of(name, effort), *data, "train.until=[100it]"))
     return preflight(loaded, 1).forecast.stages[-1].parameters.total
 
 
-def of(name: str) -> tuple[str, ...]:
+def of(name: str, effort: Effort) -> tuple[str, ...]:
     """Overrides that make one of our contenders."""
     preset = name.removeprefix("instar-").removesuffix("-grown")
-    shape = (f"preset={preset}", *SHAPE, "train.batch_size=12")
-    return (*shape, *(GROWN if name.endswith("-grown") else ()))
+    batch = effort.recipe.batch if preset == "plain" else effort.fast_batch
+    made = [f"preset={preset}", *effort.shape, f"train.batch_size={batch}"]
+    if preset == "plain":
+        made.append(f"optimizer.lr={effort.recipe.peak}")
+    return (*made, *(effort.grown if name.endswith("-grown") else ()))
 
 
 def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path) -> Reached:
     """One contender's process, from its start to its end."""
     steps = effort.fast_steps if name.startswith("instar-fast") else effort.plain_steps
     if name.startswith("instar"):
-        return run_instar(name, seed, steps, data, folder)
+        return run_instar(name, seed, steps, effort, data, folder)
     script = Path(__file__).with_name("plain_recipes.py")
-    asked = {"data": str(folder / "tokens"), "seed": seed, "steps": steps}
+    asked = {
+        "data": str(folder / "tokens"),
+        "seed": seed,
+        "steps": steps,
+        "recipe": asdict(effort.recipe),
+    }
     begun = time.time()
     done = subprocess.run(
         [sys.executable, str(script), name, json.dumps(asked)],
@@ -169,10 +212,12 @@ def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path)
     return Reached(tuple((one["time"] - begun, one["loss"]) for one in said))
 
 
-def run_instar(name: str, seed: int, steps: int, data: Sequence[str], folder: Path) -> Reached:
+def run_instar(
+    name: str, seed: int, steps: int, effort: Effort, data: Sequence[str], folder: Path
+) -> Reached:
     run_dir = folder / f"{name}-{seed}"
     settings = (
-        *of(name),
+        *of(name, effort),
         *data,
         f"seed={seed}",
         f"eval.eval_interval={steps}",
@@ -193,7 +238,9 @@ def run_instar(name: str, seed: int, steps: int, data: Sequence[str], folder: Pa
     return Reached(tuple((e.time - begun, e.loss) for e in events if isinstance(e, Eval)))
 
 
-def cases(found: Mapping[str, Sequence[Reached]], sizes: Mapping[str, int]) -> list[Case]:
+def cases(
+    found: Mapping[str, Sequence[Reached]], sizes: Mapping[str, int], bars: Mapping[str, float]
+) -> list[Case]:
     """Losses, seconds to the target, and their ratios to the bare loop's, seed by seed; those that train once, with the first seed."""
     targets = [reached.final + CHANCE for reached in found["bare"]]
     above = {
@@ -212,7 +259,6 @@ def cases(found: Mapping[str, Sequence[Reached]], sizes: Mapping[str, int]) -> l
         name: [ours / bare for ours, bare in zip(taken, seconds["bare"], strict=False)]
         for name, taken in seconds.items()
     }
-    bars = {"instar-fast": 0.25, "instar-fast-grown": 0.15, "instar-plain": 1.0}
     return [
         *(case(f"parameters: {NAMES[name]}", [float(n)], "count") for name, n in sizes.items()),
         *(

@@ -46,6 +46,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("operations", "tiny: pause of widen_hidden / step"),
         ("gpu", "tiny: stall of a save / step"),
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
+        ("precision", "as it is: time with auto / fp32, at most"),
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
         ("ablation", "with no QK-norm: time to its loss / its time"),
         ("finetune", "llama: losses of a step differ by, at most"),
