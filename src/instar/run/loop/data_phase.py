@@ -130,10 +130,9 @@ class LoaderFactory:
     def open(self, task: Task, phase: DataPhase) -> Prefetcher:
         """Open this rank's loader of the phase's training samples; the caller must close it."""
         stage = pinned if self._world.device.type == "cuda" else None
-        # ranks that wait for rank 0 must be able to give up
-        alone = self._parcels is None
         reader, prefetch = self._reader(task, phase), self._config.data.prefetch
-        return Prefetcher(reader, prefetch, stage, in_caller=alone and not prefetch)
+        # ranks that wait for rank 0 must be able to give up
+        return Prefetcher(reader, prefetch, stage, in_caller=self._parcels is None)
 
     def _reader(self, task: Task, phase: DataPhase) -> Reader:
         own, rank = self._own, self._world.rank
