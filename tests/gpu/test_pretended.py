@@ -29,7 +29,7 @@ TINY = """\
 name: tiny
 precision: fp32
 preset: llama
-model: {n_layer: 1, n_head: 2, n_kv_head: 1, n_embd: 16, context: 16, qk_norm: true}
+model: {n_layer: 1, n_head: 2, n_kv_head: 1, n_embd: 16, context: 16, qk_norm: true, conv_size: 3}
 data: {source: squares.txt, path: tokens, tokenizer: char}
 train: {until: 4it, batch_size: 4, gradient_accumulation_steps: 2}
 learning_rate: {warmup_iters: 2}

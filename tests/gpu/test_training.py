@@ -31,7 +31,7 @@ TINY = """\
 name: tiny
 precision: fp32
 preset: llama
-model: {n_layer: 2, n_head: 2, n_embd: 64, context: 32, qk_norm: true}
+model: {n_layer: 2, n_head: 2, n_embd: 64, context: 32, qk_norm: true, conv_size: 4, embedding_multiplier: 8.0}
 data: {source: squares.txt, path: tokens, tokenizer: char}
 train: {until: 30it, batch_size: 8, gradient_accumulation_steps: 2}
 learning_rate: {warmup_iters: 5}

@@ -30,6 +30,7 @@ STYLES = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "relu2": replace(LLAMA, activation="relu2", qk_norm=True),
+    "convolutions": replace(GPT2, conv_size=3, embedding_multiplier=3.0),
     "adapters": replace(GPT2, lora=(Lora("all", 2, 3.0),)),
 }
 OPERATIONS = [

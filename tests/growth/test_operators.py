@@ -28,11 +28,12 @@ STYLES = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "normed queries": replace(LLAMA, qk_norm=True, activation="relu2", bias=True, tied=True),
+    "convolutions": replace(GPT2, conv_size=3, embedding_multiplier=3.0),
     "layernorm without bias": replace(GPT2, bias=False, positions="rope", tied=False),
     "gpt2 with adapters": replace(GPT2, lora=ADAPTERS),
     "llama with adapters": replace(LLAMA, lora=(*ADAPTERS, Lora("head", 1, 1.0))),
     "gpt2 with experts": replace(GPT2, **EXPERTS),
-    "llama with experts": replace(LLAMA, **EXPERTS),
+    "llama with experts": replace(LLAMA, **EXPERTS, conv_size=4),
 }
 
 

@@ -1,6 +1,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from instar.models.shape import ArchitectureError, axis_size, count_parameters, 
 LLAMA = ModelConfig(
     norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=False, n_kv_head=2
 )
+
+CONVOLVED = ModelConfig(conv_size=4, embedding_multiplier=8.0)
 
 
 def keys_of(error: ArchitectureError) -> list[str]:
@@ -28,7 +31,9 @@ def test_swiglu_has_two_thirds_of_the_width_to_a_multiple_of_32() -> None:
     assert resolve(ModelConfig(n_embd=128, activation="swiglu"), 100).n_mlp == 352
 
 
-@pytest.mark.parametrize("model", [LLAMA, ModelConfig(n_embd=96, n_head=6, qk_norm=True)])
+@pytest.mark.parametrize(
+    "model", [LLAMA, ModelConfig(n_embd=96, n_head=6, qk_norm=True), CONVOLVED]
+)
 def test_a_grown_shape_is_described_by_a_section(model: ModelConfig) -> None:
     arch = resolve(model, vocab_size=100)
     grown = replace(arch, n_embd=160, n_head=10, n_kv_head=5, norm_eps=0.25, head_dim=48)
@@ -79,6 +84,32 @@ def test_a_shape_from_json_is_checked() -> None:
     with pytest.raises(ArchitectureError) as caught:
         Architecture.from_dict(resolve(LLAMA, 100).to_dict() | {"n_layer": -1, "norm": "batchnorm"})
     assert keys_of(caught.value) == ["model.n_layer", "model.norm"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"conv_size": 1},
+        {"conv_size": 2**40},
+        {"conv_size": "4"},
+        {"conv_size": True},
+        {"embedding_multiplier": 0.0},
+        {"embedding_multiplier": math.inf},
+        {"embedding_multiplier": [1.0]},
+    ],
+    ids=str,
+)
+def test_no_untrusted_value_becomes_a_size_or_a_factor(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArchitectureError) as caught:
+        Architecture.from_dict(resolve(LLAMA, 100).to_dict() | wrong)
+    assert keys_of(caught.value) == [f"model.{name}" for name in wrong]
+
+
+def test_a_shape_of_before_there_were_convolutions_has_none() -> None:
+    old = resolve(LLAMA, 100).to_dict()
+    del old["embedding_multiplier"]
+    assert "conv_size" not in old
+    assert Architecture.from_dict(old) == resolve(LLAMA, 100)
 
 
 def test_shapes_follow_from_axes() -> None:

@@ -93,6 +93,7 @@ def test_draws_follow_the_distribution_of_the_model(model: GPT) -> None:
         {"positions": "learned", "n_layer": 2},
         {"positions": "rope", "n_layer": 2, "n_kv_head": 1, "qk_norm": True},
         {"n_layer": 1, "n_head": 4, "n_kv_head": 2},
+        {"n_layer": 2, "conv_size": 5, "embedding_multiplier": 3.0},
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

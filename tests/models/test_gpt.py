@@ -16,7 +16,15 @@ from instar.models.gpt import GPT, named_generator, rope_table, rotate
 
 GPT2 = gpt2()
 LLAMA = llama()
-MIXED = replace(LLAMA, activation="relu2", qk_norm=True, bias=True, tied=True)
+MIXED = replace(
+    LLAMA,
+    activation="relu2",
+    qk_norm=True,
+    bias=True,
+    tied=True,
+    conv_size=4,
+    embedding_multiplier=4.0,
+)
 STYLES = pytest.mark.parametrize("arch", [GPT2, LLAMA, MIXED], ids=["gpt2", "llama", "mixed"])
 
 
@@ -44,6 +52,8 @@ def architectures(draw: st.DrawFn) -> Architecture:
         norm_eps=1e-5,
         qk_norm_eps=1e-5,
         dropout=0.0,
+        conv_size=draw(st.sampled_from([None, 2, 4])),
+        embedding_multiplier=draw(st.sampled_from([1.0, 3.0])),
     )
 
 

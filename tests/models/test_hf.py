@@ -88,6 +88,11 @@ def test_biases_that_gpt2_has_anyway_do_not_stand_in_the_way() -> None:
         (replace(LLAMA, norm="layernorm"), ["model.norm: layernorm, but Llama has rmsnorm"]),
         (replace(GPT2, norm="rmsnorm"), ["model.norm: rmsnorm, but GPT-2 has layernorm"]),
         (replace(GPT2, n_kv_head=2), ["model.n_kv_head: 2, but GPT-2 has as many as n_head"]),
+        (replace(LLAMA, conv_size=4), ["model.conv_size: 4, but Llama has no convolutions"]),
+        (
+            replace(GPT2, embedding_multiplier=8.0),
+            ["model.embedding_multiplier: 8.0, but GPT-2 does not scale embeddings"],
+        ),
         (replace(GPT2, head_dim=16), ["model.head_dim: 16, but GPT-2 has n_embd / n_head, 8"]),
         (replace(LLAMA, n_embd=30), ["model.n_head: 4, but Llama must divide n_embd, 30"]),
         (

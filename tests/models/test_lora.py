@@ -31,7 +31,14 @@ EVERYWHERE = (
 ADAPTED = [
     replace(GPT2, lora=EVERYWHERE),
     replace(LLAMA, lora=(*EVERYWHERE, Lora("head", 5, 2.5))),
-    replace(LLAMA, tied=True, qk_norm=True, lora=(Lora("all", 2, 2.0),)),
+    replace(
+        LLAMA,
+        tied=True,
+        qk_norm=True,
+        conv_size=3,
+        embedding_multiplier=3.0,
+        lora=(Lora("all", 2, 2.0),),
+    ),
 ]
 STYLES = pytest.mark.parametrize("arch", ADAPTED, ids=["gpt2", "llama", "tied"])
 

@@ -28,7 +28,15 @@ NEW: dict[MaskedAxis, tuple[tuple[int, int], ...]] = {
 }
 SHAPE = {"n_layer": 3, "n_head": 6, "n_embd": 36, "n_mlp": 64, "vocab_size": 40}
 GPT2, LLAMA = gpt2(**SHAPE), replace(llama(**SHAPE), n_kv_head=3)
-MIXED = replace(GPT2, activation="relu2", positions="rope", qk_norm=True, bias=False)
+MIXED = replace(
+    GPT2,
+    activation="relu2",
+    positions="rope",
+    qk_norm=True,
+    bias=False,
+    conv_size=4,
+    embedding_multiplier=3.0,
+)
 STYLES = pytest.mark.parametrize("arch", [GPT2, LLAMA, MIXED], ids=["gpt2", "llama", "mixed"])
 AXES = pytest.mark.parametrize("axis", list(NEW))
 

@@ -14,7 +14,7 @@ GPT2 = resolve(ModelConfig(n_layer=3, n_head=4, n_embd=64, context=64), 80)
 LLAMA = replace(
     GPT2, n_kv_head=2, norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=False
 )
-MIXED = replace(LLAMA, activation="relu2", qk_norm=True)
+MIXED = replace(LLAMA, activation="relu2", qk_norm=True, conv_size=4)
 EXPERTS = replace(LLAMA, num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.01)
 STYLES = pytest.mark.parametrize(
     "arch", [GPT2, LLAMA, MIXED, EXPERTS], ids=["gpt2", "llama", "mixed", "experts"]

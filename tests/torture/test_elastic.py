@@ -60,6 +60,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "llama, 2 threads": (
         "preset=llama",
         "model.qk_norm=true",
+        "model.conv_size=4",
         "parallel.elastic.threads=2",
     ),
 }

@@ -137,6 +137,12 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
         "biases" if a["bias"] else "no biases",
         "tied head" if a["tied"] else "untied head",
         *(["queries and keys normalised"] if a.get("qk_norm") else []),
+        *(
+            [f"embeddings times {a['embedding_multiplier']:g}"]
+            if a.get("embedding_multiplier", 1) != 1
+            else []
+        ),
+        *([f"a convolution over {a['conv_size']} tokens"] if a.get("conv_size") else []),
         *([f"dropout {a['dropout']:g}"] if a.get("dropout") else []),
         *(
             [f"{a['num_experts']} experts, {a.get('num_experts_per_tok')} per token"]

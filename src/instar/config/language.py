@@ -12,6 +12,7 @@ from instar.config.errors import ConfigProblem
 from instar.config.schema import NAME, Direction, FeedConfig, Name, RunConfig
 from instar.config.sections import (
     Context,
+    ConvSize,
     Epsilon,
     Experts,
     Fraction,
@@ -62,6 +63,13 @@ class ModelConfig(ModelSection):
     tied: bool = Field(True, description="output head shares the token table")
     qk_norm: bool = Field(False, description="RMS-normalise queries and keys")
     qk_norm_eps: Epsilon | None = Field(None, description="ε of qk_norm; default: norm_eps")
+    conv_size: ConvSize | None = Field(
+        None,
+        description="tokens that a short causal convolution before the MLP of each block sees; default: none",
+    )
+    embedding_multiplier: PositiveFloat = Field(
+        1.0, description="factor of the token embeddings, but not of a tied head"
+    )
     rope_base: PositiveFloat = Field(10000.0, description="RoPE base θ")
     norm_eps: Epsilon = Field(1e-5, description="ε of the normalisations")
     dropout: Fraction = Field(0.0, description="dropout probability")

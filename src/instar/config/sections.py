@@ -29,6 +29,7 @@ MOST_MLP = 2**22
 MOST_CONTEXT = 2**24
 MOST_VOCABULARY = 2**24
 MOST_EXPERTS = 2**12
+MOST_CONV = 64
 MOST_PROCESSES = 1024
 
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
@@ -43,6 +44,7 @@ Width = Annotated[int, Field(gt=0, le=MOST_WIDTH)]
 MLPWidth = Annotated[int, Field(gt=0, le=MOST_MLP)]
 Context = Annotated[int, Field(gt=0, le=MOST_CONTEXT)]
 Experts = Annotated[int, Field(gt=0, le=MOST_EXPERTS)]
+ConvSize = Annotated[int, Field(ge=2, le=MOST_CONV)]
 Vocabulary = Annotated[int, Field(gt=0, le=MOST_VOCABULARY)]
 Batch = Annotated[int, Field(gt=0, le=2**20)]
 Ranks = Annotated[int, Field(gt=0, le=2**16)]

@@ -33,6 +33,8 @@ ALIASES: Mapping[str, str] = {
     "model.num_experts": "num_local_experts n_experts moe_num_experts n_routed_experts",
     "model.num_experts_per_tok": "top_k moe_top_k num_experts_per_token experts_per_token",
     "model.router_aux_loss_coef": "aux_loss_coef moe_aux_loss_coeff load_balance_coeff",
+    "model.conv_size": "d_conv conv_kernel conv_kernel_size use_short_conv canon canon_kernel",
+    "model.embedding_multiplier": "scale_emb embed_scale embedding_scale scale_embedding",
     "model.tied": "tie_word_embeddings weight_tying",
     "model.bias": "use_bias",
     "model.positions": "rope rotary use_rope pos_emb",

@@ -48,9 +48,9 @@ class Use:
 
     @property
     def is_gain(self) -> bool:
-        """Whether it multiplies channels; other tensors that scale shift them."""
+        """Whether it multiplies channels; other tensors that scale shift or convolve them."""
         scales = self.entry.kind in ("norm", "post_norm", "channel", "grouped")
-        return scales and self.name.endswith(".weight")
+        return scales and self.name.endswith(".weight") and not self.entry.std
 
 
 Layout = Callable[[Use], tuple[Piece, ...]]

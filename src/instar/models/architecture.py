@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
 from pydantic import ValidationError
@@ -27,6 +27,7 @@ from instar.config.language import LanguageConfig, ModelConfig
 from instar.config.sections import (
     FROM,
     MOST_CONTEXT,
+    MOST_CONV,
     MOST_EXPERTS,
     MOST_HEADS,
     MOST_LAYERS,
@@ -115,6 +116,8 @@ EXPERTS_PER_TOKEN = 2
 """Default number of experts that a token uses."""
 ROUTER_STD = 0.02
 """Initial standard deviation of a router. Not 0: the largest of equal logits is the same expert for every token."""
+CONV_STD = 0.5
+"""Initial standard deviation of a short convolution. From zeros, it learns too late for short runs."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +161,19 @@ class Architecture:
     """MLPs that each token uses; None without experts"""
     router_aux_loss_coef: float | None = None
     """weight of the load-balancing loss in training; None without experts"""
+    conv_size: int | None = None
+    """tokens that the short convolution before each MLP sees, the last one included; None: there is none"""
+    embedding_multiplier: float = 1.0
+    """factor of the token embeddings, but not of a tied head"""
 
     def __post_init__(self) -> None:
-        fields = [AXES[axis] for axis in self.sizes()]
+        sizes = [AXES[axis] for axis in self.sizes()]
         problems = size_problems(
-            self, fields, {name: MOST[name] for name in fields if name in MOST}, "n_layer"
+            self, sizes, {name: MOST[name] for name in sizes if name in MOST}, "n_layer"
         )
         problems += _expert_problems(self)
+        problems += _conv_problems(self.conv_size)
+        problems += _multiplier_problems(self.embedding_multiplier)
         choices = {"norm": Norm, "activation": Activation, "positions": Positions}
         for field, choice in choices.items():
             if getattr(self, field) not in get_args(choice):
@@ -260,7 +269,7 @@ class Architecture:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, without those of adapters, masks and experts if there are none."""
+        """Returns the fields as JSON values, without those that are None or empty."""
         values = asdict(self)
         values["lora"] = list(values["lora"])
         if self.mask is not None:
@@ -270,8 +279,8 @@ class Architecture:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
-        optional = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-        check_fields(cls, values, optional=("lora", "mask", *optional))
+        optional = [each.name for each in fields(cls) if each.default is not MISSING]
+        check_fields(cls, values, optional)
         problems = []
         read = dict(values)
         for name, from_json in (("lora", adapters.from_json), ("mask", _mask_from_json)):
@@ -369,7 +378,7 @@ def _table(arch: Architecture) -> dict[str, Parameter]:
     They are GPT-2's: 0.02, divided by √(2 n_layer) for matrices that write the residual stream.
     Short AdamW runs learned faster from it than from fan-in scaling, also at width 128. Adapters
     start as in loralib: B is 0, A has a variance of 1 / (3 · inputs) (Kaiming initialization,
-    a = √5).
+    a = √5). Short convolutions start with `CONV_STD`.
     """
     table: dict[str, Parameter] = {}
     sizes = arch.sizes()
@@ -426,6 +435,9 @@ def _table(arch: Architecture) -> dict[str, Parameter]:
             add(f"{block}.attn.k_norm.weight", "norm", "head_dim")
         add_linear(f"{block}.attn.output", "embed", "heads*head_dim")
         add_norm(f"{block}.mlp_norm")
+        if arch.conv_size is not None:
+            sizes.update(one=1, lags=arch.conv_size - 1)
+            add(f"{block}.mlp_conv.weight", "channel", "embed", "one", "lags", std=CONV_STD)
         add_mlp = add_linear
         if arch.num_experts is not None:
             add(f"{block}.mlp.router.weight", "matrix", "experts", "embed", std=ROUTER_STD)
@@ -460,6 +472,18 @@ def _expert_problems(arch: Architecture) -> Iterator[ConfigProblem]:
         )
     if type(coefficient) not in (int, float) or not 0 <= coefficient < math.inf:  # type: ignore[operator]
         yield problem("router_aux_loss_coef", f"must be a number from 0 on, not {coefficient!r}")
+
+
+def _conv_problems(size: object) -> Iterator[ConfigProblem]:
+    """Yields the problem of the size of short convolutions."""
+    if size is not None and not (type(size) is int and 2 <= size <= MOST_CONV):
+        yield problem("conv_size", f"must be a whole number from 2 to {MOST_CONV}, not {size!r}")
+
+
+def _multiplier_problems(factor: object) -> Iterator[ConfigProblem]:
+    """Yields the problem of the factor of token embeddings."""
+    if type(factor) not in (int, float) or not 0 < factor < math.inf:  # type: ignore[operator]
+        yield problem("embedding_multiplier", f"must be a number above 0, not {factor!r}")
 
 
 def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:

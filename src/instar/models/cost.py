@@ -154,6 +154,7 @@ def _activation_bytes(
     materialized scores per token and head, `repeated` whether keys are, see `repeats_keys`."""
     stream = _WIDE * arch.n_embd
     norm = stream + low * arch.n_embd
+    convolved = 0 if arch.conv_size is None else low * arch.n_embd
     queries, keys = arch.n_head * arch.head_dim, arch.n_kv_head * arch.head_dim
     attention = low * (2 * queries + 2 * (queries if scores or repeated else keys))
     attention += arch.n_head * (low * scores if scores else _WIDE)
@@ -166,7 +167,7 @@ def _activation_bytes(
             arch.num_experts_per_tok * (mlp + 2 * low * arch.n_embd) + 4 * _WIDE * arch.num_experts
         )
     masks = 2 * low * arch.n_embd if arch.dropout else 0
-    block = 2 * norm + attention + mlp + masks
+    block = 2 * norm + convolved + attention + mlp + masks
     blocks = arch.n_layer * block
     if checkpointing and arch.n_layer:
         blocks = arch.n_layer * stream + block

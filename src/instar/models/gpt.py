@@ -26,7 +26,7 @@ from instar.checkpoint.store import check_finite, load
 from instar.models.architecture import Architecture
 from instar.models.cost import materializes_scores, repeats_keys
 from instar.models.experts import ExpertMLP, load_balancing_loss
-from instar.models.layers import HeadNorm, Norm, activate, embedding, is_masked, linear
+from instar.models.layers import HeadNorm, Norm, ShortConv, activate, embedding, is_masked, linear
 from instar.models.lora import adapter_of
 from instar.models.loss import each_cross_entropy, head_cross_entropy
 from instar.models.shape import ArchitectureError, Parameter
@@ -97,6 +97,8 @@ class GPT(nn.Module):
         if self.arch.context < end:
             raise ValueError(f"{end} tokens do not fit into a context of {self.arch.context}")
         x_BTD = self.token_embedding(inputs_BT)
+        if self.arch.embedding_multiplier != 1:
+            x_BTD = x_BTD * self.arch.embedding_multiplier
         rotation = None
         if self.arch.positions == "learned":
             x_BTD = x_BTD + self.position_embedding.weight[begin:end]
@@ -181,10 +183,12 @@ class GPT(nn.Module):
 
 
 class KVCache:
-    """Keys and values (B, K, T, C) of the tokens that a model has seen, for each layer."""
+    """Keys and values (B, K, T, C) of the tokens that a model has seen, for each layer, and the inputs of its
+    short convolutions (B, K − 1, D) that the next token needs."""
 
     def __init__(self) -> None:
         self.tokens = 0
+        self._inputs: dict[ShortConv, Tensor] = {}
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -198,6 +202,14 @@ class KVCache:
         self._layers[layer] = k_BKTC, v_BKTC
         return k_BKTC, v_BKTC
 
+    def convolve(self, conv: ShortConv, x_BTD: Tensor) -> Tensor:
+        """Returns what a convolution makes of further tokens (B, T, D)."""
+        before_BSD = self._inputs.get(conv)
+        all_BSD = x_BTD if before_BSD is None else torch.cat((before_BSD, x_BTD), 1)
+        self._inputs[conv] = all_BSD[:, -conv.lags :]
+        y_BSD: Tensor = conv(all_BSD)
+        return y_BSD[:, -x_BTD.shape[1] :]
+
 
 class _Block(nn.Module):
     def __init__(self, arch: Architecture, table: Mapping[str, Parameter], layer: int) -> None:
@@ -209,6 +221,7 @@ class _Block(nn.Module):
         self.attn_norm = Norm(arch, table, f"{name}.attn_norm")
         self.attn = _Attention(arch, table, layer)
         self.mlp_norm = Norm(arch, table, f"{name}.mlp_norm")
+        self.mlp_conv = None if arch.conv_size is None else ShortConv(table, f"{name}.mlp_conv")
         mlp = _MLP if arch.num_experts is None else ExpertMLP
         self.mlp = mlp(arch, table, f"{name}.mlp")
 
@@ -224,7 +237,11 @@ class _Block(nn.Module):
         if self.is_masked and openings is not None:
             attended = attended * openings[self.layer]
         x = x + _dropout(attended, self.dropout, self.training)
-        made, logits = self.mlp(self.mlp_norm(x, openings), openings)
+        normed = self.mlp_norm(x, openings)
+        if self.mlp_conv is not None:
+            conv = self.mlp_conv
+            normed = conv(normed) if cache is None else cache.convolve(conv, normed)
+        made, logits = self.mlp(normed, openings)
         if self.is_masked and openings is not None:
             made = made * openings[self.layer]
         return x + _dropout(made, self.dropout, self.training), logits

@@ -51,6 +51,35 @@ class HeadNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class ShortConv(nn.Module):
+    """x[t] + Σ w[k] x[t − k], k = 1 … K − 1, of each channel on its own: a causal depthwise convolution
+    with a residual connection (Canon layers, arXiv 2512.17351).
+
+    The weight has the shape (D, 1, K − 1) of a depthwise `nn.Conv1d`.
+    """
+
+    def __init__(self, table: Mapping[str, Parameter], name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(table[f"{name}.weight"].shape))
+
+    @property
+    def lags(self) -> int:
+        """Tokens before the last one that it sees."""
+        return self.weight.shape[-1]
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        weight_KD = self.weight[:, 0].mT.to(x_BTD.dtype).contiguous()
+        if x_BTD.is_cpu and not torch.compiler.is_compiling():
+            # in torch, the sum below takes more than twice as long here, and conv1d too
+            convolved: Tensor = _CpuShortConv.apply(x_BTD, weight_KD)  # type: ignore[no-untyped-call]
+            return convolved
+        count = x_BTD.shape[1]
+        padded = F.pad(x_BTD, (0, 0, self.lags, 0))
+        for lag, weight_D in enumerate(weight_KD, 1):
+            x_BTD = x_BTD + weight_D * padded.narrow(1, self.lags - lag, count)
+        return x_BTD
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / √(mean(x²) + eps) · weight over the last axis (arXiv 1910.07467, equation 4).
 
@@ -107,6 +136,28 @@ class _CpuRMSNorm(torch.autograd.Function):
         along = torch.linalg.vecdot(grad_unit, unit).div_(unit.shape[-1]).unsqueeze(-1)
         grad_x = torch.addcmul(grad_unit, unit, along, value=-1).mul_(scale)
         return grad_x, grad_weight, None
+
+
+class _CpuShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, weight_KD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BTD, weight_KD)
+        y_BTD = x_BTD.clone()
+        for lag, weight_D in enumerate(weight_KD, 1):
+            y_BTD[:, lag:].addcmul_(x_BTD[:, :-lag], weight_D)
+        return y_BTD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
+        x_BTD, weight_KD = ctx.saved_tensors
+        (grad_BTD,) = grad_outputs
+        grad_x, grad_weight = grad_BTD.clone(), torch.empty_like(weight_KD)
+        for lag, weight_D in enumerate(weight_KD, 1):
+            late = grad_BTD[:, lag:]
+            grad_x[:, :-lag].addcmul_(late, weight_D)
+            torch.sum(late * x_BTD[:, :-lag], (0, 1), out=grad_weight[lag - 1])
+        return grad_x, grad_weight
 
 
 class _Adapted(nn.Module):

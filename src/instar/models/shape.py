@@ -23,8 +23,9 @@ norm         (axis,)                 –              –            gain or shi
                                                                  normalized over all of them
 post_norm    (channels,)             channels       –            gain of a norm whose output is added to a
                                                                  residual stream
-channel      (axis,)                 –              –            gain or shift of each channel on
-                                                                 its own, as in BatchNorm
+channel      (axis, …)               –              –            gain, shift or filter of each channel on
+                                                                 its own, as in BatchNorm, or a
+                                                                 depthwise convolution
 grouped      any                     –              –            a map or norm that divides an
                                                                  axis into groups or heads, which
                                                                  therefore cannot grow

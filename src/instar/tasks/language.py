@@ -100,6 +100,10 @@ class LanguageSpec(TextSpec):
             heads += f" ({arch.n_kv_head} for keys and values)"
         style = [arch.norm, arch.activation, f"{arch.positions} positions"]
         style += ["biases"] * arch.bias + ["QK-norm"] * arch.qk_norm
+        if arch.embedding_multiplier != 1:
+            style.append(f"embeddings times {arch.embedding_multiplier:g}")
+        if arch.conv_size is not None:
+            style.append(f"a convolution over {arch.conv_size} tokens")
         style += ["tied head" if arch.tied else "untied head"]
         style += [f"dropout {arch.dropout:g}"] * (arch.dropout > 0)
         shape = [

@@ -74,6 +74,8 @@ def style_of(arch: Architecture) -> Style:
     must(arch.n_layer > 0, "n_layer", "has at least one block")
     must(arch.num_experts is None, "num_experts", "has one MLP in each block")
     must(not arch.qk_norm, "qk_norm", "does not normalise queries and keys")
+    must(arch.embedding_multiplier == 1, "embedding_multiplier", "does not scale embeddings")
+    must(arch.conv_size is None, "conv_size", "has no convolutions")
     if style == "llama":
         must(arch.norm == "rmsnorm", "norm", "has rmsnorm")
         must(arch.activation == "swiglu", "activation", "has swiglu")
