@@ -33,7 +33,7 @@ PRESET = "the preset"
 INGREDIENTS: Mapping[tuple[str, str], Mapping[str, tuple[object, object]]] = {
     ("Muon", "AdamW"): {
         "optimizer.name": ("muon", "adamw"),
-        "optimizer.lr": (0.008, 0.004),
+        "optimizer.lr": (0.016, 0.004),
         "optimizer.weight_decay": (0.0, 0.1),
         "optimizer.no_decay": ([], ["*.bias", "*norm*"]),
     },
@@ -47,7 +47,8 @@ INGREDIENTS: Mapping[tuple[str, str], Mapping[str, tuple[object, object]]] = {
         "model.positions": ("rope", "learned"),
         "model.rope_base": (200.0, 200.0),
     },
-    ("QK-norm", "no QK-norm"): {"model.qk_norm": (True, False)},
+    ("convolutions before MLPs", "no convolutions"): {"model.conv_size": (4, None)},
+    ("embeddings times 11.3", "embeddings times 1"): {"model.embedding_multiplier": (11.3, 1.0)},
     ("no biases", "biases"): {"model.bias": (False, True)},
     ("no clipping", "clipping at 1"): {"train.clip": (None, 1.0)},
     ("shuffled windows", "windows at random places"): {"data.order": ("shuffled", "random")},
@@ -58,6 +59,8 @@ LayerNorm are the same in both."""
 
 QUINTIC = {"optimizer.ns_iteration": "quintic", "optimizer.ns_steps": 5}
 NEITHER: Mapping[str, Mapping[str, object]] = {
+    "QK-norm": {"model.qk_norm": True},
+    "momentum of 0.9": {"optimizer.momentum": 0.9},
     "RMSNorm": {"model.norm": "rmsnorm"},
     "squared ReLU": {"model.activation": "relu2"},
     "SwiGLU": {"model.activation": "swiglu", "model.n_mlp": 341},
@@ -132,7 +135,7 @@ def variants(base: str, quick: bool) -> list[tuple[str, Mapping[str, object]]]:
         },
         **ramps(),
     }
-    quickly = (PRESET, "with no QK-norm", "with QK-norm", "with a ramp", "with growth")
+    quickly = (PRESET, "with no conv", "with conv", "with a ramp", "with growth")
     return [each for each in all_of_them.items() if not quick or each[0].startswith(quickly)]
 
 
@@ -154,9 +157,9 @@ def ramps() -> dict[str, Mapping[str, object]]:
             "eval.context": 64,
             "schedule": halfway("change_context", 0.5, tokens="keep"),
         },
-        "with growth from 2 layers at 0.35": {
+        "with growth from 2 layers at 0.5": {
             "model.n_layer": 2,
-            "schedule": halfway("stack_layers", 0.35),
+            "schedule": halfway("stack_layers", 0.5, how="interleave"),
         },
     }
 

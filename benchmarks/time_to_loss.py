@@ -7,8 +7,7 @@ same 4 × 128 GPT of context 64 (parameters within 2 %), and the same evaluation
 validation set, every token once. The plain contenders make 2,000 steps of 768 tokens under the same
 AdamW recipe, whose peak rate is the best of 1e-3, 2e-3, 4e-3 and 6e-3. The target of a seed is the loss that the bare loop reaches at its end, and 0.015 on top:
 what one plain recipe differs from another by chance. Contenders are processes, one after the other,
-in an order that turns with every seed. One grows from 2 layers to 4 and from a context of 32 to 64, also within 2 % in
-the end.
+in an order that turns with every seed. One grows from 2 layers to 4, also within 2 % in the end.
 
 With --large, a 6 × 384 GPT of context 256, 10 M parameters, on 3 MB of characters. The bare loop makes 800 steps of 1,024 tokens,
 at the best rate of 2.5e-4, 5e-4, 1e-3 and 2e-3; one contender grows from 3 layers.
@@ -46,11 +45,13 @@ class Effort:
     recipe: Recipe
     fast_batch: int
     grown: tuple[str, ...]
-    """what makes the contender that grows into this model, with as many tokens per step"""
+    """what makes the contender that grows into this model"""
     seeds: int
     data_bytes: int
     plain_steps: int
     fast_steps: int
+    grown_steps: int
+    """of the contender that grows"""
 
     @property
     def shape(self) -> tuple[str, ...]:
@@ -60,36 +61,34 @@ class Effort:
         return tuple(f"model.{key}={value}" for key, value in shape.items())
 
 
+def grown_from(layers: int) -> tuple[str, ...]:
+    """Overrides with which half of the steps train this many layers, and the rest twice as many."""
+    schedule = (
+        '{"name": "stack_layers", "value": 2, "how": "interleave", "when": {"at_fraction": 0.5}}'
+    )
+    return (f"model.n_layer={layers}", f"schedule=[{schedule}]")
+
+
 FULL = Effort(
     Recipe(layers=4, heads=4, width=128, context=64, batch=12, peak=4e-3),
     fast_batch=12,
-    grown=(
-        "model.n_layer=2",
-        "data.context=32",
-        "eval.context=64",
-        "train.batch_size=24",
-        "schedule="
-        '[{"name": "stack_layers", "value": 2, "when": {"at_fraction": 0.45}},'
-        ' {"name": "change_context", "value": 2, "tokens": "keep", "when": {"at_fraction": 0.7}}]',
-    ),
+    grown=grown_from(2),
     seeds=3,
     data_bytes=1_000_000,
     plain_steps=2000,
-    fast_steps=480,
+    fast_steps=240,
+    grown_steps=260,
 )
 LARGE = Effort(
     Recipe(layers=6, heads=6, width=384, context=256, batch=4, peak=5e-4),
     fast_batch=8,
-    grown=(
-        "model.n_layer=3",
-        'schedule=[{"name": "stack_layers", "value": 2, "when": {"at_fraction": 0.4}}]',
-    ),
+    grown=grown_from(3),
     seeds=3,
     data_bytes=3_000_000,
     plain_steps=800,
     fast_steps=60,
 )
-QUICK = replace(FULL, seeds=1, data_bytes=60_000, plain_steps=4, fast_steps=4)
+QUICK = replace(FULL, seeds=1, data_bytes=60_000, plain_steps=4, fast_steps=4, grown_steps=4)
 NAMES = {
     "instar-fast": "Instar, preset fast",
     "instar-fast-grown": "Instar, preset fast, grown",
@@ -189,7 +188,9 @@ def of(name: str, effort: Effort) -> tuple[str, ...]:
 
 def run(name: str, seed: int, effort: Effort, data: Sequence[str], folder: Path) -> Reached:
     """One contender's process, from its start to its end."""
-    steps = effort.fast_steps if name.startswith("instar-fast") else effort.plain_steps
+    steps = {"instar-fast": effort.fast_steps, "instar-fast-grown": effort.grown_steps}.get(
+        name, effort.plain_steps
+    )
     if name.startswith("instar"):
         return run_instar(name, seed, steps, effort, data, folder)
     script = Path(__file__).with_name("plain_recipes.py")
