@@ -86,7 +86,8 @@ LARGE = Effort(
     seeds=3,
     data_bytes=3_000_000,
     plain_steps=800,
-    fast_steps=60,
+    fast_steps=24,
+    grown_steps=28,
 )
 QUICK = replace(FULL, seeds=1, data_bytes=60_000, plain_steps=4, fast_steps=4, grown_steps=4)
 NAMES = {

@@ -48,7 +48,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
         ("precision", "as it is: time with auto / fp32, at most"),
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
-        ("ablation", "with no QK-norm: time to its loss / its time"),
+        ("ablation", "with no convolutions: time to its loss / its time"),
         ("finetune", "llama: losses of a step differ by, at most"),
         ("growth", "Muon, 4 × 16, 1: grown, compute"),
         ("family", "family of three, all decayed: compute"),
