@@ -77,7 +77,7 @@ FULL = Effort(
     data_bytes=1_000_000,
     plain_steps=2000,
     fast_steps=240,
-    grown_steps=260,
+    grown_steps=275,
 )
 LARGE = Effort(
     Recipe(layers=6, heads=6, width=384, context=256, batch=4, peak=5e-4),
@@ -101,6 +101,8 @@ NAMES = {
 }
 BARS = {"instar-fast": 0.25, "instar-fast-grown": 0.15, "instar-plain": 1.0}
 LARGE_BARS = {"instar-fast": 0.4}
+FP32_BARS = {"instar-fast-grown": 0.2}
+"""where `precision: auto` is fp32"""
 OTHERS = [name for name in NAMES if name != "bare"]
 """than the loop that sets the target"""
 
@@ -110,6 +112,7 @@ class Reached:
     """Evaluations of one process: seconds since it was started, and the loss."""
 
     evaluations: tuple[tuple[float, float], ...]
+    precision: str = "fp32"
 
     @property
     def final(self) -> float:
@@ -157,7 +160,7 @@ def main() -> None:
         sizes = {name: parameters(name, effort, data) for name in ours}
     publish(
         "time_to_loss_large" if parsed.large else "time_to_loss",
-        cases(found, sizes, LARGE_BARS if parsed.large else BARS),
+        cases(found, sizes, LARGE_BARS if parsed.large else bars(found)),
         chosen,
         threads=os.environ.get("OMP_NUM_THREADS", "default"),
     )
@@ -237,7 +240,16 @@ def run_instar(
     if done.returncode:
         sys.exit(f"{NAMES[name]} failed:\n{done.stderr}")
     events = read_events(run_dir / "events.jsonl")
-    return Reached(tuple((e.time - begun, e.loss) for e in events if isinstance(e, Eval)))
+    precision = load(run_dir / "run.yaml").config.precision
+    return Reached(
+        tuple((e.time - begun, e.loss) for e in events if isinstance(e, Eval)), precision
+    )
+
+
+def bars(found: Mapping[str, Sequence[Reached]]) -> dict[str, float]:
+    """The bars of the small model, which depend on what trains faster here."""
+    in_fp32 = {name for name, runs in found.items() if runs[0].precision == "fp32"}
+    return BARS | {name: bar for name, bar in FP32_BARS.items() if name in in_fp32}
 
 
 def cases(

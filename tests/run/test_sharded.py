@@ -30,6 +30,7 @@ from instar.run.parallel.sharded import blocks
 STEPS = 6
 KEYS = (
     "optimizer.name=adamw",
+    "model.conv_size=3",
     f"train.until=[{STEPS}it]",
     f"learning_rate.lr_decay_iters={STEPS}",
     "eval.eval_interval=4",
