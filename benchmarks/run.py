@@ -45,9 +45,9 @@ class Benchmark:
 SUITE = (
     Benchmark("communication", 5),
     Benchmark("order", 5),
-    Benchmark("startup", 85, ("--repeats", "5")),
+    Benchmark("startup", 110, ("--repeats", "3")),
     Benchmark("loading", 160, ("--rounds", "1")),
-    Benchmark("graphs", 100, ("--repeats", "3")),
+    Benchmark("graphs", 110, ("--repeats", "2")),
     Benchmark("sharded_saves", 45),
     Benchmark("deltas", 65),
     Benchmark("pauses", 65),
