@@ -64,16 +64,17 @@ QUICK = (Plan(Size("tiny", gpt(1, 2, 16, 16, 2), steps=2, repeats=1), rounds=2, 
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--compiled", action="store_true", help="only: models that are compiled")
+    words.add_argument("--repeats", type=int, metavar="N", help="default: 3 at 10 M, 2 at 124 M")
     parsed = words.parse_args()
     chosen = options(parsed)
     plans = QUICK if chosen.quick else PLANS
     if chosen.quick or not parsed.compiled:
         cases: list[Case] = []
         for plan in plans:
-            cases += pauses(plan.size, chosen.quick)
+            cases += pauses(plan.size, parsed.repeats, chosen.quick)
             cases += folded(plan, chosen.quick)
         for size in () if chosen.quick else LARGE:
-            cases += pauses(size, chosen.quick)
+            cases += pauses(size, parsed.repeats, chosen.quick)
         publish("operations", cases, chosen)
     if chosen.quick or parsed.compiled:
         publish(
@@ -83,17 +84,18 @@ def main() -> None:
         )
 
 
-def pauses(size: Size, quick: bool) -> list[Case]:
+def pauses(size: Size, repeats: int | None, quick: bool) -> list[Case]:
     """Seconds that each operation costs a run, as multiples of a step before it."""
+    repeats = repeats or size.repeats
     ratios: dict[str, list[float]] = {operation.name: [] for operation in OPERATIONS}
-    for repeat in range(size.repeats):
+    for repeat in range(repeats):
         with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
             trainer = trainer_of(size, Path(folder), quick)
             with closing(trainer):
                 timed(trainer.step)
                 for operation in OPERATIONS:
                     ratios[operation.name].append(pause(trainer, operation, size.steps))
-        print(f"{size.name}: {repeat + 1} of {size.repeats}", file=sys.stderr)
+        print(f"{size.name}: {repeat + 1} of {repeats}", file=sys.stderr)
     return [
         case(f"{size.name}: pause of {name} / step", found, "steps", most=2.0)
         for name, found in ratios.items()

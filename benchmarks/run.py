@@ -46,20 +46,20 @@ SUITE = (
     Benchmark("communication", 5),
     Benchmark("order", 5),
     Benchmark("startup", 110, ("--repeats", "3")),
-    Benchmark("loading", 160, ("--rounds", "1")),
+    Benchmark("loading", 175, ("--rounds", "1")),
     Benchmark("graphs", 110, ("--repeats", "2")),
     Benchmark("sharded_saves", 45),
     Benchmark("deltas", 65),
     Benchmark("pauses", 65),
-    Benchmark("operations", 110),
-    Benchmark("logs", 150),
-    Benchmark("dashboard", 110, ("--points", "100", "--minutes", "0.5")),
-    Benchmark("throughput", 180, ("--heats", "1")),
-    Benchmark("scaling", 230, ("--repeats", "2")),
+    Benchmark("operations", 105, ("--repeats", "1")),
+    Benchmark("logs", 175),
+    Benchmark("dashboard", 131, ("--points", "100", "--minutes", "0.5")),
+    Benchmark("throughput", 175, ("--heats", "1")),
+    Benchmark("scaling", 185, ("--repeats", "2")),
     Benchmark("slow_link", 190, ("--seeds", "1")),
     Benchmark(
         "time_to_loss",
-        300,
+        250,
         tuple(
             word
             for name in ("fabric", "hf", "bare-bf16", "instar-plain")

@@ -137,7 +137,7 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
         children = place.resume(run_dir, "--until", f"{until}it", *keys, ranks=ranks)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
     wanted = saved(alone)
-    assert [len(each) for each in wanted.values()] == [52, 156, 52]
+    assert [len(each) for each in wanted.values()] == [55, 165, 55]
     for name, other in others.items():
         assert saved(other) == wanted, name
     largest = max(share_of(others["fsdp"], rank, 4) for rank in range(4))
