@@ -45,21 +45,20 @@ class Benchmark:
 SUITE = (
     Benchmark("communication", 5),
     Benchmark("order", 5),
-    Benchmark("startup", 110, ("--repeats", "3")),
-    Benchmark("loading", 175, ("--rounds", "1")),
+    Benchmark("startup", 140, ("--repeats", "3")),
+    Benchmark("loading", 192, ("--rounds", "1")),
     Benchmark("graphs", 110, ("--repeats", "2")),
-    Benchmark("sharded_saves", 45),
-    Benchmark("deltas", 65),
-    Benchmark("pauses", 65),
-    Benchmark("operations", 105, ("--repeats", "1")),
-    Benchmark("logs", 175),
-    Benchmark("dashboard", 131, ("--points", "100", "--minutes", "0.5")),
-    Benchmark("throughput", 175, ("--heats", "1")),
-    Benchmark("scaling", 185, ("--repeats", "2")),
-    Benchmark("slow_link", 190, ("--seeds", "1")),
+    Benchmark("sharded_saves", 60),
+    Benchmark("deltas", 75),
+    Benchmark("pauses", 67),
+    Benchmark("operations", 107, ("--repeats", "1")),
+    Benchmark("logs", 216),
+    Benchmark("throughput", 165, ("--heats", "1")),
+    Benchmark("scaling", 190, ("--repeats", "2")),
+    Benchmark("slow_link", 185, ("--seeds", "1")),
     Benchmark(
         "time_to_loss",
-        250,
+        265,
         tuple(
             word
             for name in ("fabric", "hf", "bare-bf16", "instar-plain")
@@ -69,6 +68,7 @@ SUITE = (
 )
 STUDIES = (
     "ablation",
+    "dashboard",
     "delta_size",
     "experts",
     "family",
@@ -84,7 +84,7 @@ STUDIES = (
     "precision",
     "width_rates",
 )
-"""questions about training rather than about speed, and what needs a large disk"""
+"""questions about training rather than about speed, and what needs a large disk or a browser"""
 ELSEWHERE = ("gpu", "guards")
 """with commands of their own: `make bench-gpu`, `make bench-quick`"""
 
