@@ -2,9 +2,9 @@
 
     python benchmarks/time_to_loss.py [--quick] [--large] [--seeds 3] [--threads N]
 
-Everybody has the same characters (1 MB of the Python standard library's source, split by file), the
-same 4 × 128 GPT of context 64 (parameters within 2 %), and the same evaluation: the whole
-validation set, every token once. The plain contenders make 2,000 steps of 768 tokens under the same
+Everybody has the same characters (1 MB of the Python standard library's source, split by file), a
+4 × 128 GPT of context 64 (parameters within 2 %; the plain contenders' is GPT-2, a preset has its own positions
+and convolutions), and the same evaluation: the whole validation set, every token once. The plain contenders make 2,000 steps of 768 tokens under the same
 AdamW recipe, whose peak rate is the best of 1e-3, 2e-3, 4e-3 and 6e-3. The target of a seed is the loss that the bare loop reaches at its end, and 0.015 on top:
 what one plain recipe differs from another by chance. Contenders are processes, one after the other,
 in an order that turns with every seed. One grows from 2 layers to 4, also within 2 % in the end.

@@ -96,6 +96,7 @@ def test_a_shape_from_json_is_checked() -> None:
         {"embedding_multiplier": 0.0},
         {"embedding_multiplier": math.inf},
         {"embedding_multiplier": [1.0]},
+        {"embedding_multiplier": 10**400},
     ],
     ids=str,
 )

@@ -138,7 +138,7 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
         "tied head" if a["tied"] else "untied head",
         *(["queries and keys normalised"] if a.get("qk_norm") else []),
         *(
-            [f"embeddings times {a['embedding_multiplier']:g}"]
+            [f"embeddings times {a['embedding_multiplier']}"]
             if a.get("embedding_multiplier", 1) != 1
             else []
         ),

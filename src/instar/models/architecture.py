@@ -26,6 +26,7 @@ from instar.config.errors import ConfigProblem
 from instar.config.language import LanguageConfig, ModelConfig
 from instar.config.sections import (
     FROM,
+    LARGEST,
     MOST_CONTEXT,
     MOST_CONV,
     MOST_EXPERTS,
@@ -482,8 +483,10 @@ def _conv_problems(size: object) -> Iterator[ConfigProblem]:
 
 def _multiplier_problems(factor: object) -> Iterator[ConfigProblem]:
     """Yields the problem of the factor of token embeddings."""
-    if type(factor) not in (int, float) or not 0 < factor < math.inf:  # type: ignore[operator]
-        yield problem("embedding_multiplier", f"must be a number above 0, not {factor!r}")
+    if type(factor) not in (int, float) or not 0 < factor <= LARGEST:  # type: ignore[operator]
+        yield problem(
+            "embedding_multiplier", f"must be a number above 0, at most {LARGEST:,}, not {factor!r}"
+        )
 
 
 def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
