@@ -45,11 +45,10 @@ class Benchmark:
 SUITE = (
     Benchmark("communication", 5),
     Benchmark("order", 5),
-    Benchmark("startup", 140, ("--repeats", "3")),
+    Benchmark("startup", 95, ("--repeats", "2")),
     Benchmark("loading", 192, ("--rounds", "1")),
     Benchmark("graphs", 110, ("--repeats", "2")),
     Benchmark("sharded_saves", 60),
-    Benchmark("deltas", 75),
     Benchmark("pauses", 67),
     Benchmark("operations", 107, ("--repeats", "1")),
     Benchmark("logs", 216),
@@ -70,6 +69,7 @@ STUDIES = (
     "ablation",
     "dashboard",
     "delta_size",
+    "deltas",
     "experts",
     "family",
     "finders",
@@ -84,7 +84,7 @@ STUDIES = (
     "precision",
     "width_rates",
 )
-"""questions about training rather than about speed, and what needs a large disk or a browser"""
+"""questions about training or servers rather than about speed, and what needs a large disk or a browser"""
 ELSEWHERE = ("gpu", "guards")
 """with commands of their own: `make bench-gpu`, `make bench-quick`"""
 

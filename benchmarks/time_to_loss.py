@@ -86,7 +86,7 @@ LARGE = Effort(
     seeds=3,
     data_bytes=3_000_000,
     plain_steps=800,
-    fast_steps=24,
+    fast_steps=30,
     grown_steps=28,
 )
 QUICK = replace(FULL, seeds=1, data_bytes=60_000, plain_steps=4, fast_steps=4, grown_steps=4)
@@ -100,7 +100,7 @@ NAMES = {
     "hf": "HF Trainer",
 }
 BARS = {"instar-fast": 0.25, "instar-fast-grown": 0.15, "instar-plain": 1.0}
-LARGE_BARS = {"instar-fast": 0.4}
+LARGE_BARS = {"instar-fast": 0.4, "instar-fast-grown": 0.4}
 FP32_BARS = {"instar-fast-grown": 0.2}
 """where `precision: auto` is fp32"""
 OTHERS = [name for name in NAMES if name != "bare"]

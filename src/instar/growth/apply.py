@@ -75,6 +75,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 numbers for the whole parameter, such as the count of steps, and are kept as they are."""
 _ROWS = 4096
 """means of rows that are made at once"""
+_SUMMED = 1 << 18
+"""elements that are converted to float64 at once"""
 _SQUARES = ("sq", "square", "sum", "variance")
 """Parts of the names of optimizer states that are sums or means of squared gradients."""
 
@@ -297,7 +299,8 @@ class _Growing:
             tensor = self._apply_edit(edit, tensor, offset)
         factor = self._factor(made)
         if factor != 1.0:
-            grown = tensor * factor
+            # what an edit returned is new memory already
+            grown = tensor.mul_(factor) if made.edits else tensor * factor
             return grown.add_((factor - 1.0) * offset) if offset else grown
         return tensor.clone() if made.copied and not made.edits else tensor
 
@@ -346,9 +349,16 @@ class _Growing:
 
 def _mean(views: list[Tensor], dim: int) -> Tensor:
     """Mean of all slices along a dimension; in float64, so that devices nearly always agree."""
-    sums = [view.sum(dim, keepdim=True, dtype=torch.float64) for view in views]
+    sums = [_sum(view, dim) for view in views]
     count = sum(view.shape[dim] for view in views)
     return torch.stack(sums).sum(0).div_(count)
+
+
+def _sum(view: Tensor, dim: int) -> Tensor:
+    """Sum along a dimension in float64, some rows at a time: torch converts all that it adds up first."""
+    rows = max(1, _SUMMED * len(view) // max(1, view.numel()))
+    sums = [part.sum(dim, keepdim=True, dtype=torch.float64) for part in torch.split(view, rows)]
+    return torch.stack(sums).sum(0) if dim == 0 else torch.cat(sums)
 
 
 def _fill(view: Tensor, new: New, generator: torch.Generator, offset: float = 0.0) -> None:
