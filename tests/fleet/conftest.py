@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from fleets import FleetPlace
+from fleets import FleetPlace, first_port
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> FleetPlace:
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw") or 0)
-    return FleetPlace(tmp_path, 21000 + 500 * worker)
+    return FleetPlace(tmp_path, first_port())

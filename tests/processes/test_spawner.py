@@ -66,6 +66,48 @@ def test_signals_reach_a_command_as_they_would_in_a_shell(spawner: Spawner, tmp_
     assert (tmp_path / "log").read_text() == "[True, True, True, True]\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "stopped"),
+    [
+        ("trap '' TERM; echo ready; sleep 0.5; exit 0", False),
+        ("trap '' TERM; echo ready; sleep 0.5; exit 3", True),
+        ("trap 'exit 0' TERM; echo ready; sleep 0.5 & wait", True),
+    ],
+)
+def test_a_command_that_ignores_the_signal_and_succeeds_was_not_stopped(
+    spawner: Spawner, tmp_path: Path, words: str, stopped: bool
+) -> None:
+    """It would be run again by a launcher that resumes, although it did all that it had to."""
+    tree = spawner.start(_command(tmp_path, "sh", "-c", words, grace_s=30))
+    _messages(tree, until="pid")
+    while (tmp_path / "log").read_text() != "ready\n":
+        time.sleep(0.01)
+    tree.stop(signal.SIGTERM, 30)
+    exited, _ = _messages(tree)
+    assert exited["stopped"] is stopped
+    assert f'"stopped": {str(stopped).lower()}' in (tmp_path / "result").read_text()
+
+
+def test_a_command_that_ended_before_its_shim_heard_of_a_stop_was_not_stopped(
+    spawner: Spawner, tmp_path: Path
+) -> None:
+    tree = spawner.start(_command(tmp_path, "sh", "-c", "sleep 0.5"))
+    (started,) = _messages(tree, until="pid")
+    command = psutil.Process(started["pid"])
+    shim = command.parent()
+    assert shim is not None
+    shim.suspend()
+    try:
+        while command.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        tree.stop(signal.SIGTERM, 1.0)
+    finally:
+        shim.resume()
+    exited, _ = _messages(tree)
+    assert exited["status"] == 0
+    assert not exited["stopped"]
+
+
 @pytest.mark.parametrize("words", ["exit 3", "kill -9 $$"])
 def test_temporary_files_are_deleted_with_their_tree(
     spawner: Spawner, tmp_path: Path, words: str

@@ -24,6 +24,13 @@ from instar.fleet.load import load_fleet
 from instar.fleet.plan import FleetPlan, Machine
 from instar.fleet.state import Ended, InstanceChanged, Started, StateLog
 
+
+def first_port() -> int:
+    """Return the first of 500 ports that no other process of the tests uses."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw") or 0)
+    return 21000 + 500 * worker
+
+
 SERVER = """\
 import http.server, json, sys
 

@@ -15,7 +15,7 @@ from typing import Any
 import figures
 import psutil
 import pytest
-from fleets import FleetPlace, phase_of
+from fleets import FleetPlace, first_port, phase_of
 
 from instar.fleet.placement import LOCKS_VARIABLE, Gpu, Taken, lock_gpus
 
@@ -35,7 +35,7 @@ LISTENER = (
 
 
 def place_in(folder: Path, *, installed: bool = False) -> FleetPlace:
-    return FleetPlace(folder, 25000, installed=installed or figures.FULL)
+    return FleetPlace(folder, first_port(), installed=installed or figures.FULL)
 
 
 def pairs(name: str, count: int, command: list[str]) -> str:

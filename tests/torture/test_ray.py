@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import figures
-from fleets import FleetPlace, phase_of
+from fleets import FleetPlace, first_port, phase_of
 from ray_cluster import running_cluster
 
 TRIALS = 30
@@ -25,7 +25,7 @@ def test_whatever_is_killed_each_run_completes_once(tmp_path: Path) -> None:
             what = KILLED[trial % len(KILLED)]
             folder = tmp_path / str(trial)
             folder.mkdir()
-            place = FleetPlace(folder, 25500)
+            place = FleetPlace(folder, first_port())
             place.write(f"""
 name: killed
 engine: ray

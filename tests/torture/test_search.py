@@ -10,7 +10,7 @@ from typing import Any
 
 import figures
 import pytest
-from fleets import FleetPlace
+from fleets import FleetPlace, first_port
 from forks import Forks
 from tiny_run import TEXT, events
 
@@ -40,7 +40,7 @@ search:
 def test_a_search_comes_close_to_the_full_grid_for_a_part_of_its_cost(
     tmp_path: Path, forks: Forks
 ) -> None:
-    place = FleetPlace(tmp_path, 25000, forks.python)
+    place = FleetPlace(tmp_path, first_port(), forks.python)
     (tmp_path / "squares.txt").write_text(TEXT)
     (tmp_path / "run.yaml").write_text(RUN)
     grid = [10 ** (-5 + 5 * i / (RATES - 1)) for i in range(RATES)]

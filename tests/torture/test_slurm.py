@@ -12,7 +12,7 @@ from typing import Any
 
 import figures
 import pytest
-from fleets import FleetPlace, phase_of
+from fleets import FleetPlace, first_port, phase_of
 from slurm_cluster import cluster
 
 FLEET = """
@@ -37,7 +37,7 @@ def place(
 ) -> Iterator[FleetPlace]:
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    yield FleetPlace(tmp_path, 26000)
+    yield FleetPlace(tmp_path, first_port())
     subprocess.run(["scancel", "--user", str(os.getuid())], check=True)
 
 

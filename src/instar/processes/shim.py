@@ -133,6 +133,8 @@ class _Tree:
         self.running = True
         self.stopped = False
         """whether the command was asked to end before it did"""
+        self.ignored = False
+        """whether it ignored the signal, so that a status of 0 is that of its own end"""
         self.kill_at = float("inf")
 
     def supervise(self) -> None:
@@ -166,11 +168,13 @@ class _Tree:
     def stop(self, number: int, grace_s: float) -> None:
         """Ask the command's session to end; kill the tree after `grace_s`. A later call can only
         shorten the time."""
+        self.reap()  # a command that has ended was not stopped, also if that is read only now
         first = self.kill_at == float("inf")
         self.kill_at = min(self.kill_at, time.monotonic() + grace_s)
         if self.running:
             self.stopped = True
             if first and grace_s > 0:
+                self.ignored = _ignores(self.pid, number)
                 _kill(-self.pid, number)
                 _kill(-self.pid, signal.SIGCONT)  # a stopped process handles no signal
 
@@ -197,7 +201,7 @@ class _Tree:
         unit = 1 if sys.platform == "darwin" else 1024
         result = {
             "status": status,
-            "stopped": self.stopped,
+            "stopped": self.stopped and not (self.ignored and status == 0),
             "time": time.time(),
             "cpu_s": round(usage.ru_utime + usage.ru_stime, 3),
             "peak_bytes": usage.ru_maxrss * unit,
@@ -256,6 +260,15 @@ def _children(pid: int) -> list[int]:
             with suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:  # noqa: PTH123
                 found += map(int, file.read().split())
     return found
+
+
+def _ignores(pid: int, number: int) -> bool:
+    """Return whether a process ignores a signal; False if that is not known."""
+    with suppress(OSError), open(f"/proc/{pid}/status") as file:  # noqa: PTH123
+        for line in file:
+            if line.startswith("SigIgn:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _kill(pid: int, number: int) -> None:
