@@ -45,7 +45,7 @@ class Benchmark:
 SUITE = (
     Benchmark("communication", 5),
     Benchmark("order", 5),
-    Benchmark("startup", 95, ("--repeats", "2")),
+    Benchmark("startup", 120, ("--repeats", "2")),
     Benchmark("loading", 192, ("--rounds", "1")),
     Benchmark("graphs", 110, ("--repeats", "2")),
     Benchmark("sharded_saves", 60),
