@@ -66,12 +66,21 @@ def test_signals_reach_a_command_as_they_would_in_a_shell(spawner: Spawner, tmp_
     assert (tmp_path / "log").read_text() == "[True, True, True, True]\n"
 
 
+HANDLES = """\
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
 @pytest.mark.parametrize(
     ("words", "stopped"),
     [
         ("trap '' TERM; echo ready; sleep 0.5; exit 0", False),
         ("trap '' TERM; echo ready; sleep 0.5; exit 3", True),
         ("trap 'exit 0' TERM; echo ready; sleep 0.5 & wait", True),
+        (f"trap '' TERM; {sys.executable} -c '{HANDLES}'; exit 0", True),
     ],
 )
 def test_a_command_that_ignores_the_signal_and_succeeds_was_not_stopped(

@@ -134,7 +134,7 @@ class _Tree:
         self.stopped = False
         """whether the command was asked to end before it did"""
         self.ignored = False
-        """whether it ignored the signal, so that a status of 0 is that of its own end"""
+        """whether every process of the tree ignored the signal, so that a status of 0 is that of its own end"""
         self.kill_at = float("inf")
 
     def supervise(self) -> None:
@@ -174,7 +174,8 @@ class _Tree:
         if self.running:
             self.stopped = True
             if first and grace_s > 0:
-                self.ignored = _ignores(self.pid, number)
+                # a child that handles it may save and end, and its parent then exit with 0
+                self.ignored = all(_ignores(pid, number) for pid in _descendants(os.getpid()))
                 _kill(-self.pid, number)
                 _kill(-self.pid, signal.SIGCONT)  # a stopped process handles no signal
 
