@@ -126,15 +126,16 @@ def _torch_as_it_is() -> Callable[[], None]:
     import torch
 
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.get_deterministic_debug_mode()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     matmul, gradients = torch.get_float32_matmul_precision(), torch.is_grad_enabled()
 
     def restore() -> None:
         torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
         if torch.get_float32_matmul_precision() != matmul:
             torch.set_float32_matmul_precision(matmul)
         torch.set_grad_enabled(gradients)

@@ -11,7 +11,8 @@ from growing import KEY, operation, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch_geometric.nn import GATv2Conv, GINEConv
+from torch_geometric.nn import GATv2Conv, GINEConv, aggr
+from torch_geometric.utils import scatter, softmax
 
 from instar.config.graph import GraphModelConfig, HeadConfig
 from instar.config.sections import Operation
@@ -20,7 +21,14 @@ from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
 from instar.growth.proof import Probe, compare, split_grad_norms
 from instar.models.gpt import named_generator
-from instar.models.graph import ACTIVATIONS, GraphNetwork, _flows
+from instar.models.graph import (
+    ACTIVATIONS,
+    GraphNetwork,
+    _flows,
+    _softmax_by_node,
+    _sum_by_node,
+    reduce_by_graph,
+)
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
 from instar.models.shape import ArchitectureError, count_parameters
 
@@ -414,3 +422,21 @@ def test_flops_are_counted_by_hand() -> None:
     assert flops_per_graph(of, 10, 40) == 6 * (10 * of_node + of_graph + 40 * 8)
     of_nodes = shape(layer="sage", flow="forward", n_layer=1, heads=OF_NODES)
     assert flops_per_graph(of_nodes, 10, 40) == 6 * (10 * (of_node + 8 * 6 + 6 * 2) + 40 * 8)
+
+
+def test_reductions_are_those_of_pytorch_geometric() -> None:
+    x, edges, offsets = graphs((5, 40), (1, 0), (30, 200))
+    sent, receiver = x[edges[:, 0]], edges[:, 1]
+    assert torch.equal(_sum_by_node(sent, receiver, 36), scatter(sent, receiver, 0, 36, "sum"))
+    shares = _softmax_by_node(sent, receiver, 36)
+    torch.testing.assert_close(shares, softmax(sent, receiver, num_nodes=36))
+    for reduction, ready in (
+        ("sum", aggr.SumAggregation()),
+        ("mean", aggr.MeanAggregation()),
+        ("max", aggr.MaxAggregation()),
+    ):
+        assert torch.equal(reduce_by_graph(x, offsets, reduction), ready(x, ptr=offsets, dim=0))
+    of = shape(pooling=("attention",), width=3)
+    pool = network(of).pool
+    gated = aggr.AttentionalAggregation(pool.attention.gate_nn)
+    torch.testing.assert_close(pool(x, offsets), gated(x, ptr=offsets, dim=0))

@@ -230,3 +230,24 @@ def test_a_table_that_names_a_buffer_wrongly_is_refused(
     with pytest.raises(ConfigError) as caught:
         preflight(loaded, 1)
     assert "the buffer middle.scratch is 6, and in the model it is not there" in str(caught.value)
+
+
+def test_a_module_that_indexes_has_the_same_gradients_every_time(tmp_path: Path) -> None:
+    """On several threads; their order would decide by default."""
+    rows = torch.randint(500, (20_000,))
+    weights = torch.randn(20_000, 64)
+    threads = torch.get_num_threads()
+
+    def grad() -> Tensor:
+        table = torch.zeros(500, 64, requires_grad=True)
+        table[rows].backward(weights)
+        assert table.grad is not None
+        return table.grad
+
+    with science.trainer(tmp_path / "run"):
+        torch.set_num_threads(4)
+        try:
+            first, *others = (grad() for _ in range(5))
+        finally:
+            torch.set_num_threads(threads)
+    assert all(torch.equal(first, other) for other in others)

@@ -147,6 +147,20 @@ def test_nothing_of_it_needs_torch(stored: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_run_imports_no_other_framework(stored: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from instar import api\n"
+        f"api.train(None, ['task=graph', 'data.source={stored}', '{KIND}', 'device=cpu',"
+        f" 'train.until=[2it]', 'record.run_dir={tmp_path / 'run'}'])\n"
+        "print({'torch_geometric', 'transformers', 'torch._dynamo'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
 def test_a_grown_shape_is_described_by_a_section() -> None:
     config = GraphConfig(model=GraphModelConfig(layer="gin", pooling=("sum",), dropout=0.1))
     begun = resolve_graph(config.model, features=5)

@@ -2,23 +2,23 @@
 
 Suffixes of tensor names are their dimensions: N nodes of all graphs of a batch, E edges, G graphs,
 D width, H attention heads, C channels of a head, S samples (nodes or graphs).
+
+Rows are taken by `index_select`, whose gradient takes two thirds of the time of that of `x[index]` on a CPU, and
+always adds in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from torch_geometric.index import index2ptr
-from torch_geometric.nn import aggr
-from torch_geometric.utils import index_sort, scatter, softmax
 
-from instar.config.graph import Activation, Layer, Pooling
+from instar.config.graph import Activation, Layer
 from instar.models.gpt import set_parameters
 from instar.models.graph_shape import GraphShape
 from instar.models.layers import rms_norm
@@ -147,7 +147,9 @@ class _Aggregation(nn.Module):
         elif edges.features is None:
             aggregated = edges.sum(h_ND)
         else:
-            sent_ED = self.activation(h_ND[edges.sender] + self.edge(edges.features))
+            sent_ED = self.activation(
+                h_ND.index_select(0, edges.sender) + self.edge(edges.features)
+            )
             aggregated = edges.sum_of(at_least_float32(sent_ED), len(h_ND))
         heard: Tensor = self.heard(aggregated)
         return heard
@@ -158,15 +160,14 @@ class _Aggregation(nn.Module):
         nodes = len(h_ND)
         sent_NHC = at_least_float32(self.sent(h_ND)).view(nodes, self.heads, -1)
         received_NHC = at_least_float32(self.received(h_ND)).view(nodes, self.heads, -1)
-        sent_EHC = sent_NHC[edges.sender]
-        met_EHC = sent_EHC + received_NHC[edges.receiver]
+        sent_EHC = sent_NHC.index_select(0, edges.sender)
+        met_EHC = sent_EHC + received_NHC.index_select(0, edges.receiver)
         if edges.features is not None:
             met_EHC = met_EHC + self.edge(edges.features).view_as(met_EHC)
         met_EHC = F.leaky_relu(met_EHC, 0.2)
         score_EH = (met_EHC * self.score.weight).sum(-1)
-        share_EH = softmax(score_EH, edges.receiver, num_nodes=nodes)
-        mean_NHC: Tensor = scatter(sent_EHC * share_EH[..., None], edges.receiver, 0, nodes, "sum")
-        return mean_NHC.flatten(1)
+        share_EH = _softmax_by_node(score_EH, edges.receiver, nodes)
+        return _sum_by_node(sent_EHC * share_EH[..., None], edges.receiver, nodes).flatten(1)
 
 
 class _Edges:
@@ -196,8 +197,7 @@ class _Edges:
     def sum_of(self, sent_ED: Tensor, nodes: int) -> Tensor:
         """Sums what is sent along the edges to each node, weighted by the layer type."""
         weighted_ED = sent_ED * self.weight_E[:, None]
-        summed: Tensor = scatter(weighted_ED, self.receiver, 0, nodes, "sum")
-        return summed
+        return _sum_by_node(weighted_ED, self.receiver, nodes)
 
 
 _Flows = Mapping[str, _Edges]
@@ -217,8 +217,9 @@ class _SortedEdges:
 
     def __init__(self, ends: Tensor, others: Tensor, nodes: int) -> None:
         self.ends = ends
-        rows, self.order = index_sort(ends, max_value=nodes, stable=True)
-        self.begins, self.columns = index2ptr(rows, nodes), others[self.order]
+        rows, self.order = ends.sort(stable=True)
+        self.begins = torch.searchsorted(rows, torch.arange(nodes + 1, device=rows.device))
+        self.columns = others[self.order]
 
     def rows(self, weight_E: Tensor) -> _Rows:
         return _Rows(self.begins, self.columns, weight_E[self.order])
@@ -269,34 +270,71 @@ def _product(matrix: _Rows, x: Tensor) -> Tensor:
     )
 
 
+def _sum_by_node(sent: Tensor, receiver_E: Tensor, nodes: int) -> Tensor:
+    """Sums what arrives at each node: (E, …) → (N, …)."""
+    summed = sent.new_zeros(nodes, *sent.shape[1:])
+    return summed.scatter_add(0, _like_rows(receiver_E, sent), sent)
+
+
+def _softmax_by_node(score: Tensor, receiver_E: Tensor, nodes: int) -> Tensor:
+    """Softmax over the edges that arrive at the same node: (E, …) → (E, …)."""
+    lowest = score.new_zeros(nodes, *score.shape[1:])
+    largest = lowest.scatter_reduce(
+        0, _like_rows(receiver_E, score), score.detach(), "amax", include_self=False
+    )
+    powers = (score - largest.index_select(0, receiver_E)).exp()
+    return powers / _sum_by_node(powers, receiver_E, nodes).index_select(0, receiver_E)
+
+
+def _like_rows(index_E: Tensor, rows: Tensor) -> Tensor:
+    """An index of rows as `scatter_add` wants it, one for each element; a view."""
+    return index_E.view(-1, *(1 for _ in rows.shape[1:])).expand_as(rows)
+
+
+def reduce_by_graph(
+    rows: Tensor, offsets: Tensor, reduction: Literal["sum", "mean", "max"]
+) -> Tensor:
+    """Reduces the rows offsets[g] … offsets[g + 1] - 1 of each graph, at least one: (N, …) → (G, …)."""
+    reduced: Tensor = torch.segment_reduce(rows, reduction, offsets=offsets)
+    return reduced
+
+
 class _Pool(nn.Module):
     """Pools nodes to graphs by one or more aggregations: (N, D) → (G, ways · D)."""
 
     def __init__(self, shape: GraphShape, table: Mapping[str, Parameter]) -> None:
         super().__init__()
         self.poolings = shape.pooling
-        for pooling in self.poolings:
-            self.add_module(pooling, _aggregation(pooling, table))
+        if "attention" in self.poolings:
+            self.attention = _AttentionPool(table)
 
     def forward(self, x_ND: Tensor, offsets: Tensor) -> Tensor:
         with torch.autocast(x_ND.device.type, enabled=False):
             pooled = [
-                self.get_submodule(pooling)(x_ND, ptr=offsets, dim=0) for pooling in self.poolings
+                self.attention(x_ND, offsets)
+                if pooling == "attention"
+                else reduce_by_graph(x_ND, offsets, pooling)
+                for pooling in self.poolings
             ]
         return torch.cat(pooled, dim=-1)
 
 
-def _aggregation(pooling: Pooling, table: Mapping[str, Parameter]) -> nn.Module:
-    made: nn.Module
-    if pooling == "attention":
-        made = aggr.AttentionalAggregation(_linear(table, "pool.attention.gate_nn"))
-    else:
-        made = {
-            "mean": aggr.MeanAggregation,
-            "sum": aggr.SumAggregation,
-            "max": aggr.MaxAggregation,
-        }[pooling]()
-    return made
+class _AttentionPool(nn.Module):
+    """Σ_n a_n x_n over the nodes n of a graph, where a is the softmax of gate · x over them: PyTorch
+    Geometric's `AttentionalAggregation`."""
+
+    def __init__(self, table: Mapping[str, Parameter]) -> None:
+        super().__init__()
+        self.gate_nn = _linear(table, "pool.attention.gate_nn")
+
+    def forward(self, x_ND: Tensor, offsets: Tensor) -> Tensor:
+        gate_N1 = self.gate_nn(x_ND)
+        sizes, nodes = offsets.diff(), len(x_ND)
+        largest = reduce_by_graph(gate_N1.detach(), offsets, "max")
+        powers = (gate_N1 - largest.repeat_interleave(sizes, dim=0, output_size=nodes)).exp()
+        total = reduce_by_graph(powers, offsets, "sum")
+        share_N1 = powers / total.repeat_interleave(sizes, dim=0, output_size=nodes)
+        return reduce_by_graph(share_N1 * x_ND, offsets, "sum")
 
 
 class _Norm(nn.Module):

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.utils import segment
 
 from instar.config.graph import GraphConfig, HeadConfig, HeadMetric
 from instar.data.columns import Column, Ragged
 from instar.models.gpt import InitialValues
-from instar.models.graph import GraphNetwork
+from instar.models.graph import GraphNetwork, reduce_by_graph
 from instar.models.graph_shape import GraphShape
 from instar.models.loss import at_least_float32
 from instar.tasks.graph_spec import GraphSpec
@@ -92,7 +91,8 @@ class GraphTask(Task):
             inputs |= {f"{head.name}/{metric}": compared for metric in head.metrics}
         if self.architecture.level == "node":
             found = {
-                name: (segment(v, offsets), segment(w, offsets)) for name, (v, w) in found.items()
+                name: (reduce_by_graph(v, offsets, "sum"), reduce_by_graph(w, offsets, "sum"))
+                for name, (v, w) in found.items()
             }
         tallies = {name: Tally(*tally) for name, tally in found.items()}
         return Measured(tallies, inputs, self._predictions(said, batch) if predict else {})

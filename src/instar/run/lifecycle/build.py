@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -39,6 +40,8 @@ from instar.schedule.operations import State, initial_state
 from instar.schedule.triggers import entries
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+FILLING: Any = torch.utils.deterministic
+"""whose `fill_uninitialized_memory` its type stubs lack"""
 
 
 def build(
@@ -63,7 +66,9 @@ def build(
     config = resolve_precision(prepared, world)[0].config
     elastic = config.parallel.elastic if config.reproducible == "elastic" else None
     if elastic:
-        _round_alike(elastic.threads, world.device)
+        torch.set_num_threads(elastic.threads)  # kernels divide sums among threads
+    if elastic or world.device.type == "cpu":
+        _use_deterministic_kernels(world.device)
     if world.device.type == "cuda":
         # before the device's peak is measured, with which speed is compared
         tf32 = config.tf32 and elastic is None
@@ -148,26 +153,31 @@ def build(
 def as_before() -> Iterator[None]:
     """Context manager that restores torch's process-wide settings, which a run changes."""
     threads = torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.get_deterministic_debug_mode()
+    filled = FILLING.fill_uninitialized_memory
     workspace = os.environ.get(WORKSPACE)
     products = torch.get_float32_matmul_precision()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(deterministic)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # there the compiler was told too
+            torch.use_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 1)
+        FILLING.fill_uninitialized_memory = filled
         torch.set_float32_matmul_precision(products)
         if workspace is None:
             os.environ.pop(WORKSPACE, None)
 
 
-def _round_alike(threads: int, device: torch.device) -> None:
-    """Make rounding reproducible: fix the number of threads; use deterministic kernels on a GPU.
-
-    Kernels divide sums among threads, and some GPU kernels add in the order of arrival.
-    """
-    torch.set_num_threads(threads)
+def _use_deterministic_kernels(device: torch.device) -> None:
+    """Add in a fixed order. Many kernels of a GPU add in the order in which threads arrive, and on a CPU
+    that of the gradient of `x[index]` does, which is no faster."""
     if device.type == "cuda":
         os.environ.setdefault(WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+    else:
+        # the same, without importing the compiler to tell it, which takes a second
+        torch.set_deterministic_debug_mode("warn")
+    # otherwise every `torch.empty` is filled with NaN
+    FILLING.fill_uninitialized_memory = False
