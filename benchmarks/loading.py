@@ -41,7 +41,6 @@ FOR_US = "Instar, shuffled"
 EACH_ITEM = "DataLoader, memmap by item"
 LEAST_SHARE, LEAST_AHEAD = 0.3, 0.5
 """of a plain copy, for samples that are asked for and for those read ahead"""
-WORKERS = 2
 GB = 10**9
 
 
@@ -85,7 +84,7 @@ FULL = Size(
     seeks=9,
     loaders=tuple(loaders.LOADERS),
     seekers=tuple(seeking.SEEKS),
-    stream_documents=20_000,
+    stream_documents=10_000,
     sparse_gb=50,
     sparse_batches=2000,
 )
@@ -114,6 +113,13 @@ def main() -> None:
         "--work", type=Path, help="where the data is made; default: a temporary folder"
     )
     words.add_argument("--rounds", type=int, metavar="N", help=f"default: {FULL.rounds}")
+    words.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes that help the other loaders, which are also measured alone; 0: only that; default: 2",
+    )
     parsed = words.parse_args()
     chosen = options(parsed)
     size = QUICK if chosen.quick else replace(FULL, rounds=parsed.rounds or FULL.rounds)
@@ -125,7 +131,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=parsed.work) as place:
         folder = Path(place)
         cases = [
-            *speeds(size, folder),
+            *speeds(size, folder, parsed.workers),
             *seeks(size, folder),
             *streams(size, folder),
             *memory(size, folder),
@@ -133,14 +139,14 @@ def main() -> None:
     publish("loading", cases, chosen, libraries=NEEDS)
 
 
-def speeds(size: Size, folder: Path) -> list[Case]:
-    """All loaders in their own process, and then with worker processes those that have them."""
+def speeds(size: Size, folder: Path, workers: int) -> list[Case]:
+    """All loaders in their own process, and then with worker processes, if any, those that have them."""
     loaders.make_data(folder, size.tokens, size.context)
     loaders.flat_file(folder)
     ours = [name for name in size.loaders if name.startswith("Instar")]
     theirs = [name for name in size.loaders if name not in (*ours, loaders.ONE_BATCH)]
     alone = compete(size, folder, size.loaders, workers=0)
-    helped = compete(size, folder, theirs, workers=WORKERS)
+    helped = compete(size, folder, theirs, workers) if workers else {}
     copies = [copied for turns in alone.values() for copied, _ in turns]
     rates = {name: [loaded for _, loaded in turns] for name, turns in alone.items()}
     shares = {name: [loaded / copied for copied, loaded in turns] for name, turns in alone.items()}
@@ -167,7 +173,7 @@ def speeds(size: Size, folder: Path) -> list[Case]:
         ),
         *(
             case(
-                f"{title}, {WORKERS} worker processes: {name}",
+                f"{title}, {workers} worker processes: {name}",
                 [loaded for _, loaded in turns],
                 "Mtok/s",
             )

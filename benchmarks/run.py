@@ -46,7 +46,7 @@ SUITE = (
     Benchmark("communication", 5),
     Benchmark("order", 5),
     Benchmark("startup", 120, ("--repeats", "2")),
-    Benchmark("loading", 192, ("--rounds", "1")),
+    Benchmark("loading", 192, ("--rounds", "1", "--workers", "0")),
     Benchmark("graphs", 110, ("--repeats", "2")),
     Benchmark("sharded_saves", 60),
     Benchmark("pauses", 67),

@@ -86,8 +86,11 @@ WAYS = (
 
 BY_DEFAULT = ("dispatched", "sharded rows", "sharded stream")
 
-ONE_M = ("precision=fp32", "model.n_layer=5", "model.n_head=4", "model.n_embd=128")
-SIZES = (Size("1 M, 32×128 tokens", ONE_M, batch=32, context=128, warmup=10, steps=20, repeats=3),)
+ONE_M = (
+    *("precision=fp32", "record.log_interval=5"),
+    *("model.n_layer=5", "model.n_head=4", "model.n_embd=128"),
+)
+SIZES = (Size("1 M, 32×128 tokens", ONE_M, batch=32, context=128, warmup=5, steps=15, repeats=3),)
 QUICK = Size(
     "tiny, 4×32 tokens",
     ("model.n_layer=1", "model.n_head=2", "model.n_embd=32", "record.log_interval=2"),

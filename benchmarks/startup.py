@@ -47,6 +47,7 @@ TEN_M = (
     "model.context=256",
     "train.batch_size=8",
     "eval.eval_interval=1000000",
+    "eval.eval_iters=4",
 )
 TORCH_AFTER_HELP = """
 import sys
@@ -90,7 +91,7 @@ def main() -> None:
             *(
                 memory("tiny run", [*TINY, *data], folder, repeats=1, steps=2)
                 if quick
-                else memory("10 M parameters", [*TEN_M, *data], folder, repeats=3, steps=20)
+                else memory("10 M parameters", [*TEN_M, *data], folder, min(3, repeats), steps=6)
             ),
         ]
     publish("startup", cases, chosen)

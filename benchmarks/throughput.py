@@ -114,7 +114,7 @@ CPU = (
     Size(
         "1 M",
         ("device=cpu", "precision=fp32", "record.log_interval=5", *gpt(5, 4, 128, 128, 16)),
-        warmup=15,
+        warmup=5,
         round=5,
         rounds=4,
         heats=5,
@@ -122,7 +122,7 @@ CPU = (
     Size(
         "10 M",
         ("device=cpu", "precision=fp32", "record.log_interval=2", *gpt(6, 6, 384, 256, 8)),
-        warmup=4,
+        warmup=2,
         round=2,
         rounds=3,
         heats=3,
@@ -171,7 +171,7 @@ def main() -> None:
     sizes = (QUICK,) if chosen.quick else (*CPU, *([GPU] if on_gpu else []))
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
-        data = text_for(Path(folder), 200_000 if chosen.quick else 8_000_000)
+        data = text_for(Path(folder), 200_000 if chosen.quick else 4_000_000)
         for each in sizes:
             size = replace(each, heats=parsed.heats or each.heats)
             overrides = (*size.overrides, *SAME, *data)
