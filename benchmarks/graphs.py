@@ -1,6 +1,6 @@
 """Is our loop over graphs as fast as a bare PyTorch Geometric loop, and how much do two ranks keep?
 
-    python benchmarks/graphs.py [--quick] [--repeats N]
+    python benchmarks/graphs.py [--quick] [--repeats N] [--scaled GRAPHS …]
 
 One network, the same graphs in the same order: Instar's trainer in this process, and a bare loop over
 PyTorch Geometric's `DataLoader` of graphs in memory, with the same fused AdamW and clipping. They take
@@ -59,7 +59,7 @@ class Trial:
     """graphs of a rank's batch in the runs whose scaling is measured"""
     warmup: int
     steps: int
-    """of these runs with the first batch; with larger ones fewer"""
+    """of these runs with `batch` graphs; with more of them fewer"""
     repeats: int
 
 
@@ -72,10 +72,18 @@ QUICK = Trial(40, (8, 16), batch=4, turn=2, turns=2, scaled=(4,), warmup=2, step
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--repeats", type=int, metavar="N", help="of what ranks keep")
+    words.add_argument(
+        "--scaled",
+        type=int,
+        action="append",
+        metavar="GRAPHS",
+        help=f"a rank's batch where scaling is measured; default: {' and '.join(map(str, FULL.scaled))}",
+    )
     parsed = words.parse_args()
     chosen = options(parsed)
     trial = QUICK if chosen.quick else FULL
-    trial = replace(trial, repeats=parsed.repeats or trial.repeats)
+    scaled = tuple(parsed.scaled or trial.scaled)
+    trial = replace(trial, repeats=parsed.repeats or trial.repeats, scaled=scaled)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         base = overrides(trial, Path(folder))
@@ -212,7 +220,7 @@ def graph_of(columns: Any) -> Data:
 
 
 def scaling(trial: Trial, batch: int, base: list[str], folder: Path) -> list[Case]:
-    steps = max(2 * trial.warmup, trial.steps * trial.scaled[0] // batch)
+    steps = max(2 * trial.warmup, trial.steps * trial.batch // batch)
     size = Size("graphs", (), batch, 1, trial.warmup, steps, trial.repeats)
     told = [*base, f"train.batch_size={batch}", f"train.until=[{trial.warmup + steps}it]"]
     arrangements = {"beside": (2, 1), "together": (1, 2)}

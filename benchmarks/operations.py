@@ -55,7 +55,7 @@ class Plan:
     """of a turn"""
 
 
-PLANS = (Plan(replace(SIZES[0], repeats=3), rounds=12, steps=2),)
+PLANS = (Plan(replace(SIZES[0], repeats=3), rounds=8, steps=2),)
 LARGE = (replace(SIZES[1], repeats=2),)
 """of which only the pauses are measured"""
 QUICK = (Plan(Size("tiny", gpt(1, 2, 16, 16, 2), steps=2, repeats=1), rounds=2, steps=2),)

@@ -4,8 +4,7 @@
 
 Efficiency is T(W) / (W · T(1)), T in tokens per second of training steps, with the same batch per
 rank. T(1) is measured with W − 1 independent copies beside it, so that sharing the machine's caches
-and memory bus costs both sides alike and only communication is left; the ratio to a lone process is
-shown too. T(1) is that of token shards, so that what another way of loading costs shows as well.
+and memory bus costs both sides alike and only communication is left. T(1) is that of token shards, so that what another way of loading costs shows as well.
 All arrangements take turns, in random order. Speeds come from the runs' own records, without the
 first steps.
 
@@ -141,7 +140,7 @@ def measure(
     size: Size, ranks: int, ways: Sequence[Way], extra: Sequence[str], folder: Path
 ) -> list[Case]:
     base = {way: overrides(size, way, extra, folder) for way in ways}
-    arrangements = {"alone": (SHARDED, 1, 1), "beside": (SHARDED, ranks, 1)}
+    arrangements = {"beside": (SHARDED, ranks, 1)}
     arrangements |= {way.name: (way, 1, ranks) for way in ways}
     paces: dict[str, list[Pace]] = {name: [] for name in arrangements}
     for repeat in range(size.repeats):
@@ -154,7 +153,6 @@ def measure(
     rates = {name: [pace.rate for pace in of_name] for name, of_name in paces.items()}
     title = f"{size.name} per rank"
     cases = [
-        case(f"{title}: T(1), alone", rates["alone"], "tokens/s"),
         case(f"{title}: T(1), beside {ranks - 1} independent", rates["beside"], "tokens/s"),
         case(f"{title}: T({ranks})", rates[SHARDED.name], "tokens/s"),
         case(
@@ -162,11 +160,6 @@ def measure(
             ratios(rates[SHARDED.name], rates["beside"], ranks),
             "ratio",
             least=SHARDED.least,
-        ),
-        case(
-            f"{title}: T({ranks}) / {ranks} T(1), alone",
-            ratios(rates[SHARDED.name], rates["alone"], ranks),
-            "ratio",
         ),
     ]
     for way in ways:

@@ -42,7 +42,33 @@ def test_the_list_of_benchmarks_names_all_scripts(runner: ModuleType) -> None:
     assert [name for name in names if f"| `{name}.py` |" not in listed] == []
 
 
-@pytest.mark.parametrize("name", ["throughput", "scaling", "graphs", "time_to_loss", "dashboard"])
+def test_what_would_not_end_in_time_is_left_out(runner: ModuleType) -> None:
+    done = [runner.Outcome(runner.Benchmark("order", 10), 20.0, "")]  # on a machine half as fast
+    assert runner.fits(runner.Benchmark("next", 40), done, 100)
+    assert not runner.fits(runner.Benchmark("next", 41), done, 100)
+    quick = [runner.Outcome(runner.Benchmark("order", 10), 5.0, "")]
+    assert runner.fits(runner.Benchmark("next", 95), quick, 100)
+    assert not runner.fits(runner.Benchmark("next", 101), [], 100)
+
+
+def test_a_suite_without_time_names_what_it_leaves_out(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "run.py", "--within", "0.1", "--results", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "communication.json" in os.listdir(tmp_path)
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("left out, for they would not end within 0.1 minutes")
+    assert "run.py" in said
+    assert said.endswith("time_to_loss scaling slow_link loading")
+
+
+@pytest.mark.parametrize(
+    "name", ["throughput", "scaling", "graphs", "loading", "time_to_loss", "dashboard"]
+)
 def test_the_options_of_the_suite_exist(runner: ModuleType, name: str) -> None:
     (benchmark,) = runner.asked([name])
     done = subprocess.run(
