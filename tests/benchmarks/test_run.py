@@ -59,7 +59,7 @@ def test_a_suite_without_time_names_what_it_leaves_out(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "communication.json" in os.listdir(tmp_path)
+    assert (tmp_path / "communication.json").exists()
     said = done.stdout.splitlines()[-1]
     assert said.startswith("left out, for they would not end within 0.1 minutes")
     assert "run.py" in said
