@@ -135,6 +135,8 @@ def _torch_as_it_is() -> Callable[[], None]:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(deterministic)
+        if "torch._inductor.config" in sys.modules:
+            torch.use_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 1)
         torch.utils.deterministic.fill_uninitialized_memory = filled
         if torch.get_float32_matmul_precision() != matmul:
             torch.set_float32_matmul_precision(matmul)

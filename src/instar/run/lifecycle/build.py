@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,7 +68,8 @@ def build(
     elastic = config.parallel.elastic if config.reproducible == "elastic" else None
     if elastic:
         torch.set_num_threads(elastic.threads)  # kernels divide sums among threads
-    if elastic or world.device.type == "cpu":
+    # what is compiled has kernels of its own
+    if elastic or (world.device.type == "cpu" and not config.compile):
         _use_deterministic_kernels(world.device)
     if world.device.type == "cuda":
         # before the device's peak is measured, with which speed is compared
@@ -162,7 +164,7 @@ def as_before() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(deterministic)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # there the compiler was told too
+        if "torch._inductor.config" in sys.modules:  # the compiler was told too
             torch.use_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 1)
         FILLING.fill_uninitialized_memory = filled
         torch.set_float32_matmul_precision(products)
