@@ -68,9 +68,8 @@ def build(
     elastic = config.parallel.elastic if config.reproducible == "elastic" else None
     if elastic:
         torch.set_num_threads(elastic.threads)  # kernels divide sums among threads
-    # what is compiled has kernels of its own
-    if elastic or (world.device.type == "cpu" and not config.compile):
-        _use_deterministic_kernels(world.device)
+    if elastic or world.device.type == "cpu":
+        _use_deterministic_kernels(world.device, compiles=config.compile)
     if world.device.type == "cuda":
         # before the device's peak is measured, with which speed is compared
         tf32 = config.tf32 and elastic is None
@@ -172,11 +171,12 @@ def as_before() -> Iterator[None]:
             os.environ.pop(WORKSPACE, None)
 
 
-def _use_deterministic_kernels(device: torch.device) -> None:
+def _use_deterministic_kernels(device: torch.device, *, compiles: bool) -> None:
     """Add in a fixed order. Many kernels of a GPU add in the order in which threads arrive, and on a CPU
     that of the gradient of `x[index]` does, which is no faster."""
     if device.type == "cuda":
         os.environ.setdefault(WORKSPACE, ":4096:8")
+    if compiles or device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
     else:
         # the same, without importing the compiler to tell it, which takes a second
