@@ -22,6 +22,11 @@ def runner() -> ModuleType:
         return importlib.import_module("run")
 
 
+def ran(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, BENCHMARKS / "run.py", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_every_benchmark_has_its_place(runner: ModuleType) -> None:
     scripts = {
         path.stem for path in BENCHMARKS.glob("*.py") if "publish(" in path.read_text("utf-8")
@@ -52,12 +57,7 @@ def test_what_would_not_end_in_time_is_left_out(runner: ModuleType) -> None:
 
 
 def test_a_suite_without_time_names_what_it_leaves_out(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / "run.py", "--within", "0.1", "--results", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran("--within", "0.1", "--results", tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "communication.json").exists()
     said = done.stdout.splitlines()[-1]
@@ -83,12 +83,7 @@ def test_the_options_of_the_suite_exist(runner: ModuleType, name: str) -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="the benchmark of GPUs would run")
 def test_a_benchmark_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / "run.py", "gpu", "communication", "--results", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran("gpu", "communication", "--results", tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "failed: gpu (exit code 1)"
     assert json.loads((tmp_path / "communication.json").read_text())["seconds"] > 0
