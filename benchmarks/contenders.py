@@ -17,7 +17,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, TextIO, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
@@ -128,7 +129,7 @@ class Work:
     def model(self) -> GPT:
         return self._task.build().to(self.device)
 
-    def optimizer(self, model: GPT) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Fused AdamW, decaying what Instar decays."""
         config = self.prepared.config.optimizer
         parameters = dict(model.named_parameters())
@@ -140,7 +141,7 @@ class Work:
         betas = config.beta1, config.beta2
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
-    def prepared_model(self, model: GPT) -> nn.Module:
+    def prepared_model(self, model: nn.Module) -> nn.Module:
         """The model as the config wants it called."""
         return cast(nn.Module, torch.compile(model)) if self.prepared.config.compile else model
 
@@ -187,7 +188,76 @@ class Windows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = int(self.ids[index]) * self.length
         window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
-        return {"inputs": window[:-1], "targets": window[1:]}
+        inputs, targets = window[:-1], window[1:]
+        short = self.length - len(targets)  # of the last window of a text
+        return {
+            "inputs": F.pad(inputs, (0, short)),
+            "targets": F.pad(targets, (0, short), value=-1),
+        }
+
+
+class PlainGPT2(nn.Module):
+    """GPT-2 as a single file has it: queries, keys and values in one product, all logits at once."""
+
+    def __init__(self, gpt: GPT) -> None:
+        """
+        Args:
+            gpt: whose sizes and initial weights it has.
+        """
+        super().__init__()
+        arch = gpt.arch
+        self.tokens = nn.Embedding(arch.vocab_size, arch.n_embd)
+        self.positions = nn.Embedding(arch.context, arch.n_embd)
+        self.blocks = nn.ModuleList(PlainBlock(arch.n_embd, arch.n_head) for _ in gpt.blocks)
+        self.norm = nn.LayerNorm(arch.n_embd)
+        self.load_state_dict(dict(self._weights_of(gpt)))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+        )
+
+    @staticmethod
+    def _weights_of(gpt: GPT) -> Iterator[tuple[str, Tensor]]:
+        """Ours, under the names here."""
+        same = {
+            "token_embedding": "tokens",
+            "position_embedding": "positions",
+            "final_norm": "norm",
+            "attn_norm": "norm_1",
+            "mlp_norm": "norm_2",
+            "attn.output": "output",
+            "mlp.up": "up",
+            "mlp.down": "down",
+        }
+        state = gpt.state_dict()
+        for name, tensor in state.items():
+            for ours, theirs in same.items():
+                if name.rpartition(".")[0].endswith(ours):
+                    yield name.replace(ours, theirs), tensor
+            if ".query." in name:
+                parts = [state[name.replace("query", part)] for part in ("query", "key", "value")]
+                yield name.replace("attn.query", "heads"), torch.cat(parts)
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.heads, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.heads(self.norm_1(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.output(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 def instar(work: Work, pace: Pace) -> None:
@@ -217,9 +287,17 @@ def instar(work: Work, pace: Pace) -> None:
 
 def bare(work: Work, pace: Pace) -> None:
     """PyTorch and nothing else: batches lie ready as tensors, nobody looks at the loss."""
+    train_bare(work, pace, work.model())
+
+
+def plain(work: Work, pace: Pace) -> None:
+    """The same with a model that is not Instar's."""
+    train_bare(work, pace, PlainGPT2(work.model()).to(work.device))
+
+
+def train_bare(work: Work, pace: Pace, gpt: nn.Module) -> None:
     loader = DataLoader(work.windows(), work.batch_size)
     batches = [(b["inputs"].to(work.device), b["targets"].to(work.device)) for b in loader]
-    gpt = work.model()
     model = pace.watch(work.prepared_model(gpt))
     optimizer = work.optimizer(gpt)
     for step, (inputs, targets) in enumerate(batches, 1):
@@ -269,6 +347,7 @@ def hf(work: Work, pace: Pace) -> None:
                 lr_scheduler_type="constant",
                 max_grad_norm=work.clip,
                 bf16=work.bf16,
+                torch_compile=work.prepared.config.compile,
                 use_cpu=not on_gpu,
                 train_sampling_strategy="sequential",
                 dataloader_pin_memory=on_gpu,
@@ -296,7 +375,7 @@ def fabric(work: Work, pace: Pace) -> None:
     )
     gpt = work.model()
     pace.watch(gpt)
-    model, optimizer = runtime.setup(gpt, work.optimizer(gpt))
+    model, optimizer = runtime.setup(work.prepared_model(gpt), work.optimizer(gpt))
     loader = runtime.setup_dataloaders(
         DataLoader(
             work.windows(), work.batch_size, pin_memory=on_gpu, num_workers=2 if on_gpu else 0
@@ -314,6 +393,7 @@ def fabric(work: Work, pace: Pace) -> None:
 CONTENDERS: dict[str, Callable[[Work, Pace], None]] = {
     "instar": instar,
     "bare": bare,
+    "plain": plain,
     "hf": hf,
     "fabric": fabric,
 }

@@ -48,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = text_for(Path(folder), 200_000 if chosen.quick else 8_000_000)
         run = Runs(Path(folder), (*size.overrides, *SAME, *data, "record.log_interval=1"), lengths)
-        cases += measure(size, (*size.overrides, *SAME, *data), ("instar", "bare"), None)
+        cases += measure(size, (*size.overrides, *SAME, *data), ("instar", "bare", "plain"), None)
         cases += saving(size, run)
         cases += growing(size, run)
         if ranks > 1:

@@ -167,7 +167,7 @@ for parallel, optimizer in (
     for parameter in held.values():
         own(parameter).fill_(0.01)
     placed.model(tokens, tokens).backward()
-    placed.norms({name: [parameter.grad] for name, parameter in held.items()})
+    placed.norms([[parameter.grad] for parameter in held.values()])
     for made in build_optimizers(held, config.optimizer):
         made.step()
     for name, parameter in held.items():

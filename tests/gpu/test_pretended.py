@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,21 @@ import pytest
 import torch
 from forks import Forks, children_as_ranks
 from tiny_run import codes, said
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from instar.api.training import train
 from instar.checkpoint.store import load as load_checkpoint
+from instar.distributed.failure import RunFailed
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.record import system
-from instar.record.events import Train, read_events
+from instar.record.events import Skip, Train, read_events
 from instar.record.rundir import find_run
 from instar.run.lifecycle.load import load_config
 from instar.run.lifecycle.resume import Resume
 from instar.run.lifecycle.worker import run
+from instar.run.loop.hooks import HookContext
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
 TINY = """\
@@ -59,11 +66,43 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Losses:
     (tmp_path / "squares.txt").write_text(TEXT)
     (tmp_path / "tiny.yaml").write_text(TINY)
 
-    def trained(name: str, *overrides: str) -> list[float]:
-        train("tiny.yaml", [*overrides, f"record.run_dir={name}"])
+    def trained(name: str, *overrides: str, hooks: Sequence[object] = ()) -> list[float]:
+        train("tiny.yaml", [*overrides, f"record.run_dir={name}"], hooks=hooks)
         return recorded(tmp_path / name)
 
     return trained
+
+
+class Reads(TorchFunctionMode):
+    """Counts what the host reads from the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        on_gpu = bool(args) and isinstance(args[0], pretended.PretendedTensor)
+        if on_gpu and func.__name__ in {"item", "tolist", "cpu", "__bool__", "__float__"}:
+            self.found[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class NotFinite:
+    """A hook that makes the gradients of some steps NaN, and notes the weights after each step's update."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.weights = steps, list[Tensor]()
+
+    def on_step_begin(self, run: HookContext) -> None:
+        weight = next(run.model.parameters())
+        self.weights.append(weight.detach().to("cpu", copy=True))
+        if run.step in self.steps:
+            handle = weight.register_hook(
+                lambda gradient: (handle.remove(), gradient * math.nan)[1]
+            )
 
 
 def recorded(run_dir: Path) -> list[float]:
@@ -157,6 +196,60 @@ def test_float32_matrices_are_multiplied_as_the_config_says(
         losses("run", "train.until=1it", *how)
     assert set(modes) == {mode}
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_step_reads_nothing_from_the_device(losses: Losses) -> None:
+    reads = Reads()
+    counts = []
+
+    class Watches:
+        def on_step_begin(self, run: HookContext) -> None:
+            counts.append((run.step, sum(reads.found.values())))
+
+    with reads, pretended.device():
+        quiet = ["record.log_interval=100", "eval.eval_interval=100", "checkpoint.every_steps=100"]
+        losses("run", *quiet, hooks=[Watches()])
+    seen = dict(counts)
+    assert seen[1] > seen[0]  # the first step is recorded
+    assert seen[3] == seen[1]
+
+
+@pytest.mark.parametrize("bad", [(1,), (1, 2)], ids=["one", "two in a row"])
+def test_a_gpu_skips_the_steps_that_a_host_would_skip(
+    losses: Losses, tmp_path: Path, bad: tuple[int, ...]
+) -> None:
+    on_cpu, on_gpu = NotFinite(*bad), NotFinite(*bad)
+    told = losses("cpu", "device=cpu", hooks=[on_cpu])
+    with pretended.device():
+        assert losses("gpu", "device=cuda", hooks=[on_gpu]) == pytest.approx(told, rel=1e-4)
+    for weights in (on_cpu.weights, on_gpu.weights):
+        same = [torch.equal(a, b) for a, b in pairwise(weights)]
+        assert same == [step in bad for step in range(len(same))]
+    skips = [
+        [
+            event
+            for event in read_events(tmp_path / name / "events.jsonl")
+            if isinstance(event, Skip)
+        ]
+        for name in ("cpu", "gpu")
+    ]
+    found = [[(event.step, event.consecutive) for event in each] for each in skips]
+    assert found[0] == found[1] == [(step + 1, number) for number, step in enumerate(bad, 1)]
+    states = [
+        load_checkpoint(tmp_path / name / "checkpoints" / "step-4").tensors("optimizer")
+        for name in ("cpu", "gpu")
+    ]
+    counts = {name: value for name, value in states[0].items() if name.endswith("/step")}
+    assert counts
+    assert all(value == states[1][name] == 4 - len(bad) for name, value in counts.items())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_whose_last_steps_are_not_finite_fails(losses: Losses, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="step 4: the gradient was not finite for 2 steps in a row"):
+        losses("run", "train.max_skipped_steps=2", hooks=[NotFinite(2, 3)])
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event.step for event in events if isinstance(event, Skip)] == [3, 4]
 
 
 def test_background_saves_copy_to_pinned_memory_without_waiting(

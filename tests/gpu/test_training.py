@@ -13,11 +13,13 @@ import psutil
 import pytest
 import torch
 
+from instar.api.training import train
 from instar.checkpoint.delta.chain import find, links
 from instar.checkpoint.delta.chain import load as load_link
 from instar.checkpoint.store import load
 from instar.config.load import load as load_config
 from instar.run.lifecycle.preflight import preflight
+from instar.run.loop.hooks import HookContext
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +48,7 @@ def losses(tmp_path: Path) -> Losses:
     (tmp_path / "squares.txt").write_text(TEXT)
     (tmp_path / "tiny.yaml").write_text(TINY)
 
-    def train(name: str, *overrides: str, ranks: int = 1) -> list[float]:
+    def trained(name: str, *overrides: str, ranks: int = 1) -> list[float]:
         command = [sys.executable, "-m", "instar.cli.main", "train", "tiny.yaml"]
         command += ["--nproc", str(ranks)] if ranks > 1 else []
         for text in (*overrides, f"record.run_dir={name}"):
@@ -56,7 +58,7 @@ def losses(tmp_path: Path) -> Losses:
         events = map(json.loads, (tmp_path / name / "events.jsonl").read_text().splitlines())
         return [event["loss"] for event in events if event["kind"] == "train"]
 
-    return train
+    return trained
 
 
 def test_a_gpu_follows_the_curve_of_a_cpu(losses: Losses) -> None:
@@ -183,6 +185,27 @@ def test_a_lost_rank_is_named(losses: Losses, tmp_path: Path, ranks: int, strate
         _, said = launcher.communicate(timeout=150)
     assert launcher.returncode == 4
     assert "rank 1" in said
+
+
+def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "squares.txt").write_text(TEXT)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+
+    class Strict:
+        """Makes torch raise where the host waits, but for the first step and those that are recorded."""
+
+        def on_step_begin(self, run: HookContext) -> None:
+            torch.cuda.set_sync_debug_mode("error" if 0 < run.step % 10 < 9 else "default")
+
+    how = ("device=cuda", "precision=bf16", "record.log_interval=10")
+    quiet = ("eval.eval_interval=1000", "record.report=false", "record.run_dir=run")
+    try:
+        train("tiny.yaml", [*how, *quiet], hooks=[Strict()])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    assert [event["step"] for event in events if event["kind"] == "train"] == [1, 10, 20, 30]
 
 
 def test_the_forecast_of_memory_is_what_is_allocated(losses: Losses, tmp_path: Path) -> None:

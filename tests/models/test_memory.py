@@ -102,3 +102,6 @@ def test_small_problems_are_not_cut_into_chunks() -> None:
     assert chunk_rows(4096, 50_304, "cpu") == 128
     assert chunk_rows(4096, 50_304, "cuda") is None
     assert chunk_rows(65_536, 50_304, "cuda") == 2**27 // 50_304
+    assert chunk_rows(32_768, 50_304, "cuda", compiled=True) is None
+    assert chunk_rows(65_536, 50_304, "cuda", compiled=True) == 2**29 // 50_304
+    assert chunk_rows(4096, 50_304, "cpu", compiled=True) == 128

@@ -114,6 +114,6 @@ def test_it_is_the_noise_scale_of_the_samples(trainer: Callable[..., Trainer]) -
         cursor += taken.plan.count
         result = parts.stepper.step(taken, step, 0.0, lambda: None, measures_part=True)
         assert result.part is not None
-        found = NoiseScale().measured(result.part, taken.plan.count, result.grad_norm)
+        found = NoiseScale().measured(result.part, taken.plan.count, result.norm.item())
         traces, squares = traces + found.trace, squares + found.square
     assert traces / squares == pytest.approx(true, rel=0.2)

@@ -148,14 +148,11 @@ def row_squares(tensor: Tensor) -> Tensor:
     return norms[: 1 if alone else None].square()
 
 
-def norms_of_rows(groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+def norms_of_rows(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the Euclidean norm of each group of tensors, given as the `row_squares` of all rows of
-    each."""
-    norms = [
-        torch.cat(list(squares)).sum().sqrt() if squares else torch.zeros(()).double()
-        for squares in groups.values()
-    ]
-    return dict(zip(groups, torch.stack(norms).tolist(), strict=True)) if norms else {}
+    each; (groups,), float64."""
+    none = torch.zeros((), dtype=torch.float64)
+    return torch.stack([torch.cat(list(each)).sum().sqrt() if each else none for each in groups])
 
 
 def _swap(peer: int, sent: Tensor, received: Tensor) -> None:

@@ -22,7 +22,8 @@ def head_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Te
     Returns:
         a scalar in nats, float32 (float64 for float64 inputs) also under autocast.
     """
-    rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0], x_ND.device.type)
+    compiled = torch.compiler.is_compiling()
+    rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0], x_ND.device.type, compiled=compiled)
     if rows is not None:
         return chunked_cross_entropy(x_ND, weight_VD, targets_N, rows)
     return cross_entropy_sum(F.linear(x_ND, weight_VD), targets_N)

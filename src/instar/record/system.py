@@ -177,6 +177,17 @@ def memory_bytes(device: str = "cpu") -> int:
     return resident_bytes()
 
 
+def recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """Returns an event for the end of what a GPU was given to do; None for other devices."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
 def measure_peak_flops(device: str, dtype: torch.dtype, limit_s: float | None = None) -> float:
     """Measures the peak FLOPs per second of a matrix product with the current threads and precision
     settings; a product of two n×n matrices counts 2n³.

@@ -84,6 +84,7 @@ class LanguageSpec(TextSpec):
             optimizer=config.optimizer.name,
             ema=config.train.ema is not None,
             gradient_checkpointing=config.train.gradient_checkpointing,
+            compiled=config.compile,
             device=device,
         )
 

@@ -1,5 +1,5 @@
-"""What is observed of gradients: norms per layer, new parameters that no gradient reaches, and the
-noise scale."""
+"""What is observed of gradients: their norm, norms per layer, new parameters that no gradient reaches,
+and the noise scale."""
 
 from __future__ import annotations
 
@@ -17,10 +17,54 @@ from instar.data.loader import MicroBatch, StepBatch
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import new_slices, split_grad_norms
 from instar.models import shape
+from instar.record.system import recorded_event
 
 Norms = Mapping[str, float]
-GroupNorms = Callable[[Mapping[str, Sequence[Tensor]]], Norms]
+GroupNorms = Callable[[Sequence[Sequence[Tensor]]], Tensor]
 """Returns the Euclidean norm of each group of tensors; see `Strategy.norms`."""
+
+
+class GradNorm:
+    """The norm of a step's global gradient, which a GPU may still have to compute."""
+
+    def __init__(self, norm: float | Tensor) -> None:
+        self._norm = norm if isinstance(norm, float) else norm.to("cpu", non_blocking=True)
+        self._computed = None if isinstance(norm, float) else recorded_event(norm.device)
+
+    @property
+    def pending(self) -> bool:
+        """Whether `item` has to ask the device."""
+        return not isinstance(self._norm, float)
+
+    def item(self) -> float:
+        """Returns the norm, once it is computed."""
+        if self._computed is not None:
+            self._computed.synchronize()
+            self._computed = None
+        self._norm = float(self._norm)
+        return self._norm
+
+    @property
+    def finite(self) -> bool:
+        """Whether the weights were updated."""
+        return math.isfinite(self.item())
+
+
+@dataclass(frozen=True)
+class Skips:
+    """Number of consecutive last steps with a gradient that was not finite."""
+
+    before: int = 0
+    """without the last step"""
+    last: GradNorm | None = None
+    """of the last step; None: there is none to add"""
+
+    @property
+    def in_a_row(self) -> int:
+        """Waits for the last step's norm."""
+        if self.last is None:
+            return self.before
+        return 0 if self.last.finite else self.before + 1
 
 
 def group_of(name: str) -> str:
@@ -47,22 +91,22 @@ class LayerStats:
 
     def before(self, parameters: Mapping[str, Parameter]) -> None:
         gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-        self.grad_norm = self._norms(_grouped(gradients))
+        self.grad_norm = self._by_layer(gradients)
         self._weights = {n: parameters[n].detach().clone() for n in gradients}
 
     def after(self, parameters: Mapping[str, Parameter]) -> None:
-        sizes = self._norms(_grouped(self._weights))
+        sizes = self._by_layer(self._weights)
         steps = {n: parameters[n].detach() - old for n, old in self._weights.items()}
-        moved = self._norms(_grouped(steps))
+        moved = self._by_layer(steps)
         self._weights = {}
         self.update_ratio = {g: moved[g] / size for g, size in sizes.items() if size > 0}
 
-
-def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    groups: dict[str, list[Tensor]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(group_of(name), []).append(tensor)
-    return groups
+    def _by_layer(self, tensors: Mapping[str, Tensor]) -> Norms:
+        layers: dict[str, list[Tensor]] = {}
+        for name, tensor in tensors.items():
+            layers.setdefault(group_of(name), []).append(tensor)
+        norms = self._norms([*layers.values()]).tolist() if layers else []
+        return dict(zip(layers, norms, strict=True))
 
 
 WATCHED_STEPS = 3

@@ -26,6 +26,7 @@ from instar.config.user_code import what_happened
 from instar.distributed.agree import gather, raise_on_all_ranks
 from instar.distributed.failure import RunFailed, exits_fail
 from instar.distributed.world import World
+from instar.run.loop.gradient_stats import GradNorm
 from instar.run.loop.state import RunState
 from instar.run.loop.step import Stepper
 from instar.tasks.logged import Logged, log, log_image, log_table, recording
@@ -116,7 +117,15 @@ class Hooks:
         self.logged, self.stop = logged, stop
         self.hooks = _named(hooks)
 
-    def call(self, method: str, state: RunState, stepper: Stepper, **facts: Any) -> None:
+    def call(
+        self,
+        method: str,
+        state: RunState,
+        stepper: Stepper,
+        *,
+        norm: GradNorm | None = None,
+        **facts: Any,
+    ) -> None:
         """Call a method of all hooks that have it. A collective if there is one, but for those around the
         steps of a round: there a rank whose hook raises ends by itself, and the others lose it.
 
@@ -141,6 +150,7 @@ class Hooks:
             model=stepper.bare_model,
             optimizers=stepper.optimizers,
             stop=self.stop,
+            grad_norm=None if norm is None else norm.item(),
             **facts,
         )
         apart = stepper.strategy.rounds is not None and method.startswith("on_step_")
@@ -149,6 +159,10 @@ class Hooks:
             shared = nullcontext() if apart else raise_on_all_ranks(self.world, f"running {what}")
             with shared, recording(self.logged):
                 _run(what, partial(function, context))
+
+    def have(self, method: str) -> bool:
+        """Whether `call` would call anything."""
+        return any(hasattr(hook, method) for hook in self.hooks.values())
 
     def state(self) -> dict[str, list[str]]:
         """Return the `state_dict` of every hook on each rank, as JSON texts. A collective."""

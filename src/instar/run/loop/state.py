@@ -12,7 +12,7 @@ import msgspec
 from instar.config.budget import Budget
 from instar.run.loop.data_phase import DataPhase
 from instar.run.loop.early_stopping import MetricState
-from instar.run.loop.gradient_stats import NoiseScale
+from instar.run.loop.gradient_stats import NoiseScale, Skips
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import Change, History, State
 from instar.schedule.settings import Settings
@@ -105,8 +105,7 @@ class RunState:
     """(step, validation loss) since the last operation of the schedule, as many as triggers need"""
     noise: NoiseScale = field(default_factory=NoiseScale)
     """gradient noise scale of this model and length of samples"""
-    skipped_in_a_row: int = 0
-    """number of consecutive last steps with a gradient that was not finite"""
+    skips: Skips = field(default_factory=Skips)
     resumed_s: float = 0.0
     """seconds of training before this start of the run"""
     evaluated_at: int = -1
@@ -130,6 +129,11 @@ class RunState:
     def settings(self) -> Settings:
         """The current hyperparameters."""
         return self.in_force.settings
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Number of consecutive last steps with a gradient that was not finite. Waits for the last one."""
+        return self.skips.in_a_row
 
     @property
     def loss(self) -> float | None:
@@ -230,7 +234,7 @@ class RunState:
             evaluated=read("metrics", dict[str, float], {}),
             losses=read("losses", tuple[tuple[int, float], ...], ()),
             noise=read("noise", NoiseScale, {}),
-            skipped_in_a_row=read("skipped_in_a_row", int),
+            skips=Skips(read("skipped_in_a_row", int)),
             resumed_s=progress.active_s,
             evaluated_at=evaluated_at,
             judged_at=read("judged_at", int, evaluated_at),

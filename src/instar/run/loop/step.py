@@ -25,7 +25,14 @@ from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
 from instar.run.loop.generators import generators_kept, seed_generators
-from instar.run.loop.gradient_stats import GradientWatch, LayerStats, PartNorm, part_of
+from instar.run.loop.gradient_stats import (
+    GradientWatch,
+    GradNorm,
+    LayerStats,
+    PartNorm,
+    Skips,
+    part_of,
+)
 from instar.run.loop.optimizer import (
     OUTER_MOMENTUM,
     load_optimizer_tensors,
@@ -48,14 +55,10 @@ class StepResult:
 
     loss_sum: Tensor
     """this rank's summed loss, a float64 scalar on the device"""
-    grad_norm: float
-    """norm of the global gradient before clipping; not finite if the step was skipped"""
+    norm: GradNorm
+    """of the global gradient before clipping; not finite if the step was skipped"""
     part: PartNorm | None = None
     """the gradient of a part of the batch, if it was measured"""
-
-    @property
-    def skipped(self) -> bool:
-        return not math.isfinite(self.grad_norm)
 
 
 def enter(model: Module, step: int) -> None:
@@ -195,24 +198,25 @@ class Stepper:
         with _shards_explained():
             loss_sum = self.strategy.accumulate(batch, calls)
             result = StepResult(loss_sum, self._update(), part)
-        if result.skipped:
+        if buffers and not result.norm.finite:
             # otherwise one non-finite batch would spoil running statistics permanently
             load_buffers(self.bare_model, buffers)
         return result
 
-    def end_round(self, steps: int, skipped: int, in_a_row: int) -> RoundEnd | None:
+    def end_round(self, steps: int, skipped: int, skips: Skips) -> RoundEnd | None:
         """Make all ranks the same after some steps of their own; None: they are at every step.
 
         A collective.
 
         Args:
             steps: of the round.
-            skipped, in_a_row: see `Rounds.end`.
+            skipped: see `Rounds.end`.
+            skips: with the last step.
         """
         if (rounds := self.strategy.rounds) is None:
             return None
         states = optimizer_tensors(self.optimizers, self.parameters)
-        end = rounds.end(states, skipped, in_a_row)
+        end = rounds.end(states, skipped, skips.in_a_row)
         if end.states is not None:
             for optimizer in self.optimizers:
                 optimizer.state.clear()
@@ -245,7 +249,7 @@ class Stepper:
         with recording(None), generators_kept(self.world.device):
             strategy.accumulate(part, calls)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = strategy.norms({"": gradients})[""] / self.scaler.get_scale()
+        norm = strategy.norms([gradients]).item() / self.scaler.get_scale()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         own_samples = sum(micro.samples for micro in part.micro_batches)
@@ -266,7 +270,7 @@ class Stepper:
     def _backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss))
 
-    def _update(self) -> float:
+    def _update(self) -> GradNorm:
         """Clip and update, unless the gradient is not finite; return its norm.
 
         Every rank gets the same norm, so all ranks decide alike; in a round, each for itself.
@@ -280,14 +284,10 @@ class Stepper:
             self.watch.update(Wholes(gradients))
         if self.layers is not None:
             self.layers.before(self.parameters)
-        norm = self.strategy.norms({"": [*gradients.values()]})[""]
-        if math.isfinite(norm):
-            if self.clip is not None and norm > self.clip:
-                torch._foreach_mul_([own(each) for each in gradients.values()], self.clip / norm)
-            for optimizer in training:
-                self.scaler.step(optimizer)
-            if self.strategy.rounds is None:
-                self._average(1)
+        if self._decides_on_device(training):
+            norm = self._clip_and_update_on_device(training, [*gradients.values()])
+        else:
+            norm = self._clip_and_update(training, [*gradients.values()])
         if self.layers is not None:
             self.layers.after(self.parameters)
         if self.scaler.is_enabled() and training:
@@ -295,6 +295,43 @@ class Stepper:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _clip_and_update(
+        self, training: Sequence[torch.optim.Optimizer], gradients: Sequence[Tensor]
+    ) -> GradNorm:
+        norm = self.strategy.norms([gradients]).item()
+        if math.isfinite(norm):
+            if self.clip is not None and norm > self.clip:
+                torch._foreach_mul_([own(each) for each in gradients], self.clip / norm)
+            for optimizer in training:
+                self.scaler.step(optimizer)
+            if self.strategy.rounds is None:
+                self._average(1)
+        return GradNorm(norm)
+
+    def _decides_on_device(self, training: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether a GPU can skip the update by itself, so that the host need not wait for the norm."""
+        strategy = self.strategy
+        return (
+            self.world.device.type == "cuda"
+            and not (self.scaler.is_enabled() or self.ema is not None)
+            and not (strategy.together or strategy.rounds is not None)
+            and all(getattr(each, "_step_supports_amp_scaling", False) for each in training)
+        )
+
+    def _clip_and_update_on_device(
+        self, training: Sequence[torch.optim.Optimizer], gradients: Sequence[Tensor]
+    ) -> GradNorm:
+        """As `_clip_and_update`, by what fused optimizers have for `torch.amp.GradScaler`: they divide
+        gradients by `grad_scale`, and change nothing where `found_inf` is 1."""
+        (norm,) = self.strategy.norms([gradients])
+        skips = norm.isfinite().logical_not().float()
+        scale = None if self.clip is None else (norm / self.clip).clamp_min(1.0).float()
+        for optimizer in training:
+            optimizer.grad_scale, optimizer.found_inf = scale, skips  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        return GradNorm(norm)
 
 
 def nothing() -> None:

@@ -76,8 +76,15 @@ class SyncPoint:
         self._reason: dict[str, str | bool] | None = None
         """why this rank has requested the end, since the last decision"""
         self.where = "start-up"
+        self.before_other_work: Callable[[], None] = lambda: None
+        """called at the beginning of every piece of work that is not a step"""
 
     def begin(self, where: str, step: int) -> None:
+        """Begin a piece of work that is not a step."""
+        self.before_other_work()
+        self.set_place(where, step)
+
+    def set_place(self, where: str, step: int) -> None:
         """Set the piece of work that this rank begins, for messages about failures and hangs."""
         self.where = where
         self.world.at(where, step)

@@ -14,7 +14,7 @@ from instar.distributed.world import RunFailed
 from instar.run.changes.scheduled import change_if_due
 from instar.run.loop.checkpointing import save, save_if_due
 from instar.run.loop.components import Components
-from instar.run.loop.gradient_stats import LayerStats, noise_interval
+from instar.run.loop.gradient_stats import LayerStats, Skips, noise_interval
 from instar.run.loop.state import REACHED, Decision, Every, Progress, RunState, budget_met
 from instar.run.loop.step import StepResult, nothing
 from instar.run.loop.sync_point import Stopped
@@ -42,9 +42,14 @@ class Trainer:
         """progress at the beginning of the round; None: all ranks are the same"""
         self._skipped = 0
         """steps of this round whose gradient was not finite, on this rank"""
+        self._unjudged: tuple[Progress, Skips, StepBatch] | None = None
+        """the last step, if a GPU has not computed it yet; its samples, because the GPU copies them"""
+        self._waited_s = 0.0
+        """seconds that other work has waited for the last step, which belong to training"""
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         """returns the context in which a step runs, e.g. a profiler's"""
         parts.sync.active_s = self.active_s
+        parts.sync.before_other_work = self._wait_for_step
         parts.sync.save_is_due = parts.saver.overdue
 
     def train(self) -> Outcome:
@@ -70,6 +75,7 @@ class Trainer:
             parts.weight_analyzer.analyze_if_due(
                 self.state, parts.stepper, parts.validation, parts.logger
             )
+        self._wait_for_step()
         parts.sync.end_training()
         parts.weight_analyzer.finish(self.state, parts.logger)
         if not decision.interrupted and self.state.evaluated_at != self.state.step:
@@ -100,7 +106,7 @@ class Trainer:
         state, parts, number = self.state, self.parts, self.state.step
         parts.hooks.call("on_step_begin", state, parts.stepper)
         begun = self._step_begun = time.perf_counter()
-        parts.sync.begin(f"step {number + 1}", number + 1)
+        parts.sync.set_place(f"step {number + 1}", number + 1)
         parts.rank_log.step = number + 1
         settings = state.settings
         done = settings.scheduled_step(number) - settings.lr_start
@@ -128,29 +134,35 @@ class Trainer:
         except Stopped:
             self._step_begun = None
             return
-        skipped = state.skipped_in_a_row + 1 if result.skipped else 0
-        self._skipped += result.skipped
+        # by now a GPU has computed the step before
+        self._judge()
+        skips = Skips(state.skipped_in_a_row, result.norm)
         before = self._round_begun = self._round_begun or state.progress
         end = None
+        if strategy.rounds is not None:
+            self._skipped += not result.norm.finite
         if flags is not None:
             steps = number + 1 - before.step
-            end = parts.stepper.end_round(steps, self._skipped, skipped)
+            end = parts.stepper.end_round(steps, self._skipped, skips)
             self._round_begun, self._skipped = None, 0
             if end is not None:
-                skipped = end.in_a_row if end.finite else state.skipped_in_a_row + steps
-        weight, seconds = batch.weight, time.perf_counter() - begun
+                skips = Skips(end.in_a_row if end.finite else state.skipped_in_a_row + steps)
+        reads = result.part is not None or parts.hooks.have("on_step_end")
+        if reads or parts.logger.shows(before.step, number + 1):
+            result.norm.item()  # whose wait belongs to the step
+        seconds = time.perf_counter() - begun + self._waited_s
+        weight, self._waited_s = batch.weight, 0.0
         state = self.state.stepped(
             batch.plan.count, round(weight), parts.task.flops(weight), seconds
         )
         state = replace(state, before=before)
         noise = state.noise
         if result.part is not None:
-            noise = noise.measured(result.part, batch.plan.count, result.grad_norm)
-        self.state = replace(state, skipped_in_a_row=skipped, noise=noise)
+            noise = noise.measured(result.part, batch.plan.count, result.norm.item())
+        self.state = replace(state, skips=skips, noise=noise)
         self._step_begun = None
-        norm = result.grad_norm
         # before the record, which has what a hook logs
-        parts.hooks.call("on_step_end", self.state, parts.stepper, grad_norm=norm)
+        parts.hooks.call("on_step_end", self.state, parts.stepper, norm=result.norm)
         self._record(batch, result, lr, end)
 
     def _next_batch(self) -> tuple[StepBatch, PendingFlags | None]:
@@ -203,13 +215,13 @@ class Trainer:
         lr: float,
         end: RoundEnd | None,
     ) -> None:
-        """Record the step; raise RunFailed after too many consecutive skipped steps.
+        """Record the step, and judge it if its norm is known.
 
         Args:
             end: of the round of which the step is the last.
         """
         over = self._round_begun is None
-        parts, progress, skipped = self.parts, self.state.progress, self.state.skipped_in_a_row
+        parts, progress = self.parts, self.state.progress
         parts.logger.stepped(self.state, batch, result, lr, together=over)
         if (layers := parts.stepper.layers) is not None:
             parts.logger.layer_stats(progress, layers)
@@ -222,13 +234,33 @@ class Trainer:
             return
         if end is not None:
             parts.logger.round_over(progress, end)
-        elif skipped:
+        self._unjudged = progress, self.state.skips, batch
+        if not result.norm.pending:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Record whether the last step was skipped, once: a GPU's when the next one is under way.
+
+        Raises:
+            RunFailed: too many consecutive steps were.
+        """
+        if self._unjudged is None:
+            return
+        (progress, skips, _), self._unjudged = self._unjudged, None
+        parts, skipped = self.parts, skips.in_a_row
+        if skipped and parts.stepper.strategy.rounds is None:
             parts.logger.skipped(progress, skipped)
         if skipped >= parts.config.train.max_skipped_steps:
             raise RunFailed(
                 f"step {progress.step}: the gradient was not finite for {skipped} steps in a row; "
                 "lower optimizer.lr or clip harder, or look for bad samples"
             )
+
+    def _wait_for_step(self) -> None:
+        """Wait until the last step is computed, and judge it."""
+        begun = time.perf_counter()
+        self._judge()
+        self._waited_s += time.perf_counter() - begun
 
     def evaluate(self) -> None:
         """Evaluate now. A collective."""

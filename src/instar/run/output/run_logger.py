@@ -45,7 +45,7 @@ from instar.record.recorder import Sink
 from instar.record.system import PeakFlops, memory_bytes
 from instar.run.loop.early_stopping import RuleState
 from instar.run.loop.evaluate import Evaluation, TestResult
-from instar.run.loop.gradient_stats import GradientWatch, LayerStats
+from instar.run.loop.gradient_stats import GradientWatch, GradNorm, LayerStats
 from instar.run.loop.state import Decision, Every, Progress, RunState
 from instar.run.loop.step import StepResult
 from instar.run.output.operation_text import changed_text, differences, log_block
@@ -111,7 +111,7 @@ class RunLogger:
         self.paused_s = 0.0
         """total seconds between saves and the resumes from them"""
         self.last_loss: float | None = None
-        self.last_step = math.nan, 0.0
+        self.last_step = GradNorm(math.nan), 0.0
         """gradient norm and learning rate of the last step"""
         self.lr_new: dict[str, float] = {}
         """learning rate of the latest birth in the last step, while it warms up"""
@@ -141,6 +141,17 @@ class RunLogger:
         """Add time spent waiting for samples."""
         self.waited_s += seconds
 
+    def shows(self, before: int, step: int) -> bool:
+        """Whether numbers of a step are read when it is added.
+
+        Args:
+            before: the step before it, or before its round.
+        """
+        return self.console.due or self._ends_interval(before, step)
+
+    def _ends_interval(self, before: int, step: int) -> bool:
+        return step == 1 or self.interval.due(before, step)
+
     def stepped(
         self,
         state: RunState,
@@ -160,7 +171,7 @@ class RunLogger:
         before = self.loss_sum
         self.loss_sum = total if before is None else before.to(total.dtype) + total
         self.weight += batch.weight
-        self.last_step = result.grad_norm, lr
+        self.last_step = result.norm, lr
         births = state.settings.births
         rises = bool(births) and progress.step <= births[-1].end
         self.lr_new = {"lr_new": lr * births[-1].factor(progress.step - 1)} if rises else {}
@@ -168,11 +179,11 @@ class RunLogger:
         self.noise = {} if scale is None else {"noise_scale": scale}
         if scale is not None and context > 1:
             self.noise["noise_scale_tokens"] = scale * context
-        if not together or (progress.step > 1 and not state.due(self.interval)):
+        if not together or not self._ends_interval(state.before.step, progress.step):
             if self.console.due:
                 weight = sum(micro.weight for micro in batch.micro_batches)
                 loss = total.item() / weight if weight else math.nan
-                event = self._train_event(progress, loss, result.grad_norm, lr)
+                event = self._train_event(progress, loss, result.norm, lr)
                 self.console.progress(event, self._eta(progress))
             return
         self.flush_interval(progress)
@@ -191,8 +202,8 @@ class RunLogger:
         if progress.step > self.flushed.step:
             sums = reduce_sums(self.world, {"loss": self.loss_sum.item()})
             self.last_loss = sums["loss"] / self.weight
-            grad_norm, lr = self.last_step
-            event = self._train_event(progress, self.last_loss, grad_norm, lr)
+            norm, lr = self.last_step
+            event = self._train_event(progress, self.last_loss, norm, lr)
             event = msgspec.structs.replace(
                 event,
                 steps=progress.step - self.since.step,
@@ -200,20 +211,20 @@ class RunLogger:
             )
             self.console.train(self._write(progress, event), self._eta(progress))
             logger.info(
-                "step %d: loss %.4f, gradient norm %.3f", progress.step, event.loss, grad_norm
+                "step %d: loss %.4f, gradient norm %.3f", progress.step, event.loss, event.grad_norm
             )
             self._media(progress, "train", self.logged.images, self.logged.tables)
             self.flushed = progress
         if grown:
             self._start_interval(progress)
 
-    def _train_event(self, progress: Progress, loss: float, grad_norm: float, lr: float) -> Train:
+    def _train_event(self, progress: Progress, loss: float, norm: GradNorm, lr: float) -> Train:
         seconds = progress.active_s - self.since.active_s
         return Train(
             step=progress.step,
             tokens=progress.tokens,
             loss=loss,
-            grad_norm=grad_norm,
+            grad_norm=norm.item(),
             lr=lr,
             tokens_per_s=(progress.tokens - self.since.tokens) / seconds,
             mfu=None

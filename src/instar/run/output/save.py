@@ -24,6 +24,7 @@ from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
 from instar.distributed.shards import SavedRows
 from instar.distributed.world import RunFailed, World, with_own_group
+from instar.record.system import recorded_event
 from instar.run.loop.state import Progress
 
 logger = logging.getLogger(__name__)
@@ -280,15 +281,6 @@ class Saver:
             error = failure
         seconds = time.monotonic() - begun
         return SaveResult(snapshot, path, seconds, seconds if stall_s is None else stall_s, error)
-
-
-def recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event for the end of what a GPU was given to do; None for other devices."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
@@ -60,11 +60,9 @@ class VirtualRanks(Replicated):
         freeze(self.parameters, patterns)
         self._plant()
 
-    def norms(self, groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+    def norms(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
         """See `Strategy`. The same bits as of sharded tensors."""
-        return norms_of_rows(
-            {name: [row_squares(t) for t in each] for name, each in groups.items()}
-        )
+        return norms_of_rows([[row_squares(tensor) for tensor in each] for each in groups])
 
     def unreduced(self) -> AbstractContextManager[None]:
         """See `Strategy`."""

@@ -35,7 +35,7 @@ class Replicated:
         self.world, self.bare = world, bare
         self.parameters = dict(bare.named_parameters())
 
-    def norms(self, groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+    def norms(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
         """See `Strategy`."""
         return whole_norms(groups)
 
@@ -67,12 +67,9 @@ def compiled(model: Module) -> Module:
     return cast(Module, torch.compile(model))
 
 
-def whole_norms(groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
-    """Return the norm of each group of whole tensors, with a single device synchronization."""
-    if not groups:
-        return {}
-    norms = [torch.nn.utils.get_total_norm(list(each)).double() for each in groups.values()]
-    return dict(zip(groups, torch.stack(norms).tolist(), strict=True))
+def whole_norms(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the norm of each group of whole tensors; (groups,), float64."""
+    return torch.stack([torch.nn.utils.get_total_norm(each).double() for each in groups])
 
 
 class DataParallel(Replicated):

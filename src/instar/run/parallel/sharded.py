@@ -181,11 +181,11 @@ class Sharded:
             parameter.grad = None
         return taken
 
-    def norms(self, groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+    def norms(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
         """See `Strategy`. The bits do not depend on the number of shards."""
-        tensors = [tensor for group in groups.values() for tensor in group]
+        tensors = [tensor for group in groups for tensor in group]
         if not tensors:
-            return dict.fromkeys(groups, 0.0)
+            return torch.zeros(len(groups), dtype=torch.float64, device=self.world.device)
         ranks = self._shards.size()
         heights = [-(-tensor.shape[0] // ranks) for tensor in tensors]
         squares = [row_squares(own(tensor)) for tensor in tensors]
@@ -200,7 +200,7 @@ class Sharded:
             column.flatten()[: tensor.shape[0]]
             for tensor, column in zip(tensors, columns, strict=True)
         )
-        return norms_of_rows({name: [next(found) for _ in group] for name, group in groups.items()})
+        return norms_of_rows([[next(found) for _ in group] for group in groups])
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """See `Strategy`."""

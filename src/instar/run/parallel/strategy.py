@@ -109,8 +109,9 @@ class Strategy(Evaluable, Protocol):
         that of this rank's share."""
         ...
 
-    def norms(self, groups: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
-        """Return the Euclidean norm of each group of tensors, each laid out as a parameter.
+    def norms(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the Euclidean norm of each group of tensors, each laid out as a parameter: (groups,),
+        float64, on the device; not read.
 
         A collective if `together`; the same on all ranks.
         """
