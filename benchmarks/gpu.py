@@ -1,6 +1,6 @@
 """What runs cost on GPUs: steps against a bare loop, saves, growth, and sharded against whole models.
 
-    python benchmarks/gpu.py [--quick]
+    python benchmarks/gpu.py [--quick] [--heats N]
 
 A smoke run trains a tiny model on the CPU. The rest needs a CUDA device; with two or more, ranks
 on all of them train with `ddp` and with `fsdp`. Ends by naming the file to send back.
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,10 +39,14 @@ RANKS_OF_SMOKE_RUN = 2
 
 
 def main() -> None:
-    chosen = options(parser(__doc__).parse_args())
+    words = parser(__doc__)
+    words.add_argument("--heats", type=int, metavar="N", help="of the steps; default: 3")
+    parsed = words.parse_args()
+    chosen = options(parsed)
     if not chosen.quick and not torch.cuda.is_available():
         sys.exit("this needs a CUDA device; --quick tries the script on the CPU")
     size, lengths = (QUICK, SHORT) if chosen.quick else (GPU, LONG)
+    size = replace(size, heats=parsed.heats or size.heats)
     ranks = RANKS_OF_SMOKE_RUN if chosen.quick else torch.cuda.device_count()
     cases: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -97,12 +101,12 @@ def saving(size: Size, run: Runs) -> list[Case]:
 
 
 def growing(size: Size, run: Runs) -> list[Case]:
-    """Pauses for growth, proof included, without the save that follows."""
+    """Pauses for growth, proof included, without the save that follows and without compiling."""
     schedule = [
         {"name": "insert_layers", "value": 1, "when": {"at_step": run.lengths.grows}},
         {"name": "widen_mlp", "value": "x2", "when": {"at_step": run.lengths.grows + 2}},
     ]
-    events = run.events("grows", f"schedule={json.dumps(schedule)}")
+    events = run.events("grows", f"schedule={json.dumps(schedule)}", "compile=false")
     return [
         case(f"{size.name}: pause of {event.name}", [event.seconds], "s")
         for event in events
