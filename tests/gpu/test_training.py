@@ -220,7 +220,7 @@ def test_the_forecast_of_memory_is_what_is_allocated(
     for precision in ("bf16", "fp32"):
         how = ["device=cuda", f"precision={precision}", "train.batch_size=16", "train.until=3it"]
         losses(precision, *size, *how)
-        config = load_config(str(tmp_path / precision / "run.yaml"), [])
+        config = load_config(str(tmp_path / precision / "run.yaml"), ["record.run_dir=new"])
         (stage,) = preflight(config, 1).forecast.stages
         events = map(json.loads, (tmp_path / precision / "events.jsonl").read_text().splitlines())
         used = max(event["memory_bytes"] for event in events if event["kind"] == "train")
