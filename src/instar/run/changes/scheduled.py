@@ -157,8 +157,9 @@ def carry_out(
     Raises:
         RunFailed: the operation failed, and `entry` does not allow skipping it.
     """
-    start, before, step = time.perf_counter(), state.in_force, state.step
+    before, step = state.in_force, state.step
     parts.sync.begin(f"{operation.name} after step {step}", step)
+    start = time.perf_counter()
     number = None if entry is None else entry.number
     change = Change(operation, step, state.progress.samples, number, reason=reason)
     candidate: Candidate | None = None
