@@ -198,7 +198,15 @@ def test_float32_matrices_are_multiplied_as_the_config_says(
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_step_reads_nothing_from_the_device(losses: Losses) -> None:
+WAYS = pytest.mark.parametrize(
+    "how",
+    [[], ["optimizer.name=muon"], ["train.ema=0.9", "train.clip=0.01"]],
+    ids=["adamw", "muon", "ema"],
+)
+
+
+@WAYS
+def test_a_step_reads_nothing_from_the_device(losses: Losses, how: list[str]) -> None:
     reads = Reads()
     counts = []
 
@@ -208,20 +216,21 @@ def test_a_step_reads_nothing_from_the_device(losses: Losses) -> None:
 
     with reads, pretended.device():
         quiet = ["record.log_interval=100", "eval.eval_interval=100", "checkpoint.every_steps=100"]
-        losses("run", *quiet, hooks=[Watches()])
+        losses("run", *quiet, *how, hooks=[Watches()])
     seen = dict(counts)
     assert seen[1] > seen[0]  # the first step is recorded
     assert seen[3] == seen[1]
 
 
+@WAYS
 @pytest.mark.parametrize("bad", [(1,), (1, 2)], ids=["one", "two in a row"])
 def test_a_gpu_skips_the_steps_that_a_host_would_skip(
-    losses: Losses, tmp_path: Path, bad: tuple[int, ...]
+    losses: Losses, tmp_path: Path, bad: tuple[int, ...], how: list[str]
 ) -> None:
     on_cpu, on_gpu = NotFinite(*bad), NotFinite(*bad)
-    told = losses("cpu", "device=cpu", hooks=[on_cpu])
+    told = losses("cpu", "device=cpu", *how, hooks=[on_cpu])
     with pretended.device():
-        assert losses("gpu", "device=cuda", hooks=[on_gpu]) == pytest.approx(told, rel=1e-4)
+        assert losses("gpu", "device=cuda", *how, hooks=[on_gpu]) == pytest.approx(told, rel=1e-4)
     for weights in (on_cpu.weights, on_gpu.weights):
         same = [torch.equal(a, b) for a, b in pairwise(weights)]
         assert same == [step in bad for step in range(len(same))]
@@ -235,13 +244,13 @@ def test_a_gpu_skips_the_steps_that_a_host_would_skip(
     ]
     found = [[(event.step, event.consecutive) for event in each] for each in skips]
     assert found[0] == found[1] == [(step + 1, number) for number, step in enumerate(bad, 1)]
-    states = [
-        load_checkpoint(tmp_path / name / "checkpoints" / "step-4").tensors("optimizer")
-        for name in ("cpu", "gpu")
-    ]
-    counts = {name: value for name, value in states[0].items() if name.endswith("/step")}
-    assert counts
-    assert all(value == states[1][name] == 4 - len(bad) for name, value in counts.items())
+    saved = [load_checkpoint(tmp_path / name / "checkpoints" / "step-4") for name in ("cpu", "gpu")]
+    for part in ("model", "optimizer", *(["ema"] if "train.ema=0.9" in how else [])):
+        ours, theirs = (each.tensors(part) for each in saved)
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(theirs[name], value, rtol=1e-3, atol=1e-6)
+            assert not name.endswith("/step") or value == 4 - len(bad)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -190,7 +190,12 @@ def test_a_lost_rank_is_named(losses: Losses, tmp_path: Path, ranks: int, strate
     assert "rank 1" in said
 
 
-def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "more", [(), ("optimizer.name=muon",), ("train.ema=0.9",)], ids=["adamw", "muon", "ema"]
+)
+def test_a_step_does_not_wait_for_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "squares.txt").write_text(TEXT)
     (tmp_path / "tiny.yaml").write_text(TINY)
@@ -205,7 +210,7 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.Mo
     how = ("device=cuda", "precision=bf16", "record.log_interval=10")
     quiet = ("eval.eval_interval=1000", "record.report=false", "record.run_dir=run")
     try:
-        train("tiny.yaml", [*how, *quiet], hooks=[Strict()])
+        train("tiny.yaml", [*how, *quiet, *more], hooks=[Strict()])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())

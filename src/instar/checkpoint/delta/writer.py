@@ -22,6 +22,7 @@ from instar.checkpoint.delta.tensors import to_bits, without_aliases
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import InstarError
 from instar.record.events import Delta
+from instar.record.system import recorded_event
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """dtypes that weights may be rounded to"""
@@ -133,10 +134,8 @@ class DeltaWriter:
             return
         kept, aliases = without_aliases(tensors, {})
         copies = {name: _copy(tensor, self.dtype) for name, tensor in kept.items()}
-        copied = None
-        if any(copy.is_cuda for copy in copies.values()):
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+        device = next((copy.device for copy in copies.values() if copy.is_cuda), None)
+        copied = None if device is None else recorded_event(device)
         self._step = step
         stall_s = time.perf_counter() - begun
         self._copies.put(_Copy(step, copies, aliases, copied, begun, stall_s))

@@ -61,9 +61,14 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
 
     A parameter of three dimensions is a batch of matrices, such as those of experts.
 
+    As fused optimizers do for `torch.amp.GradScaler`, a step divides gradients by the attribute `grad_scale`, and changes
+    nothing where the attribute `found_inf` is 1; both are numbers on the device.
+
     Args:
         dtype: in which matrices travel and are orthogonalised. torch's Muon takes bfloat16.
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -109,7 +114,13 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
     def _update(self, parameters: list[Tensor], group: dict[str, Any], first_owner: int) -> None:
         gradients = [own(p.grad) for p in parameters if p.grad is not None]
         buffers = [own(self._momentum(parameter)) for parameter in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1.0 - group["momentum"])
+        if (grad_scale := getattr(self, "grad_scale", None)) is not None:
+            gradients = [gradient / grad_scale for gradient in gradients]
+        kept: Tensor | float = 1.0
+        if (found_inf := getattr(self, "found_inf", None)) is not None:
+            kept = (1.0 - found_inf).to(gradients[0].dtype)
+            gradients = [gradient.where(found_inf == 0, 0.0) for gradient in gradients]
+        lerp(buffers, gradients, (1.0 - group["momentum"]) * kept)
         nesterov = torch._foreach_lerp(gradients, buffers, group["momentum"])
         updates = [update.to(self.dtype) for update in nesterov]
         if sharded := [parameter for parameter in parameters if is_sharded(parameter)]:
@@ -117,11 +128,11 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         else:
             updates = self._orthogonalised(updates)
         rows = [own(parameter) for parameter in parameters]
-        torch._foreach_mul_(rows, 1.0 - group["lr"] * group["weight_decay"])
+        torch._foreach_mul_(rows, 1.0 - group["lr"] * group["weight_decay"] * kept)
         for parameter, row, update in zip(parameters, rows, updates, strict=True):
             height, width = parameter.shape[-2:]
             scale = max(1.0, height / width) ** 0.5
-            row.add_(update, alpha=-group["lr"] * scale)
+            row.add_(update if found_inf is None else update * kept, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -140,6 +151,19 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         orthogonal = orthogonalise(batch.flatten(0, -3), self.coefficients, self.safety)
         found = orthogonal.view_as(batch).unbind()
         return [update.mT if t else update for update, t in zip(found, tall, strict=True)]
+
+
+def lerp(into: Sequence[Tensor], ends: Sequence[Tensor], weight: Tensor | float) -> None:
+    """Move tensors towards others in place: by 0 not at all, by 1 all the way.
+
+    Args:
+        weight: a number, also on the device.
+    """
+    if isinstance(weight, Tensor):
+        weights = {dtype: weight.to(dtype) for dtype in {each.dtype for each in into}}
+        torch._foreach_lerp_(list(into), list(ends), [weights[each.dtype] for each in into])
+    else:
+        torch._foreach_lerp_(list(into), list(ends), weight)
 
 
 def step_coefficients(iteration: Iteration, steps: int) -> tuple[Coefficients, ...]:

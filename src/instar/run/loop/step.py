@@ -33,6 +33,7 @@ from instar.run.loop.gradient_stats import (
     Skips,
     part_of,
 )
+from instar.run.loop.muon import lerp
 from instar.run.loop.optimizer import (
     OUTER_MOMENTUM,
     load_optimizer_tensors,
@@ -225,14 +226,16 @@ class Stepper:
             self._average(steps)
         return end
 
-    def _average(self, steps: int) -> None:
-        """Add the weights to their moving average, as if it had been done after each of the last steps."""
+    def _average(self, steps: int, kept: Tensor | float = 1.0) -> None:
+        """Add the weights to their moving average, as if it had been done after each of the last steps.
+
+        Args:
+            kept: 0 leaves the average as it is; may be on the device.
+        """
         if self.ema is not None and self.ema_decay is not None:
-            torch._foreach_lerp_(
-                [own(average) for average in self.ema.values()],
-                [own(p) for p in self.parameters.values()],
-                1.0 - self.ema_decay**steps,
-            )
+            averages = [own(average) for average in self.ema.values()]
+            weights = [own(p).detach() for p in self.parameters.values()]
+            lerp(averages, weights, (1.0 - self.ema_decay**steps) * kept)
 
     def _part_norm(self, batch: StepBatch, step: int, before_sync: Callable[[], None]) -> PartNorm:
         """Measure the gradient of a part of a global batch. A collective.
@@ -314,23 +317,23 @@ class Stepper:
         strategy = self.strategy
         return (
             self.world.device.type == "cuda"
-            and not (self.scaler.is_enabled() or self.ema is not None)
-            and not (strategy.together or strategy.rounds is not None)
+            and not (self.scaler.is_enabled() or strategy.together or strategy.rounds is not None)
             and all(getattr(each, "_step_supports_amp_scaling", False) for each in training)
         )
 
     def _clip_and_update_on_device(
         self, training: Sequence[torch.optim.Optimizer], gradients: Sequence[Tensor]
     ) -> GradNorm:
-        """As `_clip_and_update`, by what fused optimizers have for `torch.amp.GradScaler`: they divide
+        """As `_clip_and_update`, by what fused optimizers, and our Muon, have for `torch.amp.GradScaler`: they divide
         gradients by `grad_scale`, and change nothing where `found_inf` is 1."""
         (norm,) = self.strategy.norms([gradients])
-        skips = norm.isfinite().logical_not().float()
+        kept = norm.isfinite().float()
         scale = None if self.clip is None else (norm / self.clip).clamp_min(1.0).float()
         for optimizer in training:
-            optimizer.grad_scale, optimizer.found_inf = scale, skips  # type: ignore[attr-defined]
+            optimizer.grad_scale, optimizer.found_inf = scale, 1.0 - kept  # type: ignore[attr-defined]
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        self._average(1, kept)
         return GradNorm(norm)
 
 
