@@ -31,7 +31,7 @@ from typing import Any
 
 import loaders
 import seeking
-from instar.data.text.seek_points import POINTS_FOLDER
+from instar.data.text.streams.seek_points import POINTS_FOLDER
 from loaders import Asked
 from report import Case, case, options, parser, publish
 from sparse import make_sparse

@@ -24,7 +24,7 @@ from instar.config.language import DataConfig
 from instar.data.order import OrderKind, make_order
 from instar.data.source import TokenWindows
 from instar.data.text.shards import open_dataset
-from instar.data.text.stream_index import count_lanes, open_stream
+from instar.data.text.streams.index import count_lanes, open_stream
 from instar.data.text.tokenizer import TOKENIZER_FILE, train_bpe
 from loaders import Asked, GrainWindows, Windows, hf_rows, lone_feed
 

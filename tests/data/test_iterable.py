@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.columns import Ragged
-from instar.data.text.stream import TokenLanes
-from instar.data.text.stream_items import FunctionLane, RowLanes, open_items
+from instar.data.text.streams.items import FunctionLane, RowLanes, open_items
+from instar.data.text.streams.samples import TokenLanes
 from instar.data.text.tokenizer import ByteTokenizer
 
 

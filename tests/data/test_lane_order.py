@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from instar.data.loader import Laned
 from instar.data.order import UNKNOWN
-from instar.data.text.stream_source import LaneOrder
+from instar.data.text.streams.source import LaneOrder
 
 lengths_of_lanes = st.lists(st.integers(0, 30), min_size=1, max_size=6).map(tuple)
 windows = st.sampled_from([1, 2, 3, 7, 50])

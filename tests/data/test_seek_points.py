@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from ways import Way, config, make_rows, rows_of, taken
 
 from instar.config.language import DataConfig
-from instar.data.text import seek_points
-from instar.data.text.seek_points import START, SeekPoint, SeekPoints
-from instar.data.text.stream import DocumentStream, PackedStream, StreamChanged
-from instar.data.text.stream_index import count_lanes, open_stream
-from instar.data.text.stream_source import OpenStreamSource
+from instar.data.text.streams import seek_points
+from instar.data.text.streams.index import count_lanes, open_stream
+from instar.data.text.streams.samples import DocumentStream, PackedStream, StreamChanged
+from instar.data.text.streams.seek_points import START, SeekPoint, SeekPoints
+from instar.data.text.streams.source import OpenStreamSource
 from instar.data.text.tokenizer import TOKENIZER_FILE, ByteTokenizer
 
 FILES, ROWS, CONTEXT = 20, 40, 16
@@ -41,7 +41,7 @@ def close_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedStream, "spacing", 500)
     monkeypatch.setattr(DocumentStream, "spacing", 12)
     monkeypatch.setattr(seek_points, "_SAVE_EVERY_S", 0.0)
-    monkeypatch.setattr("instar.data.text.stream._BATCH_CHARACTERS", 200)
+    monkeypatch.setattr("instar.data.text.streams.samples._BATCH_CHARACTERS", 200)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ class Counting(ByteTokenizer):
 def test_items_of_a_function_are_skipped_without_tokenizing_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instar.data.text.stream_index.load_tokenizer", lambda _: Counting())
+    monkeypatch.setattr("instar.data.text.streams.index.load_tokenizer", lambda _: Counting())
     data = stream(folder, kind="python", source=f"{__name__}:texts")
     whole = read(data, folder, 0, WHOLE)
     before = encoded
@@ -305,9 +305,9 @@ def test_a_killed_process_has_left_its_points(folder: Path) -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "from instar.config.language import DataConfig\n"
-        "from instar.data.text import seek_points, stream\n"
-        "from instar.data.text.stream_index import open_stream\n"
-        "stream.PackedStream.spacing, seek_points._SAVE_EVERY_S = 500, 0.0\n"
+        "from instar.data.text.streams import seek_points, samples\n"
+        "from instar.data.text.streams.index import open_stream\n"
+        "samples.PackedStream.spacing, seek_points._SAVE_EVERY_S = 500, 0.0\n"
         "data = DataConfig.model_validate_json(sys.argv[1])\n"
         "source, order = open_stream(data, Path(sys.argv[2]), 16, 3, counted=False)\n"
         "source.explore(0, 1000)\n"

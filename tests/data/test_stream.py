@@ -18,12 +18,18 @@ from instar.config.language import DataConfig
 from instar.data.columns import Ragged
 from instar.data.source import IGNORED, TokenWindows
 from instar.data.text.prepare import prepare
-from instar.data.text.seek_points import START, SeekPoint, SeekPoints
 from instar.data.text.shards import open_dataset
-from instar.data.text.stream import DocumentStream, Note, PackedStream, StreamChanged, TokenLanes
-from instar.data.text.stream_items import Items
-from instar.data.text.stream_reader import Chunk, HostedLanes, LaneReader, StreamUnfit
-from instar.data.text.stream_source import LaneOrder, LaneSamples, OpenStreamSource, StreamSource
+from instar.data.text.streams.items import Items
+from instar.data.text.streams.reader import Chunk, HostedLanes, LaneReader, StreamUnfit
+from instar.data.text.streams.samples import (
+    DocumentStream,
+    Note,
+    PackedStream,
+    StreamChanged,
+    TokenLanes,
+)
+from instar.data.text.streams.seek_points import START, SeekPoint, SeekPoints
+from instar.data.text.streams.source import LaneOrder, LaneSamples, OpenStreamSource, StreamSource
 from instar.data.text.tokenizer import END, ByteTokenizer, load_tokenizer, train_bpe
 
 Lengths = tuple[int, ...]

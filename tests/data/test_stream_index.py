@@ -17,10 +17,10 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.order import UNKNOWN
 from instar.data.source import IGNORED
-from instar.data.text import stream_index
-from instar.data.text.stream import DocumentLane, PackedLane, StreamChanged
-from instar.data.text.stream_index import count_lanes, open_stream
-from instar.data.text.stream_source import OpenStreamSource, StreamSource
+from instar.data.text.streams import index as stream_index
+from instar.data.text.streams.index import count_lanes, open_stream
+from instar.data.text.streams.samples import DocumentLane, PackedLane, StreamChanged
+from instar.data.text.streams.source import OpenStreamSource, StreamSource
 from instar.data.text.tokenizer import TOKENIZER_FILE, ByteTokenizer
 
 SIZES = (40, 7, 25, 0, 33)
@@ -191,7 +191,7 @@ def test_a_worker_knows_no_torch(folder: Path) -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "from instar.config.language import DataConfig\n"
-        "from instar.data.text.stream_index import _worker\n"
+        "from instar.data.text.streams.index import _worker\n"
         "data = DataConfig(kind='stream', source=sys.argv[1])\n"
         "assert _worker(data, Path(sys.argv[2]), 16).fetch(0, 0, 1).samples\n"
         "assert 'datasets' in sys.modules and 'torch' not in sys.modules\n"

@@ -20,7 +20,7 @@ from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig
 from instar.data.columns import Ragged
 from instar.data.loader import LocalReader, ReadRequest, StepKey
-from instar.data.text.stream import StreamChanged
+from instar.data.text.streams.samples import StreamChanged
 from instar.data.user_sets import SampleSet, StreamedSet, sample_set
 from instar.data.user_source import MOST_ITEMS, as_source
 

@@ -447,7 +447,7 @@ def rank_1_has_nan_for_good(argv: Sequence[str]) -> int:
 def keeps_little(argv: Sequence[str]) -> int:
     """Of a stream, only the newest samples stay in memory: each pass reads it again."""
     from instar.data import loader
-    from instar.data.text import stream_index
+    from instar.data.text.streams import index as stream_index
 
     stream_index._KEPT_BYTES = 300 * 34  # samples of 17 tokens
     loader.BLOCK_STEPS = 2

@@ -24,7 +24,7 @@ from tiny_run import Place, acknowledged, codes, events, said, weights
 from ways import KINDS as EVERY_KIND
 from ways import Way, config, make_rows, rows_of, samples_of, taken, told
 
-from instar.data.text.stream import DocumentStream, PackedStream
+from instar.data.text.streams.samples import DocumentStream, PackedStream
 
 SHARDS = 4
 DOCUMENTS = "data.source=documents-*.parquet", "data.tokenizer=byte"

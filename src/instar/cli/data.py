@@ -181,7 +181,7 @@ def _kind_of(dataset: TokenDataset) -> str:
 
 def _elsewhere(dataset: TokenDataset) -> dict[str, Any]:
     """Return the counts of a stream: tokens or documents per lane."""
-    from instar.data.text.stream_index import LANES_FILE, LanesRecord
+    from instar.data.text.streams.index import LANES_FILE, LanesRecord
 
     lanes = dataset.path / LANES_FILE
     if not lanes.exists():

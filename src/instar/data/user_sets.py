@@ -23,10 +23,10 @@ from instar.data.columns import Columns, Ragged, difference, stack
 from instar.data.order import Int64Array, Order
 from instar.data.source import Concatenated, Source, close
 from instar.data.split import SampleSet, divide_samples
-from instar.data.text.seek_points import START, SeekPoint, SeekPoints
-from instar.data.text.stream import Note, StreamChanged
-from instar.data.text.stream_reader import LaneReader
-from instar.data.text.stream_source import LaneOrder, LaneSamples, OpenStreamSource
+from instar.data.text.streams.reader import LaneReader
+from instar.data.text.streams.samples import Note, StreamChanged
+from instar.data.text.streams.seek_points import START, SeekPoint, SeekPoints
+from instar.data.text.streams.source import LaneOrder, LaneSamples, OpenStreamSource
 from instar.data.user_source import (
     as_source,
     data_set,

@@ -19,7 +19,7 @@ from instar.data.text.corpus import check_source
 from instar.data.text.prepare import default_path, is_made, parameters, prepare
 from instar.data.text.rows import open_rows
 from instar.data.text.shards import TokenDataset, open_dataset
-from instar.data.text.stream_index import check_stream, count_lanes, open_stream
+from instar.data.text.streams.index import check_stream, count_lanes, open_stream
 from instar.data.text.tokenizer import load_tokenizer, separator_of
 from instar.data.text.verify import verify_changed
 from instar.data.user_source import transformed

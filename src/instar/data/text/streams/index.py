@@ -23,17 +23,17 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.config.language import DataConfig
-from instar.data.text.seek_points import SeekPoints
-from instar.data.text.stream import (
+from instar.data.text.streams.items import open_items
+from instar.data.text.streams.reader import HostedLanes, LaneReader, Lanes
+from instar.data.text.streams.samples import (
     DocumentLane,
     DocumentStream,
     PackedLane,
     PackedStream,
     TokenLanes,
 )
-from instar.data.text.stream_items import open_items
-from instar.data.text.stream_reader import HostedLanes, LaneReader, Lanes
-from instar.data.text.stream_source import (
+from instar.data.text.streams.seek_points import SeekPoints
+from instar.data.text.streams.source import (
     LaneOrder,
     LaneSamples,
     LaneWeights,

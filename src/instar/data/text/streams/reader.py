@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.data.text.seek_points import START, SeekPoint, SeekPoints
-from instar.data.text.stream import SampleStream
+from instar.data.text.streams.samples import SampleStream
+from instar.data.text.streams.seek_points import START, SeekPoint, SeekPoints
 from instar.distributed.failure import RunFailed
 from instar.record.progress import progress
 

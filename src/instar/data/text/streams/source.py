@@ -13,8 +13,8 @@ import numpy as np
 from instar.config.errors import ConfigError
 from instar.data.columns import Columns
 from instar.data.order import UNKNOWN, Int64Array, Shuffled, check
-from instar.data.text.stream import SampleStream, StreamChanged
-from instar.data.text.stream_reader import Lanes, StreamUnfit
+from instar.data.text.streams.reader import Lanes, StreamUnfit
+from instar.data.text.streams.samples import SampleStream, StreamChanged
 
 
 @dataclass

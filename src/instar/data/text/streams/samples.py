@@ -15,9 +15,9 @@ from instar.config.errors import ConfigError
 from instar.data.columns import Columns, Ragged
 from instar.data.order import Int64Array
 from instar.data.source import IGNORED
-from instar.data.text.seek_points import START, SeekPoint, digest_of
 from instar.data.text.shards import token_dtype
-from instar.data.text.stream_items import ItemStream
+from instar.data.text.streams.items import ItemStream
+from instar.data.text.streams.seek_points import START, SeekPoint, digest_of
 from instar.data.text.tokenizer import Tokenizer, in_pieces, separator_of
 from instar.distributed.failure import RunFailed
 

@@ -1,0 +1,1 @@
+"""Streams of text: read forward, lane by lane."""
