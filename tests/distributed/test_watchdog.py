@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from toy_room import Mishap, Room
+from toy_room import Mishap, Room, is_running
 
 from instar.distributed.failure import PeerLost
 from instar.distributed.heartbeat import Heartbeat, _key
@@ -115,6 +116,16 @@ def test_ranks_stop_and_save_when_torchrun_is_killed(tmp_path: Path) -> None:
     assert (tmp_path / "saved-0").read_text() == (tmp_path / "saved-1").read_text()
     # Whoever notices it first asks all to stop, and the other may be done before it has noticed.
     assert any("lost the store at " in room.log(rank) for rank in (0, 1))
+
+
+def test_a_frozen_rank_ends_with_the_others_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
+    with room.launch() as ranks:
+        ranks.wait_for("stepping-0", "stepping-1")
+        os.kill(room.pid(0), signal.SIGSTOP)
+        ranks.processes[0].kill()
+        assert ranks.seconds_since(time.time(), [1]) <= room.silence_s + room.timeout_s + 3
+        assert not is_running(room.pid(0))
 
 
 def test_a_rank_that_failed_alone_is_named_by_the_others(tmp_path: Path) -> None:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import platform
+import socket
+import stat
+import subprocess
+import sys
+import time
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 from fleets import FleetPlace
 
 from instar.config.errors import ConfigError
 from instar.fleet import folder as folders
-from instar.fleet.state import fold, read_events
+from instar.fleet.lock import FolderLock, launcher_pid, seen_launcher
+from instar.fleet.state import Started, StateLog, boot_id, fold, read_events
+from instar.processes.identity import ProcessName
 
 KEPT = {
     "format": "instar-fleet/1",
@@ -78,3 +91,62 @@ def test_a_damaged_file_is_named(place: FleetPlace) -> None:
     code, output = place.run("resume", "theirs")
     assert code == 2
     assert "not a fleet that was started" in output
+
+
+def test_down_signals_no_process_but_the_launcher(place: FleetPlace) -> None:
+    path = _theirs(place)
+    code = "import signal; signal.signal(2, signal.SIG_DFL); signal.pause()"
+    victim = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        with closing(FolderLock(path, 0.0)):
+            started = psutil.Process(victim.pid).create_time()
+            for text in (str(victim.pid), str(ProcessName(victim.pid, started, platform.node()))):
+                (path / "lock").write_text(text)
+                code, output = place.run("down", "theirs", "--kill")
+                assert code == 2
+                assert "its launcher is not known" in output
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_who_may_only_read_a_fleet_cannot_open_its_locks(tmp_path: Path) -> None:
+    for name in ("lock", "trees"):
+        (tmp_path / name).touch(0o644)
+    with closing(FolderLock(tmp_path, 0.0)):
+        for name in ("lock", "trees"):
+            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+def test_without_locks_a_fleet_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match=r"file system has no locks .*another file system"):
+        FolderLock(tmp_path, 0.0)
+    assert launcher_pid(tmp_path) is None
+
+
+def test_a_launcher_whose_lock_may_not_be_read_is_found_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    here = Started(time.time(), os.getpid(), socket.gethostname(), boot_id(), ())
+    changes: list[tuple[dict[str, object], int | None]] = [
+        ({}, os.getpid()),
+        ({"boot": "earlier"}, None),
+        ({"time": 1.0}, None),
+        ({"pid": -1}, None),
+        ({"host": "elsewhere"}, 0),
+    ]
+    for change, launcher in changes:
+        with closing(StateLog(tmp_path)) as log:
+            log.write(msgspec.structs.replace(here, **change))
+        assert seen_launcher(tmp_path) == launcher, change
+    os.utime(tmp_path / "state.jsonl", (1.0, 1.0))
+    assert seen_launcher(tmp_path) is None

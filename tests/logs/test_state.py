@@ -14,9 +14,10 @@ from written_runs import BEGAN, Writer, writing
 
 from instar.logs.query.state import NO_REASON, QUIET_S, RunStatus, last_error, run_status
 from instar.logs.read.record import read
+from instar.processes.identity import this_process
 from instar.record.events import Eval, Failed, RunFinished, RunStarted, Saved, Stop
 from instar.record.recorder import Recorder
-from instar.record.rundir import RunDir, hold, this_process
+from instar.record.rundir import RunDir, hold
 
 
 def status(run: RunDir, now: float = BEGAN + 1e6) -> RunStatus:

@@ -12,14 +12,15 @@ from power import crashes, recording
 import instar
 from instar.config.errors import ConfigError
 from instar.config.sections import RecordConfig
+from instar.record.lock import lock_owner
 from instar.record.rundir import (
     LETTERS_AND_DIGITS,
     RunDir,
+    RunDirBusy,
     check_run_dir,
     create_run_dir,
     find_run,
     hold,
-    lock_owner,
 )
 
 BAD = {
@@ -235,7 +236,7 @@ def test_asking_who_trains_never_keeps_anybody_from_training(tmp_path: Path) -> 
 
     def ask() -> None:
         while not asked.is_set():
-            lock_owner(run)
+            lock_owner(run.lock)
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -271,8 +272,27 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_not_taken(tmp_path: Path) -> None:
     mine.write_text("mine")
     for make in (os.symlink, os.link, lambda _, path: os.mkfifo(path)):
         make(mine, run.lock)
-        assert lock_owner(run) is None
+        assert lock_owner(run.lock) is None
         with pytest.raises(OSError, match=r"symbolic link|another name|regular"), hold(run):
             pass
         assert mine.read_text() == "mine"
         run.lock.unlink()
+
+
+def test_of_a_stopped_process_that_trains_it_is_said_what_ends_it(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from instar.record.rundir import RunDir, hold\n"
+        "with hold(RunDir(Path(sys.argv[1]))): os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    run = RunDir(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    try:
+        os.waitpid(process.pid, os.WUNTRACED)
+        with pytest.raises(RunDirBusy, match=f"stopped .*kill -KILL {process.pid}"), hold(run):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    with hold(run):
+        pass

@@ -19,8 +19,8 @@ from forks import forks
 
 from instar.config.errors import ConfigError
 from instar.fleet.checks import make_plan
-from instar.fleet.folder import FolderLock
 from instar.fleet.load import load_fleet
+from instar.fleet.lock import FolderLock
 from instar.fleet.plan import FleetPlan, Machine
 from instar.fleet.state import Ended, InstanceChanged, Started, StateLog
 
@@ -116,7 +116,7 @@ class FleetPlace:
         return process.returncode, output
 
     def status(self, name: str) -> dict[str, Any]:
-        from instar.fleet.folder import launcher_pid
+        from instar.fleet.lock import launcher_pid
         from instar.fleet.state import as_json, fold, read_events
 
         folder = self.path / "fleets" / name

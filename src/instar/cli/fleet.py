@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from instar.fleet.view.rows import FleetView
 
 _DOWN_S = 600.0
+_AGAIN_S = 0.2
+"""between the two requests of --kill"""
 
 gpus_option = click.option(
     "--gpus",
@@ -262,16 +263,22 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
 def down(name: str, kill: bool) -> int:
     """Stop a running fleet: jobs, then services; return when everything has ended."""
     from instar.fleet.engines import slurm
-    from instar.fleet.folder import find, launcher_pid, reopen
+    from instar.fleet.folder import find, reopen
+    from instar.fleet.lock import launcher_pid, signal_launcher
 
     folder = find(name)
     if slurm.find(folder) is not None:
         slurm.cancel(reopen(folder), _say, kill=kill)
         return 0
     pid = _running_launcher(folder)
-    for number in (signal.SIGINT, signal.SIGINT)[: 2 if kill else 1]:
-        os.kill(pid, number)
-        time.sleep(0.2)
+    signal_launcher(folder, signal.SIGINT)
+    if kill:
+        time.sleep(_AGAIN_S)
+        try:
+            signal_launcher(folder, signal.SIGINT)
+        except ConfigError:
+            if launcher_pid(folder) == pid:
+                raise
     deadline = time.monotonic() + _DOWN_S
     while launcher_pid(folder) == pid and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -288,8 +295,7 @@ def reap(dry_run: bool) -> int:
     for process in found:
         click.echo(f"{process.pid}  {process.fleet}  {process.instance}  {process.command}")
         if not dry_run:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()
     if not found:
         click.echo("nothing is left behind", err=True)
     return 0
@@ -365,7 +371,7 @@ def _chosen(only: str | None, count: int) -> tuple[int, ...]:
 
 
 def _running_launcher(folder: Path) -> int:
-    from instar.fleet.folder import launcher_pid
+    from instar.fleet.lock import launcher_pid
 
     pid = launcher_pid(folder)
     if pid is None:

@@ -329,13 +329,14 @@ def control(run: str, command: str, timeout: float, as_json: bool) -> int:
     in the run's folder, so everyone with write access there can make them.
     """
     from instar.record.control import ask
-    from instar.record.rundir import find_run, lock_owner
+    from instar.record.lock import lock_owner
+    from instar.record.rundir import find_run
 
     found = find_run(run)
     if command == "status":
         _print_status(_status(found), as_json)
         return 0
-    if lock_owner(found) is None:
+    if lock_owner(found.lock) is None:
         raise NotRunning(f"{found.path} is not running; resume it with: instar resume {found.path}")
     latest = found.checkpoints / "latest"
     before = _identity(latest)
@@ -346,7 +347,7 @@ def control(run: str, command: str, timeout: float, as_json: bool) -> int:
         if command == "save" and _identity(latest) != before and _saved_on_request(latest):
             request.withdraw()
             break
-        if lock_owner(found) is None:
+        if lock_owner(found.lock) is None:
             request.withdraw()
             if command == "stop" and _identity(latest) != before:
                 break

@@ -48,7 +48,8 @@ from instar.distributed.heartbeat import (
     this_host,
 )
 from instar.distributed.signals import exit_now
-from instar.processes.child import GONE, STATUS_STOPPED, process_state
+from instar.processes.child import GONE, process_state
+from instar.processes.identity import kill_stopped_sibling
 
 logger = logging.getLogger(__name__)
 
@@ -442,20 +443,25 @@ class Watchdog:
         error = _missing(verdict)
         failure = describe_failure(error, self._rank, self.position.step)
         write_failure(failure, error, os.environ)
-        if LAUNCHER_VARIABLE not in os.environ:
+        launcher = os.environ.get(LAUNCHER_VARIABLE)
+        if launcher != str(os.getppid()):  # Instar's launcher, while it lives, kills them itself
             self._kill_stopped(verdict)
+        if launcher is None:
             with suppress(OSError, ValueError):
                 print(failure.sentence(), file=sys.stderr, flush=True)
         logger.error("%s", failure.sentence())
         logger.error("the main thread is at\n%s", stack_of(self.position.thread))
 
     def _kill_stopped(self, verdict: Diagnosis) -> None:
-        """Kill stopped processes: torchrun would send them SIGTERM and wait 30 s for nothing."""
+        """Kill stopped ranks of this host: torchrun would send them SIGTERM and wait 30 s for nothing, and
+        without a launcher nobody would end them.
+
+        Anybody who reaches the store can send a heartbeat: what it says of a process is compared.
+        """
         for rank in verdict.ranks:
             beat = self._seen[rank].beat if rank in self._seen else None
-            if beat and beat.host == self._host and process_state(beat.pid) == STATUS_STOPPED:
-                with suppress(OSError):
-                    os.kill(beat.pid, signal.SIGKILL)
+            if beat and beat.host == self._host:
+                kill_stopped_sibling(beat.pid)
 
 
 def _missing(verdict: Diagnosis) -> RankMissing:

@@ -1,12 +1,9 @@
-"""A fleet's folder: what was started there, found again by name, which process may write to it, and which have outlived
-their launcher."""
+"""A fleet's folder: what was started there, found again by name, and which processes have outlived their launcher."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,20 +15,18 @@ import psutil
 from pydantic import ValidationError
 
 from instar.config.document import Document
-from instar.config.errors import ConfigError, SourceLocation, nearest
-from instar.config.files import make_folder, own_regular, read_regular
+from instar.config.errors import ConfigError, SourceLocation, nearest, printable
+from instar.config.files import make_folder, read_regular
 from instar.config.user_code import check_trusted, is_trusted
 from instar.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE, PART_VARIABLE
 from instar.fleet.load import LoadedFleet, resolve_beside
+from instar.fleet.lock import may_have_launcher
 from instar.fleet.spec import FleetSpec
-from instar.fleet.state import FLEETS, STATE_FILE, part_name
+from instar.fleet.state import FLEETS, STATE_FILE
 from instar.record.atomic import replace_file
 
 FORMAT = "instar-fleet/1"
 _FILE = "fleet.json"
-_LOCK_FILE = "lock"
-_TREES_FILE = "trees"
-_WAIT_S = 0.05
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -183,92 +178,23 @@ def _read(path: Path) -> tuple[_Kept, FleetSpec]:
         raise ConfigError.one(f"not a fleet that was started: {error}", where=str(file)) from None
 
 
-class FolderBusy(ConfigError):  # noqa: N818
-    """Another launcher works in this folder."""
-
-
-class FolderLock:
-    """The right to write a fleet's state and to start its processes; it ends with this process.
-
-    Processes that an earlier, killed launcher has started are waited for: each holds a share of
-    `trees` until it has ended and its result is written.
-
-    Raises:
-        FolderBusy: another launcher has it, or such processes do not end in `patience_s` seconds.
-    """
-
-    def __init__(self, folder: Path, patience_s: float, part: int | None = None) -> None:
-        """`part`: the instance, if this host runs only that one; it has locks of its own."""
-        self._descriptor = own_regular(folder / part_name(_LOCK_FILE, part))
-        deadline = time.monotonic() + patience_s
-        # the host of a part may have lost touch with its engine, and is then ending
-        if not _locked(self._descriptor, 0.0 if part is None else deadline):
-            os.close(self._descriptor)
-            pid = launcher_pid(folder, part)
-            raise FolderBusy.one(
-                f"this fleet is running (launcher {pid or 'unknown'})",
-                where=str(folder),
-                hint=f"see `instar fleet status {folder.name}`",
-            )
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-        self.trees = own_regular(folder / part_name(_TREES_FILE, part))
-        """descriptor that every process tree of the fleet inherits"""
-        if not _locked(self.trees, deadline):
-            self.close()
-            raise FolderBusy.one(
-                "processes of an earlier launcher do not end",
-                where=str(folder),
-                hint="`instar fleet reap` kills them",
-            )
-        fcntl.flock(self.trees, fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-        os.close(self.trees)
-
-
-def _locked(descriptor: int, deadline: float) -> bool:
-    """Lock a file, if others let go of it in time."""
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_WAIT_S)
-
-
-def launcher_pid(folder: Path, part: int | None = None) -> int | None:
-    """Return the process id of the launcher that works in a folder, or on one of its parts; None if
-    none does."""
-    path = folder / part_name(_LOCK_FILE, part)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None
-        except OSError:
-            pass
-    finally:
-        os.close(descriptor)
-    with suppress(OSError, ValueError):
-        return int(read_regular(path, 64).split()[0])
-    return None
-
-
 @dataclass(frozen=True)
 class Leftover:
     """A process of a fleet without a launcher."""
 
-    pid: int
+    process: psutil.Process
     fleet: str
     instance: str
     command: str
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended and its number is another process's by now."""
+        with suppress(psutil.Error):
+            self.process.kill()
 
 
 def leftovers() -> list[Leftover]:
@@ -288,15 +214,16 @@ def leftovers() -> list[Leftover]:
                 continue
             part = env.get(PART_VARIABLE, "")
             if (folder, part) not in running:
-                pid = launcher_pid(Path(folder), int(part) if part.isdecimal() else None)
-                running[folder, part] = pid is not None
+                running[folder, part] = may_have_launcher(
+                    Path(folder), int(part) if part.isdecimal() else None
+                )
             if not running[folder, part]:
-                command = " ".join(process.cmdline())[:200]
+                command = printable(" ".join(process.cmdline())[:200])
                 found.append(
                     Leftover(
-                        process.pid,
-                        Path(folder).name,
-                        env.get(INSTANCE_VARIABLE, ""),
+                        process,
+                        printable(Path(folder).name),
+                        printable(env.get(INSTANCE_VARIABLE, "")),
                         command,
                     )
                 )

@@ -125,6 +125,6 @@ def process_state(pid: int) -> str:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return GONE
-    except psutil.Error:
+    except (psutil.Error, ValueError, TypeError, OverflowError):  # or it is no process id
         return ""
     return GONE if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else status

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import fcntl
 import os
-import platform
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 from instar.config.errors import ConfigError, InstarError
-from instar.config.files import (
-    make_folder,
-    open_regular,
-    own_regular,
-    read_regular,
-    sync_name,
-)
+from instar.config.files import make_folder, open_regular, sync_name
+from instar.processes.child import STATUS_STOPPED, process_state
+from instar.processes.identity import ProcessName
 from instar.record.atomic import TMP
+from instar.record.lock import (
+    NO_LOCKS,
+    lock_owner,
+    named_holder,
+    open_lock,
+    try_lock,
+    write_holder,
+)
 
 if TYPE_CHECKING:
     from instar.config.sections import RecordConfig
@@ -34,10 +36,6 @@ LETTERS = "abcdefghjkmnpqrstuvwxyz"
 LETTERS_AND_DIGITS = LETTERS + "23456789"
 LOCK_WAIT_S = 0.1
 """How long to wait for a lock that another process may hold just to read who trains there."""
-SAME_PROCESS_S = 2.0
-"""Start times of one process may differ by this much if the clock was set meanwhile."""
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-"""Errors of `flock` on a file system without locks, or without its lock server."""
 _ID = re.compile(rf"[{LETTERS}][{LETTERS_AND_DIGITS}]{{4}}")
 
 
@@ -121,87 +119,22 @@ def hold(run: RunDir, warn: Callable[[str], None] = lambda _: None) -> Iterator[
     Raises:
         RunDirBusy: another process holds the lock.
     """
-    with _opened(run) as file:
+    descriptor = open_lock(run.lock)
+    try:
         deadline = time.monotonic() + LOCK_WAIT_S
-        while not _lock_or_warn(file, run, warn):
+        while not _lock_or_warn(descriptor, run, warn):
             if time.monotonic() > deadline:
-                file.seek(0)
-                raise RunDirBusy(
-                    f"{run.path}: process {file.read().strip() or '?'} is training there; wait for "
-                    f"it, or end it with: instar control {run.path} stop"
-                )
+                raise RunDirBusy(_busy(run, named_holder(descriptor)))
             time.sleep(LOCK_WAIT_S / 20)
-        file.seek(0)
-        file.truncate()
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        write_holder(descriptor)
         yield
+    finally:
+        os.close(descriptor)
 
 
-def lock_owner(run: RunDir) -> int | None:
-    """Returns the id of the process that holds the lock of a run, 0 if unknown; else None.
-
-    None also if this user may not read the lock; see `lock_readable`.
-    """
+def _lock_or_warn(descriptor: int, run: RunDir, warn: Callable[[str], None]) -> bool:
     try:
-        with open_regular(run.lock) as file:
-            if not _lock(file, fcntl.LOCK_SH):
-                text = file.read(32).strip()
-                return int(text) if text.isdigit() else 0
-    except OSError:
-        pass
-    return None
-
-
-def lock_readable(run: RunDir) -> bool:
-    """Whether a `lock_owner` of None means that no process of this machine trains there."""
-    try:
-        with open_regular(run.lock) as file:
-            return _lock(file, fcntl.LOCK_SH)
-    except OSError:
-        return False
-
-
-def this_process() -> dict[str, str | int | float | None]:
-    """Returns the identity of this process for `running_process`; part of a record's `machine`."""
-    import psutil
-
-    return {"pid": os.getpid(), "pid_started": psutil.Process().create_time()}
-
-
-def running_process(machine: Mapping[str, object]) -> int | None:
-    """Returns the process in a record's `machine` if it runs on this machine; None if it does not,
-    or if processes of other users are hidden."""
-    import psutil
-
-    pid, started = machine.get("pid"), machine.get("pid_started")
-    if machine.get("host") != platform.node() or not isinstance(started, int | float):
-        return None
-    if not isinstance(pid, int) or not 0 < pid < 1 << 31:
-        return None
-    try:
-        difference_s = abs(psutil.Process(pid).create_time() - started)
-    except psutil.Error:
-        return None
-    return pid if difference_s < SAME_PROCESS_S else None
-
-
-def _opened(run: RunDir) -> TextIO:
-    """Opens the lock file.
-
-    Everyone who can open a file can lock it, so only those who may write to the folder may open it.
-    """
-    descriptor = own_regular(run.lock, mode=0o600)
-    lock, folder = os.fstat(descriptor), run.path.stat()
-    writers = folder.st_mode & (0o022 if lock.st_gid == folder.st_gid else 0o002)
-    with suppress(PermissionError):  # the file of another user who shares the folder
-        os.fchmod(descriptor, 0o600 | writers | writers << 1)
-    return os.fdopen(descriptor, "r+")
-
-
-def _lock_or_warn(file: IO[Any], run: RunDir, warn: Callable[[str], None]) -> bool:
-    try:
-        return _lock(file, fcntl.LOCK_EX)
+        return try_lock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
@@ -212,13 +145,17 @@ def _lock_or_warn(file: IO[Any], run: RunDir, warn: Callable[[str], None]) -> bo
         return True
 
 
-def _lock(file: IO[Any], kind: int) -> bool:
-    """Tries to take the lock; False if another process holds it."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _busy(run: RunDir, holder: ProcessName | None) -> str:
+    process = holder.pid if holder else "?"
+    if holder and holder.runs and process_state(holder.pid) == STATUS_STOPPED:
+        return (
+            f"{run.path}: process {process} is training there, but it is stopped (SIGSTOP) and reads no "
+            f"requests; let it go on: kill -CONT {process}, or end it: kill -KILL {process}"
+        )
+    return (
+        f"{run.path}: process {process} is training there; wait for it, or end it with: "
+        f"instar control {run.path} stop"
+    )
 
 
 def create_run_dir(
@@ -319,21 +256,15 @@ def _claim(path: Path, fill: Callable[[RunDir], None]) -> RunDir:
 
 def _starter(run: RunDir) -> int | None:
     """Returns the process that trains in a folder or is about to; None if none is known."""
-    if (training := lock_owner(run)) is not None:
+    if (training := lock_owner(run.lock)) is not None:
         return training
     if run.events.exists():
         return None
-    try:
-        text = read_regular(run.lock, 32).strip()
-        pid = int(text) if text.isdigit() else 0
-        if pid in (0, os.getpid()):
-            return None
-        os.kill(pid, 0)
-    except PermissionError:
-        return pid  # a process of another user
-    except (OSError, OverflowError):
-        return None
-    return pid
+    with suppress(OSError), open_regular(run.lock) as file:
+        starter = named_holder(file.fileno())
+        if starter is not None and starter.pid != os.getpid() and starter.runs:
+            return starter.pid
+    return None
 
 
 def _taken(path: Path, pid: int | None) -> ConfigError:

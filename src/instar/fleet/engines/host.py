@@ -13,8 +13,9 @@ from instar.config.errors import ConfigError
 from instar.config.user_code import FLAG, is_trusted
 from instar.fleet.checks import make_plan
 from instar.fleet.engines.work import Work, patience_s, status_before
-from instar.fleet.folder import FolderLock, reopen
+from instar.fleet.folder import reopen
 from instar.fleet.launcher import this_machine
+from instar.fleet.lock import FolderLock
 from instar.fleet.nodes import nodes_of
 from instar.fleet.placement import given_gpus
 

@@ -20,7 +20,8 @@ from instar.config.files import read_regular
 from instar.fleet.engines import host
 from instar.fleet.engines.remote import HostStatus, part_sizes, stop_signal, submit, watch
 from instar.fleet.engines.work import Work, left
-from instar.fleet.folder import FleetFolder, FolderBusy, FolderLock, launcher_pid
+from instar.fleet.folder import FleetFolder
+from instar.fleet.lock import FolderBusy, FolderLock, launcher_pid
 from instar.fleet.plan import FleetPlan, Instance
 
 FOLDER = "slurm"

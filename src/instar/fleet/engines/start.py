@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from instar.fleet.engines import ray, slurm
 from instar.fleet.engines.work import Work, events_before, left, patience_s
-from instar.fleet.folder import FleetFolder, FolderLock
+from instar.fleet.folder import FleetFolder
+from instar.fleet.lock import FolderLock
 from instar.fleet.placement import close_all, lock_gpus
 from instar.fleet.plan import FleetPlan
 from instar.fleet.spec import FleetSpec

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instar.config.errors import visible
-from instar.fleet.folder import launcher_pid
+from instar.fleet.lock import seen_launcher
 from instar.logs.query.tail import LineFollower, last_lines
 
 POLL_S = 0.2
@@ -57,7 +57,7 @@ def tail(
     runs = True
     while runs:
         began = time.monotonic()
-        runs = follow and launcher_pid(folder) is not None  # first: then all is written
+        runs = follow and seen_launcher(folder) is not None  # first: then all is written
         if began - listed_at >= LIST_S or not runs:
             listed_at = began
             for log in filter(wanted, process_logs(folder) if follow else ()):

@@ -11,7 +11,8 @@ from pathlib import Path
 from instar.config.errors import ConfigError, InstarError, printable
 from instar.fleet.engines import slurm
 from instar.fleet.engines.remote import HostStatus
-from instar.fleet.folder import describe, launcher_pid
+from instar.fleet.folder import describe
+from instar.fleet.lock import seen_launcher
 from instar.fleet.plan import Instance, instances_of, text_of
 from instar.fleet.spec import Search
 from instar.fleet.state import FleetStatus, InstanceStatus, fold, read_events
@@ -53,7 +54,7 @@ class FleetReader:
         Raises:
             ConfigError: there is no fleet in this folder, or its record is too large.
         """
-        pid = launcher_pid(self.folder)  # first: a launcher that has ended has written all
+        pid = seen_launcher(self.folder)  # first: a launcher that has ended has written all
         self._read_file()
         if (stamp := stamp_of(self.folder, "state")) != self._stamp:
             self._check(stamp)

@@ -16,8 +16,10 @@ from typing import Literal
 
 from instar.checkpoint.manifest import MANIFEST
 from instar.config.files import open_regular, read_regular
+from instar.processes.identity import running_process
 from instar.record.events import Branched, Event, Failed, RunFinished, RunStarted, Stop
-from instar.record.rundir import RunDir, lock_owner, lock_readable, running_process
+from instar.record.lock import lock_owner, lock_readable
+from instar.record.rundir import RunDir
 
 State = Literal["running", "finished", "stopped", "crashed"]
 STATES: tuple[State, ...] = ("running", "finished", "stopped", "crashed")
@@ -64,7 +66,7 @@ def run_status(
         seen: when the last line was written, in Unix seconds.
         now: Unix seconds.
     """
-    process = lock_owner(run)
+    process = lock_owner(run.lock)
     started = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
     ends = [
         event
@@ -132,7 +134,7 @@ def _lock_is_reliable(run: RunDir, started: RunStarted | None) -> bool:
     """Whether a free lock means that no process trains in the folder."""
     if started is not None and started.machine.get("host", platform.node()) != platform.node():
         return False
-    return lock_readable(run)
+    return lock_readable(run.lock)
 
 
 def _whole_latest(run: RunDir) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from instar.logs.query.labels import MAX_NOTE, NONE, RunLabels, labels_file, read_labels
-from instar.record.rundir import RunDir, lock_owner
+from instar.record.lock import lock_owner
+from instar.record.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class Catalog:
         """Updates a run's entry; returns whether the run was read."""
         known = self._entries.get(key)
         running = known is not None and known.row.get("state") == "running"
-        if known and known.mark == mark and not (running and lock_owner(run) is None):
+        if known and known.mark == mark and not (running and lock_owner(run.lock) is None):
             return False
         if mark is None or not _has_no_symlinks(run):
             self._forget(key)

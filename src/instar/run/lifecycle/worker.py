@@ -44,6 +44,7 @@ from instar.distributed.signals import StopSignal, training_started
 from instar.distributed.world import World, join, recall, remember
 from instar.logs.read.cache import columns_kept
 from instar.models.shape import count_parameters
+from instar.processes.identity import this_process
 from instar.record.alerts import AlertSink, Notifier, Rules
 from instar.record.atomic import finish_deleting, replace_file, sweep
 from instar.record.console import Console, open_console, silent_console
@@ -51,7 +52,7 @@ from instar.record.control import Inbox
 from instar.record.events import Failed, RecordError, RunStarted
 from instar.record.progress import Display, showing
 from instar.record.recorder import Recorder, Silent, Sink
-from instar.record.rundir import RunDir, create_run_dir, hold, this_process
+from instar.record.rundir import RunDir, create_run_dir, hold
 from instar.record.system import gpu_bytes, machine, versions
 from instar.record.trackers.configured import configured
 from instar.record.trackers.sink import TrackerSink
