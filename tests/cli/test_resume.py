@@ -89,6 +89,18 @@ def test_what_is_set_otherwise_is_recorded_and_stays(typed: Typed, run: Path) ->
     assert [change for change in changed if "lr" in change] == ["optimizer.lr 0.001 → 0.0001"]
 
 
+def test_a_section_emptied_at_a_resume_has_its_defaults_from_then_on(
+    typed: Typed, run: Path
+) -> None:
+    rules = ("--set", "early_stopping.rules=[{patience: 1, delta: 9.0}]")
+    typed("resume", "run", "--until", "9it", *rules)
+    typed("resume", "run", "--until", "10it", "--set", "early_stopping=null")
+    changed = [event["change"] for event in events(run, "operation")]
+    assert changed[-1].startswith("early_stopping.rules [{")
+    assert changed[-1].endswith("→ []")
+    assert "model.n_layer was 2" in typed("resume", "run", "--set", "model={}", code=2)
+
+
 def test_a_source_may_be_spelled_in_another_way(typed: Typed, run: Path) -> None:
     source = values(load(str(run / "run.yaml")).config)["data.source"]
     spelled = run.parent / str(source)

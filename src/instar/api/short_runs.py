@@ -218,7 +218,7 @@ def _without_presets(loaded: Loaded) -> list[str]:
     """Return settings with which the same file gives the same config without its presets, of which one
     may make the schedule that short runs change."""
     from instar.config.fields import values
-    from instar.config.load import PRESET
+    from instar.config.origins import PRESET
 
     every, origins = values(loaded.config), loaded.origins
     made = {key: every[key] for key in every if origins[key].startswith(PRESET)}

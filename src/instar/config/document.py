@@ -136,6 +136,13 @@ def parse_option(
     return document, found
 
 
+def merged(below: Any, above: Any) -> Any:
+    """Return a value over another: mappings are merged key by key, but {} is empty."""
+    if isinstance(below, dict) and isinstance(above, dict) and above:
+        return below | {key: merged(below.get(key), value) for key, value in above.items()}
+    return above
+
+
 def _nested(path: KeyPath, data: Any) -> Any:
     for name in reversed(path):
         data = {name: data}

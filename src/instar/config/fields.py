@@ -211,6 +211,18 @@ def flat(root: Root, tree: Mapping[str, Any], path: KeyPath = ()) -> Iterator[tu
         yield from flat(root, tree[name], (*path, name))
 
 
+def emptied_sections(root: Root, tree: Mapping[str, Any], *, null: bool) -> Iterator[KeyPath]:
+    """Yield the paths of sections that nested data gives no values: {}, or also None with `null`."""
+    pending = list[tuple[KeyPath, Any]]([((), tree)])
+    while pending:
+        path, value = pending.pop()
+        if path and (value == {} or (null and value is None)):
+            yield path
+        elif isinstance(value, Mapping):
+            inner = (((*path, name), each) for name, each in value.items())
+            pending += [(own, each) for own, each in inner if is_section(root, own)]
+
+
 def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
     """Nest values by their paths; inverse of `flat`."""
     tree: dict[str, Any] = {}

@@ -34,6 +34,7 @@ from instar.config.fields import (
     FORMER,
     LANGUAGE,
     choices,
+    emptied_sections,
     flat,
     is_section,
     keys,
@@ -44,19 +45,25 @@ from instar.config.fields import (
     with_values,
 )
 from instar.config.files import read_regular
-from instar.config.origins import DEFAULT, resolved, yaml_of
+from instar.config.origins import (
+    DEFAULT,
+    PRESET,
+    SCHEDULE,
+    SET,
+    WEIGHTS,
+    Entry,
+    operation_places,
+    place_of,
+    resolved,
+    value_places,
+    yaml_of,
+)
 from instar.config.presets import growing
 from instar.config.schema import RunConfig
 from instar.config.sections import FROM
 from instar.config.user_code import check_trusted
 
 START = "`instar init gpt` writes a config to start from"
-PRESET = "preset "
-SCHEDULE = "schedule"
-SET = "--set"
-"""The origin of a value given on the command line."""
-WEIGHTS = "from "
-"""The origin of a value that comes with the weights of `model.from`, with their path."""
 
 Root = type[RunConfig]
 Check = Callable[[RunConfig], Iterable[ConfigProblem]]
@@ -78,7 +85,7 @@ class Loaded:
 
     def problem(self, key: str, message: str, hint: str = "") -> ConfigProblem:
         """Return a problem at the origin of the value of `key` (also "train.until[0]")."""
-        place = _place(self.places, key) or SourceLocation(DEFAULT)
+        place = place_of(self.places, key) or SourceLocation(DEFAULT)
         return replace(problem_at(place, message, hint, key), task=_shown(self.config.task))
 
     def to_yaml(self, *, origin: bool = True) -> str:
@@ -120,6 +127,9 @@ def load(
 ) -> Loaded:
     """Load a config file (None: none) with `--set` texts such as "model.n_head=8" applied.
 
+    A mapping is merged key by key over what is below it, `{}` gives a section its defaults over file
+    and presets, and so does null in a `--set` text. In a file, a section without lines changes nothing.
+
     Args:
         checks: find keys that conflict with each other.
         import_task: whether to import the class that a task `module:class` names, which runs its
@@ -138,14 +148,21 @@ def load(
     if import_task:
         check_trusted(path, [document.data for document in documents])
     root = _root(documents, findings, import_task=import_task)
-    given: dict[KeyPath, _Entry] = {}
+    given: dict[KeyPath, Entry] = {}
+    emptied: dict[KeyPath, str] = {}
     for document in documents:
-        given |= _entries(root, document, findings, SET if document in options else "")
-    layer: dict[KeyPath, _Entry] = {}
+        origin = SET if document in options else ""
+        entries = _entries(root, document, findings, origin)
+        for section in emptied_sections(root, document.data, null=bool(origin)):
+            emptied[section] = origin or str(document.place(section, key=True))
+            given = {p: e for p, e in given.items() if p[: len(section)] != section}
+        given |= {p: entry.over(given.get(p)) for p, entry in entries.items()}
+    layer: dict[KeyPath, Entry] = {}
     for name in _chosen_presets(root, given, findings):
         text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
         preset = findings.add(*parse(text, f"{PRESET}{name}"))
         layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
+    layer = {p: e for p, e in layer.items() if not any(p[: len(up)] == up for up in emptied)}
     layer |= given
     conflicts: Sequence[ConfigProblem] = ()
     if weights is not None and ("model", FROM) in given:
@@ -157,13 +174,13 @@ def load(
     if config is not None and (path is None or file is not None):
         config, refused = _grown(root, config, layer, findings, whole=whole)
         found = (problem for check in checks for problem in check(config))
-        _compare((*conflicts, *refused, *found), _places(layer), findings)
+        _compare((*conflicts, *refused, *found), value_places(layer), findings)
     if findings.problems or config is None:
         raise findings.error()
-    origins = dict.fromkeys(values(config), DEFAULT)
+    origins = {key: _emptied_by(emptied, key) for key in values(config)}
     origins |= {dotted(entry.path): entry.origin for entry in layer.values()}
-    origins |= _operations(layer)
-    return Loaded(config, origins, _tree(root, layer), _places(layer))
+    origins |= operation_places(layer)
+    return Loaded(config, origins, _tree(root, layer), value_places(layer))
 
 
 class _Findings:
@@ -219,23 +236,6 @@ class _Findings:
         return not place.line, file, place.line, place.column
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A value given by one layer."""
-
-    value: Any
-    origin: str
-    document: Document
-    path: KeyPath
-    """The path of its key."""
-    inside: KeyPath
-    """The path of its value in the document; differs if the value is in a separate file."""
-
-    def place(self, inner: KeyPath = (), *, key: bool = False) -> SourceLocation:
-        """Return the position of the value, of a value within it, or of its key."""
-        return self.document.place((*self.inside, *inner), key=key)
-
-
 def _read_config(path: str, findings: _Findings) -> Document | None:
     """Return the mapping in a file; None after a problem that prevents it."""
     document = findings.read(path, START)
@@ -273,9 +273,9 @@ def _shown(task: str) -> str:
 
 def _entries(
     root: Root, document: Document, findings: _Findings, origin: str
-) -> dict[KeyPath, _Entry]:
+) -> dict[KeyPath, Entry]:
     """Return a document's values by path; an empty origin means the position of the key."""
-    found: dict[KeyPath, _Entry] = {}
+    found: dict[KeyPath, Entry] = {}
     tainted = {bad[:n] for bad in document.unreadable for n in range(1, len(bad) + 1)}
     for path in document.unreadable:
         findings.mark_doubtful(root, path)
@@ -288,7 +288,7 @@ def _entries(
             findings.doubtful.add(dotted(path))
         elif not is_section(root, path):
             place = document.place(path, key=True)
-            found[path] = _Entry(value, origin or str(place), document, path, path)
+            found[path] = Entry(value, origin or str(place), document, path, path)
         elif value is not None:
             name = dotted(path)
             findings.mark_doubtful(root, path)
@@ -298,7 +298,14 @@ def _entries(
     return found
 
 
-def _chosen_presets(root: Root, given: dict[KeyPath, _Entry], findings: _Findings) -> list[str]:
+def _emptied_by(emptied: Mapping[KeyPath, str], key: str) -> str:
+    """Return the origin of a default: what has emptied the innermost section of its key, if any."""
+    path = tuple(key.split("."))
+    above = (emptied.get(path[:length]) for length in range(len(path) - 1, 0, -1))
+    return next((origin for origin in above if origin), DEFAULT)
+
+
+def _chosen_presets(root: Root, given: dict[KeyPath, Entry], findings: _Findings) -> list[str]:
     """Return the names of the requested presets that exist; remove the others from `given`."""
     entry = given.get(("preset",))
     if entry is None:
@@ -317,7 +324,7 @@ def _chosen_presets(root: Root, given: dict[KeyPath, _Entry], findings: _Finding
     return [name for name in requested if name in known]
 
 
-def _open_schedule(root: Root, layer: dict[KeyPath, _Entry], findings: _Findings) -> bool:
+def _open_schedule(root: Root, layer: dict[KeyPath, Entry], findings: _Findings) -> bool:
     """Replace the path of a schedule's file by its content; return whether the file also names the shape
     that the run begins with, which replaces the config's."""
     entry = layer.get((SCHEDULE,))
@@ -354,7 +361,7 @@ def _open_schedule(root: Root, layer: dict[KeyPath, _Entry], findings: _Findings
 def _grown(
     root: Root,
     config: RunConfig,
-    layer: dict[KeyPath, _Entry],
+    layer: dict[KeyPath, Entry],
     findings: _Findings,
     *,
     whole: bool,
@@ -380,16 +387,7 @@ def _grown(
     return config, refused
 
 
-def _operations(layer: Mapping[KeyPath, _Entry]) -> dict[str, str]:
-    """Return the position of each operation of the schedule."""
-    entry = layer.get((SCHEDULE,))
-    if entry is None or entry.origin.startswith(PRESET):
-        return {}
-    places = {f"{SCHEDULE}[{n}]": entry.place((n,)) for n in range(len(entry.value))}
-    return {key: str(place) for key, place in places.items() if place.line}
-
-
-def _tree(root: Root, layer: Mapping[KeyPath, _Entry]) -> dict[str, Any]:
+def _tree(root: Root, layer: Mapping[KeyPath, Entry]) -> dict[str, Any]:
     """Return the nested data for the schema; one text is accepted for a list of it."""
     return nested(
         {
@@ -403,9 +401,7 @@ def _tree(root: Root, layer: Mapping[KeyPath, _Entry]) -> dict[str, Any]:
     )
 
 
-def _validated(
-    root: Root, layer: Mapping[KeyPath, _Entry], findings: _Findings
-) -> RunConfig | None:
+def _validated(root: Root, layer: Mapping[KeyPath, Entry], findings: _Findings) -> RunConfig | None:
     """Return the config; if values are invalid, the config without them, for further checks."""
     try:
         return root.model_validate(_tree(root, layer))
@@ -464,33 +460,10 @@ def _compare(
     """Record keys that conflict, at the first of them that the user wrote."""
     for problem in problems:
         if findings.doubtful.isdisjoint(problem.keys):
-            written = [place for key in problem.keys if (place := _place(places, key))]
+            written = [place for key in problem.keys if (place := place_of(places, key))]
             place = min(
                 written,
                 key=lambda place: place.source.startswith((PRESET, WEIGHTS)),
                 default=SourceLocation(DEFAULT),
             )
             findings.note(place, problem.message, problem.hint, problem.keys[0])
-
-
-def _places(layer: Mapping[KeyPath, _Entry]) -> dict[str, SourceLocation]:
-    """Return the position of each value and nested value; for a preset's, the preset."""
-    found: dict[str, SourceLocation] = {}
-    within = {(id(entry.document), entry.inside): entry for entry in layer.values()}
-    for document in {id(entry.document): entry.document for entry in layer.values()}.values():
-        for path, (_, place) in document.places.items():
-            starts = (path[:n] for n in range(len(path) + 1))
-            start = next((each for each in starts if (id(document), each) in within), None)
-            if start is not None:
-                entry = within[id(document), start]
-                made = entry.origin.startswith((PRESET, WEIGHTS))
-                name = dotted((*entry.path, *path[len(start) :]))
-                found[name] = SourceLocation(entry.origin) if made else place
-    return found
-
-
-def _place(places: Mapping[str, SourceLocation], key: str) -> SourceLocation | None:
-    """Return the position of a key's value, or of the innermost around it; None: a default."""
-    while key and key not in places:
-        key = key[: max(key.rfind("."), key.rfind("["), 0)]
-    return places.get(key)

@@ -1,4 +1,5 @@
-"""Resolved configs as YAML text with the origin of each value: writing and reading.
+"""Where each value of a config comes from, and resolved configs as YAML text that says so: writing and
+reading.
 
 Also redacts possible secrets, for configs that are shown to others.
 """
@@ -12,10 +13,72 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from instar.config.document import parse
-from instar.config.errors import printable
+from instar.config.document import Document, KeyPath, dotted, merged, parse
+from instar.config.errors import SourceLocation, printable
 from instar.config.fields import Root, sections, values
 from instar.config.schema import RunConfig
+
+DEFAULT = "default"
+DERIVED = "derived"
+PRESET = "preset "
+SCHEDULE = "schedule"
+SET = "--set"
+"""The origin of a value given on the command line."""
+WEIGHTS = "from "
+"""The origin of a value that comes with the weights of `model.from`, with their path."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value given by one layer."""
+
+    value: Any
+    origin: str
+    document: Document
+    path: KeyPath
+    """The path of its key."""
+    inside: KeyPath
+    """The path of its value in the document; differs if the value is in a separate file."""
+
+    def place(self, inner: KeyPath = (), *, key: bool = False) -> SourceLocation:
+        """Return the position of the value, of a value within it, or of its key."""
+        return self.document.place((*self.inside, *inner), key=key)
+
+    def over(self, below: Entry | None) -> Entry:
+        """Return this entry over that of a layer below; mappings are merged, unless this is empty."""
+        return self if below is None else replace(self, value=merged(below.value, self.value))
+
+
+def operation_places(layer: Mapping[KeyPath, Entry]) -> dict[str, str]:
+    """Return the position of each operation of the schedule."""
+    entry = layer.get((SCHEDULE,))
+    if entry is None or entry.origin.startswith(PRESET):
+        return {}
+    places = {f"{SCHEDULE}[{n}]": entry.place((n,)) for n in range(len(entry.value))}
+    return {key: str(place) for key, place in places.items() if place.line}
+
+
+def value_places(layer: Mapping[KeyPath, Entry]) -> dict[str, SourceLocation]:
+    """Return the position of each value and nested value; for a preset's, the preset."""
+    found: dict[str, SourceLocation] = {}
+    within = {(id(entry.document), entry.inside): entry for entry in layer.values()}
+    for document in {id(entry.document): entry.document for entry in layer.values()}.values():
+        for path, (_, place) in document.places.items():
+            starts = (path[:n] for n in range(len(path) + 1))
+            start = next((each for each in starts if (id(document), each) in within), None)
+            if start is not None:
+                entry = within[id(document), start]
+                made = entry.origin.startswith((PRESET, WEIGHTS))
+                name = dotted((*entry.path, *path[len(start) :]))
+                found[name] = SourceLocation(entry.origin) if made else place
+    return found
+
+
+def place_of(places: Mapping[str, SourceLocation], key: str) -> SourceLocation | None:
+    """Return the position of a key's value, or of the innermost around it; None: a default."""
+    while key and key not in places:
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+    return places.get(key)
 
 
 def resolved(config: RunConfig, origins: Mapping[str, str]) -> str:
@@ -98,10 +161,6 @@ def _escaped(char: str) -> str:
     if char.isprintable() and code < 0x10000:
         return char
     return f"\\x{code:02x}" if code < 0x100 else f"\\U{code:08x}"
-
-
-DEFAULT = "default"
-DERIVED = "derived"
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,8 @@ def _in_words(root: Root, node: dict[str, Any], given: Any) -> str:
             if len(items) > 2 or "pattern" in items[0]:
                 return "a list"
             words = " or ".join(_in_words(root, item, None) for item in items)
+            if words.startswith("one of "):
+                return f"a list, each {words}"
             return f"a list of {words.removeprefix('a ')}s"
         case "string" if "pattern" in node:
             return PATTERNS.get(node["pattern"], f"text that matches {node['pattern']}")

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from instar.config.document import (
     Document,
     KeyPath,
+    merged,
     parse_option,
     problem_at,
     read,
@@ -61,7 +62,7 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
         problems += found
         if option is not None:
             documents.append(option)
-            data = _merged(data, option.data)
+            data = merged(data, option.data)
     unreadable = {each for document in documents for each in document.unreadable}
     try:
         spec = FleetSpec.model_validate(data)
@@ -75,12 +76,6 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     if problems:
         raise ConfigError(*_sorted(problems))
     return LoadedFleet(spec, tuple(documents))
-
-
-def _merged(below: Any, above: Any) -> Any:
-    if isinstance(below, dict) and isinstance(above, dict):
-        return below | {key: _merged(below.get(key), value) for key, value in above.items()}
-    return above
 
 
 def _written(location: tuple[Any, ...], data: Any) -> KeyPath:

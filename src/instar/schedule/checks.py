@@ -11,7 +11,8 @@ from instar.config.budget import parse_budget
 from instar.config.checks import cross_checks
 from instar.config.errors import ConfigProblem, nearest
 from instar.config.fields import with_values
-from instar.config.load import SCHEDULE, Brought, Loaded, load
+from instar.config.load import Brought, Loaded, load
+from instar.config.origins import SCHEDULE
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
 from instar.schedule.branches import BRANCH, Finding, branch_of, conflicts, problems

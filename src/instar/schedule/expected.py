@@ -14,7 +14,8 @@ from statistics import median
 from typing import Any
 
 from instar.config.errors import ConfigError
-from instar.config.load import SCHEDULE, Loaded
+from instar.config.load import Loaded
+from instar.config.origins import SCHEDULE
 from instar.growth.operators import is_growth
 from instar.models.architecture import Architecture
 from instar.record.format import si

@@ -32,9 +32,9 @@ from instar.config.fields import (
     values,
     with_values,
 )
-from instar.config.load import PRESET, Loaded
+from instar.config.load import Loaded
 from instar.config.load import load as load_config
-from instar.config.origins import DEFAULT, DERIVED
+from instar.config.origins import DEFAULT, DERIVED, PRESET, SET
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.data.text.corpus import same_place
@@ -52,9 +52,6 @@ LAUNCH_KEY = "instar/run"
 """Key under which a launch stores its run's folder and, in a second line, the checkpoint that it
 resumed from, for restarted ranks."""
 
-
-SET = "--set"
-"""origin of a value from the command line"""
 
 STARTS_FROM = "model.from"
 

@@ -18,8 +18,8 @@ from instar.checkpoint.listing import BEST, latest, pointed_at, pointers, resolv
 from instar.checkpoint.manifest import MANIFEST, CheckpointError, encode_json, read_manifest
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import CAUSAL_LM, LANGUAGE, kept
-from instar.config.load import WEIGHTS, Brought, Loaded
-from instar.config.origins import DEFAULT
+from instar.config.load import Brought, Loaded
+from instar.config.origins import DEFAULT, WEIGHTS
 from instar.config.sections import FROM
 from instar.data.text.tokenizer import (
     TOKENIZER_FILE,
