@@ -320,3 +320,18 @@ def test_the_time_left_does_not_count_the_pause_before_a_resume(
     assert len(for_steps) == 4
     assert all(re.fullmatch(r"[\d.]+s", left) for left in for_steps), for_steps  # under a minute
     assert float(for_seconds[0].removesuffix("s")) > 0.3
+
+
+def test_a_run_goes_on_with_its_data_where_a_new_one_is_refused(
+    typed: Typed, run: Path, place: Path
+) -> None:
+    with (place / "squares.txt").open("a") as file:
+        file.write("one more line\n")
+    says = (
+        "the files of data.source squares.txt have changed (changed: squares.txt) since tokens was"
+    )
+    assert says in typed("train", "tiny.yaml", code=2)
+    assert says in typed("train", "tiny.yaml", "--dry-run", code=2)
+    assert says in typed("data", "prepare", "tiny.yaml", code=2)
+    said = typed("resume", run.name, "--until", "9it")
+    assert said.count(f"note: {says} prepared; it is used as it was prepared") == 1

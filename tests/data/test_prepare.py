@@ -16,7 +16,8 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.split import divide
 from instar.data.text import prepare as preparing
-from instar.data.text.prepare import default_path, prepare
+from instar.data.text.origin import default_path
+from instar.data.text.prepare import prepare
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.tokenizer import load_tokenizer, train_bpe, train_char
 from instar.data.text.verify import verify_tokens
@@ -218,19 +219,6 @@ def test_a_path_may_be_spelled_in_another_way(
 def test_a_named_set_serves_every_seed(tmp_path: Path, rows: Path) -> None:
     data = DataConfig(source=str(rows), path=str(tmp_path / "set"))
     assert ensure_dataset(data, 1).fingerprint == ensure_dataset(data, 2).fingerprint
-
-
-def test_a_source_that_changed_since_is_mentioned(tmp_path: Path) -> None:
-    source = tmp_path / "a.txt"
-    source.write_text("some text\n" * 50)
-    data = DataConfig(source=str(source), path=str(tmp_path / "set"))
-    said: list[str] = []
-    prepare(data, 1)
-    prepare(data, 1, say=said.append)
-    assert said == []
-    source.write_text("some other text\n" * 50)
-    prepare(data, 1, say=said.append)
-    assert "has changed since" in said[0]
 
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, rows: Path) -> None:

@@ -24,7 +24,8 @@ from instar.data.source import TokenWindows
 from instar.data.text import prepare as module
 from instar.data.text import shards
 from instar.data.text.dataset import TokenData, missing, open_data, prepare_data
-from instar.data.text.prepare import default_path, prepare
+from instar.data.text.origin import default_path
+from instar.data.text.prepare import prepare
 from instar.data.text.rows import open_rows, read_index
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.tokenizer import load_tokenizer, train_bpe
@@ -183,7 +184,7 @@ def test_training_needs_the_shards_alone(
     shutil.rmtree(tmp_path / "cache")
     said: list[str] = []
     assert windows(open_rows(prepare(config, 3, say=said.append)), "train") == before
-    assert "rows.jsonl; the tokens in" in said[0]
+    assert "rows.jsonl is not there; the tokens in" in said[0]
 
     def never(*_: Any) -> Any:
         raise AssertionError("the rows were read")
@@ -288,7 +289,7 @@ def test_other_rows_are_refused(
     prepare(data, 3)
     write("parquet", tmp_path, {name: change(rows) for name, rows in columns.items()})
     os.utime(data.source, (1, 1))
-    with pytest.raises(ConfigError, match=r"are not those that .*set was made from"):
+    with pytest.raises(ConfigError, match=r"have changed .*since .*set was prepared"):
         prepare(data, 3)
 
 

@@ -11,7 +11,7 @@ import science
 
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded, load
-from instar.data.text.prepare import parameters
+from instar.data.text.origin import parameters
 from instar.run.lifecycle.preflight import check_memory, preflight
 
 Config = Callable[..., Loaded]

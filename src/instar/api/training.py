@@ -191,6 +191,7 @@ def make_ready(
     loaded: Loaded, ranks: int, resume: Resume | None, say: Callable[[str], None]
 ) -> None:
     """Prepare the data and raise all errors that can be found before any rank is started."""
+    from instar.data.text.origin import NOTE
     from instar.run.lifecycle.preflight import check_memory, preflight, prepare_data
     from instar.run.lifecycle.resume import automatic, choose, continuation
     from instar.run.lifecycle.start import starting_weights
@@ -200,7 +201,8 @@ def make_ready(
     if going_on is not None:
         checkpoint, _ = choose(going_on, check=ranks > 1)
         loaded = continuation(going_on, loaded, checkpoint).loaded
-    prepare_data(loaded, ranks, say)
+    # rank 0 compares the sources again, and says what has changed
+    prepare_data(loaded, ranks, lambda text: None if text.startswith(NOTE) else say(text))
     prepared = preflight(loaded, ranks, new=going_on is None)
     check_memory(loaded, prepared.forecast, loaded.config.device, ranks_here=ranks)
     if checkpoint is None:

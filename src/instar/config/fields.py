@@ -292,6 +292,7 @@ LAUNCH = (
     "device",
     "tf32",
     "compile_stages",
+    "data.if_changed",
     "data.strategy",
     "data.workers",
     "data.prefetch",

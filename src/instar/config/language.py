@@ -133,6 +133,12 @@ class DataConfig(FeedConfig):
     tokens_field: str | None = Field(
         None, description="rows, stream, python: column of token ids, in place of text"
     )
+    if_changed: Literal["refuse", "keep", "prepare"] = Field(
+        "refuse",
+        description="what a new run does if its sources have changed since its data were prepared: refuse "
+        "to start; keep: use what was prepared; prepare: prepare them anew, in a folder beside. A run "
+        "that is resumed goes on with the data that it began with",
+    )
     tokenizer: str = Field(
         "byte",
         description="how text becomes tokens: byte, char, bpe (trained), or a tokenizer.json",

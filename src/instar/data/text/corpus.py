@@ -6,9 +6,7 @@ Documents are streamed: only the size of each document is kept.
 from __future__ import annotations
 
 import codecs
-import glob
 import os
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -19,21 +17,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from instar.config.errors import ConfigError, near_path
+from instar.config.errors import ConfigError
 from instar.config.files import open_regular
 from instar.data.order import Int64Array
+from instar.data.text.files import LINES, STDLIB, find, standard_library, suffix_of
 from instar.record.progress import Advance, progress
 
-STDLIB = "stdlib"
-_TEXT_NAMES = """
-    txt text md markdown rst tex org log csv tsv html htm css xml json yaml yml toml ini cfg sql sh
-    py pyi pyx c h cc cpp cxx hpp cu rs go java kt scala js mjs jsx ts tsx rb pl php lua r jl swift
-    hs ml ex exs erl clj lisp el zig f90 m
-"""
-_TEXT_SUFFIXES = frozenset(f".{name}" for name in _TEXT_NAMES.split())
-_LINES = frozenset({".jsonl", ".ndjson"})
-_ROW_SUFFIXES = _LINES | {".parquet"}
-_NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _PIECE_BYTES = 1 << 20
 _PARQUET_ROWS = 1024
 
@@ -78,16 +67,6 @@ class Corpus:
                 yield from file.texts([(row[0], row[1], row[2]) for row in rows.tolist()])
 
 
-def same_place(one: object, other: object) -> bool:
-    """Whether two config values name the same file, folder or glob."""
-    if one == other:
-        return True
-    words = {STDLIB, "byte", "char", "bpe"}
-    if not (isinstance(one, str) and isinstance(other, str)) or words & {one, other}:
-        return False
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
 def open_corpus(source: str, text_field: str) -> Corpus:
     """Open a corpus and determine the sizes of its documents.
 
@@ -98,7 +77,11 @@ def open_corpus(source: str, text_field: str) -> Corpus:
     Raises:
         ConfigError: there are no files, or rows lack `text_field`.
     """
-    found = _stdlib() if source == STDLIB else [_format(p, text_field) for p in _find(source)]
+    if source == STDLIB:
+        found: list[_Format] = [_TextFile(f, decodable_only=True) for f in standard_library()]
+    else:
+        files = find(source)
+        found = [_format(file, text_field, files.json_is_rows) for file in files.files]
     with progress(f"reading {source}") as advance:
         sizes_of_files = [np.fromiter(_told(file.sizes(), advance), np.int64) for file in found]
     sizes = np.concatenate(sizes_of_files) if sizes_of_files else np.empty(0, np.int64)
@@ -120,67 +103,17 @@ def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
 
     Raises ConfigError if there are no such files.
     """
-    files = [file for file in _find(source) if file.suffix.lower() in _LINES]
+    files = [file for file in find(source).files if suffix_of(file) in LINES]
     if not files:
         raise ConfigError.one(
-            f"{source} is no JSON Lines file ({', '.join(sorted(_LINES))})", key="data.source"
+            f"{source} is no JSON Lines file ({', '.join(sorted(LINES))})", key="data.source"
         )
     for path in files:
         for number, line in _JSONLines(path, "").lines():
             yield path, number, line
 
 
-def check_source(source: str) -> None:
-    """Raise ConfigError unless the source has files."""
-    if source != STDLIB:
-        _find(source)
-
-
-def _find(source: str) -> list[Path]:
-    path = Path(source)
-    if path.is_dir():
-        known = _TEXT_SUFFIXES | _ROW_SUFFIXES
-        files = [file for file in _walk(path) if file.suffix.lower() in known]
-        missing = f"the folder {source} has no text files"
-    elif path.exists():
-        return [path]
-    elif glob.has_magic(source):
-        # Path.glob rejects absolute patterns
-        matches = sorted(Path(name) for name in glob.glob(source, recursive=True))  # noqa: PTH207
-        files = [file for file in matches if file.is_file()]
-        missing = f"no file matches {source}"
-    else:
-        files, missing = [], f"there is no file or folder {source}"
-    if not files:
-        raise ConfigError.one(
-            missing,
-            where="data.source",
-            hint=near_path(source)
-            or f"give a file, a folder, a glob, or {STDLIB} for the Python standard library",
-            key="data.source",
-        )
-    return files
-
-
-def _walk(folder: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield files below a folder in a fixed order, without hidden files, byte code and what is in
-    folders named `without`."""
-    without |= {"__pycache__"}
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(n for n in folders if not n.startswith(".") and n not in without)
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _stdlib() -> list[_Format]:
-    root = Path(sysconfig.get_path("stdlib"))
-    return [
-        _TextFile(file, decodable_only=True)
-        for file in _walk(root, _NOT_OURS)
-        if file.suffix == ".py"
-    ]
-
-
-def _format(path: Path, text_field: str) -> _Format:
+def _format(path: Path, text_field: str, json_is_rows: bool) -> _Format:  # noqa: ARG001
     match path.suffix.lower():
         case ".jsonl" | ".ndjson":
             return _JSONLines(path, text_field)

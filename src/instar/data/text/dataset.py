@@ -15,8 +15,8 @@ from instar.config.user_code import load_named
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import Concatenated, DocumentSamples, Source, TokenWindows, mixture_order
 from instar.data.text.chat import MARKS, ChatSamples
-from instar.data.text.corpus import check_source
-from instar.data.text.prepare import default_path, is_made, parameters, prepare
+from instar.data.text.origin import default_path, first_path, parameters, source_files
+from instar.data.text.prepare import prepare, settle
 from instar.data.text.rows import open_rows
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.streams.index import check_stream, count_lanes, open_stream
@@ -53,13 +53,11 @@ def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path
     """
     absent = []
     for part in _parts(data, seed):
-        folder = Path(part.path or default_path(part, seed))
-        if is_made(folder, part, seed, say):
+        folder, is_complete = settle(part, seed, say)
+        if is_complete:
             continue
         absent.append(folder)
-        if part.kind in ("tokens", "chat"):
-            for source in filter(None, (part.source, part.val_source)):
-                check_source(source)
+        source_files(part)  # which must be there
     return absent
 
 
@@ -289,7 +287,7 @@ def _parts(data: DataConfig, seed: int) -> list[DataConfig]:
             "mixture": (),
         }
         own = data.model_copy(update=fields)
-        path = f"{data.path}/{number}" if data.path else default_path(own, seed)
+        path = f"{data.path}/{number}" if data.path else first_path(own, seed)
         parts.append(own.model_copy(update={"path": path}))
     return parts
 

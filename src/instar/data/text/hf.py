@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
+from instar.data.text.files import SourceFiles, find, suffix_of, walk
 from instar.record.progress import folder_bytes, progress
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-_PACKED = frozenset({".gz", ".bz2", ".xz", ".zst"})
 _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".jsonl": ("json", {}),
@@ -232,9 +232,25 @@ def _files(source: str) -> list[Path]:
         if not files:
             raise _at_source(f"no file matches {source}")
         return files
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source) or _suffix(path) in _FORMATS:
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source) or suffix_of(path) in _FORMATS:
         raise _nothing(source)
     return []
+
+
+def local_files(source: str) -> SourceFiles | None:
+    """Return the files of rows on this machine; None for a name on the hub.
+
+    Raises:
+        NoFiles: there are none.
+    """
+    path = Path(source)
+    if path.is_dir():
+        known = {*_FORMATS, ".arrow"}
+        inside = (file for file in walk(path) if suffix_of(file) in known)
+        return SourceFiles(path, tuple(inside))
+    if glob.has_magic(source) or path.exists():
+        return find(source)
+    return None
 
 
 def _nothing(source: str) -> ConfigError:
@@ -243,15 +259,10 @@ def _nothing(source: str) -> ConfigError:
     )
 
 
-def _suffix(path: Path) -> str:
-    plain = path.with_suffix("") if path.suffix.lower() in _PACKED else path
-    return plain.suffix.lower()
-
-
 def _format(files: list[Path]) -> tuple[str, dict[str, Any]]:
-    suffixes = sorted({_suffix(file) for file in files})
+    suffixes = sorted({suffix_of(file) for file in files})
     formats = {_FORMATS[suffix][0] for suffix in suffixes if suffix in _FORMATS}
-    unknown = next((file for file in files if _suffix(file) not in _FORMATS), None)
+    unknown = next((file for file in files if suffix_of(file) not in _FORMATS), None)
     if unknown is not None:
         raise _at_source(
             f"{unknown}: rows are not read from files like this",

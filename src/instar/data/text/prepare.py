@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
-import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
@@ -28,8 +24,20 @@ from instar.data.split import (
     first_bytes,
     whole,
 )
-from instar.data.text.corpus import STDLIB, Corpus, open_corpus, same_place
+from instar.data.text.corpus import Corpus, open_corpus
+from instar.data.text.files import SourceFiles, named
 from instar.data.text.hf import column_of, load_rows
+from instar.data.text.origin import (
+    NOTE,
+    check_made_from,
+    default_path,
+    is_made,
+    made_from,
+    next_path,
+    source_changes,
+    source_files,
+)
+from instar.data.text.provenance import Files, check_unchanged, survey, write_survey
 from instar.data.text.rows import (
     RowIndex,
     RowsRecord,
@@ -45,7 +53,6 @@ from instar.data.text.shards import (
     DATASET_FILE,
     Shard,
     ShardWriter,
-    TokenDataset,
     TokenizerRecord,
     open_dataset,
     write_once,
@@ -54,7 +61,6 @@ from instar.data.text.shards import (
 from instar.data.text.tokenizer import (
     SEPARATOR,
     TOKENIZER_FILE,
-    TRAINED,
     Tokenizer,
     in_pieces,
     load_tokenizer,
@@ -66,7 +72,6 @@ from instar.data.text.tokenizer import (
 from instar.record.atomic import atomic_dir
 from instar.record.progress import Advance, progress, tracked
 
-_PATHS = ("source", "val_source", "tokenizer")
 _BPE_SAMPLE_BYTES = 8 << 20
 _BATCH_CHARACTERS = min(16, max(4, os.cpu_count() or 1)) << 20
 """Characters encoded at once: `tokenizers` spreads pieces of 2^20 over all cores."""
@@ -88,12 +93,11 @@ def prepare(
     The selection of documents and the splits depend on the seed only. An existing data set is kept.
 
     Raises:
-        ConfigError: bad input, or the folder holds something else.
+        ConfigError: bad input, the folder holds something else, or the sources have changed since it was
+            prepared and `data.if_changed` refuses that.
     """
-    folder = Path(path or data.path or default_path(data, seed))
-    if is_made(folder, data, seed, say):
-        if data.kind == "rows":
-            _check_rows(folder, data, say)
+    folder, is_complete = settle(data, seed, say, path)
+    if is_complete:
         return folder
     if (folder / DATASET_FILE).exists():
         _add_training_tokens(folder, data, say)
@@ -101,7 +105,11 @@ def prepare(
     if data.kind == "chat":
         _prepare_chat(folder, data, seed, say)
         return folder
-    plan = _plan(data, seed, lambda amounts: say(f"preparing {amounts} → {folder}"))
+    tokenizer = named_tokenizer(data.tokenizer)
+    sources = source_files(data)
+    _say_left_out(sources, data, say)
+    files = survey(sources)
+    plan = _plan(data, seed, tokenizer, lambda amounts: say(f"preparing {amounts} → {folder}"))
     with atomic_dir(folder, key="data.path", first_wins=True) as aside:
         splits: dict[str, tuple[Shard, ...]] = {}
         for name, (documents, parts) in plan.splits.items():
@@ -115,9 +123,10 @@ def prepare(
             tokenizer=TokenizerRecord(plan.tokenizer.kind, plan.tokenizer.fingerprint),
             vocab_size=plan.tokenizer.vocab_size,
             splits=splits,
-            source=_made_from(data, seed, plan.wanted),
+            source=made_from(data, seed, plan.wanted),
         )
-    check_made_from(folder, data, seed, say)
+        _write_survey(aside, sources, files)
+    check_made_from(folder, data, seed)
     counts = (f"{name} {sum(s.count for s in shards):,}" for name, shards in splits.items())
     say(f"tokens: {', '.join(counts)}; vocabulary {plan.tokenizer.vocab_size:,}")
     return folder
@@ -126,67 +135,69 @@ def prepare(
 def _prepare_chat(folder: Path, data: DataConfig, seed: int, say: Say) -> None:
     from instar.data.text.chat import write_conversations
 
+    sources = source_files(data)
+    _say_left_out(sources, data, say)
+    files = survey(sources)
     say(f"preparing {data.source} → {folder}")
     with atomic_dir(folder, key="data.path", first_wins=True) as aside:
-        made_from = _made_from(data, seed, np.empty(0, dtype=np.int64))
-        counts = write_conversations(aside, data, seed, made_from)
-    check_made_from(folder, data, seed, say)
+        made = made_from(data, seed, np.empty(0, dtype=np.int64))
+        counts = write_conversations(aside, data, seed, made)
+        _write_survey(aside, sources, files)
+    check_made_from(folder, data, seed)
     say(f"tokens: {', '.join(f'{name} {count:,}' for name, count in counts.items())}")
 
 
-def is_made(folder: Path, data: DataConfig, seed: int, say: Say) -> bool:
-    """Whether the folder holds the complete data set of the config.
+def settle(
+    data: DataConfig, seed: int, say: Say, path: str | Path | None = None
+) -> tuple[Path, bool]:
+    """Return the folder of a config's data set, and whether the complete data set is there.
 
-    Raises ConfigError if the folder holds another data set, or something else.
+    Sources that have changed since are handled as `data.if_changed` says.
+
+    Raises:
+        ConfigError: see `prepare`.
     """
-    if (folder / DATASET_FILE).exists():
-        splits = check_made_from(folder, data, seed, say).splits
-        return data.read_from_start or "train" in splits
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError.one(
-            f"{folder} already exists and is not a data set",
-            where="data.path",
-            hint="give another folder",
-            key="data.path",
-        )
-    return False
+    folder = Path(path or data.path or default_path(data, seed))
+    if not is_made(folder, data, seed):
+        return folder, False
+    found = source_changes(folder, data)
+    for key in found.gone:
+        say(f"{NOTE}data.{key} {getattr(data, key)} is not there; the tokens in {folder} are used")
+    changed = [*found.changed]
+    if data.kind == "rows" and "source" not in found.gone and (changed or not found.has_files):
+        rows = _changed_rows(folder, data, say)
+        others = [text for text in changed if "data.source" not in text]
+        changed = changed if rows and changed else [*others, *rows]
+    if not changed:
+        return folder, True
+    text = f"{'; '.join(changed)} since {folder} was prepared"
+    if data.if_changed == "keep":
+        say(f"{NOTE}{text}; it is used as it was prepared")
+        return folder, True
+    is_named = bool(path or data.path)
+    if data.if_changed == "prepare" and not is_named:
+        say(f"{text}; it is prepared anew in another folder")
+        return Path(next_path(data, seed)), False
+    anew = "name another data.path" if is_named else "set data.if_changed: prepare"
+    raise ConfigError.one(
+        text,
+        where="data.source",
+        hint=f"{anew} to prepare it anew, or set data.if_changed: keep to use it as it was prepared",
+        key="data.source",
+    )
 
 
-def default_path(data: DataConfig, seed: int) -> str:
-    """Return the folder of a config without data.path; its name has a hash of `parameters`."""
-    stem = Path(data.source).stem or Path(data.source).resolve().name
-    names = [_plain(stem) or "text", _tokenizer_name(data.tokenizer)]
-    names += [str(data.vocab_size)] * (data.tokenizer == "bpe")
-    names += [str(data.max_bytes)] * (data.max_bytes is not None)
-    identity = msgspec.json.encode(parameters(data, seed), order="sorted")
-    return f"data/{'-'.join(names)}-{xxhash.xxh3_128_hexdigest(identity)[:8]}"
+def _say_left_out(sources: Mapping[str, SourceFiles], data: DataConfig, say: Say) -> None:
+    for key, files in sources.items():
+        if files.left_out:
+            say(f"left out of {getattr(data, key)}: {named(files.left_out)}")
 
 
-def parameters(data: DataConfig, seed: int) -> dict[str, Any]:
-    """Return all that determines a data set's content: fields of DataConfig, and the seed."""
-    fields = {"source", "tokenizer", "max_bytes", "val_fraction", "test_fraction"}
-    fields |= {"vocab_size"} if data.tokenizer == "bpe" else set()
-    fields |= {"val_source"} if data.val_source is not None else set()
-    if data.kind == "chat":
-        fields |= {"kind", "chat_template"}
-    elif data.kind != "tokens":
-        fields |= {"kind", "subset", "source_split"}
-        fields |= {"text_field" if data.tokens_field is None else "tokens_field"}
-    elif {data.source, data.val_source} - {None, STDLIB}:
-        fields |= {"text_field"}
-    return {"seed": seed} | {field: getattr(data, field) for field in sorted(fields)}
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
-
-
-def _tokenizer_name(name: str) -> str:
-    """Return a tokenizer's name for a path: the stem of its file, or its folder."""
-    if name in TRAINED:
-        return name
-    path = Path(name).resolve()
-    return _plain(path.parent.name if path.name == TOKENIZER_FILE else path.stem) or "file"
+def _write_survey(
+    aside: Path, sources: Mapping[str, SourceFiles], files: Mapping[str, Files]
+) -> None:
+    check_unchanged(sources, files)
+    write_survey(aside, files)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,8 +259,7 @@ class _Plan:
     wanted: Int64Array
 
 
-def _plan(data: DataConfig, seed: int, begins: Say) -> _Plan:
-    tokenizer = named_tokenizer(data.tokenizer)
+def _plan(data: DataConfig, seed: int, tokenizer: Tokenizer | None, begins: Say) -> _Plan:
     wanted = np.empty(0, dtype=np.int64)
     splits: dict[str, tuple[_Documents, Parts]] = {}
     if not data.read_from_start:
@@ -393,82 +403,27 @@ def _write_split(
     return writer.close(), sizes
 
 
-def _made_from(data: DataConfig, seed: int, wanted: Int64Array) -> dict[str, Any]:
-    """Return the source in a data set's record; `wanted` is the bytes taken, [documents]."""
-    source = parameters(data, seed)
-    source |= {"documents": int(np.count_nonzero(wanted)), "bytes": int(wanted.sum())}
-    paths = {key: source[key] for key in _PATHS if source.get(key) not in (None, STDLIB, *TRAINED)}
-    source["resolved"] = {key: os.path.realpath(path) for key, path in paths.items()}
-    if data.source == STDLIB:
-        source["python"] = platform.python_version()
-    elif Path(data.source).is_file():
-        source["file_bytes"] = Path(data.source).stat().st_size
-    return source
+def _changed_rows(folder: Path, data: DataConfig, say: Say) -> list[str]:
+    """Return a text if the source has other rows than those that were tokenized.
 
-
-def check_made_from(folder: Path, data: DataConfig, seed: int, say: Say) -> TokenDataset:
-    """Open the data set in a folder. Raises ConfigError if it was made from something else.
-
-    The seed is not compared: a folder that is named in the config fixes the splits for any seed of
-    the run. Paths are compared after they are resolved.
-    """
-    dataset = open_dataset(folder)
-    made = {"kind": "tokens", "val_source": None} | dict(dataset.source)
-    asked = {"kind": data.kind, "val_source": data.val_source} | parameters(data, seed)
-    lead_to: dict[str, str] = made.get("resolved", {})
-    differing = [
-        key
-        for key in asked
-        if key != "seed"
-        and made.get(key) != asked[key]
-        and not (key in _PATHS and same_place(lead_to.get(key, made.get(key)), asked[key]))
-        # the file's content is compared below, whatever the tokenizer was made from
-        and not (key == "tokenizer" and _is_file(asked[key]))
-    ]
-    if differing:
-        found = ", ".join(f"{key}={made.get(key)!r}, not {asked[key]!r}" for key in differing)
-        raise ConfigError.one(
-            f"the data set {folder} was made otherwise: {found}",
-            where="data.path",
-            hint="set these keys under data as it was made, or name another data.path",
-            key="data.path",
-        )
-    if _is_file(data.tokenizer):
-        tokenizer = named_tokenizer(data.tokenizer)
-        if tokenizer is not None and tokenizer.fingerprint != dataset.tokenizer_fingerprint:
-            raise ConfigError.one(
-                f"{data.tokenizer} is not the tokenizer that made the data set {folder}",
-                where="data.tokenizer",
-                hint="put back what it was, or name another data.path",
-                key="data.tokenizer",
-            )
-    source = Path(data.source)
-    is_compared = data.kind != "rows" and "file_bytes" in made and source.is_file()
-    if is_compared and source.stat().st_size != made["file_bytes"]:
-        say(f"note: {source} has changed since {folder} was made from it; the latter is used")
-    return dataset
-
-
-def _is_file(tokenizer: object) -> bool:
-    """Whether `data.tokenizer` is an existing file or folder, not a kind to train."""
-    return isinstance(tokenizer, str) and tokenizer not in TRAINED and Path(tokenizer).exists()
-
-
-def _check_rows(folder: Path, data: DataConfig, say: Say) -> None:
-    """Raise ConfigError if the source has other rows than those that were tokenized.
-
-    Rows that cannot be loaded any more are not checked. If their `datasets` fingerprint differs,
+    Rows that cannot be loaded any more are not compared. If their `datasets` fingerprint differs,
     for example because files were copied, their content is read once and compared.
     """
     index = read_index(folder, open_dataset(folder).tokenizer_fingerprint)
     try:
         rows = load_rows(data)
     except ConfigError as error:
-        say(f"note: {error.problems[0].message}; the tokens in {folder} are used")
-        return
-    if (index.record.rows, index.record.loaded) != (len(rows), rows._fingerprint):
-        tokenizer = load_tokenizer(folder)
-        _check_content(_open_rows(data, tokenizer), index.record, data, folder)
+        say(f"{NOTE}{error.problems[0].message}; the tokens in {folder} are used")
+        return []
+    if (index.record.rows, index.record.loaded) == (len(rows), rows._fingerprint):
+        return []
+    found = _open_rows(data, load_tokenizer(folder)).rows
+    if found is not None and (found.rows, found.content) == (
+        index.record.rows,
+        index.record.content,
+    ):
+        return []
+    return [f"the rows of data.source {data.source} have changed"]
 
 
 def _check_content(

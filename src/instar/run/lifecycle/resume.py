@@ -37,7 +37,7 @@ from instar.config.load import load as load_config
 from instar.config.origins import DEFAULT, DERIVED, PRESET, SET
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
-from instar.data.text.corpus import same_place
+from instar.data.text.files import same_place
 from instar.record.rundir import RunDir
 from instar.schedule.operations import (
     SETTING_OF,
@@ -54,6 +54,7 @@ resumed from, for restarted ranks."""
 
 
 STARTS_FROM = "model.from"
+CHANGED_SOURCES = "data.if_changed"
 
 DERIVES = "learning_rate.lr_decay_iters"
 """The only key that is derived from the budget if the config leaves it open."""
@@ -295,6 +296,8 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
         and not key.startswith(PRIVATE)
         and (loaded.origins.get(key) == SET or began_at.get(key, value) != value)
     }
+    if CHANGED_SOURCES in now:  # the run goes on with the data that it began with
+        chosen[CHANGED_SOURCES] = "keep"
     config = with_values(loaded.config, chosen)
     origins = {key: loaded.origins.get(key, DEFAULT) for key in changed}
     return Continuation(replace(loaded, config=config), began, history, changed, origins, launch)

@@ -1,0 +1,196 @@
+"""The files of a text source: which they are, in a fixed order, and what they hold by their names."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from instar.config.errors import ConfigError, ConfigProblem, near_path
+
+STDLIB = "stdlib"
+_TEXT_NAMES = """
+    txt text md markdown rst tex org log csv tsv html htm css xml json yaml yml toml ini cfg sql sh
+    py pyi pyx c h cc cpp cxx hpp cu rs go java kt scala js mjs jsx ts tsx rb pl php lua r jl swift
+    hs ml ex exs erl clj lisp el zig f90 m
+"""
+_TEXT = frozenset(f".{name}" for name in _TEXT_NAMES.split())
+LINES = frozenset({".jsonl", ".ndjson"})
+JSON, PARQUET = ".json", ".parquet"
+_ROWS = LINES | {PARQUET}
+PACKED = frozenset({".gz", ".bz2", ".xz", ".zst"})
+"""Endings of compressed files."""
+_COMPANION = re.compile(
+    r"(readme|license|licence|copying|notice|changelog|citation|contributing)\b.*|"
+    r"metadata\.\w+|dataset_infos?\.json|dataset_dict\.json|state\.json",
+    re.IGNORECASE,
+)
+"""Files about a data set, which are no part of it."""
+_NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_NAMED = 5
+
+
+class NoFiles(ConfigError):  # noqa: N818
+    """A source that names no files."""
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """The files that a source names.
+
+    `root` is the folder that their names begin in. `left_out` are names within it, some with a reason.
+    """
+
+    root: Path
+    files: tuple[Path, ...]
+    left_out: tuple[str, ...] = ()
+
+    def name(self, file: Path) -> str:
+        return os.path.relpath(file, self.root)
+
+    @property
+    def json_is_rows(self) -> bool:
+        """Whether JSON files hold rows; beside text they are text."""
+        return all(holds_rows(file) or suffix_of(file) == JSON for file in self.files)
+
+
+def suffix_of(path: Path) -> str:
+    """Return the ending of a file's name, without that of its compression."""
+    plain = path.with_suffix("") if path.suffix.lower() in PACKED else path
+    return plain.suffix.lower()
+
+
+def holds_rows(path: Path) -> bool:
+    """Whether a file named so holds rows, not text, even beside files of text."""
+    return suffix_of(path) in _ROWS
+
+
+def find(source: str, key: str = "data.source") -> SourceFiles:
+    """Return the files of a source: a file, a folder that is searched for text and rows, or a glob.
+
+    Where there are rows, or what a data set of the hub comes with, files about the data set (a
+    README, metadata) are left out.
+
+    Raises:
+        NoFiles: there are none.
+    """
+    path = Path(source)
+    if path.is_dir():
+        left_out: list[str] = []
+        known = _TEXT | _ROWS
+        files = []
+        for file in walk(path, left_out):
+            packed = file.suffix.lower() in PACKED
+            if suffix_of(file) in (LINES | {JSON} if packed else known):
+                files.append(file)
+            else:
+                left_out.append(os.path.relpath(file, path))
+        chosen = _of_data(path, files, is_of_hub=_is_of_hub(path))
+        chosen = SourceFiles(path, chosen.files, (*chosen.left_out, *left_out))
+        missing = f"the folder {source} has no text files"
+    elif path.exists():
+        return SourceFiles(path.parent, (path,))
+    elif glob.has_magic(source):
+        # Path.glob rejects absolute patterns
+        matches = sorted(Path(name) for name in glob.glob(source, recursive=True))  # noqa: PTH207
+        files = [file for file in matches if file.is_file()]
+        chosen = _of_data(_fixed(source), files, is_of_hub=False)
+        missing = f"no file matches {source}"
+    else:
+        chosen, missing = SourceFiles(path, ()), f"there is no file or folder {source}"
+    if not chosen.files:
+        raise NoFiles(
+            ConfigProblem(
+                (key,),
+                missing,
+                near_path(source)
+                or f"give a file, a folder, a glob, or {STDLIB} for the Python standard library",
+                place=key,
+            )
+        )
+    return chosen
+
+
+def same_place(one: object, other: object) -> bool:
+    """Whether two config values name the same file, folder or glob."""
+    if one == other:
+        return True
+    words = {STDLIB, "byte", "char", "bpe"}
+    if not (isinstance(one, str) and isinstance(other, str)) or words & {one, other}:
+        return False
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def standard_library() -> list[Path]:
+    """Return the modules of Python's standard library, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return [file for file in walk(root, without=_NOT_OURS) if file.suffix == ".py"]
+
+
+def walk(
+    folder: Path, left_out: list[str] | None = None, without: frozenset[str] = frozenset()
+) -> Iterator[Path]:
+    """Yield files below a folder in a fixed order, without hidden files, byte code and what is in
+    folders named `without`.
+
+    Linked folders, and folders of runs and prepared data, are not entered but noted in `left_out`.
+    """
+    without |= {"__pycache__"}
+    notes: list[str] = [] if left_out is None else left_out
+    for place, folders, names in os.walk(folder):
+        inside = sorted(n for n in folders if not n.startswith(".") and n not in without)
+        folders[:] = []
+        for name in inside:
+            path = Path(place, name)
+            if reason := _closed(path):
+                notes.append(f"{os.path.relpath(path, folder)}/ ({reason})")
+            else:
+                folders.append(name)
+        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+
+
+def named(names: Sequence[str]) -> str:
+    """Return some names as text: the first ones, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _closed(folder: Path) -> str:
+    """Return why a folder is not searched, or an empty string."""
+    if folder.is_symlink():
+        return "a link"
+    if (folder / "dataset.json").exists() and (folder / "tokenizer.json").exists():
+        return "prepared data"
+    if (folder / "run.yaml").exists() and (folder / "events.jsonl").exists():
+        return "a run"
+    return ""
+
+
+def _of_data(root: Path, files: Sequence[Path], *, is_of_hub: bool) -> SourceFiles:
+    """Return the files that are data, and those about them."""
+    if not (is_of_hub or any(map(holds_rows, files))):
+        return SourceFiles(root, tuple(files))
+    data = [file for file in files if not _COMPANION.fullmatch(file.name)]
+    about = tuple(os.path.relpath(file, root) for file in files if _COMPANION.fullmatch(file.name))
+    return SourceFiles(root, tuple(data), about)
+
+
+def _is_of_hub(folder: Path) -> bool:
+    """Whether a folder looks like one that was downloaded from the hub."""
+    if (folder / ".cache" / "huggingface").is_dir() or (folder / "dataset_infos.json").exists():
+        return True
+    try:
+        with (folder / "README.md").open("rb") as card:
+            return card.read(4) in (b"---\n", b"---\r")
+    except OSError:
+        return False
+
+
+def _fixed(pattern: str) -> Path:
+    """Return the folder that a glob begins in."""
+    parts = Path(pattern).parts
+    return Path(*parts[: next(n for n, part in enumerate(parts) if glob.has_magic(part))])
