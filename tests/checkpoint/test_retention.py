@@ -17,7 +17,7 @@ from instar.checkpoint.listing import (
     prunable,
     prune,
 )
-from instar.checkpoint.manifest import Facts, Manifest, read_manifest
+from instar.checkpoint.manifest import CheckpointError, Facts, Manifest, read_manifest
 from instar.checkpoint.store import load, publish
 
 
@@ -153,3 +153,14 @@ def test_no_more_and_no_less_than_asked_for_goes(
     assert there[: min(best, len(judged))] == judged[:best]
     asked = last + best + (0 if every is None else -(-len(losses) // every))
     assert len(kept) <= asked
+
+
+def test_nothing_is_deleted_where_a_link_leads(tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for step in (1, 2, 3):
+        save(mine, step)
+    theirs.mkdir()
+    (theirs / "checkpoints").symlink_to(mine / "checkpoints")
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        prune(theirs, RetentionPolicy(last=1))
+    assert names(mine) == ["step-1", "step-2", "step-3"]

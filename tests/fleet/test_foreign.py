@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import socket
 import stat
 import subprocess
@@ -23,7 +24,7 @@ from fleets import FleetPlace
 from instar.config.errors import ConfigError
 from instar.fleet import folder as folders
 from instar.fleet.lock import FolderLock, launcher_pid, seen_launcher
-from instar.fleet.state import Started, StateLog, boot_id, fold, read_events
+from instar.fleet.state import FOLDERS, Started, StateLog, boot_id, fold, read_events
 from instar.processes.identity import ProcessName
 
 KEPT = {
@@ -150,3 +151,44 @@ def test_a_launcher_whose_lock_may_not_be_read_is_found_in_the_record(
         assert seen_launcher(tmp_path) == launcher, change
     os.utime(tmp_path / "state.jsonl", (1.0, 1.0))
     assert seen_launcher(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_fleet_whose_folder_is_a_link_is_not_run(
+    place: FleetPlace, tmp_path: Path, name: str
+) -> None:
+    path = _theirs(place)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    if name == "logs":
+        shutil.rmtree(path / "logs")
+    (path / name).symlink_to(mine)
+    with pytest.raises(ConfigError, match=f"{name}: a symbolic link"):
+        FolderLock(path, 0.0)
+    assert not [*mine.iterdir()]
+
+
+def test_nothing_is_asked_where_a_link_leads(place: FleetPlace, tmp_path: Path) -> None:
+    path = _theirs(place)
+    with closing(FolderLock(path, 0.0)):
+        (path / "control").symlink_to(tmp_path)
+        code, output = place.run("stop", "theirs", "0")
+        assert code == 2
+        assert "cannot ask" in output
+        assert not (tmp_path / "0.stop").exists()
+
+
+def test_jobs_that_another_users_fleet_names_are_not_cancelled(
+    place: FleetPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _theirs(place)
+    (path / "slurm").mkdir()
+    jobs = path / "slurm" / "jobs.jsonl"
+    jobs.write_text('{"job": "1", "instances": [0]}')
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    folders.check_own(path)  # all are root's
+    for owned in (path, path / "fleet.json", jobs.parent, jobs):
+        os.chown(owned, 23456, -1)
+        with pytest.raises(ConfigError, match="another user, user 23456"):
+            folders.check_own(path)
+        os.chown(owned, 0, -1)

@@ -113,3 +113,13 @@ def test_a_control_folder_that_is_a_link_holds_no_requests(tmp_path: Path) -> No
     assert inbox.requests() == []
     inbox.clear()
     assert (mine / "game.save").exists()
+
+
+def test_no_request_is_put_into_what_a_control_folder_leads_to(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir(0o700)
+    (tmp_path / "control").symlink_to(mine)
+    with pytest.raises(OSError, match=r"symbolic|directory"):
+        ask(tmp_path / "control", "stop")
+    assert not [*mine.iterdir()]
+    assert mine.stat().st_mode & 0o777 == 0o700

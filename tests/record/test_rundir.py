@@ -14,6 +14,7 @@ from instar.config.errors import ConfigError
 from instar.config.sections import RecordConfig
 from instar.record.lock import lock_owner
 from instar.record.rundir import (
+    FOLDERS,
     LETTERS_AND_DIGITS,
     RunDir,
     RunDirBusy,
@@ -295,4 +296,26 @@ def test_of_a_stopped_process_that_trains_it_is_said_what_ends_it(tmp_path: Path
         process.kill()
         process.wait()
     with hold(run):
+        pass
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_run_whose_folder_is_a_link_is_not_trained(tmp_path: Path, name: str) -> None:
+    """What is deleted or written there would be another run's."""
+    mine, run = tmp_path / "mine", RunDir(tmp_path / "theirs")
+    (mine / name).mkdir(parents=True)
+    run.path.mkdir()
+    for target in (mine / name, tmp_path / "nowhere", Path(name)):
+        (run.path / name).symlink_to(target)
+        with pytest.raises(ConfigError, match=f"{name}: a symbolic link"), hold(run):
+            pass
+        (run.path / name).unlink()
+    (run.path / name).touch()
+    with pytest.raises(ConfigError, match="not a folder"), hold(run):
+        pass
+    (run.path / name).unlink()
+    (run.path / name).mkdir()
+    link = tmp_path / "link"  # the person who types it decides on that one
+    link.symlink_to(run.path)
+    with hold(RunDir(link)):
         pass

@@ -245,6 +245,17 @@ def test_a_folder_that_is_no_branch_is_not_taken_for_one(family: Path) -> None:
     assert record.read_bytes() == before
 
 
+def test_a_branch_that_is_a_link_is_not_trained(family: Path, tmp_path: Path) -> None:
+    """It could be the branch of another run with the trunk's name."""
+    branch = family.with_name("trunk.small")
+    mine = branch.rename(tmp_path / "mine")
+    branch.symlink_to(mine)
+    before = {path: path.stat().st_mtime_ns for path in mine.rglob("*")}
+    assert "symbolic link, which is not followed" in resume(family, code=2)
+    assert "symbolic link, which is not followed" in resume(family, "--from", "4", code=4)
+    assert {path: path.stat().st_mtime_ns for path in mine.rglob("*")} == before
+
+
 def entry(**given: Any) -> Mapping[str, Any]:
     return {**SMALL, **given}
 

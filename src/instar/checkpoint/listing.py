@@ -27,7 +27,7 @@ from instar.checkpoint.manifest import (
     read_manifest,
 )
 from instar.checkpoint.store import LATEST, Checkpoint, load, saved_at
-from instar.config.files import read_regular
+from instar.config.files import check_inside, read_regular
 from instar.record import atomic
 from instar.record.rundir import find_run
 
@@ -285,6 +285,10 @@ def prune(root: Path, keep: RetentionPolicy) -> list[Path]:
     Raises:
         CheckpointError: one cannot be deleted.
     """
+    try:
+        check_inside(root, ["checkpoints"])
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
     known = list(_manifests(checkpoints(root)))
     named = {pointed_at(root, pointer) for pointer in pointers(root)}
     removed = [path for path in prunable(known, keep, line_of(root)) if path not in named]

@@ -270,7 +270,7 @@ def chain_at(text: str) -> Path:
     from instar.checkpoint.delta.folder import files
     from instar.checkpoint.manifest import CheckpointError
     from instar.config.errors import ConfigError
-    from instar.record.rundir import RunDir, find_run
+    from instar.record.rundir import RunDir, check_folders, find_run
 
     path = Path(text)
     if files(path):
@@ -283,6 +283,7 @@ def chain_at(text: str) -> Path:
         raise CheckpointError(
             f"{run.path}: this run has no deltas; set checkpoint.delta.every to save some"
         )
+    check_folders(run)
     return run.deltas
 
 

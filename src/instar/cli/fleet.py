@@ -238,21 +238,28 @@ def logs(name: str, instance: str | None, process: str | None, follow: bool, lin
 def stop(name: str, instances: tuple[str, ...]) -> None:
     """Stop INSTANCES (indices or names) of a running fleet; the others go on."""
     from instar.fleet.engines import slurm
-    from instar.fleet.folder import find
-    from instar.fleet.launcher import CONTROL
+    from instar.fleet.folder import check_own, find
+    from instar.fleet.state import CONTROL
+    from instar.record.control import put_request
 
     folder = find(name)
     arrays = slurm.find(folder)
     if arrays is None:
         _running_launcher(folder)
-    (folder / CONTROL).mkdir(exist_ok=True)
+    else:
+        check_own(folder)
     indices = _indices(folder)
     for text in instances:
         index = text if text.isdecimal() else indices.get(text)
         if index is None:
             raise ConfigError.one(f"{name} has no instance '{text}'", where=str(folder))
         if arrays is None:
-            (folder / CONTROL / f"{index}.stop").touch()
+            path = folder / CONTROL / f"{int(index)}.stop"
+            try:
+                put_request(path)
+            except OSError as error:
+                text = f"cannot ask: {error.strerror}"
+                raise ConfigError.one(text, where=str(path.parent)) from None
         else:
             arrays.stop([int(index)], kill=False)
 

@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -70,6 +71,32 @@ def read_regular(path: Path | str, most_bytes: int = SMALL_BYTES, *, follow: boo
 def check_regular(path: Path | str, *, follow: bool = False) -> None:
     """Raise the OSError of `open_regular`, before a library opens the file by its name."""
     open_regular(path, follow=follow).close()
+
+
+def check_inside(folder: Path, names: Iterable[str]) -> None:
+    """Check that those of a folder's subfolders that exist are in it, before anything is written or
+    deleted there. A symbolic link leads to what belongs to something else.
+
+    Raises:
+        OSError: one is a symbolic link, or no folder.
+    """
+    for name in names:
+        with suppress(FileNotFoundError):
+            kind = (folder / name).lstat().st_mode
+            if stat.S_ISLNK(kind):
+                text = "a symbolic link, which is not followed"
+                raise OSError(errno.ELOOP, text, str(folder / name))
+            if not stat.S_ISDIR(kind):
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder / name))
+
+
+def open_inside(folder: Path) -> int:
+    """Open a folder to create files in it, and return its descriptor.
+
+    Raises:
+        OSError: it is missing, a symbolic link, or no folder.
+    """
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def make_folder(path: Path) -> None:

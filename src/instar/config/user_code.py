@@ -130,7 +130,7 @@ def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> N
     problems = []
     for key, text in named.items():
         files = [*_of_config(path), *([] if key == _PROGRAM else module_files(text))]
-        found = next(filter(None, map(_foreign, files)), None)
+        found = next(((file, owner) for file in files if (owner := foreign_owner(file))), None)
         if found is not None:
             file, owner = found
             problems.append(
@@ -191,15 +191,13 @@ def _of_config(path: str | None) -> Iterator[Path]:
         yield Path(path).absolute().parent
 
 
-def _foreign(path: Path) -> tuple[Path, str] | None:
-    """Return the file and its owner, if that is neither this user nor root."""
+def foreign_owner(path: Path) -> str:
+    """Return who owns a file or folder, if that is neither this user nor root; else ""."""
     try:
         owner = path.stat().st_uid
     except (OSError, ValueError):
-        return None
-    if owner in (os.geteuid(), 0):
-        return None
-    return path, _user(owner)
+        return ""
+    return "" if owner in (os.geteuid(), 0) else _user(owner)
 
 
 def _user(number: int) -> str:

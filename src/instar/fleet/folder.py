@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from instar.config.document import Document
 from instar.config.errors import ConfigError, SourceLocation, nearest, printable
 from instar.config.files import make_folder, read_regular
-from instar.config.user_code import check_trusted, is_trusted
+from instar.config.user_code import FLAG, TRUST_VARIABLE, check_trusted, foreign_owner, is_trusted
 from instar.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE, PART_VARIABLE
 from instar.fleet.load import LoadedFleet, resolve_beside
 from instar.fleet.lock import may_have_launcher
 from instar.fleet.spec import FleetSpec
-from instar.fleet.state import FLEETS, STATE_FILE
+from instar.fleet.state import FLEETS, JOBS, SLURM, STATE_FILE
 from instar.record.atomic import replace_file
 
 FORMAT = "instar-fleet/1"
@@ -145,18 +145,31 @@ def reopen(path: Path) -> FleetFolder:
     """
     kept, spec = _read(path)
     file = path / _FILE
-    if file.stat().st_uid not in (os.geteuid(), 0) and not is_trusted():
-        raise ConfigError.one(
-            "this fleet runs commands, and it belongs to another user",
-            where=str(file),
-            hint="--trust-code runs them as you",
-        )
+    check_own(path)
     whole = SourceLocation(str(file))
     loaded = LoadedFleet(spec, (Document(kept.spec, {(): (whole, whole)}),))
     cwd = Path(kept.cwd)
     if cwd != Path.cwd():
         path = path.absolute()
     return FleetFolder(path, loaded, kept.configs, kept.gpus, cwd)
+
+
+def check_own(path: Path) -> None:
+    """Check that a fleet's folder and the files that say what it runs are this user's or root's, or
+    that other users' code is trusted.
+
+    Raises:
+        ConfigError: they belong to another user.
+    """
+    if is_trusted():
+        return
+    for each in (path, path / _FILE, path / SLURM, path / SLURM / JOBS):
+        if owner := foreign_owner(each):
+            raise ConfigError.one(
+                f"this fleet runs commands and names jobs, and it belongs to another user, {owner}",
+                where=str(each),
+                hint=f"{FLAG}, or {TRUST_VARIABLE}=1, runs them as you",
+            )
 
 
 def describe(path: Path) -> tuple[FleetSpec, Path]:

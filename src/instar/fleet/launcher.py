@@ -25,6 +25,7 @@ from instar.fleet.nodes import Nodes
 from instar.fleet.placement import Gpu, Taken, holder_text, take
 from instar.fleet.plan import FleetPlan, Instance, Machine
 from instar.fleet.state import (
+    CONTROL,
     DONE,
     ENDED,
     STATE_FILE,
@@ -46,7 +47,6 @@ from instar.processes.spawner import Spawner
 if TYPE_CHECKING:
     from instar.fleet.search.trials import Trials
 
-CONTROL = "control"
 LAST_LINES = 15
 _TAIL_BYTES = 1 << 14
 _POLL_S = 0.5

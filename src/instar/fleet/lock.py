@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 
 from instar.config.errors import ConfigError
-from instar.fleet.state import STATE_FILE, boot_id, fold, part_name, read_events
+from instar.config.files import check_inside
+from instar.fleet.state import FOLDERS, STATE_FILE, boot_id, fold, part_name, read_events
 from instar.processes.identity import SAME_PROCESS_S, NotHolder
 from instar.record.lock import (
     NO_LOCKS,
@@ -45,11 +46,16 @@ class FolderLock:
 
     Raises:
         FolderBusy: another launcher has it, or such processes do not end in `patience_s` seconds.
-        ConfigError: the folder's file system has no locks, or its locks cannot be opened.
+        ConfigError: a folder in it is a symbolic link, its file system has no locks, or its locks
+            cannot be opened.
     """
 
     def __init__(self, folder: Path, patience_s: float, part: int | None = None) -> None:
         """`part`: the instance, if this host runs only that one; it has locks of its own."""
+        try:
+            check_inside(folder, FOLDERS)
+        except OSError as error:
+            raise ConfigError.one(str(error.strerror), where=str(error.filename)) from None
         self._descriptor = _opened(folder / part_name(_LOCK_FILE, part))
         deadline = time.monotonic() + patience_s
         # the host of a part may have lost touch with its engine, and is then ending

@@ -21,6 +21,14 @@ from instar.processes.spawner import Exit
 
 FLEETS = Path("fleets")
 STATE_FILE = "state.jsonl"
+CONTROL = "control"
+SLURM = "slurm"
+"""batch scripts, what hosts print, and the file of jobs"""
+JOBS = "jobs.jsonl"
+HOSTS = "hosts"
+"""what hosts in a Ray cluster print, one file per instance, and Ray's own messages"""
+FOLDERS = ("configs", CONTROL, "logs", "results", SLURM, HOSTS)
+"""the folders in a fleet's, which hold nothing of anything else"""
 _LARGEST_BYTES = 1 << 30
 
 Phase = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped", "pruned"]

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from instar.config.files import open_inside
+
 logger = logging.getLogger(__name__)
 
 Command = Literal["save", "stop"]
@@ -48,15 +50,33 @@ def ask(folder: Path, command: Command) -> Request:
     Raises:
         OSError: it cannot be written.
     """
+    path = folder / f"{secrets.token_hex(6)}.{command}"
+    put_request(path)
+    return Request(command, path)
+
+
+def put_request(path: Path) -> None:
+    """Creates an empty file in a control folder, which is created if missing.
+
+    Raises:
+        OSError: it cannot be written, or the folder is a symbolic link.
+    """
+    folder, created = path.parent, False
     with suppress(FileExistsError):
         folder.mkdir()
-        # everyone who may write to the run's folder may remove requests of others
-        with suppress(OSError):
-            os.chown(folder, -1, folder.parent.stat().st_gid)
-            folder.chmod(folder.parent.stat().st_mode & 0o777)
-    path = folder / f"{secrets.token_hex(6)}.{command}"
-    path.touch()
-    return Request(command, path)
+        created = True
+    descriptor = open_inside(folder)
+    try:
+        if created:
+            # everyone who may write to the folder above may remove requests of others
+            above = folder.parent.stat()
+            with suppress(OSError):
+                os.fchown(descriptor, -1, above.st_gid)
+                os.fchmod(descriptor, above.st_mode & 0o777)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        os.close(os.open(path.name, flags, 0o644, dir_fd=descriptor))
+    finally:
+        os.close(descriptor)
 
 
 class Inbox:

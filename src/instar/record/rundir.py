@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.config.errors import ConfigError, InstarError
-from instar.config.files import make_folder, open_regular, sync_name
+from instar.config.files import check_inside, make_folder, open_regular, sync_name
 from instar.processes.child import STATUS_STOPPED, process_state
 from instar.processes.identity import ProcessName
 from instar.record.atomic import TMP
@@ -36,6 +36,8 @@ LETTERS = "abcdefghjkmnpqrstuvwxyz"
 LETTERS_AND_DIGITS = LETTERS + "23456789"
 LOCK_WAIT_S = 0.1
 """How long to wait for a lock that another process may hold just to read who trains there."""
+FOLDERS = ("checkpoints", "deltas", "logs", "control", "columns", "test", "profile")
+"""The folders in a run's, which hold nothing of anything else."""
 _ID = re.compile(rf"[{LETTERS}][{LETTERS_AND_DIGITS}]{{4}}")
 
 
@@ -118,7 +120,9 @@ def hold(run: RunDir, warn: Callable[[str], None] = lambda _: None) -> Iterator[
 
     Raises:
         RunDirBusy: another process holds the lock.
+        ConfigError: see `check_folders`.
     """
+    check_folders(run)
     descriptor = open_lock(run.lock)
     try:
         deadline = time.monotonic() + LOCK_WAIT_S
@@ -130,6 +134,23 @@ def hold(run: RunDir, warn: Callable[[str], None] = lambda _: None) -> Iterator[
         yield
     finally:
         os.close(descriptor)
+
+
+def check_folders(run: RunDir) -> None:
+    """Checks that the folders of a run are its own, before anything is written or deleted in them.
+
+    Raises:
+        ConfigError: one is a symbolic link, or no folder.
+    """
+    try:
+        check_inside(run.path, FOLDERS)
+    except OSError as error:
+        raise ConfigError.one(
+            str(error.strerror),
+            where=str(error.filename),
+            hint="what a run keeps is in its folder; for another disk, put the whole run there: "
+            "record.out_dir",
+        ) from None
 
 
 def _lock_or_warn(descriptor: int, run: RunDir, warn: Callable[[str], None]) -> bool:

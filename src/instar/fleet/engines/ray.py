@@ -19,13 +19,12 @@ from instar.fleet.engines.remote import HostStatus, follow
 from instar.fleet.engines.work import Work
 from instar.fleet.plan import Instance
 from instar.fleet.spec import FleetSpec
+from instar.fleet.state import HOSTS
 from instar.processes.child import exit_text
 from instar.processes.spawner import Command
 
 LOCAL = "local"
 """the address of a cluster of this machine that the launcher starts"""
-HOSTS = "hosts"
-"""folder of what hosts print, one file per instance, and of Ray's own messages"""
 _LEAST_OBJECT_STORE_BYTES = 75 << 20
 _REASON_CHARS = 160
 _PLACED_S = 0.5

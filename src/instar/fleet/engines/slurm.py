@@ -23,10 +23,8 @@ from instar.fleet.engines.work import Work, left
 from instar.fleet.folder import FleetFolder
 from instar.fleet.lock import FolderBusy, FolderLock, launcher_pid
 from instar.fleet.plan import FleetPlan, Instance
+from instar.fleet.state import JOBS, SLURM
 
-FOLDER = "slurm"
-"""in a fleet's folder: batch scripts, what hosts print, and the file of jobs"""
-_JOBS = "jobs.jsonl"
 _POLL_S = 2.0
 _ANSWER_S = 60.0
 _WARNING = "SIGUSR1"
@@ -91,7 +89,7 @@ class SlurmArrays:
         self, folder: Path, plan: FleetPlan | None = None, gpus: str | None = None
     ) -> None:
         """`plan` and `gpus`: of what is submitted, see `script`."""
-        self._folder, self._plan, self._gpus = folder / FOLDER, plan, gpus
+        self._folder, self._plan, self._gpus = folder / SLURM, plan, gpus
         self._hosts: Mapping[int, HostStatus] = {}
         self._due = 0.0
 
@@ -102,7 +100,7 @@ class SlurmArrays:
         file = self._folder / "batch.sh"
         file.write_text(script(self._plan, self._folder.parent, self._gpus, indices))
         job = _slurm("sbatch", "--parsable", str(file)).partition(";")[0].strip()
-        with (self._folder / _JOBS).open("a") as jobs:
+        with (self._folder / JOBS).open("a") as jobs:
             jobs.write(json.dumps({"job": job, "instances": indices}) + "\n")
         self._due = 0.0
 
@@ -110,7 +108,7 @@ class SlurmArrays:
         """Return the id of the latest job array of each instance."""
         found: dict[int, str] = {}
         with suppress(OSError):
-            for line in read_regular(self._folder / _JOBS).splitlines():
+            for line in read_regular(self._folder / JOBS).splitlines():
                 with suppress(ValueError, KeyError, TypeError):
                     array = json.loads(line)
                     found |= {int(i): str(int(array["job"])) for i in array["instances"]}
@@ -161,7 +159,7 @@ class SlurmArrays:
 
 def find(folder: Path) -> SlurmArrays | None:
     """Return the job arrays of a fleet; None if it was never submitted to SLURM."""
-    return SlurmArrays(folder) if (folder / FOLDER / _JOBS).is_file() else None
+    return SlurmArrays(folder) if (folder / SLURM / JOBS).is_file() else None
 
 
 def script(plan: FleetPlan, folder: Path, gpus: str | None, indices: Collection[int] = ()) -> str:
@@ -191,7 +189,7 @@ def script(plan: FleetPlan, folder: Path, gpus: str | None, indices: Collection[
     asked_gpus = sum(each.gpus for each in needs) if gpus is None else 0
     indices = indices or [each.index for each in plan.instances]
     memory = sum(each.memory or 0 for each in needs)
-    logs = (folder / FOLDER).absolute()
+    logs = (folder / SLURM).absolute()
     asked: dict[str, Any] = {
         "partition": options.partition,
         "account": options.account,

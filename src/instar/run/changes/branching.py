@@ -133,6 +133,8 @@ def _check_existing(
 ) -> None:
     """Raise ValueError unless a folder is this branch; warn if it is of another course of the run."""
     name = change.operation.value
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a symbolic link, which is not followed; move it away")
     events = read_events(RunDir(folder).events) if RunDir(folder).events.is_file() else iter(())
     began = next(events, None)
     if not isinstance(began, Branched) or (began.parent, began.name) != (trunk.name, name):
@@ -201,6 +203,8 @@ def _relative(folder: Path, root: Path) -> Path:
 
 def _is_left(name: str, root: Path, parts: Components) -> bool:
     run = RunDir(folder_of(root, name))
+    if run.path.is_symlink():
+        raise ConfigError.one("a symbolic link, which is not followed", where=str(run.path))
     if not run.holds_run():
         parts.logger.console.warn(f"the branch {name} is gone: there is no run in {run.path}")
         return False

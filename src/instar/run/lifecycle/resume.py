@@ -38,7 +38,7 @@ from instar.config.origins import DEFAULT, DERIVED, PRESET, SET
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.data.text.files import same_place
-from instar.record.rundir import RunDir
+from instar.record.rundir import RunDir, check_folders
 from instar.schedule.operations import (
     SETTING_OF,
     History,
@@ -154,8 +154,10 @@ def choose(
 
     Raises:
         CheckpointError: there is no intact checkpoint; names what is wrong.
+        ConfigError: a folder of the run is not its own.
     """
     root = resume.run.path
+    check_folders(resume.run)
     if resume.fresh and not checkpoints(root):
         return None, []
     named = named_checkpoint(resume)
