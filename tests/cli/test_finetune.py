@@ -14,9 +14,10 @@ from pretrained import CONFIG, write_place
 from safetensors.torch import load_file
 from started import run_ranks
 from tiny_run import Place, acknowledged, codes, events, weights
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizer_layouts import write_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from instar.api import load_model, load_tokenizer
+from instar.api import evaluate, load_model, load_tokenizer
 from instar.cli.main import main
 
 Captured = pytest.CaptureFixture[str]
@@ -90,6 +91,42 @@ def test_a_run_makes_a_model_of_experts(
     ids = torch.arange(16)[None] * 7
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, load_model("run", "cpu")(ids))
+
+
+def test_a_model_sees_the_beginning_of_a_text_that_its_tokenizer_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """In training, in samples, and in `instar.evaluate`; the run and its export keep the ends of documents."""
+    monkeypatch.chdir(write_place("gemma2", tmp_path))
+    vocabulary = write_tokenizer("gemma2", kept := Path("other")).get_vocab()
+    rows = json.loads(Path("model/config.json").read_text())
+    sizes = {**rows, "vocab_size": len(vocabulary), "eos_token_id": 1, "bos_token_id": 2}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes)).save_pretrained("model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(kept / name, "model")
+    assert train("run", "train.until=1it") == 0
+    theirs = AutoTokenizer.from_pretrained("other")
+    ids = theirs("12 squared")["input_ids"]
+    assert ids[0] == theirs.bos_token_id
+    assert load_tokenizer("run").encode("12 squared").tolist() == ids
+    assert load_tokenizer("run").end_token == "<eos>"
+    found = evaluate("run", "12 squared", "cpu")
+    assert (found.tokens, found.bits_per_byte) == (len(ids) - 1, None)
+    model = load_model("run", "cpu")
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(
+            model(torch.tensor([ids]))[0, :-1], torch.tensor(ids[1:])
+        )
+    assert found.loss == pytest.approx(losses.item(), rel=1e-5)
+    capsys.readouterr()
+    asked = ["sample", "run", "--prompt", "12 sq", "--max-tokens", "4", "--temperature", "0"]
+    assert main(asked) == 0
+    told = capsys.readouterr().out
+    tokens = torch.tensor([theirs("12 sq")["input_ids"]])
+    for _ in range(4):
+        with torch.no_grad():
+            tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), 1)
+    assert told == theirs.decode(tokens[0, 1:]) + "\n"
 
 
 def test_two_ranks_are_the_same_run(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def stream_samples(
     path = _folder(checkpoint)
 
     from instar.checkpoint.manifest import CheckpointError
+    from instar.data.text.tokenizer import prompt_tokens
     from instar.models.sampling import continuations
 
     tokenizer = _tokenizer(path)
@@ -119,7 +120,7 @@ def stream_samples(
         tokens, end = _opened(path, tokenizer, prompt)
         stop = (*stop, *end)
     else:
-        tokens = tokenizer.encode(prompt).tolist()
+        tokens = prompt_tokens(tokenizer, prompt).tolist()
     if not tokens or "" in stop:
         where = "stop" if tokens else "prompt"
         raise ConfigError.one(
@@ -132,7 +133,7 @@ def stream_samples(
         for number, piece in pieces:
             if number > begun:
                 begun = number
-                yield number, "" if chat else tokenizer.decode(tokens)
+                yield number, "" if chat else tokenizer.decode(tokens[tokenizer.before.size :])
             yield number, piece
     except FloatingPointError as error:
         raise CheckpointError(f"{path}: {error}; use an earlier checkpoint") from error
@@ -145,18 +146,18 @@ class TextLoss:
     loss: float
     """mean over tokens, nats"""
     tokens: int
-    """predicted: all but the first"""
-    bytes: int
-    """of the text, UTF-8"""
+    """predicted: all but the first, which may be one that the tokenizer adds to a text"""
+    bytes: int | None
+    """of UTF-8 text that the predicted tokens stand for; None if unknown, as in training"""
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
 
     @property
-    def bits_per_byte(self) -> float:
-        """Comparable between tokenizers."""
-        return self.loss * self.tokens / self.bytes / math.log(2)
+    def bits_per_byte(self) -> float | None:
+        """Comparable between tokenizers: the metric of that name in training; None where that is absent."""
+        return self.loss * self.tokens / self.bytes / math.log(2) if self.bytes else None
 
 
 def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
@@ -170,11 +171,13 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
 
     import torch
 
+    from instar.data.text.tokenizer import token_bytes
     from instar.models.module import enough_threads
     from instar.models.shape import count_parameters
     from instar.record.progress import tracked
 
-    ids = _tokenizer(path).encode(text).tolist()
+    tokenizer = _tokenizer(path)
+    ids = tokenizer.encode(text).tolist()
     if len(ids) < 2:
         raise ConfigError.one(f"the text has {len(ids)} tokens; give at least two")
     model = _load(path, device)
@@ -187,7 +190,9 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
         for begin in tracked(begins, "evaluating", "windows", len(begins)):
             window_1T = torch.tensor([ids[begin : begin + context + 1]], device=place)
             total += float(model(window_1T[:, :-1], window_1T[:, 1:]))
-    return TextLoss(total / (len(ids) - 1), len(ids) - 1, len(text.encode()))
+    known = token_bytes(tokenizer)
+    size = None if known is None else int(known[ids[1:]].sum())
+    return TextLoss(total / (len(ids) - 1), len(ids) - 1, size)
 
 
 def _folder(checkpoint: Source) -> Path:

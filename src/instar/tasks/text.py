@@ -22,11 +22,12 @@ from instar.data.source import IGNORED, Source, windows_of
 from instar.data.text import dataset as data
 from instar.data.text.dataset import DataSet
 from instar.data.text.tokenizer import (
-    TOKENIZER_FILE,
     Tokenizer,
     load_tokenizer,
     named_tokenizer,
+    prompt_tokens,
     token_bytes,
+    tokenizer_files,
 )
 from instar.models.cost import bf16_pays, flops_per_token
 from instar.models.shape import TransformerShape
@@ -153,8 +154,9 @@ class TextSpec(TaskSpec):
 
     @property
     def kept(self) -> dict[str, Path]:
-        """The tokenizer's file."""
-        return {TOKENIZER_FILE: self.opened.path / TOKENIZER_FILE}
+        """The tokenizer's files."""
+        names = tokenizer_files(load_tokenizer(self.opened.path))
+        return {name: self.opened.path / name for name in names}
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         return self.opened.train(context, seed)
@@ -271,7 +273,7 @@ class TextTask(Task):
         from instar.models.sampling import generate
 
         device = next(model.parameters()).device
-        start = torch.tensor([tokenizer.encode(prompt).tolist()], device=device)
+        start = torch.tensor([prompt_tokens(tokenizer, prompt).tolist()], device=device)
         written = generate(
             cast("LanguageModel", model),
             start,

@@ -6,7 +6,6 @@ says that the token is a target, bit 1 that a conversation begins with it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from instar.data.order import Int64Array
 from instar.data.source import IGNORED, check_indices
 from instar.data.split import Parts, divide_whole, whole
 from instar.data.text.corpus import read_lines
+from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG, read_json, special_tokens
 from instar.data.text.shards import (
     ShardWriter,
     TokenizerRecord,
@@ -32,11 +32,11 @@ from instar.data.text.shards import (
     write_record,
 )
 from instar.data.text.tokenizer import (
-    TOKENIZER_FILE,
     BPETokenizer,
     Tokenizer,
     folder_of,
     named_tokenizer,
+    tokenizer_files,
 )
 
 PLAIN = """\
@@ -140,14 +140,9 @@ def template_beside(
     Args:
         follow: whether files of the folder may be symbolic links, as in the cache of the hub.
     """
-    config = _json(beside / "tokenizer_config.json", follow)
-    special: dict[str, Any] = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            special[name] = token
-    special.setdefault("eos_token", tokenizer.end_token or "")
+    config = read_json(beside / TOKENIZER_CONFIG, follow=follow)
+    special: dict[str, Any] = {"eos_token": tokenizer.end_token or ""}
+    special |= special_tokens(beside, follow=follow)
     if given is not None:
         return ChatTemplate(_text(given, follow=True), special)
     if (beside / "chat_template.jinja").is_file():
@@ -166,14 +161,6 @@ def _text(path: Path, *, follow: bool) -> str:
         raise ConfigError.one(
             f"data.chat_template: cannot read {path}: {error}", key="data.chat_template"
         ) from None
-
-
-def _json(path: Path, follow: bool) -> dict[str, Any]:
-    try:
-        found = json.loads(read_regular(path, follow=follow)) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError.one(f"cannot be read: {error}", where=str(path)) from None
-    return found if isinstance(found, dict) else {}
 
 
 def conversations(source: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -276,7 +263,8 @@ def write_conversations(
         (aside / MARKS, 4, written[1]),
         (aside, tokenizer.vocab_size, written[0]),
     ):
-        write_once(folder / TOKENIZER_FILE, tokenizer.to_json().encode())
+        for name, content in tokenizer_files(tokenizer).items():
+            write_once(folder / name, content)
         write_record(folder, tokenizer=record, vocab_size=size, splits=found, source=source)
     return {name: sum(shard.count for shard in shards) for name, shards in written[0].items()}
 

@@ -60,12 +60,13 @@ from instar.data.text.shards import (
 )
 from instar.data.text.tokenizer import (
     SEPARATOR,
-    TOKENIZER_FILE,
     Tokenizer,
     in_pieces,
     load_tokenizer,
     named_tokenizer,
     separator_of,
+    surroundings,
+    tokenizer_files,
     train_bpe,
     train_char,
 )
@@ -117,7 +118,8 @@ def prepare(
             if name == "train" and documents.rows is not None:
                 index = RowIndex(documents.rows, parts[:, 0].copy(), sizes)
                 write_index(aside, index, plan.tokenizer.fingerprint)
-        write_once(aside / TOKENIZER_FILE, plan.tokenizer.to_json().encode())
+        for name, content in tokenizer_files(plan.tokenizer).items():
+            write_once(aside / name, content)
         write_record(
             aside,
             tokenizer=TokenizerRecord(plan.tokenizer.kind, plan.tokenizer.fingerprint),
@@ -128,7 +130,12 @@ def prepare(
         _write_survey(aside, sources, files)
     check_made_from(folder, data, seed)
     counts = (f"{name} {sum(s.count for s in shards):,}" for name, shards in splits.items())
-    say(f"tokens: {', '.join(counts)}; vocabulary {plan.tokenizer.vocab_size:,}")
+    told = f"tokens: {', '.join(counts)}; vocabulary {plan.tokenizer.vocab_size:,}"
+    say(
+        told
+        if data.tokens_field is not None
+        else f"{told}; documents {surroundings(plan.tokenizer)}"
+    )
     return folder
 
 
@@ -344,23 +351,33 @@ def _pieces(corpus: Corpus, parts: Parts) -> Iterator[tuple[int, str | None]]:
 
 
 def _encoded(tokenizer: Tokenizer, corpus: Corpus, parts: Parts, advance: Advance) -> Pieces:
-    """Yield the tokens of the parts' text, with a separator between documents."""
-    separator = separator_of(tokenizer)
-    batch: list[tuple[int, str | None]] = []
+    """Yield the tokens of the parts' text, each with what the tokenizer adds to a text, and a separator between
+    documents."""
+    begin, end, separator = tokenizer.before, tokenizer.after, separator_of(tokenizer)
+    batch: list[tuple[int, str | NDArray[Any]]] = []
 
     def tokens() -> Pieces:
-        encoded = iter(tokenizer.encode_batch([text for _, text in batch if text is not None]))
+        texts = [text for _, text in batch if isinstance(text, str)]
+        encoded = iter(tokenizer.encode_batch(texts))
         for number, piece in batch:
-            yield number, separator if piece is None else next(encoded)
-            advance(len((piece or "").encode()))
+            if isinstance(piece, str):
+                yield number, next(encoded)
+                advance(len(piece.encode()))
+            else:
+                yield number, piece
 
     characters = 0
+    batch.append((0, begin))
     for number, piece in _pieces(corpus, parts):
-        batch.append((number, piece))
-        characters += len(piece or "")
+        if piece is None:
+            batch += [(number, end), (number, separator), (number + 1, begin)]
+        else:
+            batch.append((number, piece))
+            characters += len(piece)
         if characters >= _BATCH_CHARACTERS:
             yield from tokens()
             batch, characters = [], 0
+    batch.append((len(parts) - 1, end))
     yield from tokens()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
+from instar.data.text.foreign.special_tokens import (
+    TOKENIZER_CONFIG,
+    EndToken,
+    added_to_text,
+    end_token_of,
+)
 
 TOKENIZER_FILE = "tokenizer.json"
 FORMAT = "instar-tokenizer/1"
@@ -28,17 +35,18 @@ SEPARATOR = "\n"
 TRAINED = ("byte", "char", "bpe")
 """The values of `data.tokenizer` other than a file."""
 
-_ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _PIECE_CHARACTERS = 1 << 20
 
 TokenIds = NDArray[np.uint32]
+_NONE: TokenIds = np.empty(0, dtype=np.uint32)
 
 
 class Tokenizer(Protocol):
     """Encodes text to tokens and decodes them.
 
-    `kind` is byte, char or bpe; `fingerprint` is the xxh3-128 of the saved JSON; `end_id` and
-    `end_token` are the end-of-document token, if there is one.
+    `kind` is byte, char or bpe; `fingerprint` is the xxh3-128 of what decides the tokens of a text; `end_id`
+    and `end_token` are the end-of-document token, if there is one; `before` and `after` are the tokens that
+    the tokenizer itself adds to a text, such as the beginning-of-sequence token.
     """
 
     @property
@@ -51,10 +59,18 @@ class Tokenizer(Protocol):
     def end_id(self) -> int | None: ...
     @property
     def end_token(self) -> str | None: ...
+    @property
+    def before(self) -> TokenIds: ...
+    @property
+    def after(self) -> TokenIds: ...
 
-    def encode(self, text: str) -> TokenIds: ...
+    def encode(self, text: str) -> TokenIds:
+        """Return the tokens of a text, with those that the tokenizer adds to it."""
+        ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Return the tokens of pieces of texts, to which nothing is added."""
+        ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -69,6 +85,7 @@ class ByteTokenizer:
     vocab_size = 256
     end_id = None
     end_token = None
+    before = after = _NONE
 
     @property
     def fingerprint(self) -> str:
@@ -96,6 +113,7 @@ class CharTokenizer:
     kind = "char"
     end_id = None
     end_token = None
+    before = after = _NONE
 
     @property
     def vocab_size(self) -> int:
@@ -133,17 +151,31 @@ class BPETokenizer:
     """Byte-level byte-pair encoding, or any other model saved as JSON by the `tokenizers` library.
 
     Special tokens are never parsed in text: "<|end|>" in a document is seven characters. Each text
-    is encoded whole and separately; truncation and padding in the file are ignored.
+    is encoded whole and separately; truncation and padding in the file are ignored. `encode` adds what the
+    file's post-processor adds to a text, as transformers does.
     """
 
     kind = "bpe"
 
     def __init__(self, saved: str) -> None:
+        """Parse the JSON. Raises any exception of the parser."""
         self._saved = saved
         self._model = tokenizers.Tokenizer.from_str(saved)
         self._model.encode_special_tokens = True
         self._model.no_truncation()
         self._model.no_padding()
+        content = json.loads(saved)
+        self.added = tuple(token["content"] for token in content.get("added_tokens") or ())
+        before, after = added_to_text(content.get("post_processor"))
+        self.before: TokenIds = np.array(before, dtype=np.uint32)
+        self.after: TokenIds = np.array(after, dtype=np.uint32)
+        self._end = EndToken(END if self.added == (END,) else None, "no file says it")
+
+    def with_end(self, end: EndToken) -> BPETokenizer:
+        """Return this tokenizer with another end-of-document token."""
+        other = copy.copy(self)
+        other._end = end
+        return other
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
@@ -158,22 +190,29 @@ class BPETokenizer:
 
     @property
     def fingerprint(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self._saved.encode())
+        """Of the file, and of what surrounds a text."""
+        around = ""
+        if self.before.size or self.after.size or self.end_token not in (None, END):
+            around = json.dumps([self.before.tolist(), self.after.tolist(), self.end_token])
+        return xxhash.xxh3_128_hexdigest((self._saved + around).encode())
 
     @property
     def end_token(self) -> str | None:
-        """This package's end-of-document token, or a common name of it in other tokenizers."""
-        return next((end for end in _ENDS if self._model.token_to_id(end) is not None), None)
+        """The end-of-document token of `train_bpe`, or the one that the files beside the tokenizer name."""
+        return self._end.token
 
     @property
     def end_id(self) -> int | None:
-        if (end := self.end_token) is None:
-            return None
-        found: int | None = self._model.token_to_id(end)
-        return found
+        return None if self.end_token is None else self.vocabulary[self.end_token]
+
+    @property
+    def missing_end(self) -> str:
+        """Why no end-of-document token is known of a tokenizer with special tokens; empty if one is, or if it
+        has no such tokens."""
+        return self._end.missing if self._end.token is None and self.added else ""
 
     def encode(self, text: str) -> TokenIds:
-        return self.encode_batch([text])[0]
+        return np.concatenate([self.before, *self.encode_batch([text]), self.after])
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         well_formed = [text.encode("utf-8", "replace").decode() for text in texts]
@@ -188,10 +227,44 @@ class BPETokenizer:
         return self._saved
 
 
+def prompt_tokens(tokenizer: Tokenizer, text: str) -> TokenIds:
+    """Return the tokens of a text that goes on: without those that the tokenizer adds after one."""
+    return np.concatenate([tokenizer.before, *tokenizer.encode_batch([text])])
+
+
 def separator_of(tokenizer: Tokenizer) -> TokenIds:
-    """Return the tokens between two documents: the end-of-document token, or those of a newline."""
+    """Return the tokens between two documents: the end-of-document token, unless the tokenizer itself ends a
+    text with it; those of a newline if the tokenizer has no such tokens.
+
+    Raises:
+        ConfigError: nothing says which of its tokens ends a document.
+    """
     end = tokenizer.end_id
-    return tokenizer.encode(SEPARATOR) if end is None else np.array([end], dtype=np.uint32)
+    if tokenizer.after.size and end in (None, tokenizer.after[-1]):
+        return _NONE
+    if end is not None:
+        return np.array([end], dtype=np.uint32)
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.missing_end:
+        raise ConfigError.one(
+            f"nothing says which token of the tokenizer ends a document: {tokenizer.missing_end}",
+            where="data.tokenizer",
+            hint=f'name it in {TOKENIZER_CONFIG} beside its {TOKENIZER_FILE}: {{"eos_token": "…"}}',
+            key="data.tokenizer",
+        )
+    return tokenizer.encode_batch([SEPARATOR])[0]
+
+
+def surroundings(tokenizer: Tokenizer) -> str:
+    """Return in words what surrounds a document, e.g. "<bos> … </s>"; raises as `separator_of`."""
+    if not isinstance(tokenizer, BPETokenizer):
+        return "… newline"
+    ids = [*tokenizer.before.tolist(), None, *tokenizer.after.tolist()]
+    separator = separator_of(tokenizer).tolist()
+    ids += separator if tokenizer.end_id is not None else []
+    texts = {number: text for text, number in tokenizer.vocabulary.items()}
+    words = ["…" if number is None else texts.get(number, str(number)) for number in ids]
+    words += ["newline"] if separator and tokenizer.end_id is None else []
+    return " ".join(words)
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
@@ -325,6 +398,15 @@ def named_tokenizer(name: str) -> Tokenizer | None:
     return None if file is None else _read(file)
 
 
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files that `load_tokenizer` reads: the tokenizer's, and one that names its end-of-document token
+    if the former does not."""
+    files = {TOKENIZER_FILE: tokenizer.to_json()}
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_token not in (None, END):
+        files[TOKENIZER_CONFIG] = json.dumps({"eos_token": tokenizer.end_token})
+    return {name: content.encode() for name, content in files.items()}
+
+
 def _read(file: Path) -> Tokenizer:
     try:
         saved = read_regular(file, follow=True)
@@ -333,9 +415,13 @@ def _read(file: Path) -> Tokenizer:
     except OSError as error:
         raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from error
     try:
-        return from_json(saved.decode("utf-8"))
+        tokenizer = from_json(saved.decode("utf-8"))
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError.one(f"not a saved tokenizer: {error}", where=str(file)) from None
+    if not isinstance(tokenizer, BPETokenizer) or tokenizer.end_token is not None:
+        return tokenizer
+    end = end_token_of(file.parent, tokenizer.vocabulary, tokenizer.added, follow=True)
+    return tokenizer.with_end(end)
 
 
 def from_json(saved: str) -> Tokenizer:

@@ -17,10 +17,11 @@ from tokenizers import Tokenizer as Fast
 
 from instar.checkpoint.manifest import CheckpointError, read_json
 from instar.config.sections import Operation
+from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.operators import check
 from instar.growth.plan import SPECIAL, GrowthError, VocabularyMap
-from instar.models.hf.tokenizer import TOKENIZER_CONFIG, letter
+from instar.models.hf.tokenizer import letter
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPARE_IDS = 1024

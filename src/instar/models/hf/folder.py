@@ -28,14 +28,20 @@ from instar.checkpoint.store import Checkpoint, publish
 from instar.checkpoint.tensor_file import Outline, outlines
 from instar.config.language import DataConfig, LanguageConfig
 from instar.config.origins import resolved
-from instar.data.text.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
+from instar.data.text.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_files,
+)
 from instar.models.architecture import Architecture, section_of
 from instar.models.hf import CONFIG
 from instar.models.hf.config import from_config, read_config, style_of, to_config
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.saved import PretrainedExport, is_of_transformers, pretrained_shape
 from instar.models.hf.tensors import conversions, from_tensors, to_tensors
-from instar.models.hf.tokenizer import TOKENIZER_CONFIG, from_fast, to_fast
+from instar.models.hf.tokenizer import from_fast, to_fast
 from instar.models.hf.weights import MAX_SHARD_BYTES, encode, read_weights, write_weights
 from instar.models.shape import ArchitectureError
 from instar.record import atomic
@@ -184,8 +190,8 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
     ):
         run = RunDir(temporary)
         run.logs.mkdir()
-        if tokenizer:
-            atomic.write_synced(temporary / TOKENIZER_FILE, tokenizer.to_json().encode())
+        for name, content in tokenizer_files(tokenizer).items() if tokenizer else ():
+            atomic.write_synced(temporary / name, content)
         atomic.write_synced(run.config, resolved(config, origins).encode())
         facts = Facts(
             tokenizer=tokenizer.fingerprint if tokenizer else "",

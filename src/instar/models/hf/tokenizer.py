@@ -7,6 +7,7 @@ import json
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
+from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
 from instar.data.text.tokenizer import (
     UNKNOWN,
     BPETokenizer,
@@ -15,7 +16,6 @@ from instar.data.text.tokenizer import (
     Tokenizer,
 )
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (
     TOKENIZER_CONFIG,

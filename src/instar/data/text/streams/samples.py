@@ -90,15 +90,15 @@ class SampleStream(Protocol):
 class TokenLanes:
     """Lanes of tokenized documents: token ids are used as they are, texts are encoded.
 
-    `separator` is inserted between two text documents, as in prepared token shards, and not between
-    documents of ids.
+    Texts begin and end with what the tokenizer adds to a text, and `separator` is inserted between two of them,
+    as in prepared token shards. Documents of ids are what they are.
     """
 
     def __init__(self, items: ItemStream, tokenizer: Tokenizer, *, ids: bool) -> None:
         self._items, self._tokenizer = items, tokenizer
         self.dtype = token_dtype(tokenizer.vocab_size)
-        separator = separator_of(tokenizer)
-        self.separator: Tokens = (separator[:0] if ids else separator).astype(self.dtype)
+        separator = np.empty(0, np.uint32) if ids else separator_of(tokenizer)
+        self.separator: Tokens = separator.astype(self.dtype)
         self.lanes = items.lanes
         self.place = items.place
         self.fingerprint = f"{items.fingerprint}/{tokenizer.fingerprint}"
@@ -115,11 +115,14 @@ class TokenLanes:
                 yield from self._of_texts(at, first, batch)
 
     def _of_texts(self, part: int, first: int, batch: list[str]) -> Iterator[Documents]:
+        before, after = self._tokenizer.before, self._tokenizer.after
         for begin, texts in _some_at_a_time(batch):
             pieces = [list(in_pieces([text])) for text in texts if text]
             encoded = iter(self._tokenizer.encode_batch(list(itertools.chain(*pieces))))
-            documents = [
-                np.concatenate([next(encoded) for _ in document]).astype(self.dtype)
+            documents: list[Tokens] = [
+                np.concatenate([before, *(next(encoded) for _ in document), after]).astype(
+                    self.dtype
+                )
                 for document in pieces
             ]
             if documents:

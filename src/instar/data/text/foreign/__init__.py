@@ -1,0 +1,1 @@
+"""What comes with a tokenizer of transformers: special tokens, and what surrounds a text."""
