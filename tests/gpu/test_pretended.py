@@ -12,6 +12,7 @@ from typing import Any
 
 import pretended
 import pytest
+import states
 import torch
 from forks import Forks, children_as_ranks
 from tiny_run import codes, said
@@ -162,6 +163,17 @@ def test_a_run_goes_on_where_it_was_saved(losses: Losses, tmp_path: Path) -> Non
     assert resume(tmp_path / "parts", "train.until=4it") == whole
     saved = load_checkpoint(tmp_path / "parts" / "checkpoints" / "step-4").tensors("model")
     assert all(type(tensor) is torch.Tensor for tensor in saved.values())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_states_of_parameters_that_are_not_contiguous_are_resumed(
+    losses: Losses, tmp_path: Path
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(states.CONFIG)
+    kind = ("model.kind=channels last", "test.at_end=false")
+    whole = losses("whole", *kind)
+    losses("parts", *kind, "train.until=5it")
+    assert resume(tmp_path / "parts", f"train.until={states.STEPS}it") == whole
 
 
 def test_samples_are_pinned_by_the_thread_that_reads_ahead(

@@ -279,6 +279,50 @@ def test_a_module_of_ones_own_with_a_shape_grows() -> None:
     assert optimizer.state[model.up.weight]["exp_avg"].shape == (32, 8)
 
 
+@dataclass(frozen=True)
+class Pixels(Shape):
+    channels: int = 4
+    colours: int = 3
+
+    def table(self, table: Table) -> None:
+        table.conv("up", "channels", "colours", (3, 3))
+        table.conv("down", "colours", "channels", (3, 3))
+
+
+class Image(nn.Module):
+    def __init__(self, shape: Pixels) -> None:
+        super().__init__()
+        self.shape = shape
+        self.up = nn.Conv2d(shape.colours, shape.channels, 3)
+        self.down = nn.Conv2d(shape.channels, shape.colours, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(self.up(x).tanh())
+        return found
+
+
+def test_growth_keeps_the_order_in_memory_and_states_have_that_of_their_parameters() -> None:
+    """A fused kernel walks the memory of a parameter and of its state, and does not look at strides."""
+    x, trained = torch.randn(2, 3, 6, 6), []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = Image(Pixels()).to(memory_format=layout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        for number in range(4):
+            if number == 2:
+                wider = {"axis": "channels", "size": 6}
+                grow(model, "widen", wider, optimizer=optimizer, probe=(x,))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert model.up.weight.shape == (6, 3, 3, 3)
+        assert model.up.weight.is_contiguous(memory_format=layout)
+        for parameter, state in optimizer.state.items():
+            assert state["exp_avg"].stride() == parameter.stride()
+        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*trained)
+
+
 class NoShape(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -5,18 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
 
 from instar.config.schema import OptimizerConfig
+from instar.data.loader import MicroBatch, StepBatch, StepPlan
+from instar.distributed.world import World
 from instar.run.loop.optimizer import (
     build_optimizers,
+    check_covered,
     group_parameters,
     load_optimizer_tensors,
     optimizer_tensors,
     set_learning_rate,
 )
+from instar.run.parallel.elastic import VirtualRanks
+from instar.run.parallel.strategy import MicroBatchCalls
 
 SHAPES = {
     "token_embedding.weight": 2,
@@ -143,3 +149,85 @@ def test_optimizers_are_torchs_without_the_import_of_its_compiler() -> None:
         [sys.executable, "-W", "error", "-c", STEPS], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(6, 4),
+    "transposed": lambda: torch.randn(4, 6).t(),
+    "with gaps": lambda: torch.randn(6, 8)[:, ::2],
+    "channels last": lambda: torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    "empty": lambda: torch.randn(0, 4),
+    "a number": lambda: torch.tensor(0.5),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_updates_follow_the_elements_however_they_lie_in_memory_also_with_loaded_states(
+    name: str, layout: str
+) -> None:
+    """As torch's own optimizer of a contiguous copy, one element at a time."""
+    torch.manual_seed(0)
+    lying = LAYOUTS[layout]()
+    config = OptimizerConfig.model_validate({"name": name, "weight_decay": 0.1})
+    ours = Parameter(lying)
+    theirs = Parameter(lying.clone(memory_format=torch.contiguous_format))
+    gradients = [torch.randn(lying.shape) for _ in range(4)]
+    decay = 0.1 if lying.ndim > 1 else 0.0
+    reference: torch.optim.Optimizer = (
+        torch.optim.AdamW(
+            [theirs], lr=0.1, betas=(config.beta1, config.beta2), weight_decay=decay, foreach=False
+        )
+        if name == "adamw"
+        else torch.optim.SGD(
+            [theirs], lr=0.1, momentum=config.momentum, weight_decay=decay, foreach=False
+        )
+    )
+    states: dict[str, torch.Tensor] = {}
+    for gradient in gradients:
+        # as a resumed run does at every step
+        optimizers = build_optimizers({"w": ours}, config)
+        set_learning_rate(optimizers, 0.1, 0)
+        load_optimizer_tensors(optimizers, {"w": ours}, states)
+        (ours * gradient).sum().backward()
+        optimizers[0].step()
+        ours.grad, theirs.grad = None, gradient.clone()
+        reference.step()
+        held = optimizer_tensors(optimizers, {"w": ours})
+        states = {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in held.items()
+        }
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_an_elastic_gradient_lies_as_its_parameter_does() -> None:
+    world = World(0, 0, 1, torch.device("cpu"), "none")
+    model = torch.nn.Conv2d(4, 4, 2).to(memory_format=torch.channels_last)
+    strategy = VirtualRanks(world, model, 2)
+    x = np.ones((2, 4, 3, 3), dtype=np.float32)
+    micro = tuple(MicroBatch({"x": x}, 1.0, 2, rank, 0) for rank in range(2))
+    calls = MicroBatchCalls(
+        lambda micro: model(torch.from_numpy(micro.arrays["x"])).square().sum(),
+        torch.autograd.backward,
+        lambda: None,
+    )
+    strategy.accumulate(StepBatch(StepPlan(0, 0, 0, 4), micro, 1.0, (1, 1), 4), calls)
+    assert model.weight.grad is not None
+    assert model.weight.grad.stride() == model.weight.stride() != (16, 4, 2, 1)
+    found = model.weight.grad.clone()
+    model.weight.grad = None
+    (2 * model(torch.from_numpy(x)).square().sum()).backward()
+    torch.testing.assert_close(found, model.weight.grad)
+
+
+def test_a_fused_optimizer_of_ones_own_is_refused_a_view_with_gaps() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight = Parameter(torch.randn(2, 4)[:, ::2])
+    with pytest.raises(ValueError, match="fused AdamW, and weight is a view with gaps in memory"):
+        check_covered(
+            [torch.optim.AdamW(model.parameters(), fused=True)], dict(model.named_parameters())
+        )
+    check_covered(
+        [torch.optim.AdamW(model.parameters(), fused=False)], dict(model.named_parameters())
+    )

@@ -46,6 +46,9 @@ class Axes(Shape):
             table.batch_norm("middle", "hidden")
         if self.kind == "running":
             table.buffer("middle.mean", "hidden")
+        if self.kind in LAYOUTS:
+            table.linear("blocks.0.a", "hidden", "hidden")
+            table.conv("blocks.0.conv", "hidden", "hidden", (3, 3))
         if self.kind == "tied":
             table.linear("middle.a", "hidden", "hidden")
             table.linear("middle.b", "hidden", "hidden")
@@ -115,6 +118,56 @@ class Tied(nn.Module):
         return found
 
 
+class Blocks(Net):
+    """A matrix, which Muon updates, and a convolution, whose parameters lie in memory as one says."""
+
+    def __init__(self, hidden: int, lay: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(hidden, nn.Identity())
+        block = nn.ModuleDict(
+            {"a": nn.Linear(hidden, hidden), "conv": nn.Conv2d(hidden, hidden, 3, padding=1)}
+        )
+        for each in (block["a"], block["conv"], self.up, self.down):
+            each.weight = nn.Parameter(lay(each.weight.detach()))
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.tanh(self.blocks[0]["a"](self.up(x)))
+        image = inner[:, :, None, None].expand(-1, -1, 2, 3)
+        found: Tensor = self.down(torch.tanh(self.blocks[0]["conv"](image).mean((2, 3))))
+        return found.squeeze(1)
+
+
+def _transposed(value: Tensor) -> Tensor:
+    return value.mT.contiguous().mT
+
+
+def _channels_last(value: Tensor) -> Tensor:
+    return value.to(memory_format=torch.channels_last) if value.ndim == 4 else value
+
+
+def _with_gaps(value: Tensor) -> Tensor:
+    return torch.stack([value, torch.full_like(value, torch.nan)], -1)[..., 0]
+
+
+class Alternating(Net):
+    """Two parameters whose columns alternate in one matrix, an empty one, and one without dimensions."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden, nn.Identity())
+        both = torch.randn(hidden, 2 * hidden) / hidden
+        self.blocks = nn.ParameterList([both[:, ::2], both[:, 1::2]])
+        self.nothing = nn.Parameter(torch.empty(0, hidden))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.tanh(self.up(x)) * self.scale
+        inner = torch.cat(
+            [torch.tanh(inner @ self.blocks[0]) @ self.blocks[1], inner @ self.nothing.T], 1
+        )
+        found: Tensor = self.down(inner)
+        return found.squeeze(1)
+
+
 class Noisy(Net):
     """Draws, in whatever mode it is."""
 
@@ -139,6 +192,12 @@ def _buffer(hidden: int, value: Tensor) -> nn.Module:
 def _parameter(hidden: int, value: Tensor) -> nn.Module:
     net = Net(hidden, nn.Identity())
     net.odd = nn.Parameter(value, requires_grad=False)
+    return net
+
+
+def _tied_by_memory(hidden: int) -> nn.Module:
+    net = Net(hidden, nn.Identity())
+    net.odd = nn.Parameter(net.up.weight.detach()[1:].t())
     return net
 
 
@@ -168,6 +227,13 @@ def _weight_norm(hidden: int) -> nn.Module:
     return Net(hidden, parametrizations.weight_norm(nn.Linear(hidden, hidden)))
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda value: value,
+    "channels last": _channels_last,
+    "transposed": _transposed,
+    "with gaps": _with_gaps,
+}
+"""how the weights of `Blocks` lie in memory"""
 KINDS: dict[str, Callable[[int], nn.Module]] = {
     "plain": lambda hidden: Net(hidden, nn.Identity()),
     "batch norm": lambda hidden: Net(hidden, nn.BatchNorm1d(hidden)),
@@ -180,10 +246,14 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "noise": lambda hidden: Noisy(hidden, nn.Identity()),
     "double": lambda hidden: Cast(hidden, nn.Identity()).double(),
     "bfloat16": lambda hidden: Cast(hidden, nn.Identity()).bfloat16(),
+    **{name: (lambda hidden, lay=lay: Blocks(hidden, lay)) for name, lay in LAYOUTS.items()},
     "filled later": lambda hidden: Net(hidden, FilledLater()),
     "mixed": _mixed,
     "spectral norm": _spectral,
     "weight norm": _weight_norm,
+    "alternating": Alternating,
+    "empty": lambda hidden: _parameter(hidden, torch.empty(0, 3)),
+    "a number": lambda hidden: _parameter(hidden, torch.tensor(1.0)),
     "complex buffer": lambda hidden: _buffer(hidden, torch.ones(2, dtype=torch.complex64)),
     "view as buffer": lambda hidden: _buffer(hidden, torch.ones(()).expand(3, 2)),
 }
@@ -197,6 +267,11 @@ REFUSED: dict[str, tuple[Callable[[int], nn.Module], str]] = {
         lambda hidden: _parameter(hidden, torch.ones(2, dtype=torch.complex64)),
         "odd is of type",
     ),
+    "expanded parameter": (
+        lambda hidden: _parameter(hidden, torch.ones(()).expand(3, 2)),
+        "several elements of the parameter odd are one place in memory",
+    ),
+    "tied by memory": (_tied_by_memory, "up.weight and odd are two parameters in the same memory"),
     "sparse buffer": (
         lambda hidden: _buffer(hidden, torch.eye(3).to_sparse()),
         "the buffer odd",

@@ -71,6 +71,38 @@ def is_resumed_exactly_on_two_ranks(place: Place, kind: str) -> bool:
     return resumed(place, kind, sent, ranks=2) == undisturbed(place, kind, sent, ranks=2)
 
 
+def is_resumed_exactly_under_muon(place: Place, kind: str) -> bool:
+    muon = "optimizer.name=muon"
+    return resumed(place, kind, muon) == undisturbed(place, kind, muon)
+
+
+def is_resumed_exactly_under_sgd(place: Place, kind: str) -> bool:
+    sgd = "optimizer.name=sgd"
+    return resumed(place, kind, sgd) == undisturbed(place, kind, sgd)
+
+
+def is_resumed_exactly_on_shards_or_refused(place: Place, kind: str) -> bool:
+    """By the name of the parameter that torch does not shard, before anything is made."""
+    shards = ("parallel.strategy=fsdp", "optimizer.name=muon")
+    if (refused := NOT_SHARDED.get(kind)) is None:
+        return resumed(place, kind, *shards, ranks=2) == undisturbed(place, kind, *shards, ranks=2)
+    children = place.train(place.path / "whole", f"model.kind={kind}", *shards, ranks=2)
+    return (
+        codes(children) == [2, 2]
+        and refused in said(children)
+        and not (place.path / "whole").exists()
+    )
+
+
+def trains_as_if_it_were_contiguous(place: Place, kind: str) -> bool:
+    """However its parameters lie in memory, also in elastic runs, and grown."""
+    return all(
+        undisturbed(place, kind, *how)["curve"]
+        == pytest.approx(undisturbed(place, "contiguous", *how)["curve"], rel=1e-4)
+        for how in ((), ("reproducible=elastic",), (f"schedule={json.dumps(GROWTH)}",))
+    )
+
+
 def is_the_same_on_any_number_of_ranks(place: Place, kind: str) -> bool:
     """In elastic; test at W = 1 of a run at W = 2, and the other way round."""
     elastic = "reproducible=elastic"
@@ -102,27 +134,58 @@ def is_tested_as_plain_torch_does(place: Place, kind: str) -> bool:
     return bool(found["test"] == pytest.approx(wanted, rel=2e-2 if kind == "bfloat16" else 1e-5))
 
 
-def grows_alike(place: Place, kind: str) -> bool:
+def grows_alike(place: Place, kind: str, *settings: str, ranks: int = 1) -> bool:
     """Widened by an operation whose label is proved, with resumes before and after it."""
-    schedule = f"schedule={json.dumps(GROWTH)}"
-    wanted = undisturbed(place, kind, schedule)
+    settings = (f"schedule={json.dumps(GROWTH)}", *settings)
+    wanted = undisturbed(place, kind, *settings, ranks=ranks)
     return all(
-        resumed(place, kind, schedule, at=at) == wanted for at in (7, 3)[: figures.times(1, 2)]
+        resumed(place, kind, *settings, ranks=ranks, at=at) == wanted
+        for at in (7, 3)[: figures.times(1, 2)]
     )
+
+
+def grows_alike_on_two_ranks(place: Place, kind: str) -> bool:
+    return grows_alike(place, kind, "parallel.ddp.broadcast_buffers=true", ranks=2)
+
+
+def grows_alike_on_shards(place: Place, kind: str) -> bool:
+    return grows_alike(place, kind, "parallel.strategy=fsdp", ranks=2)
+
+
+def grows_alike_under(name: str) -> Callable[[Place, str], bool]:
+    return lambda place, kind: grows_alike(place, kind, f"optimizer.name={name}")
 
 
 WAYS: dict[str, Callable[[Place, str], bool]] = {
     "resumed": is_resumed_exactly,
     "resumed, W = 2": is_resumed_exactly_on_two_ranks,
     "elastic, W = 1 and 2": is_the_same_on_any_number_of_ranks,
+    "muon": is_resumed_exactly_under_muon,
+    "sgd": is_resumed_exactly_under_sgd,
+    "shards, W = 2": is_resumed_exactly_on_shards_or_refused,
+    "as contiguous": trains_as_if_it_were_contiguous,
     "final test": is_tested_as_plain_torch_does,
     "growth": grows_alike,
+    "growth, W = 2": grows_alike_on_two_ranks,
+    "growth on shards": grows_alike_on_shards,
+    "growth, muon": grows_alike_under("muon"),
+    "growth, sgd": grows_alike_under("sgd"),
+}
+NOT_SHARDED = {
+    "channels last": "blocks.0.conv.weight is not contiguous",
+    "transposed": "up.weight is not contiguous",
+    "with gaps": "up.weight is not contiguous",
+    "alternating": "the parameter blocks.0 is not contiguous",
+    "empty": "the parameter odd is empty",
+    "a number": "the parameter odd has no dimension",
 }
 TRIALS = [
     (kind, way)
     for kind in states.KINDS
     for way in WAYS
-    if not (way == "growth" and kind not in states.GROWING)
+    if not (way.startswith("growth") and kind not in states.GROWING)
+    and not (way == "growth on shards" and kind in NOT_SHARDED)
+    and not (way == "as contiguous" and kind not in states.LAYOUTS)
     # plain torch draws for all samples at once, and loads nothing into an expanded tensor
     and not (way == "final test" and kind in ("noise", "view as buffer"))
 ]
@@ -134,6 +197,11 @@ SHORT = [
     ("batch norm", "growth"),
     ("noise", "elastic, W = 1 and 2"),
     ("running", "resumed"),
+    ("channels last", "resumed, W = 2"),
+    ("with gaps", "as contiguous"),
+    ("transposed", "muon"),
+    ("alternating", "resumed"),
+    ("empty", "shards, W = 2"),
     ("filled later", "resumed"),
 ]
 

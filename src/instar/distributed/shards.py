@@ -47,11 +47,13 @@ def whole(tensor: Tensor) -> Tensor:
 def part(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that all ranks hold whole, laid out as `like`, which may have another dtype.
 
-    Copied if `like` is sharded. A tensor of another shape, such as an optimizer's count of steps, or
-    one that is sharded already, is returned as it is.
+    Copied if `like` is sharded, or has another order in memory. A tensor of another shape, such as an
+    optimizer's count of steps, or one that is sharded already, is returned as it is.
     """
-    if is_sharded(tensor) or not is_sharded(like) or tensor.shape != like.shape:
+    if is_sharded(tensor) or tensor.shape != like.shape:
         return tensor
+    if not is_sharded(like):
+        return in_order_of(tensor, like)
     local = own_rows(tensor, like).to(like._local_tensor.device, copy=True).contiguous()
     return as_sharded(local, like)
 
@@ -60,15 +62,32 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
 def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that all ranks hold whole with the layout of another of its shape, on any mesh.
 
-    Without communication; not copied if the other is whole.
+    Without communication; copied if the other is sharded, or has another order in memory.
     """
     if not is_sharded(like):
-        return tensor
+        return in_order_of(tensor, like)
     from torch.distributed.tensor import distribute_tensor
 
     mesh, places = like.device_mesh, like.placements
     made = distribute_tensor(tensor.to(mesh.device_type), mesh, places, src_data_rank=None)
     return made.to(like.device)
+
+
+def in_order_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor in the order in memory in which torch's optimizers keep the state of a parameter of its shape.
+
+    Fused optimizers walk the memory of parameter, gradient and state side by side, and do not look at strides: a
+    state in another order is that of other elements. Both are whole; copied if the order differs.
+    """
+    if tensor.stride() == like.stride():
+        return tensor
+    ordered = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device)
+    return ordered.copy_(tensor) if ordered.stride() != tensor.stride() else tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements, in some order, fill a block of memory: then its states have its strides."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def own_rows(tensor: Tensor, like: Tensor) -> Tensor:

@@ -314,7 +314,7 @@ class _Growing:
     def _apply_edit(self, edit: Edit, tensor: Tensor, offset: float) -> Tensor:
         shape = list(tensor.shape)
         shape[edit.dim] = sum(len(piece) for piece in edit.pieces)
-        out = tensor.new_empty(shape)
+        out = _empty_like(tensor, shape)
         views = torch.split(out, [len(piece) for piece in edit.pieces], edit.dim)
         old, waiting = [], []
         generator = named_generator(*self.key, self.name, edit.dim)
@@ -345,6 +345,14 @@ class _Growing:
         return self.role is Role.SECOND_MOMENT or (
             self.role is Role.PARAMETER and piece.fill == "mean"
         )
+
+
+def _empty_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns an empty tensor whose dimensions have the order in memory of another's, such as channels_last."""
+    if tensor.is_contiguous():
+        return tensor.new_empty(shape)
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
 
 
 def _mean(views: list[Tensor], dim: int) -> Tensor:

@@ -168,6 +168,7 @@ def check_trainable(model: Module) -> None:
                 f"the parameter {name} is of type {parameter.dtype}; keep integers in a buffer, and "
                 "a complex number as two real ones (torch.view_as_complex)"
             )
+    _check_memory(dict(model.named_parameters()))
     for name, buffer in persistent_buffers(model).items():
         if not _is_storable(name, buffer):
             raise ValueError(
@@ -176,6 +177,75 @@ def check_trainable(model: Module) -> None:
             )
     if next(model.parameters(), None) is None:
         raise ValueError("the module has no parameters to train")
+
+
+def check_shardable(model: Module) -> None:
+    """Check that `fully_shard` takes all parameters of a module.
+
+    Raises:
+        ValueError: it does not; names the parameter and what to write instead.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            problem, instead = "has no dimension to shard", "give it the shape (1,)"
+        elif not parameter.numel():
+            problem, instead = f"is empty, {list(parameter.shape)}", "leave it out"
+        elif not parameter.is_contiguous():
+            problem = f"is not contiguous (shape {list(parameter.shape)}, strides {list(parameter.stride())})"
+            instead = (
+                "leave out channels_last, or make it of a .contiguous() tensor"
+                if parameter.ndim > 2
+                else "make it of a .contiguous() tensor"
+            )
+        else:
+            continue
+        raise ValueError(
+            f"the parameter {name} {problem}, and sharded models cannot have such a one: {instead}, or set "
+            "parallel.strategy: ddp"
+        )
+
+
+def _check_memory(parameters: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if an element of a parameter is also another, of it or of another parameter."""
+    spans = []
+    for name, parameter in parameters.items():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        if any(
+            not stride and n > 1
+            for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"several elements of the parameter {name} are one place in memory, as of an expanded tensor; make it "
+                "of a .contiguous() one"
+            )
+        last = sum(
+            (n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        begin = parameter.data_ptr()
+        spans.append((begin, begin + (last + 1) * parameter.itemsize, name))
+    beside: list[tuple[int, str]] = []
+    for begin, end, name in sorted(spans):
+        beside = [(other_end, other) for other_end, other in beside if other_end > begin]
+        for _, other in beside:
+            if _share_elements(parameters[name], parameters[other]):
+                raise ValueError(
+                    f"{other} and {name} are two parameters in the same memory, so that an update of one changes both; "
+                    "to tie them, assign one Parameter to both names, or else make one of a .clone()"
+                )
+        beside.append((end, name))
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors with overlapping spans have an element in common: columns of one matrix have none."""
+
+    def places(tensor: Tensor) -> Tensor:
+        at = torch.tensor(tensor.data_ptr())
+        for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            at = at.unsqueeze(-1) + torch.arange(n) * stride * tensor.itemsize
+        return at.flatten()
+
+    return bool(torch.isin(places(one), places(other)).any()) or one.dtype != other.dtype
 
 
 def _is_storable(name: str, buffer: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from instar.config.schema import OptimizerConfig
-from instar.distributed.shards import own, own_rows, part
+from instar.distributed.shards import is_dense, own, own_rows, part
 from instar.growth.plan import GrowthError
 from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
@@ -99,7 +99,7 @@ def build_optimizers(
     shapes = {name: p.ndim - (name in experts) for name, p in parameters.items()}
     by_update: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for group in group_parameters(shapes, config):
-        fused = {name: not elastic or _has_even_rows(parameters[name]) for name in group.names}
+        fused = {name: _may_fuse(parameters[name], elastic=elastic) for name in group.names}
         for kernel in sorted({*fused.values()}, reverse=True):
             members = [parameters[name] for name in group.names if fused[name] is kernel]
             by_update.setdefault((group.update, kernel or group.update != "adamw"), []).append(
@@ -115,10 +115,14 @@ def build_optimizers(
     ]
 
 
-def _has_even_rows(parameter: Tensor) -> bool:
-    """Whether any rows of a parameter fill vector registers. The fused AdamW rounds the elements
-    that remain at the end of a tensor differently."""
-    return parameter.ndim > 1 and math.prod(parameter.shape[1:]) % LANES == 0
+def _may_fuse(parameter: Tensor, *, elastic: bool) -> bool:
+    """Whether the fused AdamW may update a parameter.
+
+    It walks memory, so that in a view with gaps it would change what lies between the elements. And it rounds the
+    elements that remain at the end of a tensor differently: in an elastic run, any rows must fill vector registers.
+    """
+    even = parameter.ndim > 1 and math.prod(parameter.shape[1:]) % LANES == 0
+    return is_dense(own(parameter)) and (even or not elastic)
 
 
 def _optimizer(
@@ -190,7 +194,9 @@ def task_optimizers(
             raise ValueError(
                 "optimizer() returned parameter groups, which optimizer.name muon makes"
             )
-        made = [_optimizer(config.name, [{"lr": config.lr, **group} for group in made], config)]
+        groups = [{"lr": config.lr, **group} for group in made]
+        dense = all(is_dense(own(parameter)) for parameter in parameters.values())
+        made = [_optimizer(config.name, groups, config, fused=dense)]
     elif not made or not all(isinstance(each, Optimizer) for each in made):
         raise ValueError(
             "optimizer() must return an optimizer of torch, several, or parameter groups, not "
@@ -201,14 +207,29 @@ def task_optimizers(
             "optimizer.lr_base_width scales the rates of adamw, sgd and muon, and optimizer() returned an optimizer "
             "of its own: return parameter groups, or leave lr_base_width out"
         )
-    _check_covered(made, parameters)
+    check_covered(made, parameters)
     for optimizer in made:
         for group in optimizer.param_groups:
             group["lr_ratio"] = float(group.get("lr", config.lr)) / config.lr
     return made
 
 
-def _check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Parameter]) -> None:
+def check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Parameter]) -> None:
+    """Check that optimizers update each of a model's parameters once, and can.
+
+    Raises:
+        ValueError: they do not; names the parameter.
+    """
+    names = {parameter: name for name, parameter in parameters.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group.get("fused") else ():
+                if not is_dense(own(parameter)):
+                    raise ValueError(
+                        f"optimizer() returned a fused {type(optimizer).__name__}, and {names.get(parameter, 'one')} is "
+                        "a view with gaps in memory, through which a fused kernel walks: say fused=False, or "
+                        "make the parameter of a .clone()"
+                    )
     held = Counter(
         id(parameter)
         for optimizer in optimizers

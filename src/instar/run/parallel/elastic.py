@@ -99,4 +99,6 @@ class VirtualRanks(Replicated):
         for (parameters, _), flat in zip(self.parts, flats, strict=True):
             pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
             for parameter, piece in zip(parameters, pieces, strict=True):
-                parameter.grad = piece.view_as(parameter)
+                # in the parameter's order, as autograd does: see `in_order_of`
+                strides = torch.empty_like(parameter, device="meta").stride()
+                parameter.grad = piece.as_strided(parameter.shape, strides)

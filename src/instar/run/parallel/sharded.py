@@ -37,7 +37,7 @@ from instar.distributed.failure import RunFailed
 from instar.distributed.shards import own
 from instar.distributed.world import World
 from instar.models.experts import ExpertLinear
-from instar.models.module import held_buffers, is_meta, load_buffers, materialize
+from instar.models.module import check_shardable, held_buffers, is_meta, load_buffers, materialize
 from instar.run.parallel.collectives import RoundedAllGather, TreeReduceScatter
 from instar.run.parallel.strategy import MicroBatchCalls, Rounds, freeze, share_buffers
 
@@ -54,7 +54,11 @@ class Sharded:
             bare: the model on the CPU or on this rank's device, equal on all ranks, or on the meta
                 device, whose parameters then have any values; sharded in place.
             shards: number of ranks that share one copy of the model; divides the world size.
+
+        Raises:
+            ValueError: a parameter cannot be sharded, see `check_shardable`.
         """
+        check_shardable(bare)
         self.world = world
         self._config = config
         self._elastic = config.reproducible == "elastic"
