@@ -16,8 +16,8 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.text import provenance
-from instar.data.text.chat import PLAIN
 from instar.data.text.dataset import missing, open_data, prepare_data
+from instar.data.text.foreign.chat_template import PLAIN
 from instar.data.text.origin import default_path
 from instar.data.text.prepare import prepare
 from instar.data.text.tokenizer import train_bpe

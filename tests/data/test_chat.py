@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.source import IGNORED
-from instar.data.text.chat import PLAIN
-from instar.data.text.dataset import open_data, prepare_data
+from instar.data.text.dataset import lost_conversations, open_data, prepare_data
+from instar.data.text.foreign.chat_template import PLAIN
 from instar.data.text.tokenizer import load_tokenizer, train_bpe
 
 CHATML = (
@@ -120,7 +121,28 @@ BROKEN = {
         "chats.jsonl:41.*a line of kind chat has a list `messages`",
     ),
     "no JSON": ("{messages", "chats.jsonl:41.*has a list `messages`"),
+    "nested too deeply": ('{"messages": ' + "[" * 100_000, "chats.jsonl:41.*this line is not JSON"),
     "no content": ('{"messages": [{"role": "user"}]}', "has a `role` and a `content`, both text"),
+    "nothing called": (
+        '{"messages": [{"role": "assistant", "content": null}]}',
+        "it may be null beside `tool_calls`",
+    ),
+    "half a weight": (
+        '{"messages": [{"role": "assistant", "content": "", "weight": 0.5}]}',
+        "`weight` is 0 or 1, of a message of the assistant, not 0.5",
+    ),
+    "another's weight": (
+        '{"messages": [{"role": "user", "content": "", "weight": 1}]}',
+        "`weight` is 0 or 1, of a message of the assistant",
+    ),
+    "the older form": (
+        '{"messages": [{"role": "assistant", "content": ""}], "functions": []}',
+        "`functions` is of an older form of conversations: say `tools`",
+    ),
+    "tools that are none": (
+        '{"messages": [{"role": "assistant", "content": ""}], "tools": ["add"]}',
+        "`tools` is a list of objects",
+    ),
     "no answer": (
         '{"messages": [{"role": "user", "content": "so?"}]}',
         "none of `messages` is the assistant's",
@@ -149,3 +171,164 @@ def test_a_template_that_cannot_be_masked_or_escapes_is_refused(place: Path) -> 
         with pytest.raises(ConfigError, match=message):
             prepare_data(config(place, chat_template=str(file)), 7)
         assert not (place / "tokens").exists()
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+WITH_TOOLS = (
+    "{% if tools %}<|im|>tools\n{{ tools|tojson }}<|end|>\n{% endif %}{% for m in messages %}<|im|>{{ m.role }}\n"
+    "{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
+    "call {{ c.function.name }} {{ c.function.arguments|tojson }}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im|>assistant\n{% endif %}"
+)
+
+
+def prepared(place: Path, template: str, *rows: object, **more: object) -> tuple[str, list[str]]:
+    """The targets' text of the training split of 20 copies of some rows, and what was said."""
+    (place / "own.jinja").write_text(template)
+    (place / "chats.jsonl").write_text("\n".join([json.dumps(row) for row in rows] * 20))
+    said: list[str] = []
+    data = config(place, chat_template=str(place / "own.jinja"), **more)
+    prepare_data(data, 7, say=said.append)
+    opened = open_data(data, 7)
+    source = opened.train(CONTEXT, 7)[0]
+    tokenizer = load_tokenizer(place / "model")
+    batch = source.read(np.arange(len(rows)))
+    targets = [row[row != IGNORED].tolist() for row in batch["targets"]]
+    return "|".join(map(tokenizer.decode, targets)), said
+
+
+def test_tools_are_rendered_as_transformers_renders_them(place: Path) -> None:
+    messages = [
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ]
+    row = {"messages": messages, "tools": TOOLS}
+    targets, _ = prepared(place, WITH_TOOLS, row, {**row, "tools": json.dumps(TOOLS)})
+    assert targets == "|".join(['call add {"a": 1}<|end|>\n'] * 2)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(place / "model/tokenizer.json"))
+    expected = tokenizer.apply_chat_template(
+        messages, tools=TOOLS, chat_template=WITH_TOOLS, return_dict=True
+    )["input_ids"]
+    split = open_data(config(place, chat_template=str(place / "own.jinja")), 7).dataset.split("val")
+    assert split.read(0, len(expected)).tolist() == expected
+
+
+def test_tools_that_a_template_leaves_out_are_not_left_out_silently(place: Path) -> None:
+    answer = {"role": "assistant", "content": "4"}
+    said = [{"role": "user", "content": "2?"}, answer]
+    _, told = prepared(place, CHATML, {"messages": said, "tools": TOOLS})
+    assert "note: the chat template leaves out the tools of 20 conversations" in told
+    with pytest.raises(
+        ConfigError, match=r"conversation \d+: the chat template leaves out its `tool"
+    ):
+        prepared(
+            place,
+            CHATML,
+            {"messages": [said[0], {**answer, "tool_calls": [CALL]}]},
+            path=str(place / "other"),
+        )
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN])
+def test_an_answer_of_weight_0_is_no_target(place: Path, template: str) -> None:
+    said = [
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "BAD", "weight": 0},
+        {"role": "user", "content": "really?"},
+        {"role": "assistant", "content": "4", "weight": 1},
+    ]
+    targets, told = prepared(place, template, {"messages": said})
+    assert targets.strip() == "4<|end|>"
+    assert not [line for line in told if line.startswith("note")]
+    good = {"messages": said[2:]}
+    _, told = prepared(
+        place, template, {"messages": said[:2]}, good, good, path=str(place / "other")
+    )
+    assert "note: 20 of 60 conversations have nothing to learn and are left out" in told
+
+
+NEXT_ENDS = {
+    "the next role": (
+        "{% for m in messages %}<|end|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|end|>assistant\n{% endif %}"
+    ),
+    "a separator": (
+        "{% for m in messages %}{% if not loop.first %}\n<|end|>\n{% endif %}{{ m.role }}: {{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}\n<|end|>\nassistant: {% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEXT_ENDS)
+def test_an_end_that_belongs_to_the_next_message_is_learnt(place: Path, case: str) -> None:
+    said = [
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "3?"},
+        {"role": "assistant", "content": "9"},
+    ]
+    targets, told = prepared(place, NEXT_ENDS[case], {"messages": said})
+    assert targets.replace("\n", "").replace(" ", "") == "4<|end|>9<|end|>"
+    assert not [line for line in told if line.startswith("note")]
+
+
+UNLEARNT = {
+    "nothing": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        "note: nothing ends an answer in the chat template: the model will not learn to end one",
+    ),
+    "outside of the marks": (
+        PLAIN.replace(
+            " + eos_token -}}{%- endgeneration -%}", " -}}{%- endgeneration -%}{{- eos_token -}}"
+        ),
+        "note: the chat template leaves <|end|> out of its {% generation %}: the model will not learn to end "
+        "an answer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNLEARNT)
+def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(
+    place: Path, case: str
+) -> None:
+    template, note = UNLEARNT[case]
+    _, told = prepared(place, template, *({"messages": chat(n)} for n in range(3)))
+    assert note in told
+
+
+def test_conversations_that_a_context_leaves_out_are_counted(place: Path) -> None:
+    long = {"messages": [*chat(1)[:1], {"role": "assistant", "content": "4 " * 40}]}
+    late = {"messages": [{"role": "user", "content": "so " * 40}, *chat(1)[1:2]]}
+    (place / "chats.jsonl").write_text("\n".join(map(json.dumps, [long, late] * 20)))
+    data = config(place)
+    prepare_data(data, 7)
+    whole = sum(theirs(place, PLAIN, long["messages"])[1])
+    for remark in lost_conversations(data, 7, 40):
+        counts = [int(n.replace(",", "")) for n in re.findall(r"\b\d[\d,]*", remark)]
+        gone, every, context, cut, lost, targets = counts
+        assert (gone + cut, context) == (every, 40)
+        short = sum(theirs(place, PLAIN, long["messages"])[1][:41])
+        assert lost == targets - cut * short
+        assert targets == cut * whole + gone * sum(theirs(place, PLAIN, late["messages"])[1])
+    assert len(lost_conversations(data, 7, 40)) == 3
+    assert lost_conversations(data, 7, CONTEXT) == []
+    assert lost_conversations(data.model_copy(update={"packing": True}), 7, 40) == []
+
+
+def test_answers_that_are_rendered_otherwise_later_are_trained_one_by_one(place: Path) -> None:
+    """The thoughts of an earlier answer are left out of what follows it, as when it was generated."""
+    template = CHATML.replace(
+        "m['content'] +",
+        "('(hm) ' if loop.last and m.role == 'assistant' else '') + m['content'] +",
+    )
+    targets, told = prepared(place, template, {"messages": chat(1)}, {"messages": chat(2)})
+    expected = {
+        "(hm) 1, of course – ✓<|end|>\n",
+        "(hm) 1<|end|>\n",
+        "(hm) 4, of course – ✓<|end|>\n",
+    }
+    assert set(targets.split("|>\n|")) <= {one.removesuffix("|>\n") for one in expected} | expected
+    (note,) = [line for line in told if line.startswith("note")]
+    assert note.startswith("note: 20 conversations became 40, one for each answer")

@@ -1,18 +1,21 @@
-"""Tokenizers of the families: what is around a text, and the end of a document, are what transformers says."""
+"""Tokenizers and chat templates of the families: ids, masks and texts are those of transformers."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_layouts import LAYOUTS, write_tokenizer
+from tokenizer_layouts import LAYOUTS, marked_template, write_tokenizer
 from transformers import AutoTokenizer
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
+from instar.data.text.chat import TARGET, encoded
 from instar.data.text.dataset import open_data, prepare_data
+from instar.data.text.foreign.chat_template import template_beside
 from instar.data.text.streams.items import open_items
 from instar.data.text.streams.samples import DocumentStream, TokenLanes
 from instar.data.text.tokenizer import BPETokenizer, load_tokenizer, prompt_tokens, separator_of
@@ -174,3 +177,87 @@ def test_what_else_a_post_processor_does_is_refused(folders: Path, tmp_path: Pat
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match="does not surround a text with tokens"):
         load_tokenizer(tmp_path)
+
+
+def conversation(chance: random.Random, *, system: bool) -> list[dict[str, str]]:
+    """With whitespace, unicode, code and empty contents."""
+    said = [
+        "",
+        " ",
+        "Why?",
+        "  two\n\nlines ",
+        "def f(x):\n    return   x\n",
+        "naïve 再见 ✓",
+        "🦋 é\u0301",
+    ]
+    messages = [{"role": "system", "content": chance.choice(said)}] * system
+    for _ in range(chance.randint(1, 3)):
+        for role in ("user", "assistant"):
+            content = "".join(chance.choices(said, k=chance.randint(1, 2)))
+            messages.append({"role": role, "content": content})
+    return messages
+
+
+def conversations(kind: str, count: int = 25) -> list[list[dict[str, str]]]:
+    chance = random.Random(kind)
+    system = kind not in ("gemma2",)  # whose template refuses it
+    return [conversation(chance, system=system and n % 2 == 0) for n in range(count)]
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_marked_conversations_have_the_tokens_and_masks_of_transformers(
+    folders: Path, tmp_path: Path, kind: str
+) -> None:
+    theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
+    # where a post-processor trims offsets, transformers loses what begins or ends with whitespace
+    theirs.backend_tokenizer.post_processor = None
+    (tmp_path / "marked.jinja").write_text(marked := marked_template(kind))
+    ours = load_tokenizer(folders / kind)
+    assert isinstance(ours, BPETokenizer)
+    template = template_beside(folders / kind, ours, tmp_path / "marked.jinja")
+    for messages in conversations(kind):
+        (rendering,) = template.renderings(messages)
+        ((ids, marks),) = encoded(iter([rendering]), ours)
+        expected = theirs.apply_chat_template(
+            messages, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert ids.tolist() == expected["input_ids"]
+        assert ((marks & TARGET) > 0).tolist() == list(map(bool, expected["assistant_masks"]))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_an_answer_is_trained_as_it_is_generated(folders: Path, kind: str) -> None:
+    """By the model's own template: after the prompt that transformers gives, and as it renders the answer."""
+    theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
+    ours = load_tokenizer(folders / kind)
+    template = template_beside(folders / kind, ours)
+    several = 0
+    for messages in conversations(kind):
+        renderings = template.renderings(messages)
+        several += len(renderings) > 1
+        answers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
+        spans = [(each.text, *span) for each in renderings for span in each.spans]
+        assert len(spans) == len(answers)
+        for number, (text, begin, end) in zip(answers, spans, strict=True):
+            prompt = theirs.apply_chat_template(
+                messages[:number], tokenize=False, add_generation_prompt=True
+            )
+            through = theirs.apply_chat_template(messages[: number + 1], tokenize=False)
+            assert text[:begin] == prompt
+            assert through.startswith(text[:end])
+            assert template.end.token in text[begin:end]
+        if len(renderings) == 1:
+            assert renderings[0].text == theirs.apply_chat_template(messages, tokenize=False)
+    assert (several > 0) == (LAYOUTS[kind].template == "qwen3")
+
+
+@pytest.mark.parametrize(("kind", "end"), [("phi3", "<|end|>"), ("qwen3", "<|im_end|>")])
+def test_a_sampled_answer_ends_with_the_token_that_ends_one(
+    folders: Path, kind: str, end: str
+) -> None:
+    theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
+    prompt = theirs.apply_chat_template(
+        [{"role": "user", "content": "so?"}], tokenize=False, add_generation_prompt=True
+    )
+    ours = load_tokenizer(folders / kind)
+    assert template_beside(folders / kind, ours).opened("so?") == (prompt, end)

@@ -141,11 +141,25 @@ def write_tokenizer(kind: str, folder: Path) -> Tokenizer:
 
 
 def template_of(layout: Layout) -> str:
-    if layout.template == TURNS:
-        return TURNS
+    return TURNS if layout.template == TURNS else _of_trl(layout.template)
+
+
+def marked_template(kind: str) -> str:
+    """A template of the family that marks the assistant's tokens."""
+    layout = LAYOUTS[kind]
+    if layout.template != TURNS:
+        return _of_trl(f"{layout.template}_training")
+    return (
+        "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+        "{{ eos_token }}{% endfor %}"
+    )
+
+
+def _of_trl(name: str) -> str:
     import trl
 
-    return (Path(trl.__file__).parent / f"chat_templates/{layout.template}.jinja").read_text()
+    return (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text()
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -208,8 +208,9 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 
 def _opened(path: Path, tokenizer: Tokenizer, said: str) -> tuple[list[int], list[str]]:
-    """Return the tokens of a conversation up to the answer, and the text that ends one, if there is any."""
-    from instar.data.text.chat import parsing, template_beside
+    """Return the tokens of a conversation up to the answer, and the texts that end one."""
+    from instar.data.text.chat import parsing
+    from instar.data.text.foreign.chat_template import template_beside
     from instar.data.text.tokenizer import BPETokenizer
 
     run_dir = path.absolute().parent.parent
@@ -219,7 +220,8 @@ def _opened(path: Path, tokenizer: Tokenizer, said: str) -> tuple[list[int], lis
         text, end = template_beside(run_dir, tokenizer).opened(said)
     except (ValueError, ImportError) as error:
         raise ConfigError.one(str(error), where="--chat") from None
-    return parsing(tokenizer).encode(text, add_special_tokens=False).ids, [end] if end else []
+    ends = filter(None, dict.fromkeys((end, tokenizer.end_token)))
+    return parsing(tokenizer).encode(text, add_special_tokens=False).ids, list(ends)
 
 
 def _load(path: Path, device: str) -> LanguageModel:

@@ -73,6 +73,9 @@ class TextSpec(TaskSpec):
     def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:
         config = _text(loaded.config)
         data.prepare_data(config.data, config.data_seed, world_size, say)
+        if config.data.kind == "chat":
+            for remark in data.lost_conversations(config.data, config.data_seed, config.context):
+                say(f"note: {remark}")
 
     @classmethod
     def open(cls, loaded: Loaded, world_size: int) -> Self:

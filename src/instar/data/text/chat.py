@@ -6,8 +6,9 @@ says that the token is a target, bit 1 that a conversation begins with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,19 @@ import tokenizers
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.files import read_regular
 from instar.config.language import DataConfig
 from instar.data.order import Int64Array
 from instar.data.source import IGNORED, check_indices
 from instar.data.split import Parts, divide_whole, whole
 from instar.data.text.corpus import read_lines
-from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG, read_json, special_tokens
+from instar.data.text.foreign.chat_template import (
+    ASSISTANT,
+    ChatTemplate,
+    Messages,
+    Options,
+    Rendering,
+    template_of,
+)
 from instar.data.text.shards import (
     ShardWriter,
     TokenizerRecord,
@@ -33,168 +40,86 @@ from instar.data.text.shards import (
 )
 from instar.data.text.tokenizer import (
     BPETokenizer,
-    Tokenizer,
-    folder_of,
     named_tokenizer,
     tokenizer_files,
 )
 
-PLAIN = """\
-{%- for message in messages -%}
-{{- '### ' + message['role'] + '\\n' -}}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}{{- '\\n' -}}
-{%- else -%}{{- message['content'] + '\\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '### assistant\\n' -}}{%- endif -%}
-"""
-"""The template of a model that has none."""
 MARKS = "marks"
 TARGET, BEGINS = 1, 2
-_GENERATION = "endgeneration"
-_ANSWER = "(answer)"
 _BATCH = 256
 _SHARD_TOKENS = 1 << 23
 
-Spans = Sequence[tuple[int, int]]
-"""Characters [begin, end) of a rendered conversation that the assistant writes."""
-
 
 @dataclass(frozen=True)
-class ChatTemplate:
-    """A template of transformers, in jinja2's sandbox, and the special tokens that it may name."""
+class Conversation:
+    """A line of a source of conversations."""
 
-    text: str
-    special: dict[str, Any]
-
-    def render(self, messages: Sequence[dict[str, Any]]) -> tuple[str, Spans]:
-        """Returns a conversation as text, and what of it the assistant writes.
-
-        A template says the latter by `{% generation %}`. Of others, it is what each message of the assistant adds
-        to the messages before it and the prompt for it.
-
-        Raises:
-            ValueError: the template refuses the conversation, or what it adds cannot be told apart.
-        """
-        if _GENERATION in self.text:
-            (text,), (spans,) = self._rendered(messages, return_assistant_tokens_mask=True)
-            return str(text), spans
-        text = self._text_of(messages)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                begin = self._text_of(messages[:number], add_generation_prompt=True)
-                end = self._text_of(messages[: number + 1])
-                if not (end.startswith(begin) and text.startswith(end)):
-                    raise ValueError(
-                        "the chat template renders a message otherwise when others follow, so that the "
-                        "assistant's tokens cannot be told apart; give a data.chat_template with "
-                        "{% generation %} around them"
-                    )
-                spans.append((len(begin), len(end)))
-        return text, spans
-
-    def opened(self, said: str) -> tuple[str, str]:
-        """Returns the conversation that a user opens, up to the assistant's answer, and the text that ends an answer.
-
-        Raises:
-            ValueError: the template refuses the conversation.
-        """
-        question = {"role": "user", "content": said}
-        text = self._text_of([question], add_generation_prompt=True)
-        whole = self._text_of([question, {"role": "assistant", "content": _ANSWER}])
-        return text, whole.partition(_ANSWER)[2].strip() or self.special["eos_token"]
-
-    def _text_of(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-        return str(self._rendered(messages, **options)[0][0])
-
-    def _rendered(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            return render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self.text,
-                **options,
-                **self.special,
-            )
-        except ImportError:
-            raise
-        except Exception as error:  # a template of anyone's: whatever jinja2 makes of it
-            raise ValueError(f"the chat template refuses it: {error}") from error
+    messages: Messages
+    options: Options
+    """what else it gives to a chat template"""
 
 
-def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """Returns `data.chat_template`, or the template beside the tokenizer, or else `PLAIN`."""
-    given = None if data.chat_template is None else Path(data.chat_template)
-    beside = folder_of(data.tokenizer)
-    assert beside is not None  # the tokenizer is a file
-    return template_beside(beside, tokenizer, given, follow=True)
-
-
-def template_beside(
-    beside: Path, tokenizer: Tokenizer, given: Path | None = None, *, follow: bool = False
-) -> ChatTemplate:
-    """Returns the template in a file, or that of a folder with a tokenizer, or else `PLAIN`.
-
-    Args:
-        follow: whether files of the folder may be symbolic links, as in the cache of the hub.
-    """
-    config = read_json(beside / TOKENIZER_CONFIG, follow=follow)
-    special: dict[str, Any] = {"eos_token": tokenizer.end_token or ""}
-    special |= special_tokens(beside, follow=follow)
-    if given is not None:
-        return ChatTemplate(_text(given, follow=True), special)
-    if (beside / "chat_template.jinja").is_file():
-        return ChatTemplate(_text(beside / "chat_template.jinja", follow=follow), special)
-    found = config.get("chat_template")
-    if isinstance(found, list):  # of several by name
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
-    return ChatTemplate(found if isinstance(found, str) else PLAIN, special)
-
-
-def _text(path: Path, *, follow: bool) -> str:
-    try:
-        return read_regular(path, follow=follow).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError.one(
-            f"data.chat_template: cannot read {path}: {error}", key="data.chat_template"
-        ) from None
-
-
-def conversations(source: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yields the bytes and the messages of each line.
+def conversations(source: str) -> Iterator[tuple[int, Conversation]]:
+    """Yields the bytes and the conversation of each line.
 
     Raises:
-        ConfigError: a line has no list `messages` of objects with `role` and `content`, both text, of which one is the
-            assistant's; names file and line.
+        ConfigError: a line has no list `messages` of objects with a `role` and a `content`, of which one is the
+            assistant's, or what a chat template cannot be given; names file and line.
     """
     for path, number, line in read_lines(source):
         try:
-            messages = msgspec.json.decode(line).get("messages")
-        except (msgspec.DecodeError, AttributeError):
-            messages = None
-        if problem := _problem(messages):
+            row = msgspec.json.decode(line)
+            conversation = _conversation(row if isinstance(row, dict) else {})
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            is_json = not isinstance(error, msgspec.DecodeError | RecursionError)
             raise ConfigError.one(
-                problem,
+                str(error) if is_json else f"this line is not JSON: {error}; {_EXPECTED}",
                 where=f"{path}:{number}",
                 hint='a line is {"messages": [{"role": "user", "content": "…"}, …]}',
                 key="data.source",
-            )
-        yield len(line), messages
+            ) from None
+        yield len(line), conversation
 
 
-def _problem(messages: Any) -> str:
+_EXPECTED = "a line of kind chat has a list `messages`"
+_OLD_FORMS = {"functions": "tools", "function_call": "tool_calls"}
+
+
+def _conversation(row: dict[str, Any]) -> Conversation:
+    """Raises ValueError if it is none."""
+    messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        return "a line of kind chat has a list `messages`"
+        raise ValueError(_EXPECTED)
     for message in messages:
-        texts = isinstance(message, dict) and [message.get("role"), message.get("content")]
-        if not texts or not all(isinstance(text, str) for text in texts):
-            return "each of `messages` has a `role` and a `content`, both text"
-    if not any(message["role"] == "assistant" for message in messages):
-        return "none of `messages` is the assistant's, so that there is nothing to learn"
-    return ""
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError("each of `messages` has a `role`, which is text")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ValueError(
+                "each of `messages` has a `role` and a `content`, both text; it may be null beside `tool_calls`"
+            )
+        weight = message.get("weight")
+        if weight is not None and (weight not in (0, 1) or message["role"] != ASSISTANT):
+            raise ValueError(f"`weight` is 0 or 1, of a message of the assistant, not {weight!r}")
+    for old, new in _OLD_FORMS.items():
+        if any(old in each for each in (row, *messages)):
+            raise ValueError(f"`{old}` is of an older form of conversations: say `{new}`")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise ValueError("none of `messages` is the assistant's, so that there is nothing to learn")
+    options = {key: row[key] for key in ("tools", "documents") if row.get(key) is not None}
+    for key, value in options.items():
+        value = _parsed(value) if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise ValueError(f"`{key}` is a list of objects")
+        options[key] = value
+    return Conversation(messages, options)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None
 
 
 def divided(data: DataConfig, seed: int) -> dict[str, tuple[str, Parts]]:
@@ -222,13 +147,40 @@ def divided(data: DataConfig, seed: int) -> dict[str, tuple[str, Parts]]:
     )
 
 
+@dataclass
+class _Counts:
+    """What became of the conversations, for a person."""
+
+    read: int = 0
+    alone: int = 0
+    """of which each answer is a sample"""
+    samples: int = 0
+    """those of these"""
+    nothing: int = 0
+    """without anything to learn"""
+    without_tools: int = 0
+    """whose tools the template leaves out"""
+
+    def remarks(self) -> Iterator[str]:
+        if self.alone:
+            yield (
+                f"{self.alone:,} conversations became {self.samples:,}, one for each answer: the chat template "
+                "renders an answer otherwise when others follow, and it is trained as it is generated"
+            )
+        if self.nothing:
+            yield f"{self.nothing:,} of {self.read:,} conversations have nothing to learn and are left out"
+        if self.without_tools:
+            yield f"the chat template leaves out the tools of {self.without_tools:,} conversations"
+
+
 def write_conversations(
-    aside: Path, data: DataConfig, seed: int, source: dict[str, Any]
+    aside: Path, data: DataConfig, seed: int, source: dict[str, Any], say: Callable[[str], None]
 ) -> dict[str, int]:
     """Writes a folder of prepared conversations; returns the tokens of each split.
 
     Args:
         source: what it is made from, for its record.
+        say: told what is not trained, or otherwise than it is written.
 
     Raises:
         ConfigError: a line is no conversation, or the template refuses it.
@@ -243,6 +195,7 @@ def write_conversations(
     record = TokenizerRecord(tokenizer.kind, tokenizer.fingerprint)
     (aside / MARKS).mkdir()
     written: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    counts = _Counts()
     for name, (path, parts) in splits.items():
         writers = [
             ShardWriter(
@@ -254,7 +207,8 @@ def write_conversations(
             )
             for folder, size in ((aside, tokenizer.vocab_size), (aside / MARKS, 4))
         ]
-        for tokens, marks in _encoded(path, set(parts[:, 0].tolist()), template, tokenizer):
+        rendered = _rendered(path, set(parts[:, 0].tolist()), template, counts)
+        for tokens, marks in encoded(rendered, tokenizer):
             writers[0].append(tokens)
             writers[1].append(marks)
         for found, writer in zip(written, writers, strict=True):
@@ -266,33 +220,46 @@ def write_conversations(
         for name, content in tokenizer_files(tokenizer).items():
             write_once(folder / name, content)
         write_record(folder, tokenizer=record, vocab_size=size, splits=found, source=source)
+    for remark in filter(None, (template.remark, *counts.remarks())):
+        say(f"note: {remark}")
     return {name: sum(shard.count for shard in shards) for name, shards in written[0].items()}
 
 
-def _encoded(
-    source: str, wanted: set[int], template: ChatTemplate, tokenizer: BPETokenizer
+def _rendered(
+    source: str, wanted: set[int], template: ChatTemplate, counts: _Counts
+) -> Iterator[Rendering]:
+    """Yields the texts of the conversations wanted that have something to learn."""
+    for number, (_, conversation) in enumerate(conversations(source)):
+        if number not in wanted:
+            continue
+        messages, options = conversation.messages, conversation.options
+        try:
+            if "tool_calls" not in template.text and any(m.get("tool_calls") for m in messages):
+                raise ValueError("the chat template leaves out its `tool_calls`")
+            renderings = template.renderings(messages, options)
+        except (ValueError, ImportError) as error:
+            where = f"{source}: conversation {number + 1}"
+            raise ConfigError.one(str(error), where=where, key="data.source") from None
+        used = [each for each in renderings if any(begin < end for begin, end in each.spans)]
+        counts.read += 1
+        counts.nothing += not used
+        counts.without_tools += "tools" in options and "tools" not in template.text
+        if len(renderings) > 1:
+            counts.alone += 1
+            counts.samples += len(used)
+        yield from used
+
+
+def encoded(
+    renderings: Iterator[Rendering], tokenizer: BPETokenizer
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Yields tokens and marks of the conversations wanted. Special tokens in their text are those of the template:
-    transformers does not tell them apart either."""
+    """Yields tokens and marks. Special tokens in a conversation's text are those of the template: transformers does
+    not tell them apart either."""
     fast = parsing(tokenizer)
-    batch: list[tuple[str, Spans]] = []
-
-    def tokens() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        found = fast.encode_batch([text for text, _ in batch], add_special_tokens=False)
-        for encoding, (_, spans) in zip(found, batch, strict=True):
-            yield np.array(encoding.ids, np.uint32), _marks(encoding.offsets, spans)
-
-    for number, (_, messages) in enumerate(conversations(source)):
-        if number in wanted:
-            try:
-                batch.append(template.render(messages))
-            except (ValueError, ImportError) as error:
-                where = f"{source}: conversation {number + 1}"
-                raise ConfigError.one(str(error), where=where, key="data.source") from None
-        if len(batch) == _BATCH:
-            yield from tokens()
-            batch = []
-    yield from tokens()
+    while batch := list(islice(renderings, _BATCH)):
+        found = fast.encode_batch([each.text for each in batch], add_special_tokens=False)
+        for encoding, rendering in zip(found, batch, strict=True):
+            yield np.array(encoding.ids, np.uint32), _marks(encoding, rendering)
 
 
 def parsing(tokenizer: BPETokenizer) -> tokenizers.Tokenizer:
@@ -300,17 +267,25 @@ def parsing(tokenizer: BPETokenizer) -> tokenizers.Tokenizer:
     fast = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     fast.no_truncation()
     fast.no_padding()
+    fast.post_processor = None  # one that trims offsets leaves whitespace without a place
     return fast
 
 
-def _marks(offsets: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.uint8]:
-    """Returns the marks of tokens that stand for these characters: what overlaps a span is a target."""
-    places = np.array(offsets, np.int64).reshape(-1, 2)
+def _marks(encoding: tokenizers.Encoding, rendering: Rendering) -> NDArray[np.uint8]:
+    """Returns the marks of tokens: what overlaps a span is a target.
+
+    As in transformers, a span of `{% generation %}` ends with the first token of its last character, even if that
+    has several.
+    """
+    places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
     marks = np.zeros(len(places), np.uint8)
-    for begin, end in spans:
-        marks[(places[:, 1] > begin) & (places[:, 0] < end) & (places[:, 1] > places[:, 0])] = (
-            TARGET
-        )
+    for begin, end in rendering.spans:
+        first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
+        if rendering.of_template and first is not None and last is not None:
+            marks[first : last + 1] = TARGET
+        else:
+            overlap = (places[:, 1] > begin) & (places[:, 0] < end)
+            marks[overlap & (places[:, 1] > places[:, 0])] = TARGET
     marks[:1] |= BEGINS
     return marks
 
@@ -319,7 +294,7 @@ class ChatSamples:
     """A source of `context` tokens per sample, whose targets are the assistant's; other targets are -1.
 
     Packed, samples are windows over conversations end to end; else, a sample is one conversation, cut off after
-    the context. What has no target is no sample.
+    the context. What has no target is no sample. `remark` says in words what is lost by that.
     """
 
     def __init__(
@@ -332,10 +307,19 @@ class ChatSamples:
             ends = np.minimum(begins + context + 1, len(every))
         else:
             begins = np.flatnonzero(every & BEGINS).astype(np.int64)
-            ends = np.minimum(np.append(begins[1:], len(every)), begins + context + 1)
+            whole_ends = np.append(begins[1:], len(every))
+            ends = np.minimum(whole_ends, begins + context + 1)
         targets = np.concatenate([[0], np.cumsum(every & TARGET, dtype=np.int64)])
         counts: Int64Array = targets[ends] - targets[np.minimum(begins + 1, ends)]
         used = counts > 0
+        self.remark = ""
+        if not packing and (targets[whole_ends] > targets[ends]).any():
+            lost = targets[whole_ends] - targets[ends]
+            self.remark = (
+                f"{tokens.name}: {(~used).sum():,} of {used.size:,} conversations have no answer within the context "
+                f"of {context:,} tokens and are left out, {((lost > 0) & used).sum():,} are cut off in one: "
+                f"{lost.sum():,} of {targets[-1]:,} target tokens are lost"
+            )
         self._begins, self._ends, self._counts = begins[used], ends[used], counts[used]
         if not used.any():
             raise ConfigError.one(

@@ -78,6 +78,15 @@ def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
     return _open_tokens(data, seed)
 
 
+def lost_conversations(data: DataConfig, seed: int, context: int) -> list[str]:
+    """Return in words which conversations of prepared data do not fit into the context, for each split."""
+    opened = open_data(data, seed)
+    if not isinstance(opened, ChatData):
+        return []
+    samples = [opened.held_out(split, context) for split in opened.dataset.splits]
+    return [each.remark for each in samples if isinstance(each, ChatSamples) and each.remark]
+
+
 def folders(data: DataConfig, seed: int) -> list[Path]:
     """Return the folders that `prepare_data` writes to."""
     return [Path(part.path or default_path(part, seed)) for part in _parts(data, seed)]

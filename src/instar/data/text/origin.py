@@ -17,8 +17,8 @@ import xxhash
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.order import Int64Array
-from instar.data.text.chat import template_of
 from instar.data.text.files import STDLIB, NoFiles, SourceFiles, find, same_place
+from instar.data.text.foreign.chat_template import template_of
 from instar.data.text.hf import local_files
 from instar.data.text.provenance import changes, read_survey
 from instar.data.text.shards import DATASET_FILE, TokenDataset, open_dataset

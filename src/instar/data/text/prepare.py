@@ -148,7 +148,7 @@ def _prepare_chat(folder: Path, data: DataConfig, seed: int, say: Say) -> None:
     say(f"preparing {data.source} → {folder}")
     with atomic_dir(folder, key="data.path", first_wins=True) as aside:
         made = made_from(data, seed, np.empty(0, dtype=np.int64))
-        counts = write_conversations(aside, data, seed, made)
+        counts = write_conversations(aside, data, seed, made, say)
         _write_survey(aside, sources, files)
     check_made_from(folder, data, seed)
     say(f"tokens: {', '.join(f'{name} {count:,}' for name, count in counts.items())}")
